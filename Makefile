@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself when it is missing or older than the files that define it.
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/installed
+
+.PHONY: demo test check format bench docs clean
+
+demo: $(STAMP)
+	$(PY) -m docs.examples.g2p demo
+
+test: $(STAMP)
+	$(PY) -m pytest
+
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --warnings
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(STAMP)
+	$(PY) profiling/tensor_array.py
+
+# The documents are plain Markdown: every Python block in them is run and every link between them followed.
+docs: $(STAMP)
+	$(PY) -m pytest tests/test_docs.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	find . -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp comes last, so that an installation cut short is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Setting up .venv (the first time takes a few minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder written as a plain loop over TensorArrays."""

@@ -1,0 +1,214 @@
+"""The model: a bidirectional LSTM reads the letters, an LSTM with two attentions writes the phones.
+
+At every step the decoder attends to the letters and to all of its own earlier states. Both live in TensorArrays:
+the letters' states in one that is never written again, its own in one that grows by a slot a step and is read back
+as a prefix. In plain PyTorch the second would be a ``torch.cat`` a step: O(T^2) bytes.
+
+Ending. There is no maximum length. The score of the end grows by ``END_SLOPE`` with every phone beyond the number of
+letters, in training and decoding alike, so the model learns to write "W" (eight phones) against it. The readout is
+a tanh, in [-1, 1], so two scores differ by at most D = max_k |W_k - W_end|_1 + |b_k - b_end|, and a greedy row of n
+letters ends within n + D / END_SLOPE + 1 phones, trained or not (``G2P.longest``): finite weights imply an end.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tensorloop import TensorArray
+
+END_SLOPE = 0.25
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes. ``hidden`` is the decoder's width; each direction of the encoder has half of it."""
+
+    letters: int
+    phones: int
+    embed: int = 128
+    hidden: int = 256
+    dropout: float = 0.3
+
+    @property
+    def eos_id(self) -> int:
+        return self.phones
+
+    @property
+    def bos_id(self) -> int:
+        return self.phones + 1
+
+
+class Context(NamedTuple):
+    """What stays the same while a batch of words is decoded."""
+
+    memory: TensorArray  # S slots (B, H): the letters' states
+    mask: Tensor  # (B, S): 0 for a letter, -inf for padding
+    lens: Tensor  # (B,): letters
+    masks: (
+        tuple[Tensor, Tensor, Tensor] | None
+    )  # dropout masks (B, H), the same at every step; None when decoding
+
+
+class Carry(NamedTuple):
+    """What goes from one decoder step to the next. ``t`` counts the phones written."""
+
+    t: int
+    lower: tuple[Tensor, Tensor]  # h, c (B, H)
+    upper: tuple[Tensor, Tensor]
+    feed: Tensor  # (B, H): the last readout, fed back
+    past: TensorArray  # t + 1 slots (B, H): the initial state and the upper state after every phone
+
+
+def attend(query: Tensor, slots: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Dot attention of query (B, H) over slots (T, B, H): (B, H). ``mask`` (B, T) is added to the scores."""
+    scores = torch.einsum("bh,tbh->bt", query, slots) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores if mask is None else scores + mask, dim=1)
+    return torch.einsum("bt,tbh->bh", weights, slots)
+
+
+class Cell(nn.Module):
+    """An LSTM cell whose input part of the gates comes ready made (B, 4H), or is absent."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs + hidden, 4 * hidden)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor], extra: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        h, c = state
+        gates = self.linear(torch.cat((x, h), 1))
+        if extra is not None:
+            gates = gates + extra
+        forget_in_out, new = gates.split((3 * h.shape[1], h.shape[1]), 1)
+        f, i, o = torch.sigmoid(forget_in_out).chunk(3, 1)
+        c = f * c + i * torch.tanh(new)
+        return o * torch.tanh(c), c
+
+
+class G2P(nn.Module):
+    """Letters in, log-probabilities of phones out, by teacher forcing (``forward``) or step by step."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden
+        if width % 2:
+            raise ValueError(f"G2P: hidden must be even (two directions of half of it), got {width}")
+        self.embed = nn.Embedding(config.letters, config.embed)
+        self.encoder = nn.ModuleList(
+            nn.LSTM(inputs, width // 2, bidirectional=True) for inputs in (config.embed, width)
+        )
+        self.bridge = nn.Linear(width, 4 * width)
+        self.token_gates = nn.Embedding(config.phones + 2, 4 * width)
+        self.lower = Cell(width, width)
+        self.upper = Cell(width, width)
+        self.queries = nn.Linear(width, 2 * width, bias=False)
+        self.readout = nn.Linear(3 * width, width)
+        self.output = nn.Linear(width, config.phones + 1)
+        nn.init.normal_(self.token_gates.weight, std=0.1)
+        with torch.no_grad():
+            for cell in (self.lower, self.upper):
+                cell.linear.bias[:width] = 1.0  # remember at first: the forget gate starts open
+
+    def _drop(self, x: Tensor) -> Tensor:
+        """Dropout with one mask (B, F) for all time steps of x (T, B, F)."""
+        return x * self._mask(x[0]) if self.training else x
+
+    def _mask(self, like: Tensor) -> Tensor:
+        keep = 1 - self.config.dropout
+        return torch.empty_like(like).bernoulli_(keep).div_(keep)
+
+    def encode(self, letters: Tensor, lens: Tensor) -> tuple[Context, Carry]:
+        """letters (S, B) int64 and lens (B,) to the decoder's context and its first carry."""
+        states = self._drop(self.embed(letters))
+        ragged = bool((lens != letters.shape[0]).any())
+        for depth, lstm in enumerate(self.encoder):
+            if ragged:
+                packed = nn.utils.rnn.pack_padded_sequence(states, lens, enforce_sorted=False)
+                states = nn.utils.rnn.pad_packed_sequence(lstm(packed)[0])[0]
+            else:
+                states = lstm(states)[0]
+            if depth == 0:
+                states = self._drop(states)
+        padding = torch.arange(letters.shape[0])[None, :] >= lens[:, None]
+        mask = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
+        masks = (
+            (self._mask(states[0]), self._mask(states[0]), self._mask(states[0])) if self.training else None
+        )
+        mean = states.sum(0) / lens[:, None]  # padding states are zero
+        h_lower, c_lower, h_upper, c_upper = self.bridge(mean).chunk(4, 1)
+        lower, upper = (torch.tanh(h_lower), c_lower), (torch.tanh(h_upper), c_upper)
+        carry = Carry(0, lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
+        return Context(TensorArray.unstack(states), mask, lens, masks), carry
+
+    def step(self, carry: Carry, tokens: Tensor, context: Context) -> Carry:
+        """One step after ``tokens`` (B,) int64, bos_id at first; the new carry's ``feed`` is the readout (B, H).
+
+        A step appends to ``carry.past``: a carry is used once.
+        """
+        drop_lower, drop_upper, _ = context.masks or (1.0, 1.0, 1.0)
+        past = carry.past[: carry.t + 1]
+        lower = self.lower(carry.feed, carry.lower, self.token_gates(tokens))
+        upper = self.upper(lower[0] * drop_lower, carry.upper)
+        top = upper[0] * drop_upper
+        to_letters, to_past = self.queries(top).chunk(2, 1)
+        letters = attend(to_letters, context.memory.stack(), context.mask)
+        feed = torch.tanh(self.readout(torch.cat((top, letters, attend(to_past, past)), 1)))
+        return Carry(carry.t + 1, lower, upper, feed, carry.past.append(upper[0]))
+
+    def scores(self, readout: Tensor, t: Tensor, context: Context) -> Tensor:
+        """Log-probabilities (..., B, V) of readout (..., B, H), made after t (..., 1) phones; V is phones + eos."""
+        logits = self.output(readout if context.masks is None else readout * context.masks[2])
+        end = END_SLOPE * (t - context.lens).clamp(min=0)
+        return torch.log_softmax(torch.cat((logits[..., :-1], logits[..., -1:] + end[..., None]), -1), -1)
+
+    def forward(self, letters: Tensor, lens: Tensor, phones: Tensor) -> Tensor:
+        """Log-probabilities (T, B, V) of every phone given the true ones before it; phones (T, B) end with eos."""
+        context, carry = self.encode(letters, lens)
+        tokens = torch.full_like(phones[0], self.config.bos_id)
+        readouts = TensorArray()
+        for t in range(phones.shape[0]):
+            carry = self.step(carry, tokens, context)
+            readouts.append(carry.feed)
+            tokens = phones[t].clamp(min=0)  # IGNORE behind the end: any id will do, nothing there is scored
+        steps = torch.arange(phones.shape[0])[:, None]
+        return self.scores(readouts.stack(), steps, context)
+
+    def longest(self, letters: int) -> int:
+        """The most phones (eos not counted) that greedy decoding can write for a word of so many letters."""
+        weight, bias = self.output.weight.detach().double(), self.output.bias.detach().double()
+        spread = (weight - weight[-1]).abs().sum(1) + (bias - bias[-1]).abs()
+        return letters + int(spread.max() / END_SLOPE) + 1
+
+
+@torch.no_grad()
+def greedy(model: G2P, letters: Tensor, lens: Tensor) -> list[list[int]]:
+    """The best phone at every step until every row has ended: phone ids of each row, without eos.
+
+    Runs the model in evaluation mode; see the module's text for why it ends. Raises FloatingPointError when the
+    scores are not finite (no end would ever be chosen).
+    """
+    was_training = model.training
+    model.eval()
+    eos_id = model.config.eos_id
+    context, carry = model.encode(letters, lens)
+    tokens = torch.full_like(lens, model.config.bos_id)
+    ended = torch.zeros_like(lens, dtype=torch.bool)
+    emitted = TensorArray()
+    while not bool(ended.all()):
+        t = torch.tensor([carry.t])
+        carry = model.step(carry, tokens, context)
+        scores = model.scores(carry.feed, t, context)
+        if not bool(scores.isfinite().all()):
+            raise FloatingPointError(
+                f"greedy: the scores of step {int(t)} are not finite; were the weights damaged?"
+            )
+        tokens = torch.where(ended, eos_id, scores.argmax(1))
+        emitted.append(tokens)
+        ended = ended | (tokens == eos_id)
+    model.train(was_training)
+    rows = emitted.stack().T.tolist()
+    return [row[: row.index(eos_id)] for row in rows]

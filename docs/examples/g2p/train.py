@@ -1,0 +1,205 @@
+"""Training: cross entropy, AdamW, one learning-rate cycle, averaged weights, and a stop at any moment."""
+
+import math
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from docs.examples.g2p import checkpoint
+from docs.examples.g2p.data import IGNORE, Batch, Examples, Lexicon, Vocabulary
+from docs.examples.g2p.model import G2P, Config
+from docs.examples.g2p.scoring import pronounce, score
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run computes, but for the data and the number of threads."""
+
+    epochs: int = 28
+    batch_size: int = 256
+    hidden: int = 320
+    embed: int = 128
+    dropout: float = 0.3
+    label_smoothing: float = 0.1
+    learning_rate: float = 3e-3
+    warmup: float = 0.1  # share of all steps
+    weight_decay: float = 0.01
+    clip: float = 2.0  # the gradient's norm
+    average: float = 0.998  # decay of the averaged weights, a step
+    seed: int = 0
+
+
+def one_cycle(step: int, steps: int, peak: float, warmup: float) -> float:
+    """The learning rate of a step: up in a straight line, down to zero in half a cosine (Smith & Topin 2019)."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return peak * (step + 1) / rising
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+class Trainer:
+    """A run in a folder: ``training.pt`` to go on from, ``model.pt`` the best model, ``history.json``.
+
+    All that a later step depends on is in ``state()``: weights, averaged weights, optimizer, random generator, and
+    the position in the run. A run that is stopped and resumed gives the same numbers, on the same number of
+    threads, as one that was not.
+    """
+
+    def __init__(
+        self, folder: str | Path, train: Lexicon, dev: Lexicon, vocabulary: Vocabulary, settings: Settings
+    ):
+        self.folder, self.dev, self.vocabulary, self.settings = Path(folder), dev, vocabulary, settings
+        self.examples = Examples(train, vocabulary)
+        torch.manual_seed(settings.seed)
+        sizes = (len(vocabulary.letters), len(vocabulary.phones), settings.embed, settings.hidden)
+        self.model = G2P(Config(*sizes, settings.dropout))
+        self.average = deepcopy(self.model).eval().requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+        )
+        self.steps_per_epoch = math.ceil(len(self.examples) / settings.batch_size)
+        self.step = 0
+        self.loss_sum = 0.0  # over the batches of the current epoch
+        self.seconds = 0.0
+        self.history: list[dict[str, float]] = []
+
+    def run(self, save_every: float = 60.0, stop: Callable[[int], bool] = lambda step: False) -> bool:
+        """Train to the end; True if it was reached. Saves every ``save_every`` seconds and after each epoch.
+
+        ``stop(step)`` is asked before every step; True saves and returns False.
+        """
+        for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs):
+            if not self._epoch(epoch, save_every, stop):
+                self.save()
+                return False
+        return True
+
+    def _epoch(self, epoch: int, save_every: float, stop: Callable[[int], bool]) -> bool:
+        done = self.step - epoch * self.steps_per_epoch
+        order = self.examples.order(self.settings.batch_size, seed=self.settings.seed * 1_000_003 + epoch)
+        started = saved = time.monotonic()
+        self.model.train()
+        with tqdm(total=len(order), initial=done, desc=f"epoch {epoch + 1}/{self.settings.epochs}") as bar:
+            for indices in order[done:]:
+                if stop(self.step):
+                    self.seconds += time.monotonic() - started
+                    return False
+                loss = self._train_on(self.examples.batch(indices))
+                bar.update()
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                now = time.monotonic()
+                if now - saved > save_every:
+                    self.seconds, started, saved = self.seconds + now - started, now, now
+                    self.save()
+        self._finish_epoch(epoch, started)
+        return True
+
+    def _train_on(self, batch: Batch) -> float:
+        rate = one_cycle(
+            self.step,
+            self.settings.epochs * self.steps_per_epoch,
+            self.settings.learning_rate,
+            self.settings.warmup,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        scores = self.model(batch.letters, batch.lens, batch.phones)
+        loss = F.cross_entropy(
+            scores.flatten(0, 1),
+            batch.phones.flatten(),
+            ignore_index=IGNORE,
+            label_smoothing=self.settings.label_smoothing,
+        )
+        if not bool(loss.isfinite()):
+            raise FloatingPointError(
+                f"train: the loss of step {self.step} is {loss.item()}; lower the learning rate"
+            )
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self._average_weights()
+        self.step += 1
+        self.loss_sum += loss.item()
+        return loss.item()
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        # The first steps are averaged over a shorter past, so that the random start is soon forgotten.
+        decay = min(self.settings.average, (1 + self.step) / (10 + self.step))
+        for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mean.lerp_(weight, 1 - decay)
+
+    def _finish_epoch(self, epoch: int, started: float) -> None:
+        result = score(pronounce(self.average, self.vocabulary, list(self.dev)), self.dev)
+        self.seconds += time.monotonic() - started
+        entry = {
+            "epoch": epoch + 1,
+            "loss": self.loss_sum / self.steps_per_epoch,
+            "dev_per": result.per,
+            "dev_wer": result.wer,
+            "seconds": self.seconds,
+        }
+        if entry["dev_wer"] < min((past["dev_wer"] for past in self.history), default=math.inf):
+            checkpoint.save_model(self.folder / "model.pt", self.average, self.vocabulary)
+        self.history.append(entry)
+        self.loss_sum = 0.0
+        self.save()
+        tqdm.write(
+            "epoch {epoch}: loss {loss:.4f}  dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry)
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything that later steps depend on, as tensors and plain values."""
+        return {
+            **checkpoint.describe(self.model, self.vocabulary),
+            "settings": asdict(self.settings),
+            "examples": len(self.examples),
+            "weights": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "step": self.step,
+            "loss_sum": self.loss_sum,
+            "seconds": self.seconds,
+            "history": self.history,
+        }
+
+    def save(self) -> None:
+        """Write ``training.pt`` and ``history.json``, each whole or not at all."""
+        checkpoint.save(self.folder / "training.pt", checkpoint.TRAINING_FORMAT, self.state())
+        record = {"settings": asdict(self.settings), "examples": len(self.examples), "epochs": self.history}
+        checkpoint.write_json(self.folder / "history.json", record)
+
+    def resume(self) -> None:
+        """Go on from ``training.pt``. Raises CheckpointError if it is missing, damaged or of another run."""
+        path = self.folder / "training.pt"
+        state = checkpoint.load(path, checkpoint.TRAINING_FORMAT)
+        ours = self.state()
+        for key in ("config", "vocabulary", "settings", "examples"):
+            if state.get(key) != ours[key]:
+                raise checkpoint.CheckpointError(
+                    f"{path}: was made with other {key} ({_difference(state.get(key), ours[key])}); "
+                    "resume with the options of the first run"
+                )
+        self.model.load_state_dict(state["weights"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.step, self.loss_sum, self.seconds = state["step"], state["loss_sum"], state["seconds"]
+        self.history = state["history"]
+
+
+def _difference(saved: Any, ours: Any) -> str:
+    if not (isinstance(saved, dict) and isinstance(ours, dict)):
+        return f"then {saved}, now {ours}"
+    return ", ".join(
+        f"{k}: then {saved.get(k)}, now {ours.get(k)}" for k in ours if saved.get(k) != ours.get(k)
+    )

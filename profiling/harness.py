@@ -1,0 +1,208 @@
+"""What every profiling script shares: one fresh process a cell, clocks, peak memory, results, tables.
+
+A *cell* is one configuration (a dict that JSON can hold, with a `kind`). A script measures its cells by
+running itself once for each of them with `--cell JSON`, round after round over all cells, so that a noisy
+minute on the machine hits all of them alike and never one of them alone. A process answers in one JSON line.
+
+Time and memory are never measured in the same process: glibc's malloc keeps freed blocks of growing sizes,
+and resident memory then says more about malloc than about the loop. A fixed MALLOC_MMAP_THRESHOLD_ gives
+every block of 64 KiB or more back at once, so memory cells run under it; it costs time, so time cells do not.
+"""
+
+import ctypes
+import datetime
+import gc
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[1]
+THREADS = 2
+TIMEOUT_S = 600
+ENVIRONMENT = {"memory": {"MALLOC_MMAP_THRESHOLD_": "65536"}}  # kind of cell -> variables of its process
+
+Cell = dict[str, Any]
+Entry = dict[str, Any]  # {"cell": Cell, "raw": [the answer of each round]}
+
+
+def spawn(script: Path, cell: Cell) -> dict[str, Any]:
+    """The answer of a fresh process; whatever stops it is an answer too, as {"error": text}."""
+    environment = os.environ | ENVIRONMENT.get(cell["kind"], {})
+    command = [sys.executable, str(script), "--cell", json.dumps(cell)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {TIMEOUT_S} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"error": f"exit status {done.returncode}: {last}"}
+    return json.loads(lines[-1])
+
+
+def answer(run_cell: Callable[[Cell], dict[str, Any]], cell: str) -> None:
+    """The other side of `spawn`: carries out a cell and prints its answer, or its error."""
+    torch.set_num_threads(THREADS)
+    try:
+        result = run_cell(json.loads(cell))
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"[:500]}
+    print(json.dumps(result), flush=True)
+
+
+def measure(script: Path, cells: Sequence[Cell], rounds: int) -> list[Entry]:
+    """Every cell once a round; every other round goes backwards, so that neighbours change places."""
+    entries = [{"cell": cell, "raw": []} for cell in cells]
+    with tqdm(total=rounds * len(cells), unit="cell", dynamic_ncols=True) as bar:
+        for number in range(rounds):
+            for entry in entries if number % 2 == 0 else entries[::-1]:
+                bar.set_description(" ".join(str(v) for v in list(entry["cell"].values())[:4]))
+                entry["raw"].append(spawn(script, entry["cell"]))
+                bar.update()
+    return entries
+
+
+def time_run(
+    loss_of: Callable[[], Tensor], leaves: Sequence[Tensor], warmups: int, repeats: int
+) -> dict[str, Any]:
+    """Seconds of forward and of forward + backward, a value for each run after the warm-ups.
+
+    Dropping the graph is part of the cost and on the clock; collecting Python's garbage before a run is not.
+    """
+    forward, total, loss_value = [], [], 0.0
+    for _ in range(warmups + repeats):
+        gc.collect()
+        start = time.perf_counter()
+        loss = loss_of()
+        middle = time.perf_counter()
+        grads = torch.autograd.grad(loss, leaves)
+        end_of_backward = time.perf_counter()
+        loss_value = loss.item()
+        resume = time.perf_counter()
+        del loss
+        total.append(time.perf_counter() - resume + end_of_backward - start)
+        forward.append(middle - start)
+        del grads
+    return {
+        "loss": loss_value,
+        "warmup_s": total[:warmups],
+        "forward_s": forward[warmups:],
+        "total_s": total[warmups:],
+    }
+
+
+def peak_of(loss_of: Callable[[], Tensor], leaves: Sequence[Tensor]) -> dict[str, Any]:
+    """Bytes by which resident memory grows, at its highest, over one warm forward + backward (Linux, glibc).
+
+    The kernel's high-water mark (VmHWM) is reset after a first run and after freed memory went back.
+    """
+    torch.autograd.grad(loss_of(), leaves)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark (proc(5))
+    before = _status_bytes("VmRSS")
+    loss = loss_of()
+    grads = torch.autograd.grad(loss, leaves)
+    peak = _status_bytes("VmHWM") - before
+    value = loss.item()
+    del loss, grads
+    return {"loss": value, "peak_bytes": peak}
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"no {field} in the process status: peak memory is measured on Linux only")
+    return int(found[1]) * 1024
+
+
+def median(entry: Entry | None, key: str) -> float | None:
+    """The median over the rounds of each round's median; None where there is no figure."""
+    values = [raw[key] for raw in entry["raw"] if key in raw] if entry else []
+    values = [statistics.median(v) if isinstance(v, list) else v for v in values]
+    return statistics.median(values) if values else None
+
+
+def about(rounds: int, **settings: Any) -> dict[str, Any]:
+    """Where, when, with what and by which command a result was made."""
+    import tensorloop
+
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    return {
+        "command": shlex.join(["python", str(name), *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "tensorloop": tensorloop.__version__,
+        },
+        "threads": THREADS,
+        "rounds": rounds,
+        **settings,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory and system, without the machine's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(
+        r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def failures(entries: Sequence[Entry]) -> list[str]:
+    """Cells that gave an error instead of figures, a line each."""
+    return [
+        f"{' '.join(str(v) for v in entry['cell'].values())}: {raw['error']}"
+        for entry in entries
+        for raw in entry["raw"]
+        if "error" in raw
+    ]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """A Markdown table; the first columns are text, the others are figures and stand to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        left = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        right = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        return f"| {' | '.join([*left[:text_columns], *right[text_columns:]])} |"
+
+    rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join(line(row) for row in [header, rule, *rows])
+
+
+def replace_between(path: Path, name: str, text: str) -> bool:
+    """Puts text between `<!-- name:begin -->` and `<!-- name:end -->`; False where the file lacks them."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    old = path.read_text() if path.exists() else ""
+    if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+        return False
+    head, tail = old[: old.index(begin) + len(begin)], old[old.index(end) :]
+    path.write_text(f"{head}\n{text.strip()}\n{tail}")
+    return True

@@ -1,0 +1,88 @@
+"""Pictures of measurements: curves over T on log axes, each named where it ends."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, told apart with any kind of colour vision; without yellow, too pale for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"  # the same order, so that no curve is known by its colour alone
+
+
+class Curve(NamedTuple):
+    label: str
+    T: Sequence[int]
+    values: Sequence[float]
+    style: int  # which colour and marker
+    ours: bool  # drawn heavier, on top
+
+
+def curves(axes: "Axes", lines: Sequence[Curve], unit: str, title: str) -> None:
+    """Draws the curves on log axes; their names stand at the right, moved apart where they would overlap."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    for line in lines:
+        axes.plot(
+            line.T,
+            line.values,
+            color=COLOURS[line.style],
+            marker=MARKERS[line.style],
+            markersize=6 if line.ours else 4.5,
+            linewidth=2.8 if line.ours else 1.4,
+            zorder=3 if line.ours else 2,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({t for line in lines for t in line.T})
+    axes.set_xticks(ticks, [f"{t:,}" for t in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("T (steps)")
+    axes.set_ylabel(unit)
+    axes.set_title(title, loc="left", fontsize=10)
+    _label_ends(axes, lines)
+
+
+def _label_ends(axes: "Axes", lines: Sequence[Curve]) -> None:
+    """Names at the right edge, joined to the last point of their curve by a thin line of its colour."""
+    low, high = (math.log(v) for v in axes.get_ylim())
+    ordered = sorted(lines, key=lambda line: line.values[-1])
+    wanted = [(math.log(line.values[-1]) - low) / (high - low) for line in ordered]
+    for line, height in zip(ordered, spread(wanted, 0.085), strict=True):
+        axes.annotate(
+            line.label,
+            xy=(line.T[-1], line.values[-1]),
+            xycoords="data",
+            xytext=(1.07, height),
+            textcoords="axes fraction",
+            color=COLOURS[line.style],
+            fontsize=8.5,
+            fontweight="bold" if line.ours else "normal",
+            verticalalignment="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": COLOURS[line.style], "linewidth": 0.7, "shrinkB": 3},
+        )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights in rising order moved apart to `gap` at least; those that touch stay centred on their mean."""
+    groups: list[list[float]] = []  # of neighbours that touch
+    for height in heights:
+        groups.append([height])
+        while len(groups) > 1 and _top(groups[-2], gap) + gap > _bottom(groups[-1], gap):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return [_bottom(group, gap) + gap * i for group in groups for i in range(len(group))]
+
+
+def _bottom(group: list[float], gap: float) -> float:
+    return sum(group) / len(group) - gap * (len(group) - 1) / 2
+
+
+def _top(group: list[float], gap: float) -> float:
+    return sum(group) / len(group) + gap * (len(group) - 1) / 2

@@ -1,0 +1,324 @@
+"""The buffer behind a TensorArray under plain autograd: one growing allocation, a token, and values that wait.
+
+Three ideas, each with its invariant.
+
+*Block.* One allocation, (capacity, *F). Slots are written through `data`; what is handed out is cut from `views`,
+the same memory under a version counter of its own. So our writes never disturb a tensor that autograd saved, and a
+user's change of a view is seen (by autograd in backward, by `check` here). A slot that a handed-out view covers
+(`lent`) is never written again in this block: an overwrite moves to a copy first.
+
+*Token.* See `_array_grad`. None while nothing in the array needs a gradient.
+
+*Waiting.* A value that needs a gradient is first kept in a list, as the tensor it is, and costs next to nothing. The
+first bulk read moves all of them into the block at once. Slots [0, length - len(waiting)) are in the block.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from tensorloop import _functorch
+from tensorloop._array_grad import Key, Step, put_, take
+
+# What waits is at most this many values, or as many as the block holds: it never doubles the bytes held.
+WAITING = 1024
+# Rows of an unstacked tensor are taken out together, this many at a time: unbind's cost, but not all copies at once.
+CHUNK = 64
+
+
+class Block:
+    """One allocation of slots, shared by the arrays that were copied from one another."""
+
+    __slots__ = ("begun", "data", "expected", "lent", "nothing", "owned", "views")
+
+    def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
+        self.data = data
+        self.owned = owned
+        self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
+        self.lent = (0, 0)  # slots covered by views handed out
+        with plain_mode():
+            # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
+            self.views = data.data if owned else data
+            self.nothing = data.new_zeros(())  # what tokens are expanded from
+        self.expected = self.views._version
+
+    def check(self, name: str) -> None:
+        """Raises if somebody changed the values through a view, or the tensor that was unstacked."""
+        if self.views._version != self.expected:
+            what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
+            raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
+
+    def lend(self, start: int, stop: int) -> None:
+        low, high = self.lent
+        self.lent = (min(low, start), max(high, stop)) if high > low else (start, stop)
+
+    def read(self, key: Key) -> Tensor:
+        """A view of a run of slots, a copy of anything else."""
+        if isinstance(key, slice):
+            return self.views[key]
+        out = take(self.data, key)
+        return out.clone() if isinstance(key, int) else out
+
+
+class Buffer:
+    """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
+
+    __slots__ = ("block", "length", "rows", "token", "versions", "waiting")
+
+    def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
+        self.block = block
+        self.length = length
+        self.token = token
+        self.waiting: list[Tensor] = []
+        self.versions: list[int] = []
+        self.rows: UnstackedRows | None = None
+
+    @classmethod
+    def empty(cls, like: Tensor, capacity: int) -> "Buffer":
+        return cls(Block(_allocate(like, (capacity, *like.shape)), 0))
+
+    @classmethod
+    def unstack(cls, values: Tensor) -> "Buffer":
+        if values.is_inference():  # it has no version counter, so a change of it would not be seen
+            with plain_mode():
+                return cls(Block(values.clone(), len(values)), len(values))
+        recorded = values.requires_grad and torch.is_grad_enabled()
+        buffer = cls(Block(values.detach(), len(values), owned=False), len(values), values if recorded else None)
+        buffer.rows = UnstackedRows(values if recorded else buffer.block.views)
+        return buffer
+
+    @property
+    def nbytes(self) -> int:
+        return self.block.data.nbytes + sum(x.nbytes for x in self.waiting)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.token is not None or any(x.requires_grad for x in self.waiting)
+
+    # -- writing
+
+    def append(self, x: Tensor, name: str) -> None:
+        if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
+            self._wait(x, name)
+        elif self.waiting:
+            with plain_mode():
+                self._wait(x.detach().clone(), name)
+        else:
+            self._reserve(self.length, self.length + 1, name)
+            self.block.data[self.length].copy_(x.detach())
+            self._begin(self.length + 1)
+
+    def extend(self, values: Tensor, name: str) -> None:
+        self.flush(name)
+        start, stop = self.length, self.length + len(values)
+        self._reserve(start, stop, name)
+        self.block.data[start:stop].copy_(values.detach())
+        self._begin(stop)
+        self._record(slice(start, stop), values)
+
+    def pad(self, length: int, name: str) -> None:
+        """Begins slots up to `length`, with zeros that have no gradient."""
+        self.flush(name)
+        self._reserve(self.length, length, name)
+        self.block.data[self.length : length].zero_()
+        self._begin(length)
+
+    def put(self, key: Key, x: Tensor, name: str) -> None:
+        """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
+        self.flush(name)
+        self.block.check(name)
+        self.rows = None
+        if not self.block.owned or _overlap(key, self.block.lent):
+            self._move(self.length, self.block.data.shape[0])
+        if isinstance(key, Tensor):
+            x = _last_of_equal(key, x, self.length)
+        put_(self.block.data, key, x.detach())
+        self._record(key, x)
+
+    def flush(self, name: str, read: slice | None = None) -> Tensor | None:
+        """Moves what waits into the block. With `read`, gives that run too, recorded in the same node."""
+        if not self.waiting:
+            return None
+        start = self.length - len(self.waiting)
+        for i, (x, version) in enumerate(zip(self.waiting, self.versions, strict=True), start):
+            if x._version != version:
+                raise _changed(name, i)
+        with recording():
+            if len(self.waiting) == 1:
+                values, key = self.waiting[0], start
+            else:
+                values, key = torch.stack(self.waiting), slice(start, self.length)
+            if start == 0 and isinstance(key, slice) and self.block.data.shape[0] < self.length:
+                self.block = Block(values.data, self.length)  # the stack is the block: no second copy
+            else:
+                self._reserve(start, self.length, name)
+                self.block.data[key].copy_(values.detach())
+            self._begin(self.length)
+            out = Step.apply(self.token, values, self.block, key, self.length, read)
+        self.token, view = (out, None) if read is None else out
+        self.waiting, self.versions = [], []
+        return view
+
+    def _wait(self, x: Tensor, name: str) -> None:
+        self.waiting.append(x)
+        self.versions.append(x._version)
+        self.length += 1
+        if len(self.waiting) > max(WAITING, self.length // 2):
+            self.flush(name)
+
+    def _record(self, key: Key, x: Tensor) -> None:
+        if not x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
+            if self.token is None:
+                return
+            x = x.detach()
+        with recording():
+            self.token = Step.apply(self.token, x, self.block, key, self.length, None)
+
+    def _reserve(self, filled: int, length: int, name: str) -> None:
+        """Makes room for slots [filled, length) in a block whose free tail is ours."""
+        if filled:
+            self.block.check(name)
+        if length > self.block.data.shape[0] or self.block.begun != filled or not self.block.owned:
+            self._move(filled, max(length, 2 * filled))
+
+    def _move(self, filled: int, capacity: int) -> None:
+        old = self.block.data
+        data = _allocate(old, (capacity, *old.shape[1:]))
+        data[:filled].copy_(old[:filled])
+        self.block = Block(data, filled)
+        self.rows = None
+
+    def _begin(self, length: int) -> None:
+        self.length = self.block.begun = length
+
+    # -- reading
+
+    def read(self, i: int, name: str) -> Tensor:
+        waits = i - (self.length - len(self.waiting))
+        if waits >= 0:
+            x = self.waiting[waits]
+            if x._version != self.versions[waits]:
+                raise _changed(name, i)
+            return x if torch.is_grad_enabled() else x.detach().clone()
+        self.block.check(name)
+        if self.rows is not None and (row := self.rows.read(i)) is not None:
+            return row
+        return self._read(i)
+
+    def span(self, start: int, stop: int, name: str) -> Tensor:
+        """Slots [start, stop) as a view."""
+        key = slice(start, stop)
+        view = self.flush(name, key if torch.is_grad_enabled() else None)
+        self.block.check(name)
+        self.block.lend(start, stop)
+        return self._read(key) if view is None else view
+
+    def all(self, name: str) -> list[Tensor]:
+        """Every slot on its own, none of them a view."""
+        if len(self.waiting) == self.length:
+            return [self.read(i, name) for i in range(self.length)]
+        self.flush(name)
+        self.block.check(name)
+        return list(torch.unbind_copy(self._read(slice(0, self.length))))
+
+    def gather(self, index: Tensor, name: str) -> Tensor:
+        self.flush(name)
+        self.block.check(name)
+        return self._read(index)
+
+    def _read(self, key: Key) -> Tensor:
+        if self.token is None or not torch.is_grad_enabled():
+            return self.block.read(key)
+        with recording():
+            self.token, out = Step.apply(self.token, None, self.block, None, self.length, key)
+        return out
+
+    # -- copies
+
+    def fork(self, name: str) -> "Buffer":
+        """An independent array on the same block: all of it counts as handed out."""
+        self.flush(name)
+        self.block.lend(0, self.length)
+        twin = Buffer(self.block, self.length, self.token)
+        twin.rows = self.rows
+        return twin
+
+    def detach(self, name: str) -> "Buffer":
+        """As `fork`, without the gradient."""
+        twin = self.fork(name)
+        twin.token = twin.rows = None
+        return twin
+
+
+class UnstackedRows:
+    """Single rows of an unstacked tensor as copies, a chunk at a time while they are read in order."""
+
+    __slots__ = ("chunks", "first", "recorded", "rows", "values")
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.chunks: tuple[Tensor, ...] = ()
+        self.rows: tuple[Tensor, ...] = ()
+        self.first = 0
+        self.recorded = True
+
+    def read(self, i: int) -> Tensor | None:
+        """Row i, or None where reading it alone is cheaper or the row at hand was changed by its reader."""
+        recorded = torch.is_grad_enabled()
+        k = i - self.first
+        if not 0 <= k < len(self.rows) or recorded != self.recorded:
+            if torch.is_inference_mode_enabled() or _functorch.maybe_level() is not None:
+                return None
+            if i % CHUNK not in (0, CHUNK - 1) and i != len(self.values) - 1:
+                return None
+            if not self.chunks or recorded != self.recorded:
+                self.chunks = self.values.split(CHUNK)
+            self.first, self.recorded = i // CHUNK * CHUNK, recorded
+            self.rows = torch.unbind_copy(self.chunks[i // CHUNK])
+            k = i - self.first
+        row = self.rows[k]
+        return row if row._version == 0 else None
+
+
+def plain_mode() -> AbstractContextManager[object]:
+    """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Plain autograd that records, whatever mode or transform the caller is in."""
+    with ExitStack() as modes:
+        modes.enter_context(plain_mode())
+        modes.enter_context(torch.enable_grad())
+        if _functorch.maybe_level() is not None:
+            modes.enter_context(_functorch.outside_transforms())
+        yield
+
+
+def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    with plain_mode():
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _overlap(key: Key, lent: tuple[int, int]) -> bool:
+    """Whether `key` may reach a slot that was lent; keys made of tensors reach any."""
+    low, high = lent
+    return low < high and (not isinstance(key, int) or low <= key < high)
+
+
+def _last_of_equal(index: Tensor, values: Tensor, length: int) -> Tensor:
+    """`values`, with equal values for equal indices: those of the last one, which alone gets a gradient. No sync."""
+    order = torch.arange(len(index), device=index.device)
+    last = order.new_full((length,), -1).scatter_reduce_(0, index, order, "amax")[index]
+    mine = (last == order).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(mine, values, values.detach()[last])
+
+
+def _changed(name: str, slot: int) -> RuntimeError:
+    return RuntimeError(
+        f"{name}: the tensor written to slot {slot} was changed in place before the array had copied it; "
+        f"write a clone() of it, or read the slot as a slice or with stack() before changing the tensor"
+    )

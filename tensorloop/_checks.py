@@ -1,0 +1,77 @@
+"""Checks of arguments: what came, what was expected, how to mend it. Nothing here changes anything."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from tensorloop import _functorch
+
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+def as_int(i: SupportsIndex, name: str, what: str = "index") -> int:
+    """`i` as an int: ints, numpy integers and 0-d integer tensors are taken, bools and floats are not."""
+    if type(i) is int:
+        return i
+    bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
+    if not bad:
+        try:
+            return operator.index(i)
+        except TypeError:
+            pass
+    hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
+    raise TypeError(f"{name}: {what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
+
+
+def describe(x: Any) -> str:
+    """A value in a few words, for messages."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
+    text = repr(x)
+    return f"{type(x).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+def slot_of(i: SupportsIndex, length: int, name: str) -> int:
+    """`i` as a slot of an array of `length`, negative counted from the end."""
+    slot = as_int(i, name)
+    if not -length <= slot < length:
+        raise IndexError(f"{name}: slot {slot} is out of range for an array of {slots(length)}")
+    return slot + length if slot < 0 else slot
+
+
+def slots(n: int) -> str:
+    return f"{n} slot" if n == 1 else f"{n} slots"
+
+
+def index_tensor(indices: Tensor | Sequence[int], device: torch.device, name: str) -> Tensor:
+    """`indices` as int64 on `device`. A tensor on another device is refused, not moved: that would be a sync."""
+    if not isinstance(indices, Tensor):
+        as_list = list(indices)
+        for position, i in enumerate(as_list):
+            as_int(i, name, f"indices[{position}]")
+        return torch.tensor(as_list, dtype=torch.int64, device=device)
+    if indices.dtype not in INTEGERS:
+        raise TypeError(f"{name}: indices must be integers, got dtype {indices.dtype}")
+    if indices.device != device and indices.device.type != "cpu":
+        raise ValueError(f"{name}: indices are on {indices.device}, the array is on {device}; move one of them")
+    return indices.to(device=device, dtype=torch.int64)
+
+
+def must_check(check: bool | None, x: Tensor) -> bool:
+    """Whether to look at the values of `x`: by default where that costs no sync. Under vmap nobody can."""
+    if _functorch.is_batched(x):
+        return False
+    return x.device.type == "cpu" if check is None else check
+
+
+def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices") -> None:
+    """Raises IndexError naming the first entry outside [low, high). Syncs a device."""
+    bad = (index < low) | (index >= high)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        value = int(index[tuple(where)])
+        place = ", ".join(map(str, where))
+        raise IndexError(f"{name}: {what}[{place}] is {value}, expected {low} <= index < {high}")

@@ -1,0 +1,26 @@
+"""Keeps `torch.compile` out of code that counts versions and changes buffers in place.
+
+`torch.compiler.disable` would do it, but it imports dynamo, a second of start-up. The marks below are those that
+`disable` leaves, and the one by which dynamo's frame hook passes a code object and all that it calls. Tried with
+torch 2.11 to 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval_frame.set_code_exec_strategy`.
+"""
+
+from types import FunctionType
+from typing import TypeVar
+
+from torch._C import _dynamo
+
+_T = TypeVar("_T", bound=type)
+
+
+def runs_eagerly(cls: _T) -> _T:
+    """Marks the methods of `cls`: a compiled function that calls one breaks its graph there and calls it plainly."""
+    frame = _dynamo.eval_frame
+    skip = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.SKIP)
+    for member in vars(cls).values():
+        function = getattr(member, "__func__", member)
+        if isinstance(function, FunctionType):
+            function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+            function._torchdynamo_disable_msg = f"{cls.__name__} works in place"  # pyright: ignore[reportFunctionMemberAccess]
+            frame.set_code_exec_strategy(function.__code__, skip)
+    return cls

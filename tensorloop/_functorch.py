@@ -1,0 +1,54 @@
+"""The private names of torch that tell whether a function transform is at work.
+
+torch has no public question "am I inside ``torch.func.grad`` or ``vmap``?", and an array that works in place must ask
+it. Tried with torch 2.11 to 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch` and
+`torch.autograd.forward_ad._current_level`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+
+# None outside every transform. Bound here, because a hot path asks it for every value written.
+maybe_level = _functorch.maybe_current_level
+is_wrapped = _functorch.is_functorch_wrapped_tensor
+
+
+def level() -> int:
+    """Depth of `torch.func` transforms around the caller; 0 outside all of them."""
+    return maybe_level() or 0
+
+
+def level_of(x: torch.Tensor) -> int:
+    """Depth of the innermost transform that wraps `x`; 0 for a plain tensor."""
+    return max(_functorch.maybe_get_level(x), 0)
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether a vmap at any level stands between the caller and the numbers in `x`."""
+    while is_wrapped(x):
+        if _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def forward_mode() -> bool:
+    """Whether a `forward_ad.dual_level` is open, so that tensors may carry tangents."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether `x` is a dual tensor of the open `dual_level`."""
+    return forward_mode() and forward_ad.unpack_dual(x).tangent is not None
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Leaves all transforms for a while: what runs inside is recorded by plain autograd."""
+    with temporarily_clear_interpreter_stack():
+        yield

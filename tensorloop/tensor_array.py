@@ -1,0 +1,484 @@
+"""TensorArray: a loop buffer that grows, is overwritten and read back, with gradients in O(T).
+
+How it works, in the order to read it (`docs/how_it_works.md` has the pictures):
+
+1. Values live in one growing buffer that only the array writes to. Reading slots [0, t) gives a view of it.
+2. For autograd, each operation on the array is one node on a chain, threaded by a *token*; backward visits them in
+   reverse and passes one *gradient buffer* along, changed in place: a read adds into it, a write takes out of it. That
+   is what makes T prefix reads cost one buffer of gradients and not T (`_array_grad.py`).
+3. Values that need a gradient first *wait* in a list, and move into the buffer together at the first bulk read: an
+   append alone makes no node (`_array_buffer.py`).
+4. Under `torch.func` transforms, where nothing may happen in place, the array is a list of slots (`_array_slots.py`).
+
+This file is the surface: it checks arguments, counts slots and holes, and hands over to the buffer or the list.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from tensorloop import _checks, _functorch
+from tensorloop._array_buffer import Buffer
+from tensorloop._array_grad import Rows
+from tensorloop._array_slots import Slots
+from tensorloop._compile import runs_eagerly
+from tensorloop._functorch import forward_mode, maybe_level
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+@runs_eagerly
+class TensorArray:
+    """A growing array of equal tensors, written and read slot by slot, differentiable at O(n) cost.
+
+    An array is mutable, like a list; values and gradients are those of a functional array, where each write would make
+    a new one. What was read stays what it was, whatever is written later. Writing methods return the array.
+
+    Shapes: slots (n, *F); one element (*F). `element_shape` (None for a size not yet known), `dtype` and `device` are
+    fixed by the first write where they are not given. The dtype is exact: nothing is promoted. `capacity` (slots) is a
+    hint: room made at once, and permission to skip slots below it (holes); it bounds nothing.
+    Gradient: reaches every value written. A slot written twice passes it to the last value, the first gets zero; slots
+    read twice sum. Works with `create_graph`, `retain_graph`, partial inputs, and (slower) under `torch.func`.
+    Cost: n writes and any number of reads take O(n) time and bytes (at most twice the values, four times if prefix
+    views from before each growth are kept), and one gradient buffer of the array's size in backward.
+    Raises: TypeError (dtype, not a tensor), ValueError (shape, device), IndexError (slot, hole), RuntimeError (a
+    waiting tensor or a view was changed in place; a transformed tensor written into an array made outside).
+    Source: TensorFlow's TensorArray (Abadi et al. 2016, section 3.4) for the surface; the rest is `docs/how_it_works.md`.
+    """
+
+    __slots__ = ("_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_shape", "_store")
+
+    def __init__(
+        self,
+        *,
+        element_shape: Sequence[int | None] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        name = "TensorArray"
+        if capacity is not None and (capacity := _checks.as_int(capacity, name, "capacity")) < 0:
+            raise ValueError(f"{name}: capacity must be at least 0, got {capacity}")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name}: dtype must be a torch.dtype, got {_checks.describe(dtype)}")
+        shape = None if element_shape is None else _element_shape(element_shape, name)
+        self._given = (shape, dtype, None if device is None else torch.device(device))
+        self._capacity = capacity
+        self._shape: torch.Size | None = None  # with dtype and device: what the first write fixed
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+        self._store: Buffer | Slots | None = None
+        self._holes: set[int] = set()
+        self._home = _functorch.level()
+
+    @classmethod
+    def unstack(cls, values: Tensor) -> Self:
+        """A new array of the n slices of `values` (n, *F), copied at the first write and not before.
+
+        Gradient: to `values`. Cost: O(1); n reads in order cost what `values.unbind(0)` costs.
+        Raises: TypeError, ValueError (no leading dim). Changing `values` in place before the copy is a RuntimeError
+        at the next use.
+        """
+        name = "TensorArray.unstack"
+        _check_tensor(values, name)
+        if values.dim() == 0:
+            raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
+        array = cls()
+        functional = array._functional(values, name)
+        array._fix(values.shape[1:], values)
+        if functional:
+            array._store = Slots(_element(values), [x.clone() for x in values.unbind(0)])
+        else:
+            array._store = Buffer.unstack(values)
+        return array
+
+    # -- writing
+
+    def append(self, x: Tensor) -> Self:
+        """Writes `x` (*F) into a new slot at the end.
+
+        Gradient: to `x`. Cost: amortised O(1); an `x` that needs a gradient is kept as it is until the first bulk read
+        (so do not change it in place before), any other is copied at once.
+        Raises: TypeError, ValueError (`x` does not fit; the array is as it was).
+        """
+        if (
+            type(x) in _PLAIN
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+            and x.device == self._device
+            and maybe_level() is None
+            and not forward_mode()
+        ):
+            assert self._store is not None
+            self._store.append(x, "TensorArray.append")
+        else:
+            name = "TensorArray.append"
+            self._admit(x, f"{name}: slot {len(self)}").append(x, name)
+        return self
+
+    def extend(self, xs: "Tensor | Iterable[Tensor]") -> Self:
+        """Appends the slices of a tensor (m, *F) in one operation, or each tensor of an iterable.
+
+        Gradient: to `xs`. Cost: O(m). Raises: as `append`; of an iterable, what came before the bad one is kept.
+        """
+        if not isinstance(xs, Tensor):
+            for x in xs:
+                self.append(x)
+            return self
+        name = "TensorArray.extend"
+        store = self._admit(xs, name, lead=1)
+        store.extend(xs, name)
+        return self
+
+    def write(self, i: SupportsIndex, x: Tensor) -> Self:
+        """Writes `x` (*F) into slot `i`: overwrites it, appends if i == len, or skips slots below `capacity`.
+
+        Gradient: to `x`; what the slot held before gets zero from later reads. Cost: an append, or O(1) for an
+        overwrite; if a slice or `stack()` handed out covers the slot, the array is first copied, O(n).
+        Raises: IndexError (slot), TypeError, ValueError. The array is then as it was.
+        """
+        length = len(self)
+        i = _checks.as_int(i, "TensorArray.write")
+        if i == length:
+            return self.append(x)
+        name = f"TensorArray.write: slot {i}"
+        slot = i + length if i < 0 else i
+        if slot < 0 or slot > length and slot >= (self._capacity or 0):
+            more = "" if slot < 0 else "; write the slots before it first, or give capacity= to leave holes"
+            raise IndexError(f"{name} is out of range for an array of {_checks.slots(length)}{more}")
+        store = self._admit(x, name)
+        if slot > length:
+            store.pad(slot, name)
+            self._holes.update(range(length, slot))
+            store.append(x, name)
+        else:
+            store.put(slot, x, name)
+            self._holes.discard(slot)
+        return self
+
+    def write_rows(self, pos: Tensor, x: Tensor, where: Tensor | None = None, *, check: bool | None = None) -> Self:
+        """Writes row b of `x` (B, *F) into row b of slot pos[b], for the rows where `where` (B,) bool is true.
+
+        `pos` (B,) integers, pos[b] <= len; a slot begun here is 0, with gradient 0, in the rows not written.
+        Gradient: to the rows of `x` that were written. Cost: O(B) (a copy of the array first, as in `write`).
+        On a device `pos` is looked at only with `check=True` (a sync); without it the array needs a `capacity`, all of
+        which is begun by the first such write, and rows with a `pos` outside write to the nearest slot.
+        Raises: IndexError (pos), ValueError (lengths that disagree), TypeError.
+        """
+        name = "TensorArray.write_rows"
+        pos, where = self._rows(pos, x, where, name)
+        length = len(self)
+        if _checks.must_check(check, pos):
+            active = pos if where is None else pos[where]
+            if len(active) == 0:
+                self._admit(x, name)
+                return self
+            _checks.in_range(active, 0, length + 1, name, "pos")
+            needed = max(length, int(active.max()) + 1)
+            self._holes.difference_update(active.tolist() if self._holes else ())
+        elif self._capacity is None:
+            raise ValueError(f"{name}: pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity")
+        else:
+            needed = max(length, self._capacity)
+        store = self._admit(x, name)
+        if needed > length:
+            store.pad(needed, name)
+        where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.clone()
+        store.put(Rows(pos.clamp(0, needed - 1), where), x, name)
+        return self
+
+    def scatter(self, indices: Tensor | Sequence[int], values: Tensor, *, check: bool | None = None) -> Self:
+        """Writes values[j] (*F) into slot indices[j]; of equal indices the last one stays.
+
+        Gradient: to `values`; overwritten ones, also within one call, get zero. Cost: O(m), as `write`.
+        Indices on a device are looked at only with `check=True` (a sync), and must else be in the array already.
+        Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError, TypeError.
+        """
+        name = "TensorArray.scatter"
+        index = self._index(indices, name, values)
+        if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
+            raise ValueError(
+                f"{name}: indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}"
+            )
+        length = len(self)
+        needed, skipped = length, set[int]()
+        if _checks.must_check(check, index):
+            _checks.in_range(index, -length, max(2**31, length), name)
+            index = torch.where(index < 0, index + length, index)
+            needed = max([length, *(index.max()[None] + 1).tolist()]) if len(index) else length
+            skipped = set(range(length, needed)).difference(index.tolist()) if needed > length else skipped
+            if skipped and needed > (self._capacity or 0):
+                raise IndexError(f"{name}: slot {min(skipped)} would be skipped; write it too, or give capacity=")
+        store = self._admit(values, name, lead=1)
+        if needed > length:
+            store.pad(needed, name)
+            self._holes |= skipped
+        if len(index):
+            store.put(index.clone(), values, name)
+            self._holes.difference_update(index.tolist() if self._holes else ())
+        return self
+
+    def __setitem__(self, i: SupportsIndex, x: Tensor) -> None:
+        self.write(i, x)
+
+    # -- reading
+
+    def read(self, i: SupportsIndex) -> Tensor:
+        """Slot `i` (*F): the tensor written or a copy, never a view.
+
+        Gradient: to the value that the slot holds now. Cost: O(1), forward and backward.
+        Raises: IndexError (out of range, a hole), TypeError (not an integer).
+        """
+        store = self._store
+        length = 0 if store is None else store.length
+        slot = i if type(i) is int and 0 <= i < length else _checks.slot_of(i, length, "TensorArray.read")
+        assert store is not None
+        if slot in self._holes:
+            self._refuse_holes(slot, slot + 1, "TensorArray.read")
+        return store.read(slot, "TensorArray.read")
+
+    def __getitem__(self, i: SupportsIndex | slice) -> Tensor:
+        """One slot as `read`; a slice of slots as a view (a copy if its step is not 1)."""
+        if not isinstance(i, slice):
+            return self.read(i)
+        start, stop, step = i.indices(len(self))
+        if step == 1:
+            return self._span(start, max(start, stop), "TensorArray[a:b]")
+        return self.gather(range(start, stop, step))
+
+    def gather(self, indices: Tensor | Sequence[int], *, check: bool | None = None) -> Tensor:
+        """The slots of `indices`, any shape I: (*I, *F), a copy. Duplicates are allowed, their gradients sum.
+
+        Cost: O(m), forward and backward. Indices on a device are looked at only with `check=True` (a sync).
+        Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown shape).
+        """
+        name = "TensorArray.gather"
+        store = self._known(name)
+        index, length = self._index(indices, name), len(self)
+        if _checks.must_check(check, index):
+            _checks.in_range(index, -length, length, name)
+            index = torch.where(index < 0, index + length, index)
+            if self._holes:
+                for slot in index.reshape(-1).tolist():
+                    self._refuse_holes(slot, slot + 1, name)
+        else:
+            index = torch.where(index < 0, index + length, index)
+        return store.gather(index, name)
+
+    def stack(self) -> Tensor:
+        """All slots, (n, *F), as a view; (0, *F) of an empty array whose element shape is known.
+
+        Gradient: to every value. Cost: O(1), after the first bulk read has moved what waits.
+        Raises: IndexError (a hole), ValueError (an empty array of unknown element shape).
+        """
+        return self._span(0, len(self), "TensorArray.stack")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The slots as they are now, one by one, as copies."""
+        name = "TensorArray.__iter__"
+        self._refuse_holes(0, len(self), name)
+        return iter(() if self._store is None else self._store.all(name))
+
+    # -- facts and copies
+
+    def __len__(self) -> int:
+        """One past the last slot begun."""
+        return 0 if self._store is None else self._store.length
+
+    @property
+    def element_shape(self) -> tuple[int | None, ...] | None:
+        """Shape of one element; sizes not yet known are None, and so is a shape of unknown rank."""
+        return self._given[0] if self._shape is None else tuple(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype, None while neither given nor fixed by a write."""
+        return self._dtype or self._given[1]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device, None while neither given nor fixed by a write."""
+        return self._device or self._given[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the buffer with its free slots, and the values that wait."""
+        return 0 if self._store is None else self._store.nbytes
+
+    def detach(self) -> "TensorArray":
+        """An independent array of the same values without their gradient. Cost: O(1), then as `copy.copy`."""
+        twin = self._twin()
+        twin._store = None if self._store is None else self._store.detach("TensorArray.detach")
+        return twin
+
+    def to(self, *args: Any, **kwargs: Any) -> "TensorArray":
+        """The array on another device or with another dtype, as `Tensor.to`; itself if nothing changes.
+
+        Gradient: through the conversion. Cost: O(n).
+        """
+        store = self._store
+        here = torch.empty(0, dtype=self.dtype, device=self.device)
+        there = here.to(*args, **kwargs)
+        if there is here:
+            return self
+        twin = TensorArray(dtype=there.dtype, device=there.device, capacity=self._capacity)
+        if store is not None:
+            twin = TensorArray.unstack(store.span(0, store.length, "TensorArray.to").to(*args, **kwargs))
+        twin._given = (self._given[0], there.dtype, there.device)
+        twin._capacity, twin._holes = self._capacity, set(self._holes)
+        return twin
+
+    def __copy__(self) -> "TensorArray":
+        """An independent array on the same values. The first of the two to append goes on in the shared buffer."""
+        twin = self._twin()
+        twin._store = None if self._store is None else self._store.fork("copy.copy(TensorArray)")
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TensorArray":
+        return _rebuilt(*self._state("copy.deepcopy(TensorArray)"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, self._state("pickle of a TensorArray")
+
+    def __repr__(self) -> str:
+        grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
+        holes = f", holes={len(self._holes)}" if self._holes else ""
+        return (
+            f"TensorArray(len={len(self)}, element_shape={self.element_shape}, dtype={self.dtype}, "
+            f"device={self.device}{holes}{grad})"
+        )
+
+    # -- inside
+
+    def _admit(self, x: Tensor, name: str, lead: int = 0) -> Buffer | Slots:
+        """Checks that `x`, after `lead` dims of slots, fits; gives the store that takes it, made or changed if needed."""
+        _check_tensor(x, name)
+        if x.dim() < lead:
+            raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
+        _check_fit(x.shape[lead:], x, self.element_shape, self.dtype, self.device, name)
+        functional = self._functional(x, name)
+        if self._store is None:
+            like = _element(x, lead)
+            self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
+            self._fix(x.shape[lead:], x)
+        elif functional and isinstance(self._store, Buffer):
+            self._store = Slots(_element(x, lead), self._store.all(name))
+        return self._store
+
+    def _functional(self, x: Tensor, name: str) -> bool:
+        """Whether `x` needs a list of slots. Raises if it belongs to a transform begun after the array was made."""
+        if _functorch.is_wrapped(x) and _functorch.level_of(x) > self._home:
+            raise RuntimeError(
+                f"{name}: a tensor of a torch.func transform cannot be written into a TensorArray that was made "
+                f"outside the transform; make the array inside, and pass values in with unstack() and out with stack()"
+            )
+        return self._home > 0 or type(x) not in _PLAIN or _functorch.has_tangent(x)
+
+    def _fix(self, shape: torch.Size, x: Tensor) -> None:
+        self._shape, self._dtype, self._device = shape, x.dtype, x.device
+
+    def _known(self, name: str) -> Buffer | Slots:
+        """The store; of an array never written, an empty one of the element shape given."""
+        if self._store is not None:
+            return self._store
+        shape = self._given[0]
+        if shape is None or None in shape:
+            raise ValueError(
+                f"{name}: the array is empty and its element shape is {shape}; write to it first, or give element_shape="
+            )
+        return Slots(torch.empty(shape, dtype=self.dtype, device=self.device), [])  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def _span(self, start: int, stop: int, name: str) -> Tensor:
+        self._refuse_holes(start, stop, name)
+        return self._known(name).span(start, stop, name)
+
+    def _refuse_holes(self, start: int, stop: int, name: str) -> None:
+        holes = [i for i in self._holes if start <= i < stop]
+        if holes:
+            raise IndexError(f"{name}: slot {min(holes)} is a hole: it was skipped and never written")
+
+    def _index(self, indices: Tensor | Sequence[int], name: str, values: Tensor | None = None) -> Tensor:
+        if values is not None:
+            _check_tensor(values, name)
+        device = self.device or (torch.device("cpu") if values is None else values.device)
+        return _checks.index_tensor(indices, device, name)
+
+    def _rows(self, pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
+        """Checked `pos` and `where` of `write_rows`, on the array's device."""
+        index = self._index(pos, name, x)
+        rows = x.shape[0] if x.dim() else None
+        if index.dim() != 1 or len(index) != rows:
+            raise ValueError(f"{name}: pos must be (B,) for x (B, *F), got {tuple(index.shape)} and {tuple(x.shape)}")
+        if where is None:
+            return index, None
+        if not isinstance(where, Tensor) or where.dtype is not torch.bool:
+            raise TypeError(f"{name}: where must be a bool tensor, got {_checks.describe(where)}")
+        if where.shape != index.shape:
+            raise ValueError(f"{name}: where must be ({rows},) like pos, got {tuple(where.shape)}")
+        return index, where.to(index.device)
+
+    def _twin(self) -> "TensorArray":
+        twin = TensorArray()
+        for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home"):
+            setattr(twin, field, getattr(self, field))
+        twin._holes = set(self._holes)
+        return twin
+
+    def _state(self, name: str) -> tuple[Any, ...]:
+        store = self._store
+        if store is None:
+            return self._given, self._capacity, self._holes, None
+        if store.requires_grad:
+            raise RuntimeError(f"{name}: the array is part of an autograd graph; take detach() of it first")
+        return self._given, self._capacity, set(self._holes), store.span(0, store.length, name).clone()
+
+
+def _rebuilt(given: Any, capacity: int | None, holes: set[int], values: Tensor | None) -> TensorArray:
+    array = TensorArray() if values is None else TensorArray.unstack(values)
+    array._given, array._capacity, array._holes = given, capacity, holes
+    return array
+
+
+def _element(x: Tensor, lead: int = 1) -> Tensor:
+    """An element of the shape, dtype and device of a slice of `x`; its values do not matter."""
+    return torch.empty(x.shape[lead:], dtype=x.dtype, device=x.device)
+
+
+def _element_shape(shape: Sequence[int | None], name: str) -> tuple[int | None, ...]:
+    if isinstance(shape, int):
+        raise TypeError(f"{name}: element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
+    sizes = tuple(None if n is None else _checks.as_int(n, name, "element_shape") for n in shape)
+    if any(n is not None and n < 0 for n in sizes):
+        raise ValueError(f"{name}: element_shape has a negative size: {sizes}")
+    return sizes
+
+
+def _check_tensor(x: Any, name: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {_checks.describe(x)}; wrap it with torch.as_tensor")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
+
+
+def _check_fit(
+    shape: torch.Size,
+    x: Tensor,
+    element_shape: tuple[int | None, ...] | None,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    name: str,
+) -> None:
+    if dtype is not None and x.dtype is not dtype:
+        raise TypeError(f"{name}: dtype {x.dtype}, but the array holds {dtype}; convert with .to({dtype})")
+    if device is not None and not _same_device(x.device, device):
+        raise ValueError(f"{name}: the value is on {x.device}, but the array is on {device}; move it with .to()")
+    if element_shape is not None and (
+        len(shape) != len(element_shape) or any(b is not None and a != b for a, b in zip(shape, element_shape, strict=True))
+    ):
+        raise ValueError(f"{name}: element shape {tuple(shape)}, but the array holds elements of shape {element_shape}")
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (a.index == b.index or b.index is None)

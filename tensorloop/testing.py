@@ -1,0 +1,211 @@
+"""Assertions for tests of loops: bytes saved, their growth with T, leaks, and values and gradients of a reference.
+
+Bytes and exponents are measured by `tensorloop.memory`; nothing is measured here. An assertion that holds returns
+what it measured, so a test can go on with it; one that fails is an AssertionError with the figures.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._dispatch import keystr, tree_flatten_with_path
+from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
+
+
+def assert_saved_bytes(
+    fn: Callable[..., Any], *args: Any, at_most: int | None = None, exactly: int | None = None
+) -> Saved:
+    """`fn(*args)` keeps at most, or exactly, so many bytes for backward (`memory.saved(fn, *args).bytes`).
+
+    Raises:
+        AssertionError: with all figures measured.
+        ValueError: no bound given.
+    """
+    if at_most is None and exactly is None:
+        raise ValueError("assert_saved_bytes: no bound; give at_most= or exactly= (bytes)")
+    found = saved(fn, *args)
+    for relation, bound, holds in (
+        ("at most", at_most, at_most is None or found.bytes <= at_most),
+        ("exactly", exactly, exactly is None or found.bytes == exactly),
+    ):
+        if not holds:
+            raise AssertionError(
+                f"assert_saved_bytes: expected {relation} {bound:,} bytes saved, found {found}"
+            )
+    return found
+
+
+def assert_growth(
+    make_fn: Callable[[int], Callable[[], Any]],
+    Ts: Sequence[int],
+    exponent: float,
+    tolerance: float = 0.1,
+    *,
+    subtract: Callable[[int], int] | None = None,
+    measure: Callable[[Callable[[], Any]], int] = saved_bytes,
+) -> Growth:
+    """The bytes of `make_fn(T)()` grow as T to the power `exponent`.
+
+    The other arguments are those of `memory.growth`. Both exponents must be within `tolerance`: the one fitted over all sizes, and the one between the last two,
+    which a smaller term of another power disturbs least.
+
+    Raises:
+        AssertionError: with the table of what was measured.
+    """
+    found = growth(make_fn, Ts, subtract=subtract, measure=measure)
+    if max(abs(found.exponent - exponent), abs(found.last - exponent)) > tolerance:
+        raise AssertionError(
+            f"assert_growth: expected bytes ~ T^{exponent} within {tolerance}, found\n{found}"
+        )
+    return found
+
+
+def assert_linear_memory(
+    make_fn: Callable[[int], Callable[[], Any]],
+    Ts: Sequence[int],
+    tolerance: float = 0.1,
+    *,
+    subtract: Callable[[int], int] | None = None,
+    measure: Callable[[Callable[[], Any]], int] = saved_bytes,
+) -> Growth:
+    """The bytes of `make_fn(T)()` grow with T and no faster; growing slower is fine.
+
+    As `assert_growth` with exponent 1, but one-sided: neither exponent may be over 1 + tolerance.
+
+    Raises:
+        AssertionError: with the table of what was measured.
+    """
+    found = growth(make_fn, Ts, subtract=subtract, measure=measure)
+    if max(found.exponent, found.last) > 1 + tolerance:
+        raise AssertionError(
+            f"assert_linear_memory: expected at most bytes ~ T^{1 + tolerance}, found\n{found}"
+        )
+    return found
+
+
+def assert_no_leak(fn: Callable[..., Any], *args: Any) -> None:
+    """All that the operations of `fn(*args)` make is freed when its results are dropped, at once.
+
+    At once means without the garbage collector, which is off meanwhile: a reference cycle that holds a tensor is a
+    leak. So is what stays in a cache or in the `.grad` of an older leaf; call `fn` once before, or use
+    `torch.autograd.grad`.
+
+    Raises:
+        AssertionError: with the number of storages and bytes, and how much of it sits in reference cycles.
+    """
+    with collector_off():
+        with LiveStorages() as live:
+            fn(*args)
+        if not live.count:
+            return
+        count, held, largest = live.count, live.bytes, live.sizes[0]
+        gc.collect()
+    raise AssertionError(
+        f"assert_no_leak: {held:,} bytes in {count} storages made by fn are alive after its results were dropped "
+        f"(the largest has {largest:,}); the garbage collector then freed {held - live.bytes:,} bytes in "
+        f"reference cycles, and {live.bytes:,} are still referred to"
+    )
+
+
+def assert_matches_reference(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """`fn(*args)` gives what `reference(*args)` gives: structure, values, and gradients of every input.
+
+    Args:
+        fn, reference: give tensors in any nested lists, tuples and dicts; other leaves are compared by ==.
+        args: the inputs, nested likewise. Gradients are compared for each float or complex tensor in them that
+            requires one. Pass weights here, too: what a function closes over is not compared.
+        rtol, atol: as in `torch.testing.assert_close`, whose tolerances for the dtype are the default; the one
+            not given beside the other is 0.
+
+    Gradient: that of the outputs against fixed random cotangents, the same for both. No gradient (None) and a
+    gradient of zeros are equal. NaN equals NaN. Shape, dtype and device must be equal; strides need not.
+
+    Raises:
+        AssertionError: naming the output or the input, and the largest difference.
+    """
+    if (rtol is None) != (atol is None):
+        rtol, atol = rtol or 0.0, atol or 0.0
+    given = _named(args)
+    inputs = {name: x for name, x in given.items() if _is_differentiable(x) and x.requires_grad}
+    versions = {name: _version(x) for name, x in given.items()}
+    expected, expected_gradients = _run(reference, args, inputs)
+    found, found_gradients = _run(fn, args, inputs)
+    changed = [f"args{name}" for name, x in given.items() if _version(x) != versions[name]]
+    if changed:
+        raise AssertionError(
+            f"assert_matches_reference: {', '.join(changed)} changed in place while fn and reference ran; "
+            f"nothing was compared, as one of them saw the other's input"
+        )
+    if list(found) != list(expected):
+        raise AssertionError(
+            f"assert_matches_reference: fn gives {_places(found)}; the reference gives {_places(expected)}"
+        )
+    for name in expected:
+        _assert_close(f"output{name}", found[name], expected[name], rtol, atol)
+    for name in inputs:
+        what = f"the gradient of args{name}"
+        _assert_close(what, found_gradients[name], expected_gradients[name], rtol, atol)
+
+
+def _run(
+    fn: Callable[..., Any], args: tuple[Any, ...], inputs: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(outputs by path, gradients by the names of `inputs`) of one call."""
+    with torch.enable_grad():
+        outputs = _named(fn(*args))
+    # Drawn for every output, recorded or not, so that both functions get the same cotangents.
+    draw = torch.Generator().manual_seed(0)
+    pairs = [
+        (out, torch.randn(out.shape, dtype=out.dtype, generator=draw).to(out.device))
+        for out in outputs.values()
+        if _is_differentiable(out)
+    ]
+    pairs = [(out, cotangent) for out, cotangent in pairs if out.requires_grad]
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if pairs and inputs:
+        roots, cotangents = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(roots, list(inputs.values()), cotangents, allow_unused=True)
+    filled = {
+        name: torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
+    }
+    return outputs, filled
+
+
+def _assert_close(what: str, found: Any, expected: Any, rtol: float | None, atol: float | None) -> None:
+    def report(text: str) -> str:
+        return f"assert_matches_reference: {what} differs from the reference's. {text}"
+
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        torch.testing.assert_close(
+            found, expected, rtol=rtol, atol=atol, equal_nan=True, check_layout=False, msg=report
+        )
+    elif isinstance(found, Tensor) or isinstance(expected, Tensor) or found != expected:
+        raise AssertionError(report(f"Found {found!r}, expected {expected!r}."))
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The leaves of nested lists, tuples and dicts by their paths: `[0]['w']`; a single leaf has the path ''."""
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
+
+
+def _places(outputs: dict[str, Any]) -> str:
+    return ", ".join(f"output{name}" for name in outputs) or "no output"
+
+
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _version(x: Any) -> int:
+    """How often a tensor was changed in place; 0 for what does not count that."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0

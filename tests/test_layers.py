@@ -1,0 +1,134 @@
+"""Imports point down: which module may import which, held against the source of every module."""
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tensorloop"
+
+# A module -> the modules of tensorloop it may import. `__init__` is the facade; it loads the side modules
+# lazily, which test_public_names.py holds.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"tensor_array", "memory", "testing"},
+    "tensor_array": {
+        "_array_buffer",
+        "_array_grad",
+        "_array_slots",
+        "_functorch",
+        "_compile",
+        "_checks",
+        "_errors",
+    },
+    "_array_buffer": {"_array_grad", "_functorch", "_checks", "_errors"},
+    "_array_slots": {"_array_grad", "_functorch", "_checks", "_errors"},
+    "_array_grad": {"_functorch", "_checks", "_errors"},
+    "_functorch": set(),
+    "_compile": set(),
+    "_checks": {"_errors"},
+    "_errors": set(),
+    "testing": {"memory", "_dispatch", "_errors"},
+    "memory": {"_dispatch", "_errors"},
+    "_dispatch": set(),
+    "reference": set(),
+}
+ON_THE_SIDE = {"memory", "testing", "reference"}
+THIRD_PARTY = {"torch"}
+
+
+def modules() -> dict[str, str]:
+    """Dotted names below tensorloop (`tensor_array`, `kernels.cpu`; a package is `kernels`) -> source."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if len(parts) > 1 and parts[-1] == "__init__":
+            parts = parts[:-1]
+        found[".".join(parts)] = path.read_text()
+    return found
+
+
+def imported_names(source: str) -> Iterator[str]:
+    """Dotted names that a source imports anywhere, in functions too: `from a import b` gives `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (f"{node.module}." if node.module else "")
+            yield from (base + alias.name for alias in node.names)
+
+
+def violations(module: str, source: str, known: set[str]) -> list[str]:
+    """What is wrong with the imports of one module, a line each; `known` are the modules there are."""
+    if module not in ALLOWED:
+        return [
+            f"{module}: unknown module; add it to ALLOWED in {Path(__file__).name}, with what it may import"
+        ]
+    wrong = []
+    for name in imported_names(source):
+        if name.startswith("."):
+            wrong.append(f"{module} imports {name}; write the import with its full name")
+            continue
+        top, *inner = name.split(".")
+        if top != "tensorloop":
+            if top not in sys.stdlib_module_names | THIRD_PARTY:
+                wrong.append(f"{module} imports {name}, which is neither the standard library nor torch")
+            continue
+        prefixes = [".".join(inner[:n]) for n in range(len(inner), 0, -1)]
+        target = next((prefix for prefix in prefixes if prefix in known), "__init__")
+        if target not in ALLOWED[module]:
+            wrong.append(f"{module} imports {target}; it may import {sorted(ALLOWED[module]) or 'nothing'}")
+    return wrong
+
+
+def test_imports_point_down():
+    sources = modules()
+    wrong = [line for name, source in sources.items() for line in violations(name, source, set(sources))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_walk_sees_the_modules():
+    assert {"__init__", "tensor_array"} <= set(modules())
+
+
+def test_the_allowed_graph_has_no_cycle():
+    tuple(graphlib.TopologicalSorter(ALLOWED).static_order())
+
+
+def test_library_code_may_not_import_the_side():
+    for module, allowed in ALLOWED.items():
+        if module not in ON_THE_SIDE | {"__init__"}:
+            assert not allowed & ON_THE_SIDE, module
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import tensorloop.memory", "_checks imports memory"),
+        ("from tensorloop import memory", "_checks imports memory"),
+        ("from tensorloop.tensor_array import TensorArray", "_checks imports tensor_array"),
+        ("import tensorloop.reference as spec", "_checks imports reference"),
+        ("from . import _errors", "_checks imports ._errors; write the import with its full name"),
+        ("from ._errors import describe", "_checks imports ._errors.describe; write"),
+        ("def late():\n    from tensorloop import TensorArray", "_checks imports __init__"),
+        ("import tensorloop", "_checks imports __init__"),
+        ("import numba", "_checks imports numba"),
+        ("from numba import njit", "_checks imports numba.njit"),
+    ],
+)
+def test_a_wrong_import_is_reported(source: str, message: str):
+    known = set(ALLOWED)
+    assert [line.startswith(message) for line in violations("_checks", source, known)] == [True]
+
+
+def test_right_imports_pass():
+    source = "import math\nimport torch.utils\nfrom tensorloop import _errors\nimport tensorloop._errors"
+    assert violations("_checks", source, set(ALLOWED)) == []
+
+
+def test_an_unknown_module_is_reported():
+    (line,) = violations("surprise", "import torch", {"surprise"})
+    assert "unknown module" in line
+    assert "add it to ALLOWED" in line

@@ -1,0 +1,97 @@
+"""The house rules that can be counted: sizes, no path of one machine, a wheel that holds everything."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    p
+    for folder in ("tensorloop", "cuda", "tests", "docs", "profiling")
+    for p in (ROOT / folder).rglob("*.py")
+]
+TEXTS = [
+    *SOURCES,
+    *ROOT.glob("*.md"),
+    *ROOT.glob("*.t[ox]*"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "profiling").rglob("*.md"),
+    ROOT / "Makefile",
+    ROOT / ".ci" / "run",
+]
+LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "tensorloop") or p.is_relative_to(ROOT / "cuda")]
+
+FILE_LINES = 500
+FUNCTION_LINES = 90
+USUAL_FUNCTION_LINES = 40
+MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:home|Users|root|work|opt|mnt|tmp)/\w+")
+
+
+def function_lengths(source: str) -> Iterator[tuple[str, int]]:
+    """(name, lines without the docstring) of every function."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            yield node.name, lines
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes(path: Path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= FILE_LINES
+    assert [(name, n) for name, n in function_lengths(source) if n > FUNCTION_LINES] == []
+
+
+def test_nine_functions_in_ten_are_short():
+    lengths = [n for path in LIBRARY for _, n in function_lengths(path.read_text())]
+    assert sum(n <= USUAL_FUNCTION_LINES for n in lengths) >= 0.9 * len(lengths) > 0
+
+
+def test_lengths_are_counted_without_docstrings():
+    source = (
+        'def f():\n    """One.\n\n    Two."""\n    return 1\n\nclass C:\n    def g(self):\n        pass\n'
+    )
+    assert list(function_lengths(source)) == [("f", 2), ("g", 2)]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_path_of_one_machine(path: Path):
+    assert MACHINE_PATH.findall(path.read_text()) == []
+
+
+def test_a_path_of_one_machine_is_seen():
+    slash = "/"
+    assert MACHINE_PATH.search(f"see {slash}home{slash}somebody/data")
+    assert not MACHINE_PATH.search("https://example.org/home/page and tests/home/x")
+
+
+def test_the_wheel_holds_the_package_and_imports(tmp_path: Path):
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("tensorloop-*.whl")
+    version = wheel.name.split("-")[1]
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+        archive.extractall(tmp_path / "unpacked")
+    package = ROOT / "tensorloop"
+    wanted = {f"tensorloop/{p.relative_to(package).as_posix()}" for p in package.rglob("*.py")}
+    assert shipped == wanted | {"tensorloop/py.typed"}
+    code = (
+        "import tensorloop as tl; from importlib.metadata import version\n"
+        "print(tl.__file__, tl.__version__, version('tensorloop'), len(tl.TensorArray()))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "unpacked")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    expected = [str(tmp_path / "unpacked" / "tensorloop" / "__init__.py"), version, version, "0"]
+    assert done.stdout.split() == expected, done.stderr

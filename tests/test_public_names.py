@@ -1,0 +1,69 @@
+"""What `import tensorloop` offers, and what it must not load."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tensorloop as tl
+
+ROOT = Path(__file__).parents[1]
+HEAVY = {"numba", "llvmlite", "cuda", "numba_cuda", "tensorloop_cuda", "cupy", "triton"}
+
+
+def fresh(code: str) -> list[str]:
+    """Run code in a new process, in the checkout; it prints one JSON list."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Modules that a statement loads beyond those that `import torch` loads."""
+    return set(
+        fresh(
+            "import json, sys, torch\n"
+            "before = set(sys.modules)\n"
+            f"{statement}\n"
+            "print(json.dumps(sorted(set(sys.modules) - before)))"
+        )
+    )
+
+
+def heavy(names: set[str]) -> set[str]:
+    return {
+        n for n in names if n.split(".")[0] in HEAVY or n.startswith(("torch._dynamo", "torch._inductor"))
+    }
+
+
+def test_public_names():
+    assert tl.__all__ == ["TensorArray"]
+    for name in tl.__all__:
+        assert getattr(tl, name).__module__.startswith("tensorloop."), name
+
+
+def test_import_loads_nothing_heavy():
+    new = loaded_by("import tensorloop")
+    assert "tensorloop.tensor_array" in new
+    assert not heavy(new)
+
+
+@pytest.mark.parametrize("module", ["numba", "torch._dynamo"])
+def test_a_heavy_import_would_be_seen(module: str):
+    assert heavy(loaded_by(f"import {module}"))
+
+
+@pytest.mark.parametrize("name", ["memory", "testing"])
+def test_submodules_load_when_first_touched(name: str):
+    assert f"tensorloop.{name}" not in loaded_by("import tensorloop")
+    new = loaded_by(f"import tensorloop\ntensorloop.{name}")
+    assert f"tensorloop.{name}" in new
+    assert not heavy(new)
+    assert name in dir(tl)
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"module 'tensorloop' has no attribute 'tensor_aray'"):
+        getattr(tl, "tensor_aray")  # noqa: B009 (a type checker would refuse the attribute)
