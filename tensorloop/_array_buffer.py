@@ -221,7 +221,7 @@ class Buffer:
             return [self.read(i, name) for i in range(self.length)]
         self.flush(name)
         self.block.check(name)
-        return list(torch.unbind_copy(self._read(slice(0, self.length))))
+        return _rows_of(self._read(slice(0, self.length)))
 
     def gather(self, index: Tensor, name: str) -> Tensor:
         self.flush(name)
@@ -260,7 +260,7 @@ class UnstackedRows:
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.chunks: tuple[Tensor, ...] = ()
-        self.rows: tuple[Tensor, ...] = ()
+        self.rows: list[Tensor] = []
         self.first = 0
         self.recorded = True
 
@@ -276,7 +276,7 @@ class UnstackedRows:
             if not self.chunks or recorded != self.recorded:
                 self.chunks = self.values.split(CHUNK)
             self.first, self.recorded = i // CHUNK * CHUNK, recorded
-            self.rows = torch.unbind_copy(self.chunks[i // CHUNK])
+            self.rows = _rows_of(self.chunks[i // CHUNK])
             k = i - self.first
         row = self.rows[k]
         return row if row._version == 0 else None
@@ -301,6 +301,11 @@ def recording() -> Iterator[None]:
 def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     with plain_mode():
         return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _rows_of(values: Tensor) -> list[Tensor]:
+    """The slices of `values` as copies, in one operation."""
+    return list(torch.unbind_copy(values))  # pyright: ignore[reportArgumentType] (its stub says None)
 
 
 def _overlap(key: Key, lent: tuple[int, int]) -> bool:

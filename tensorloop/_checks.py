@@ -75,3 +75,55 @@ def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices
         value = int(index[tuple(where)])
         place = ", ".join(map(str, where))
         raise IndexError(f"{name}: {what}[{place}] is {value}, expected {low} <= index < {high}")
+
+
+def rows(pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> None:
+    """Checks that `pos` (B,), `x` (B, *F) and `where` (B,) bool belong together."""
+    n = x.shape[0] if x.dim() else None
+    if pos.dim() != 1 or len(pos) != n:
+        raise ValueError(f"{name}: pos must be (B,) for x (B, *F), got {tuple(pos.shape)} and {tuple(x.shape)}")
+    if where is None:
+        return
+    if not isinstance(where, Tensor) or where.dtype is not torch.bool:
+        raise TypeError(f"{name}: where must be a bool tensor, got {describe(where)}")
+    if where.shape != pos.shape:
+        raise ValueError(f"{name}: where must be ({n},) like pos, got {tuple(where.shape)}")
+
+
+def element_sizes(shape: Sequence[int | None], name: str) -> tuple[int | None, ...]:
+    if isinstance(shape, int):
+        raise TypeError(f"{name}: element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
+    sizes = tuple(None if n is None else as_int(n, name, "element_shape") for n in shape)
+    if any(n is not None and n < 0 for n in sizes):
+        raise ValueError(f"{name}: element_shape has a negative size: {sizes}")
+    return sizes
+
+
+def dense_tensor(x: Any, name: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
+
+
+def fits(
+    shape: torch.Size,
+    x: Tensor,
+    element_shape: tuple[int | None, ...] | None,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    name: str,
+) -> None:
+    if dtype is not None and x.dtype is not dtype:
+        raise TypeError(f"{name}: dtype {x.dtype}, but the array holds {dtype}; convert with .to({dtype})")
+    if device is not None and not _same_device(x.device, device):
+        raise ValueError(f"{name}: the value is on {x.device}, but the array is on {device}; move it with .to()")
+    if element_shape is not None and (
+        len(shape) != len(element_shape)
+        or any(b is not None and a != b for a, b in zip(shape, element_shape, strict=True))
+    ):
+        raise ValueError(f"{name}: element shape {tuple(shape)}, but the array holds elements of shape {element_shape}")
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (a.index == b.index or b.index is None)

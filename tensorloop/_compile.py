@@ -8,7 +8,7 @@ torch 2.11 to 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval
 from types import FunctionType
 from typing import TypeVar
 
-from torch._C import _dynamo
+from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 
 _T = TypeVar("_T", bound=type)
 

@@ -159,7 +159,7 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
     what sits in a reference cycle counts, always. What a first call leaves in a cache counts; call `fn` once
     before.
 
-    One run gives all figures. Our hooks hand back the tensor they are given, so `bytes` is the same without
+    One run gives all figures. Our hooks hand back the storage they are given, so `bytes` is the same without
     them; that they switch off version checks does not matter, as no backward follows. Hooks that `fn` itself
     enters come before ours, and what goes to them is `hidden` here. Hooks entered *around* this call are
     replaced during the run: enter them inside `fn`.
@@ -175,7 +175,8 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
     def pack(x: torch.Tensor) -> torch.Tensor:
         for storage in _storages(x):
             seen.add(storage)
-        return x
+        # Not `x` itself: an operation that saves its own output would then hold itself, in a cycle through C++.
+        return x.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
     with collector_off(), torch.enable_grad(), LiveStorages() as live, hooks:
@@ -228,9 +229,7 @@ class Growth:
         for i, (T, n) in enumerate(zip(self.Ts, self.bytes, strict=True)):
             step = f"{_exponent(self.Ts[i - 1 : i + 1], self.bytes[i - 1 : i + 1]):9.3f}" if i else ""
             rows.append(f"{T:>8} {n:>16,} {n / T:>14,.1f} {step}".rstrip())
-        return "\n".join(
-            [*rows, f"bytes ~ T^{self.exponent:.3f}; T^{self.last:.3f} between the last two sizes"]
-        )
+        return "\n".join([*rows, f"bytes ~ T^{self.exponent:.3f}; T^{self.last:.3f} between the last two sizes"])
 
 
 def growth(
@@ -257,16 +256,12 @@ def growth(
     """
     Ts = tuple(Ts)
     if len(Ts) < 2 or Ts[0] < 1 or any(a >= b for a, b in pairwise(Ts)):
-        raise ValueError(
-            f"growth: Ts must be two or more rising sizes from 1 on, such as (32, 64, 128); got {Ts}"
-        )
+        raise ValueError(f"growth: Ts must be two or more rising sizes from 1 on, such as (32, 64, 128); got {Ts}")
     sizes = tuple(measure(make_fn(T)) - (subtract(T) if subtract else 0) for T in Ts)
     if any(sizes) and min(sizes) <= 0:
         figures = ", ".join(f"{n:,} at T={T}" for T, n in zip(Ts, sizes, strict=True))
         what = "after subtract, " if subtract else ""
-        raise ValueError(
-            f"growth: {what}bytes must be positive at every T to fit a power of T; got {figures}"
-        )
+        raise ValueError(f"growth: {what}bytes must be positive at every T to fit a power of T; got {figures}")
     return Growth(Ts, sizes, _exponent(Ts, sizes), _exponent(Ts[-2:], sizes[-2:]))
 
 

@@ -1,7 +1,7 @@
 """The specification: every numerical operation again in a few lines of plain PyTorch, for the tests to compare with.
 
-Slow, obvious, and differentiable as often as anybody likes. A loop buffer is here a tuple of its values: each write makes
-a new one, so that the gradients are those of a functional array by construction. Shapes are not checked.
+Slow, obvious, and differentiable as often as anybody likes. A loop buffer is here a tuple of its values: each write
+makes a new one, so that the gradients are those of a functional array by construction. Shapes are not checked.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ def unstack(values: Tensor) -> Slots:
 
 
 def append(slots: Slots, x: Tensor) -> Slots:
+    """`x` in a new slot at the end."""
     return (*slots, x)
 
 

@@ -45,7 +45,7 @@ class TensorArray:
     views from before each growth are kept), and one gradient buffer of the array's size in backward.
     Raises: TypeError (dtype, not a tensor), ValueError (shape, device), IndexError (slot, hole), RuntimeError (a
     waiting tensor or a view was changed in place; a transformed tensor written into an array made outside).
-    Source: TensorFlow's TensorArray (Abadi et al. 2016, section 3.4) for the surface; the rest is `docs/how_it_works.md`.
+    Source: TensorFlow's TensorArray for the surface; for the rest see `docs/how_it_works.md`.
     """
 
     __slots__ = ("_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_shape", "_store")
@@ -63,7 +63,7 @@ class TensorArray:
             raise ValueError(f"{name}: capacity must be at least 0, got {capacity}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"{name}: dtype must be a torch.dtype, got {_checks.describe(dtype)}")
-        shape = None if element_shape is None else _element_shape(element_shape, name)
+        shape = None if element_shape is None else _checks.element_sizes(element_shape, name)
         self._given = (shape, dtype, None if device is None else torch.device(device))
         self._capacity = capacity
         self._shape: torch.Size | None = None  # with dtype and device: what the first write fixed
@@ -82,7 +82,7 @@ class TensorArray:
         at the next use.
         """
         name = "TensorArray.unstack"
-        _check_tensor(values, name)
+        _checks.dense_tensor(values, name)
         if values.dim() == 0:
             raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
         array = cls()
@@ -145,7 +145,7 @@ class TensorArray:
             return self.append(x)
         name = f"TensorArray.write: slot {i}"
         slot = i + length if i < 0 else i
-        if slot < 0 or slot > length and slot >= (self._capacity or 0):
+        if slot < 0 or (slot > length and slot >= (self._capacity or 0)):
             more = "" if slot < 0 else "; write the slots before it first, or give capacity= to leave holes"
             raise IndexError(f"{name} is out of range for an array of {_checks.slots(length)}{more}")
         store = self._admit(x, name)
@@ -168,7 +168,10 @@ class TensorArray:
         Raises: IndexError (pos), ValueError (lengths that disagree), TypeError.
         """
         name = "TensorArray.write_rows"
-        pos, where = self._rows(pos, x, where, name)
+        _checks.dense_tensor(x, name)
+        pos = self._index(pos, name, x)
+        _checks.rows(pos, x, where, name)
+        where = None if where is None else where.to(pos.device)
         length = len(self)
         if _checks.must_check(check, pos):
             active = pos if where is None else pos[where]
@@ -179,7 +182,9 @@ class TensorArray:
             needed = max(length, int(active.max()) + 1)
             self._holes.difference_update(active.tolist() if self._holes else ())
         elif self._capacity is None:
-            raise ValueError(f"{name}: pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity")
+            raise ValueError(
+                f"{name}: pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity"
+            )
         else:
             needed = max(length, self._capacity)
         store = self._admit(x, name)
@@ -197,6 +202,7 @@ class TensorArray:
         Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError, TypeError.
         """
         name = "TensorArray.scatter"
+        _checks.dense_tensor(values, name)
         index = self._index(indices, name, values)
         if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
             raise ValueError(
@@ -252,7 +258,8 @@ class TensorArray:
         """The slots of `indices`, any shape I: (*I, *F), a copy. Duplicates are allowed, their gradients sum.
 
         Cost: O(m), forward and backward. Indices on a device are looked at only with `check=True` (a sync).
-        Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown shape).
+        Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown
+        element shape).
         """
         name = "TensorArray.gather"
         store = self._known(name)
@@ -353,11 +360,11 @@ class TensorArray:
     # -- inside
 
     def _admit(self, x: Tensor, name: str, lead: int = 0) -> Buffer | Slots:
-        """Checks that `x`, after `lead` dims of slots, fits; gives the store that takes it, made or changed if needed."""
-        _check_tensor(x, name)
+        """Checks that `x`, after `lead` dims of slots, fits; gives the store that takes it, made now if needed."""
+        _checks.dense_tensor(x, name)
         if x.dim() < lead:
             raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
-        _check_fit(x.shape[lead:], x, self.element_shape, self.dtype, self.device, name)
+        _checks.fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device, name)
         functional = self._functional(x, name)
         if self._store is None:
             like = _element(x, lead)
@@ -386,7 +393,7 @@ class TensorArray:
         shape = self._given[0]
         if shape is None or None in shape:
             raise ValueError(
-                f"{name}: the array is empty and its element shape is {shape}; write to it first, or give element_shape="
+                f"{name}: the array is empty and its element shape is {shape}; write first, or give element_shape="
             )
         return Slots(torch.empty(shape, dtype=self.dtype, device=self.device), [])  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -400,24 +407,8 @@ class TensorArray:
             raise IndexError(f"{name}: slot {min(holes)} is a hole: it was skipped and never written")
 
     def _index(self, indices: Tensor | Sequence[int], name: str, values: Tensor | None = None) -> Tensor:
-        if values is not None:
-            _check_tensor(values, name)
         device = self.device or (torch.device("cpu") if values is None else values.device)
         return _checks.index_tensor(indices, device, name)
-
-    def _rows(self, pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> tuple[Tensor, Tensor | None]:
-        """Checked `pos` and `where` of `write_rows`, on the array's device."""
-        index = self._index(pos, name, x)
-        rows = x.shape[0] if x.dim() else None
-        if index.dim() != 1 or len(index) != rows:
-            raise ValueError(f"{name}: pos must be (B,) for x (B, *F), got {tuple(index.shape)} and {tuple(x.shape)}")
-        if where is None:
-            return index, None
-        if not isinstance(where, Tensor) or where.dtype is not torch.bool:
-            raise TypeError(f"{name}: where must be a bool tensor, got {_checks.describe(where)}")
-        if where.shape != index.shape:
-            raise ValueError(f"{name}: where must be ({rows},) like pos, got {tuple(where.shape)}")
-        return index, where.to(index.device)
 
     def _twin(self) -> "TensorArray":
         twin = TensorArray()
@@ -444,41 +435,3 @@ def _rebuilt(given: Any, capacity: int | None, holes: set[int], values: Tensor |
 def _element(x: Tensor, lead: int = 1) -> Tensor:
     """An element of the shape, dtype and device of a slice of `x`; its values do not matter."""
     return torch.empty(x.shape[lead:], dtype=x.dtype, device=x.device)
-
-
-def _element_shape(shape: Sequence[int | None], name: str) -> tuple[int | None, ...]:
-    if isinstance(shape, int):
-        raise TypeError(f"{name}: element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
-    sizes = tuple(None if n is None else _checks.as_int(n, name, "element_shape") for n in shape)
-    if any(n is not None and n < 0 for n in sizes):
-        raise ValueError(f"{name}: element_shape has a negative size: {sizes}")
-    return sizes
-
-
-def _check_tensor(x: Any, name: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {_checks.describe(x)}; wrap it with torch.as_tensor")
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
-
-
-def _check_fit(
-    shape: torch.Size,
-    x: Tensor,
-    element_shape: tuple[int | None, ...] | None,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    name: str,
-) -> None:
-    if dtype is not None and x.dtype is not dtype:
-        raise TypeError(f"{name}: dtype {x.dtype}, but the array holds {dtype}; convert with .to({dtype})")
-    if device is not None and not _same_device(x.device, device):
-        raise ValueError(f"{name}: the value is on {x.device}, but the array is on {device}; move it with .to()")
-    if element_shape is not None and (
-        len(shape) != len(element_shape) or any(b is not None and a != b for a, b in zip(shape, element_shape, strict=True))
-    ):
-        raise ValueError(f"{name}: element shape {tuple(shape)}, but the array holds elements of shape {element_shape}")
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (a.index == b.index or b.index is None)

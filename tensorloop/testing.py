@@ -1,7 +1,7 @@
-"""Assertions for tests of loops: bytes saved, their growth with T, leaks, and values and gradients of a reference.
+"""Assertions for tests of loops: bytes saved, their growth with T, leaks, and agreement with a reference.
 
-Bytes and exponents are measured by `tensorloop.memory`; nothing is measured here. An assertion that holds returns
-what it measured, so a test can go on with it; one that fails is an AssertionError with the figures.
+Bytes and exponents are measured by `tensorloop.memory`; nothing is measured here. An assertion on bytes that
+holds returns what was measured, so that a test can go on with it; one that fails gives the figures.
 """
 
 import gc
@@ -32,9 +32,7 @@ def assert_saved_bytes(
         ("exactly", exactly, exactly is None or found.bytes == exactly),
     ):
         if not holds:
-            raise AssertionError(
-                f"assert_saved_bytes: expected {relation} {bound:,} bytes saved, found {found}"
-            )
+            raise AssertionError(f"assert_saved_bytes: expected {relation} {bound:,} bytes saved, found {found}")
     return found
 
 
@@ -49,17 +47,15 @@ def assert_growth(
 ) -> Growth:
     """The bytes of `make_fn(T)()` grow as T to the power `exponent`.
 
-    The other arguments are those of `memory.growth`. Both exponents must be within `tolerance`: the one fitted over all sizes, and the one between the last two,
-    which a smaller term of another power disturbs least.
+    The other arguments are those of `memory.growth`. Both exponents must be within `tolerance`: the one
+    fitted over all sizes, and the one between the last two, which a term of another power disturbs least.
 
     Raises:
         AssertionError: with the table of what was measured.
     """
     found = growth(make_fn, Ts, subtract=subtract, measure=measure)
     if max(abs(found.exponent - exponent), abs(found.last - exponent)) > tolerance:
-        raise AssertionError(
-            f"assert_growth: expected bytes ~ T^{exponent} within {tolerance}, found\n{found}"
-        )
+        raise AssertionError(f"assert_growth: expected bytes ~ T^{exponent} within {tolerance}, found\n{found}")
     return found
 
 
@@ -80,17 +76,15 @@ def assert_linear_memory(
     """
     found = growth(make_fn, Ts, subtract=subtract, measure=measure)
     if max(found.exponent, found.last) > 1 + tolerance:
-        raise AssertionError(
-            f"assert_linear_memory: expected at most bytes ~ T^{1 + tolerance}, found\n{found}"
-        )
+        raise AssertionError(f"assert_linear_memory: expected at most bytes ~ T^{1 + tolerance}, found\n{found}")
     return found
 
 
 def assert_no_leak(fn: Callable[..., Any], *args: Any) -> None:
     """All that the operations of `fn(*args)` make is freed when its results are dropped, at once.
 
-    At once means without the garbage collector, which is off meanwhile: a reference cycle that holds a tensor is a
-    leak. So is what stays in a cache or in the `.grad` of an older leaf; call `fn` once before, or use
+    At once means without the garbage collector, which is off meanwhile: a reference cycle that holds a tensor
+    is a leak. So is what stays in a cache or in the `.grad` of an older leaf; call `fn` once before, or use
     `torch.autograd.grad`.
 
     Raises:
@@ -104,9 +98,9 @@ def assert_no_leak(fn: Callable[..., Any], *args: Any) -> None:
         count, held, largest = live.count, live.bytes, live.sizes[0]
         gc.collect()
     raise AssertionError(
-        f"assert_no_leak: {held:,} bytes in {count} storages made by fn are alive after its results were dropped "
-        f"(the largest has {largest:,}); the garbage collector then freed {held - live.bytes:,} bytes in "
-        f"reference cycles, and {live.bytes:,} are still referred to"
+        f"assert_no_leak: {held:,} bytes in {count} storages made by fn are alive after its results were "
+        f"dropped (the largest has {largest:,}); the garbage collector then freed {held - live.bytes:,} "
+        f"bytes in reference cycles, and {live.bytes:,} are still referred to"
     )
 
 
@@ -121,10 +115,10 @@ def assert_matches_reference(
 
     Args:
         fn, reference: give tensors in any nested lists, tuples and dicts; other leaves are compared by ==.
-        args: the inputs, nested likewise. Gradients are compared for each float or complex tensor in them that
-            requires one. Pass weights here, too: what a function closes over is not compared.
-        rtol, atol: as in `torch.testing.assert_close`, whose tolerances for the dtype are the default; the one
-            not given beside the other is 0.
+        args: the inputs, nested likewise. Gradients are compared for each float or complex tensor in them
+            that requires one. Pass weights here, too: what a function closes over is not compared.
+        rtol, atol: as in `torch.testing.assert_close`, whose tolerances for the dtype are the default; the
+            one not given beside the other is 0.
 
     Gradient: that of the outputs against fixed random cotangents, the same for both. No gradient (None) and a
     gradient of zeros are equal. NaN equals NaN. Shape, dtype and device must be equal; strides need not.
@@ -194,7 +188,7 @@ def _assert_close(what: str, found: Any, expected: Any, rtol: float | None, atol
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """The leaves of nested lists, tuples and dicts by their paths: `[0]['w']`; a single leaf has the path ''."""
+    """The leaves of nested lists, tuples and dicts by path (`[0]['w']`); a lone leaf has the path ''."""
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
 
 

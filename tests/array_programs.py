@@ -18,8 +18,8 @@ B, F = 2, 3  # elements are (B, F)
 Program = list[tuple[str, int, int]]
 
 INSTRUCTIONS = (
-    "append", "append", "append", "append_constant", "overwrite", "overwrite_constant", "extend", "scatter", "write_rows",
-    "read", "slice", "slice", "stack", "gather", "iterate", "copy", "twin_append", "twin_overwrite",
+    "append", "append", "append", "append_constant", "overwrite", "overwrite_constant", "extend", "scatter",
+    "write_rows", "read", "slice", "slice", "stack", "gather", "iterate", "copy", "twin_append", "twin_overwrite",
 )  # fmt: skip
 
 programs = st.lists(

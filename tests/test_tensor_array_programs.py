@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tests.array_programs import ArrayMachine, B, F, Program, ReferenceMachine, loss, programs, run
 from hypothesis import given, settings
 from torch import Tensor
+
+from tests.array_programs import ArrayMachine, B, F, Program, ReferenceMachine, loss, programs, run
 
 
 def source(n: int = 4) -> Tensor:
@@ -35,7 +36,9 @@ def test_values_and_gradients_are_the_reference_s(program: Program) -> None:
     ours, theirs = run(ArrayMachine(), program, x), run(ReferenceMachine(), program, x)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
-    torch.testing.assert_close(gradient(on_array, program, x), gradient(on_reference, program, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(on_array, program, x), gradient(on_reference, program, x), rtol=1e-12, atol=1e-12
+    )
 
 
 @settings(max_examples=100)

@@ -1,1 +1,1 @@
-"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder written as a plain loop over TensorArrays."""
+"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder, a plain loop over TensorArrays."""

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read without running code, refused when they are of another kind."""
+"""Checkpoints: written whole or not at all, read without running code, refused when of another kind."""
 
 import json
 import os
@@ -24,8 +24,8 @@ class CheckpointError(ValueError):
 def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
     """Let ``write`` fill a file beside ``path``, then put it in its place.
 
-    Killed at any moment, ``path`` holds either all of the old file or all of the new one; a half-written neighbour
-    ``.NAME.tmp`` may stay, and the next write takes its place. One writer at a time.
+    Killed at any moment, ``path`` holds either all of the old file or all of the new one; a half-written
+    neighbour ``.NAME.tmp`` may stay, and the next write takes its place. One writer at a time.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def save_model(path: str | Path, model: G2P, vocabulary: Vocabulary) -> None:
 
 
 def load_model(path: str | Path) -> tuple[G2P, Vocabulary]:
-    """Read a model, ready for decoding. Raises CheckpointError as ``load`` does, or if the weights do not fit."""
+    """Read a model, ready for decoding. Raises CheckpointError as ``load`` does, or if its weights do not fit."""
     content = load(path, MODEL_FORMAT)
     try:
         symbols = content["vocabulary"]

@@ -61,39 +61,27 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--threads", type=_at_least_one, help="threads of PyTorch (default: its own choice)")
     train = commands.add_parser("train", parents=[shared], help="train a model on CMUdict")
-    train.add_argument(
-        "--run", type=Path, default=RUNS / "full", help="folder of the run (default: %(default)s)"
-    )
+    train.add_argument("--run", type=Path, default=RUNS / "full", help="folder of the run (default: %(default)s)")
     train.add_argument("--size", choices=SIZES, default="full", help="size of the model and the run")
     train.add_argument("--epochs", type=_at_least_one, help="passes over the data (default: by size)")
     train.add_argument("--limit", type=_at_least_one, help="train on so many words (default: all)")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--resume", action="store_true", help="go on with the run in this folder")
-    train.add_argument(
-        "--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints"
-    )
+    train.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints")
     train.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon to train on")
     train.set_defaults(command=_train)
     model = argparse.ArgumentParser(add_help=False)
-    model.add_argument(
-        "--checkpoint", type=Path, default=RUNS / "full" / "model.pt", help="default: %(default)s"
-    )
+    model.add_argument("--checkpoint", type=Path, default=RUNS / "full" / "model.pt", help="default: %(default)s")
     evaluate = commands.add_parser("evaluate", parents=[shared, model], help="error rates of a model")
     evaluate.add_argument("--split", choices=("test", "dev"), default="test")
-    evaluate.add_argument(
-        "--limit", type=_at_least_one, help="score a fixed sample of so many words (default: all)"
-    )
+    evaluate.add_argument("--limit", type=_at_least_one, help="score a fixed sample of so many words (default: all)")
     evaluate.add_argument("--data", type=Path, help="lexicon to score on (default: that of the split)")
     evaluate.set_defaults(command=_evaluate)
     say = commands.add_parser("say", parents=[shared, model], help="pronounce words")
     say.add_argument("words", nargs="+", metavar="WORD")
     say.set_defaults(command=_say)
-    demo = commands.add_parser(
-        "demo", parents=[shared], help="train a small model and show what it does (3 minutes)"
-    )
-    demo.add_argument(
-        "--run", type=Path, default=RUNS / "demo", help="folder of the run (default: %(default)s)"
-    )
+    demo = commands.add_parser("demo", parents=[shared], help="train a small model and show what it does (3 minutes)")
+    demo.add_argument("--run", type=Path, default=RUNS / "demo", help="folder of the run (default: %(default)s)")
     demo.add_argument("--limit", type=_at_least_one, default=DEMO_WORDS, help="words to train on")
     demo.set_defaults(command=_demo)
     return parser
@@ -126,9 +114,7 @@ def _fit(
     every: float,
 ) -> None:
     if not resume and (run / "training.pt").exists():
-        raise CheckpointError(
-            f"{run}: holds a run already; go on with --resume, or name another folder with --run"
-        )
+        raise CheckpointError(f"{run}: holds a run already; go on with --resume, or name another folder with --run")
     trainer = Trainer(run, train, dev, vocabulary, settings)
     if resume:
         trainer.resume()
@@ -158,9 +144,7 @@ def _say(options: argparse.Namespace) -> None:
 def _demo(options: argparse.Namespace) -> None:
     started = time.monotonic()
     train, dev, vocabulary = _split(data.TRAIN_FILE, options.limit)
-    print(
-        f"Training a small model on {len(train)} of CMUdict's words; the full one is `train` without options."
-    )
+    print(f"Training a small model on {len(train)} of CMUdict's words; the full one is `train` without options.")
     (options.run / "training.pt").unlink(missing_ok=True)  # a demo starts afresh
     _fit(
         options.run,
@@ -173,14 +157,11 @@ def _demo(options: argparse.Namespace) -> None:
     )
     model, vocabulary = load_model(options.run / "model.pt")
     test = data.sample(data.read_lexicon(data.TEST_FILE), DEMO_TEST_WORDS)
-    print(
-        f"\nWords never seen in training, a fixed sample of the test words:\n  {_result(model, vocabulary, test)}\n"
-    )
+    print("\nA fixed sample of the test words, none of them seen in training:")
+    print(f"  {_result(model, vocabulary, test)}\n")
     for word, phones in pronounce(model, vocabulary, DEMO_SAYS).items():
         print(f"  {word:<16} {' '.join(phones)}")
-    print(
-        f"\nLearning curve: {options.run / 'learning_curve.png'}  ({time.monotonic() - started:.0f} s in all)"
-    )
+    print(f"\nLearning curve: {options.run / 'learning_curve.png'}  ({time.monotonic() - started:.0f} s in all)")
 
 
 def _result(model: G2P, vocabulary: Vocabulary, lexicon: Lexicon) -> Score:

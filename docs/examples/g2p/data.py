@@ -70,9 +70,7 @@ def split_dev(lexicon: Lexicon, n_dev: int = DEV_WORDS) -> tuple[Lexicon, Lexico
     A word's pronunciations all land on one side. Raises ValueError if nothing would be left to train on.
     """
     if not 0 < n_dev < len(lexicon):
-        raise ValueError(
-            f"split_dev: n_dev must be in 1..{len(lexicon) - 1} for {len(lexicon)} words, got {n_dev}"
-        )
+        raise ValueError(f"split_dev: n_dev must be in 1..{len(lexicon) - 1} for {len(lexicon)} words, got {n_dev}")
     order = hash_order(list(lexicon))
     dev = set(order[:n_dev])
     return take(lexicon, [word for word in lexicon if word not in dev]), take(lexicon, order[:n_dev])
@@ -89,7 +87,7 @@ def sample(lexicon: Lexicon, limit: int | None) -> Lexicon:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Symbols and their ids. The end of a word is the id after the last phone, the start the one after that."""
+    """Symbols and their ids. The end of a word is the id after the last phone, the start the one after it."""
 
     letters: tuple[str, ...]
     phones: tuple[str, ...]
@@ -160,7 +158,7 @@ class Examples:
         return len(self._words)
 
     def order(self, batch_size: int, seed: int) -> list[Tensor]:
-        """Indices of one epoch's batches: sorted by letters, then phones, ties and batches shuffled by seed."""
+        """Indices of one epoch's batches: sorted by letters and phones; ties and batches shuffled by seed."""
         generator = torch.Generator().manual_seed(seed)
         shuffled = torch.randperm(len(self), generator=generator)
         by_size = shuffled[torch.sort(self._size[shuffled], stable=True).indices]

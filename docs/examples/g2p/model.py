@@ -1,13 +1,15 @@
 """The model: a bidirectional LSTM reads the letters, an LSTM with two attentions writes the phones.
 
 At every step the decoder attends to the letters and to all of its own earlier states. Both live in TensorArrays:
-the letters' states in one that is never written again, its own in one that grows by a slot a step and is read back
-as a prefix. In plain PyTorch the second would be a ``torch.cat`` a step: O(T^2) bytes.
+the letters' states in one that is never written again, its own in one that grows by a slot a step and is read
+back as a prefix. In plain PyTorch the second is a ``torch.cat`` a step, O(T^2) bytes held for backward; here it is
+O(T).
 
-Ending. There is no maximum length. The score of the end grows by ``END_SLOPE`` with every phone beyond the number of
-letters, in training and decoding alike, so the model learns to write "W" (eight phones) against it. The readout is
-a tanh, in [-1, 1], so two scores differ by at most D = max_k |W_k - W_end|_1 + |b_k - b_end|, and a greedy row of n
-letters ends within n + D / END_SLOPE + 1 phones, trained or not (``G2P.longest``): finite weights imply an end.
+Ending. There is no maximum length. The score of the end grows by ``END_SLOPE`` with every phone beyond the number
+of letters, in training and decoding alike, so the model learns to write "W" (eight phones) against it. The
+readout is a tanh, in [-1, 1]. So before that growth no score exceeds the end's by more than
+D = max_k |W_k - W_end|_1 + |b_k - b_end|, and a greedy row of n letters ends after at most n + D / END_SLOPE + 1
+phones, trained or not (``G2P.longest``). Finite weights imply an end.
 """
 
 from dataclasses import dataclass
@@ -46,9 +48,7 @@ class Context(NamedTuple):
     memory: TensorArray  # S slots (B, H): the letters' states
     mask: Tensor  # (B, S): 0 for a letter, -inf for padding
     lens: Tensor  # (B,): letters
-    masks: (
-        tuple[Tensor, Tensor, Tensor] | None
-    )  # dropout masks (B, H), the same at every step; None when decoding
+    masks: tuple[Tensor, Tensor, Tensor] | None  # dropout masks (B, H), the same at every step; None when decoding
 
 
 class Carry(NamedTuple):
@@ -69,15 +69,13 @@ def attend(query: Tensor, slots: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 class Cell(nn.Module):
-    """An LSTM cell whose input part of the gates comes ready made (B, 4H), or is absent."""
+    """An LSTM cell. ``extra`` (B, 4H) is added to the gates: the part of an input that is looked up."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs + hidden, 4 * hidden)
 
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor], extra: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor], extra: Tensor | None = None) -> tuple[Tensor, Tensor]:
         h, c = state
         gates = self.linear(torch.cat((x, h), 1))
         if extra is not None:
@@ -135,9 +133,7 @@ class G2P(nn.Module):
                 states = self._drop(states)
         padding = torch.arange(letters.shape[0])[None, :] >= lens[:, None]
         mask = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
-        masks = (
-            (self._mask(states[0]), self._mask(states[0]), self._mask(states[0])) if self.training else None
-        )
+        masks = (self._mask(states[0]), self._mask(states[0]), self._mask(states[0])) if self.training else None
         mean = states.sum(0) / lens[:, None]  # padding states are zero
         h_lower, c_lower, h_upper, c_upper = self.bridge(mean).chunk(4, 1)
         lower, upper = (torch.tanh(h_lower), c_lower), (torch.tanh(h_upper), c_upper)
@@ -145,7 +141,7 @@ class G2P(nn.Module):
         return Context(TensorArray.unstack(states), mask, lens, masks), carry
 
     def step(self, carry: Carry, tokens: Tensor, context: Context) -> Carry:
-        """One step after ``tokens`` (B,) int64, bos_id at first; the new carry's ``feed`` is the readout (B, H).
+        """One step after ``tokens`` (B,) int64, bos_id at first; the new ``feed`` is the readout (B, H).
 
         A step appends to ``carry.past``: a carry is used once.
         """
@@ -160,13 +156,13 @@ class G2P(nn.Module):
         return Carry(carry.t + 1, lower, upper, feed, carry.past.append(upper[0]))
 
     def scores(self, readout: Tensor, t: Tensor, context: Context) -> Tensor:
-        """Log-probabilities (..., B, V) of readout (..., B, H), made after t (..., 1) phones; V is phones + eos."""
+        """Log-probabilities (..., B, V) of readout (..., B, H) after t (..., 1) phones; V is phones and eos."""
         logits = self.output(readout if context.masks is None else readout * context.masks[2])
         end = END_SLOPE * (t - context.lens).clamp(min=0)
         return torch.log_softmax(torch.cat((logits[..., :-1], logits[..., -1:] + end[..., None]), -1), -1)
 
     def forward(self, letters: Tensor, lens: Tensor, phones: Tensor) -> Tensor:
-        """Log-probabilities (T, B, V) of every phone given the true ones before it; phones (T, B) end with eos."""
+        """Log-probabilities (T, B, V) of each phone given the true ones before it; phones (T, B) end with eos."""
         context, carry = self.encode(letters, lens)
         tokens = torch.full_like(phones[0], self.config.bos_id)
         readouts = TensorArray()
@@ -188,11 +184,11 @@ class G2P(nn.Module):
 def greedy(model: G2P, letters: Tensor, lens: Tensor) -> list[list[int]]:
     """The best phone at every step until every row has ended: phone ids of each row, without eos.
 
-    Runs the model in evaluation mode; see the module's text for why it ends. Raises FloatingPointError when the
-    scores are not finite (no end would ever be chosen).
+    letters (S, B) and lens (B,) int64. A row's phones do not depend on its batch. Raises RuntimeError for a model
+    in training mode, and FloatingPointError when the scores are not finite, as no end would then be chosen.
     """
-    was_training = model.training
-    model.eval()
+    if model.training:
+        raise RuntimeError("greedy: model is in training mode, where dropout is random; call model.eval() first")
     eos_id = model.config.eos_id
     context, carry = model.encode(letters, lens)
     tokens = torch.full_like(lens, model.config.bos_id)
@@ -203,12 +199,9 @@ def greedy(model: G2P, letters: Tensor, lens: Tensor) -> list[list[int]]:
         carry = model.step(carry, tokens, context)
         scores = model.scores(carry.feed, t, context)
         if not bool(scores.isfinite().all()):
-            raise FloatingPointError(
-                f"greedy: the scores of step {int(t)} are not finite; were the weights damaged?"
-            )
+            raise FloatingPointError(f"greedy: the scores of step {int(t)} are not finite; are the weights damaged?")
         tokens = torch.where(ended, eos_id, scores.argmax(1))
         emitted.append(tokens)
         ended = ended | (tokens == eos_id)
-    model.train(was_training)
     rows = emitted.stack().T.tolist()
     return [row[: row.index(eos_id)] for row in rows]

@@ -8,7 +8,7 @@ from docs.examples.g2p.model import G2P, greedy
 
 
 def edit_distance(a: Sequence[object], b: Sequence[object]) -> int:
-    """The fewest insertions, deletions and substitutions that make a into b (Levenshtein 1966). O(|a| |b|)."""
+    """The fewest insertions, deletions and substitutions from a to b (Levenshtein 1966). O(|a| |b|)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
@@ -41,12 +41,13 @@ class Score:
 def score(predicted: Mapping[str, Phones], lexicon: Lexicon) -> Score:
     """Score one pronunciation a word against all references: the one with the fewest edits counts.
 
-    Among references with equally few edits the first of the lexicon gives the length. Raises ValueError if the two
-    do not hold the same words, or none.
+    Among references with equally few edits the first of the lexicon gives the length. Raises ValueError if the
+    two do not hold the same words, or none.
     """
     if not lexicon or predicted.keys() != lexicon.keys():
         raise ValueError(
-            f"score: need one pronunciation for each of {len(lexicon)} words (at least one), got {len(predicted)}"
+            f"score: predicted must hold the lexicon's {len(lexicon)} words, at least one, and no others; "
+            f"it holds {len(predicted)}"
         )
     phones = edits = wrong = 0
     for word, references in lexicon.items():
@@ -70,7 +71,5 @@ def pronounce(
     found: dict[str, Phones] = dict.fromkeys(words, ())
     for positions in progress(list(word_batches(words, batch_size))):
         rows = greedy(model, *pad_words([ids[i] for i in positions]))
-        found.update(
-            (words[i], vocabulary.decode_phones(row)) for i, row in zip(positions, rows, strict=True)
-        )
+        found.update((words[i], vocabulary.decode_phones(row)) for i, row in zip(positions, rows, strict=True))
     return found

@@ -37,7 +37,7 @@ class Settings:
 
 
 def one_cycle(step: int, steps: int, peak: float, warmup: float) -> float:
-    """The learning rate of a step: up in a straight line, down to zero in half a cosine (Smith & Topin 2019)."""
+    """The learning rate of a step: up in a straight line, down to zero in half a cosine (Smith & Topin)."""
     rising = max(1, round(warmup * steps))
     if step < rising:
         return peak * (step + 1) / rising
@@ -47,14 +47,12 @@ def one_cycle(step: int, steps: int, peak: float, warmup: float) -> float:
 class Trainer:
     """A run in a folder: ``training.pt`` to go on from, ``model.pt`` the best model, ``history.json``.
 
-    All that a later step depends on is in ``state()``: weights, averaged weights, optimizer, random generator, and
-    the position in the run. A run that is stopped and resumed gives the same numbers, on the same number of
+    All that a later step depends on is in ``state()``: weights, averaged weights, optimizer, random generator,
+    and the position in the run. A run that is stopped and resumed gives the same numbers, on the same number of
     threads, as one that was not.
     """
 
-    def __init__(
-        self, folder: str | Path, train: Lexicon, dev: Lexicon, vocabulary: Vocabulary, settings: Settings
-    ):
+    def __init__(self, folder: str | Path, train: Lexicon, dev: Lexicon, vocabulary: Vocabulary, settings: Settings):
         self.folder, self.dev, self.vocabulary, self.settings = Path(folder), dev, vocabulary, settings
         self.examples = Examples(train, vocabulary)
         torch.manual_seed(settings.seed)
@@ -118,9 +116,7 @@ class Trainer:
             label_smoothing=self.settings.label_smoothing,
         )
         if not bool(loss.isfinite()):
-            raise FloatingPointError(
-                f"train: the loss of step {self.step} is {loss.item()}; lower the learning rate"
-            )
+            raise FloatingPointError(f"train: the loss of step {self.step} is {loss.item()}; lower the learning rate")
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
@@ -152,9 +148,7 @@ class Trainer:
         self.history.append(entry)
         self.loss_sum = 0.0
         self.save()
-        tqdm.write(
-            "epoch {epoch}: loss {loss:.4f}  dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry)
-        )
+        tqdm.write("epoch {epoch}: loss {loss:.4f}  dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry))
 
     def state(self) -> dict[str, Any]:
         """Everything that later steps depend on, as tensors and plain values."""
@@ -200,6 +194,4 @@ class Trainer:
 def _difference(saved: Any, ours: Any) -> str:
     if not (isinstance(saved, dict) and isinstance(ours, dict)):
         return f"then {saved}, now {ours}"
-    return ", ".join(
-        f"{k}: then {saved.get(k)}, now {ours.get(k)}" for k in ours if saved.get(k) != ours.get(k)
-    )
+    return ", ".join(f"{k}: then {saved.get(k)}, now {ours.get(k)}" for k in ours if saved.get(k) != ours.get(k))
