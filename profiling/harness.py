@@ -41,7 +41,9 @@ Entry = dict[str, Any]  # {"cell": Cell, "raw": [the answer of each round]}
 
 def spawn(script: Path, cell: Cell) -> dict[str, Any]:
     """The answer of a fresh process; whatever stops it is an answer too, as {"error": text}."""
-    environment = os.environ | ENVIRONMENT.get(cell["kind"], {})
+    # Whatever is installed, a process measures the checkout that its script is in.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path} | ENVIRONMENT.get(cell["kind"], {})
     command = [sys.executable, str(script), "--cell", json.dumps(cell)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -76,9 +78,7 @@ def measure(script: Path, cells: Sequence[Cell], rounds: int) -> list[Entry]:
     return entries
 
 
-def time_run(
-    loss_of: Callable[[], Tensor], leaves: Sequence[Tensor], warmups: int, repeats: int
-) -> dict[str, Any]:
+def time_run(loss_of: Callable[[], Tensor], leaves: Sequence[Tensor], warmups: int, repeats: int) -> dict[str, Any]:
     """Seconds of forward and of forward + backward, a value for each run after the warm-ups.
 
     Dropping the graph is part of the cost and on the clock; collecting Python's garbage before a run is not.
@@ -162,9 +162,7 @@ def about(rounds: int, **settings: Any) -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Processor, cores, memory and system, without the machine's name."""
     cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(
-        r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE
-    )
+    model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "processor": model[1].strip() if model else platform.processor() or platform.machine(),

@@ -182,9 +182,7 @@ def check_table(result: Result) -> str:
 
 def target_table(result: Result) -> str:
     words = {True: "met", False: "**missed**", None: "not measured"}
-    rows = [
-        [t["target"], figure(t["value"]), figure(t["at_most"]), words[t["met"]]] for t in result["targets"]
-    ]
+    rows = [[t["target"], figure(t["value"]), figure(t["at_most"]), words[t["met"]]] for t in result["targets"]]
     return harness.table(["target", "measured", "at most", ""], rows)
 
 
@@ -196,9 +194,7 @@ def micro_table(result: Result) -> str:
             both = [harness.median(entry, f"{variant} {way}") for way in ("forward", "backward")]
             total = None if None in both else sum(x for x in both if x is not None)
             rows.append([operation, LABELS[variant], *(figure(x) for x in [*both, total])])
-    return harness.table(
-        ["operation", "code", "forward, us", "backward, us", "both, us"], rows, text_columns=2
-    )
+    return harness.table(["operation", "code", "forward, us", "backward, us", "both, us"], rows, text_columns=2)
 
 
 def piece_table(result: Result) -> str:
@@ -217,9 +213,7 @@ def breakdown_table(result: Result) -> str:
             whole = harness.median(measured, f"tensor_array {way}")
             if whole is not None:
                 parts = list(micro.breakdown(operation, way, pieces).values())
-                rows.append(
-                    [f"{operation}, {way}", *(f"{x:.1f}" for x in [whole, *parts, whole - sum(parts)])]
-                )
+                rows.append([f"{operation}, {way}", *(f"{x:.1f}" for x in [whole, *parts, whole - sum(parts)])])
     return harness.table(["us", "measured", *micro.GROUPS, "rest"], rows)
 
 

@@ -39,8 +39,7 @@ def leaves(workload: str, T: int, dtype: torch.dtype = torch.float32) -> Leaves:
     drawn = {"xs": random.randn(T, B, D)}
     drawn |= {name: random.randn(D, D) / math.sqrt(D) for name in weights}
     return {
-        name: torch.from_numpy(values.astype(np.float32)).to(dtype).requires_grad_()
-        for name, values in drawn.items()
+        name: torch.from_numpy(values.astype(np.float32)).to(dtype).requires_grad_() for name, values in drawn.items()
     }
 
 

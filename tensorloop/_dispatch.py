@@ -8,4 +8,13 @@ with the path of each leaf. Tried with torch 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-__all__ = ["TorchDispatchMode", "keystr", "tree_flatten_with_path", "tree_leaves"]
+__all__ = ["OperationMode", "keystr", "tree_flatten_with_path", "tree_leaves"]
+
+
+class OperationMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` is called for every operation of this thread in a `with` block."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True, the default, wraps the handler so that its first call imports torch._dynamo: a second or more.
+        return False

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tensorloop._dispatch import TorchDispatchMode, tree_leaves
+from tensorloop._dispatch import OperationMode, tree_leaves
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
@@ -37,7 +37,7 @@ _PARTS = {
 }
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(OperationMode):
     """The storages that operations make inside a `with` block, for as long as they are alive.
 
     The figures stay current after the block: drop an array, read `bytes` again. Storages that are older than

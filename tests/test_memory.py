@@ -1,8 +1,11 @@
 """What counts as saved, hidden, alive; each figure is counted by hand."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,9 +186,12 @@ def test_sparse_tensors_count_their_parts():
     with LiveStorages() as live:
         a = torch.eye(5).to_sparse()
         assert live.bytes == 5 * FLOAT + 2 * 5 * 8
-        b = torch.eye(5).to_sparse_csr()
-        assert live.bytes == (5 * FLOAT + 2 * 5 * 8) + (5 * FLOAT + (6 + 5) * 8)
-        del a, b
+        del a
+        crow, col, values = torch.arange(6), torch.arange(5), torch.ones(5)
+        b = torch.sparse_csr_tensor(crow, col, values, size=(5, 5), check_invariants=False)
+        del crow, col, values
+        assert live.bytes == 5 * FLOAT + (6 + 5) * 8
+        del b
         assert live.bytes == 0
 
 
@@ -353,11 +359,11 @@ def test_nothing_is_held_afterwards(x: Tensor):
 def test_a_long_graph_is_measured_and_dropped(x: Tensor):
     def fn() -> Tensor:
         y = x[:1]
-        for _ in range(50_000):
+        for _ in range(20_000):
             y = y.sin()
         return y.sum()
 
-    assert saved(fn).bytes == 49_999 * FLOAT  # the first one saves a view of x
+    assert saved(fn).bytes == 19_999 * FLOAT  # the first one saves a view of x
 
 
 # -- live bytes and peaks
@@ -423,6 +429,18 @@ def test_reset_peak_starts_from_what_is_alive():
         torch.ones(2 * N)
         assert live.peak == 3 * N * FLOAT
     del a
+
+
+def test_counting_does_not_load_the_compiler():
+    code = (
+        "import sys, torch\n"
+        "from tensorloop import memory\n"
+        "x = torch.ones(3, requires_grad=True)\n"
+        "print(memory.saved(lambda: x.tanh().sum()).bytes, 'torch._dynamo' in sys.modules)"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.stdout.split() == ["12", "False"], done.stderr
 
 
 # -- growth
@@ -501,7 +519,7 @@ def test_saved_prints_its_figures():
 
 @pytest.mark.parametrize("Ts", [[], [8], [8, 8], [16, 8], [0, 4]])
 def test_bad_sizes_are_refused(Ts: list[int]):
-    with pytest.raises(ValueError, match="growth: Ts must be two or more rising sizes.*got"):
+    with pytest.raises(ValueError, match=r"growth: Ts must be two or more rising sizes.*got"):
         growth(keeping_tanh, Ts)
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 
 import tensorloop as tl
 from tensorloop import reference
@@ -38,13 +37,11 @@ int_like = pytest.mark.parametrize("to_int", INTS, ids=["int", "np64", "np32", "
 @pytest.fixture
 def poison() -> Iterator[None]:
     """Fresh memory holds NaN, so that what nobody wrote is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = True
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
     assert torch.empty(1).isnan()
     yield
-    torch.use_deterministic_algorithms(before[0])
-    deterministic.fill_uninitialized_memory = before[1]
+    torch.set_deterministic_debug_mode(before)
 
 
 def values_of(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -146,7 +143,7 @@ def test_gather_takes_sequences_and_negative_indices(kind: Kind) -> None:
     array = kind(VALUES)
     for index in ([-1, 0, -5], (2,), range(1, 4), range(0), np.array([3, 3])):
         assert torch.equal(array.gather(index), VALUES[torch.tensor(list(index), dtype=torch.int64)])
-    assert torch.equal(array.gather(torch.tensor([[-1], [1]])), VALUES[[[-1], [1]]])
+    assert torch.equal(array.gather(torch.tensor([[-1], [1]])), VALUES[torch.tensor([[-1], [1]])])
     for check in (True, False):
         assert torch.equal(array.gather(torch.tensor([-1, 1]), check=check), VALUES[[-1, 1]])
 
@@ -334,7 +331,7 @@ def test_elements_of_any_shape(name: str, shape: tuple[int, ...]) -> None:
     values = torch.randn(4, *shape)
     array = KINDS[name](values)
     assert holds(array, values)
-    assert array.gather([[0, 1]]).shape == (1, 2, *shape)
+    assert array.gather(torch.tensor([[0, 1]])).shape == (1, 2, *shape)
     assert array[2:2].shape == (0, *shape)
     assert array[::2].shape == (2, *shape)
     assert [x.shape for x in array] == [shape] * 4

@@ -26,7 +26,7 @@ SIZES = {
 DEMO_WORDS = 24_000  # about 100 s of training on two cores
 DEMO_DEV_WORDS = 500
 DEMO_TEST_WORDS = 1_000
-DEMO_SAYS = ("TENSOR", "BACKPROPAGATION", "GRADIENTLY", "KUBERNETES", "XYLOPHONIST", "O'SHAUGHNESSY")
+DEMO_SAYS = ("TENSOR", "BACKPROPAGATION", "GRADIENTLY", "KUBERNETES", "XYLOPHONIST", "O'BRIENESQUE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,27 +101,20 @@ def _train(options: argparse.Namespace) -> None:
     settings = replace(SIZES[options.size], seed=options.seed)
     if options.epochs is not None:
         settings = replace(settings, epochs=options.epochs)
-    _fit(options.run, *_split(options.data, options.limit), settings, options.resume, options.save_every)
-
-
-def _fit(
-    run: Path,
-    train: Lexicon,
-    dev: Lexicon,
-    vocabulary: Vocabulary,
-    settings: Settings,
-    resume: bool,
-    every: float,
-) -> None:
-    if not resume and (run / "training.pt").exists():
-        raise CheckpointError(f"{run}: holds a run already; go on with --resume, or name another folder with --run")
-    trainer = Trainer(run, train, dev, vocabulary, settings)
-    if resume:
+    if not options.resume and (options.run / "training.pt").exists():
+        raise CheckpointError(f"{options.run}: holds a run; go on with --resume, or take another folder with --run")
+    trainer = Trainer(options.run, *_split(options.data, options.limit), settings)
+    if options.resume:
         trainer.resume()
-    trainer.run(every)
-    picture = run / "learning_curve.png"
-    learning_curve(trainer.history, picture)
-    print(f"model {run / 'model.pt'}  history {run / 'history.json'}  picture {picture}")
+    _fit(trainer, options.save_every)
+
+
+def _fit(trainer: Trainer, save_every: float) -> None:
+    trainer.run(save_every)
+    folder = trainer.folder
+    learning_curve(trainer.history, folder / "learning_curve.png")
+    files = ("model.pt", "history.json", "learning_curve.png")
+    print("model {}, history {}, picture {}".format(*(folder / name for name in files)))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -145,16 +138,7 @@ def _demo(options: argparse.Namespace) -> None:
     started = time.monotonic()
     train, dev, vocabulary = _split(data.TRAIN_FILE, options.limit)
     print(f"Training a small model on {len(train)} of CMUdict's words; the full one is `train` without options.")
-    (options.run / "training.pt").unlink(missing_ok=True)  # a demo starts afresh
-    _fit(
-        options.run,
-        train,
-        data.sample(dev, DEMO_DEV_WORDS),
-        vocabulary,
-        SIZES["small"],
-        resume=False,
-        every=60.0,
-    )
+    _fit(Trainer(options.run, train, data.sample(dev, DEMO_DEV_WORDS), vocabulary, SIZES["small"]), 60.0)
     model, vocabulary = load_model(options.run / "model.pt")
     test = data.sample(data.read_lexicon(data.TEST_FILE), DEMO_TEST_WORDS)
     print("\nA fixed sample of the test words, none of them seen in training:")
