@@ -77,13 +77,13 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
         return micro.piece_costs()
     if kind == "check":
         return workloads.differences(cell["workload"], cell["T"], cell["variants"])
+    if kind not in ("time", "memory"):
+        raise ValueError(f"kind is {kind!r}; expected time, memory, check, micro or pieces")
     d = workloads.leaves(cell["workload"], cell["T"])
     loop = workloads.VARIANTS[cell["workload"]][cell["variant"]]
-    if kind == "time":
-        return harness.time_run(lambda: loop(d), list(d.values()), cell["warmups"], cell["repeats"])
     if kind == "memory":
         return harness.peak_of(lambda: loop(d), list(d.values()))
-    raise ValueError(f"kind is {kind!r}; expected time, memory, check, micro or pieces")
+    return harness.time_run(lambda: loop(d), list(d.values()), cell["warmups"], cell["repeats"])
 
 
 def measure(size: str, rounds: int) -> report.Result | None:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor
 
-from tensorloop import _functorch
+from tensorloop import _modes
 from tensorloop._array_grad import Key, Step, put_, take
 
 # What waits is at most this many values, or as many as the block holds: it never doubles the bytes held.
@@ -269,7 +269,7 @@ class UnstackedRows:
         recorded = torch.is_grad_enabled()
         k = i - self.first
         if not 0 <= k < len(self.rows) or recorded != self.recorded:
-            if torch.is_inference_mode_enabled() or _functorch.maybe_level() is not None:
+            if torch.is_inference_mode_enabled() or _modes.maybe_level() is not None:
                 return None
             if i % CHUNK not in (0, CHUNK - 1) and i != len(self.values) - 1:
                 return None
@@ -293,8 +293,8 @@ def recording() -> Iterator[None]:
     with ExitStack() as modes:
         modes.enter_context(plain_mode())
         modes.enter_context(torch.enable_grad())
-        if _functorch.maybe_level() is not None:
-            modes.enter_context(_functorch.outside_transforms())
+        if _modes.maybe_level() is not None:
+            modes.enter_context(_modes.outside_transforms())
         yield
 
 

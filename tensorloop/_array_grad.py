@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop import _functorch
+from tensorloop import _modes
 
 
 class Rows(NamedTuple):
@@ -94,7 +94,7 @@ class Step(torch.autograd.Function):
 
 
 def _is_wrapped(x: Tensor | None) -> bool:
-    return x is not None and _functorch.is_wrapped(x)
+    return x is not None and _modes.is_wrapped(x)
 
 
 def _start(key: Key) -> int:

@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from tensorloop import _functorch
+from tensorloop import _modes
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
@@ -62,7 +62,7 @@ def index_tensor(indices: Tensor | Sequence[int], device: torch.device, name: st
 
 def must_check(check: bool | None, x: Tensor) -> bool:
     """Whether to look at the values of `x`: by default where that costs no sync. Under vmap nobody can."""
-    if _functorch.is_batched(x):
+    if _modes.is_batched(x):
         return False
     return x.device.type == "cpu" if check is None else check
 

@@ -221,15 +221,16 @@ class Growth:
     bytes: tuple[int, ...]
     exponent: float
     """Slope of the least-squares line through (log T, log bytes)."""
-    last: float
-    """The same between the two largest sizes only: nearer to the truth where smaller terms are still felt."""
+    marginal: float
+    """The p of a curve a + b T^p through the last three sizes, -4 to 8: no constant term can hide it."""
 
     def __str__(self) -> str:
         rows = [f"{'T':>8} {'bytes':>16} {'bytes/T':>14} {'exponent':>9}"]
         for i, (T, n) in enumerate(zip(self.Ts, self.bytes, strict=True)):
             step = f"{_exponent(self.Ts[i - 1 : i + 1], self.bytes[i - 1 : i + 1]):9.3f}" if i else ""
             rows.append(f"{T:>8} {n:>16,} {n / T:>14,.1f} {step}".rstrip())
-        return "\n".join([*rows, f"bytes ~ T^{self.exponent:.3f}; T^{self.last:.3f} between the last two sizes"])
+        last = f"bytes ~ T^{self.exponent:.3f}; T^{self.marginal:.3f} beside a constant"
+        return "\n".join([*rows, last])
 
 
 def growth(
@@ -247,9 +248,10 @@ def growth(
         subtract: `subtract(T)` gives the bytes of a term that was counted by hand and is to be left out.
         measure: takes the function, gives bytes; `peak` measures the peak instead of what is saved.
 
-    A constant term makes `exponent` too small, as does a linear term beside a quadratic one. `last`, between
-    the two largest sizes, is always less wrong; the column of exponents in `str()` shows whether they still
-    rise. Larger sizes, or `subtract`, mend it. Nothing saved at any size has exponent 0.
+    A constant term makes `exponent` too small; `marginal` is free of it. It is taken from the last three sizes
+    (from the last two, and then no better than `exponent`, where there are no more), as a linear term beside a
+    quadratic one is felt least there; the column of exponents in `str()` shows whether they still rise. Larger
+    sizes, or `subtract`, mend that. Bytes that do not grow have exponent 0.
 
     Raises:
         ValueError: fewer than two sizes, sizes that do not rise from 1 on, or no bytes left at one size.
@@ -262,7 +264,7 @@ def growth(
         figures = ", ".join(f"{n:,} at T={T}" for T, n in zip(Ts, sizes, strict=True))
         what = "after subtract, " if subtract else ""
         raise ValueError(f"growth: {what}bytes must be positive at every T to fit a power of T; got {figures}")
-    return Growth(Ts, sizes, _exponent(Ts, sizes), _exponent(Ts[-2:], sizes[-2:]))
+    return Growth(Ts, sizes, _exponent(Ts, sizes), _marginal(Ts[-3:], sizes[-3:]))
 
 
 @contextmanager
@@ -281,6 +283,22 @@ def _exponent(Ts: Sequence[int], sizes: Sequence[int]) -> float:
     if not any(sizes):
         return 0.0
     return statistics.linear_regression([math.log(T) for T in Ts], [math.log(n) for n in sizes]).slope
+
+
+def _marginal(Ts: Sequence[int], sizes: Sequence[int]) -> float:
+    """The p of a + b T^p through three points, by bisection: the ratio of the two increments rises with p."""
+    if len(Ts) < 3:
+        return _exponent(Ts, sizes)
+    first, second = (b - a for a, b in pairwise(sizes))
+    if first == second == 0:
+        return 0.0
+    low, high = -4.0, 8.0
+    near, far = (math.log(b / a) for a, b in pairwise(Ts))
+    for _ in range(60):
+        p = (low + high) / 2 or 1e-9
+        ratio = math.exp(p * near) * math.expm1(p * far) / math.expm1(p * near)
+        low, high = (p, high) if second > ratio * first else (low, p)
+    return (low + high) / 2
 
 
 def _storages(x: Any) -> Iterator[torch.UntypedStorage]:

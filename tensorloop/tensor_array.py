@@ -19,12 +19,12 @@ from typing import Any, Self, SupportsIndex
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _functorch
+from tensorloop import _checks, _modes
 from tensorloop._array_buffer import Buffer
 from tensorloop._array_grad import Rows
 from tensorloop._array_slots import Slots
 from tensorloop._compile import runs_eagerly
-from tensorloop._functorch import forward_mode, maybe_level
+from tensorloop._modes import forward_mode, graph_task, maybe_level
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
@@ -48,7 +48,7 @@ class TensorArray:
     Source: TensorFlow's TensorArray for the surface; for the rest see `docs/how_it_works.md`.
     """
 
-    __slots__ = ("_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_shape", "_store")
+    __slots__ = ("_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_shape", "_store", "_task")
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class TensorArray:
         self._device: torch.device | None = None
         self._store: Buffer | Slots | None = None
         self._holes: set[int] = set()
-        self._home = _functorch.level()
+        self._home = _modes.level()
+        self._task = graph_task()
 
     @classmethod
     def unstack(cls, values: Tensor) -> Self:
@@ -109,6 +110,7 @@ class TensorArray:
             and x.dtype is self._dtype
             and x.device == self._device
             and maybe_level() is None
+            and graph_task() == -1
             and not forward_mode()
         ):
             assert self._store is not None
@@ -365,6 +367,11 @@ class TensorArray:
         if x.dim() < lead:
             raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
         _checks.fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device, name)
+        if graph_task() not in (-1, self._task) and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name}: the array was made outside the function that torch.utils.checkpoint is recomputing, "
+                f"and would be written a second time; make the array inside, or work on a copy.copy() of it"
+            )
         functional = self._functional(x, name)
         if self._store is None:
             like = _element(x, lead)
@@ -376,12 +383,12 @@ class TensorArray:
 
     def _functional(self, x: Tensor, name: str) -> bool:
         """Whether `x` needs a list of slots. Raises if it belongs to a transform begun after the array was made."""
-        if _functorch.is_wrapped(x) and _functorch.level_of(x) > self._home:
+        if _modes.is_wrapped(x) and _modes.level_of(x) > self._home:
             raise RuntimeError(
                 f"{name}: a tensor of a torch.func transform cannot be written into a TensorArray that was made "
                 f"outside the transform; make the array inside, and pass values in with unstack() and out with stack()"
             )
-        return self._home > 0 or type(x) not in _PLAIN or _functorch.has_tangent(x)
+        return self._home > 0 or type(x) not in _PLAIN or _modes.has_tangent(x)
 
     def _fix(self, shape: torch.Size, x: Tensor) -> None:
         self._shape, self._dtype, self._device = shape, x.dtype, x.device

@@ -47,14 +47,14 @@ def assert_growth(
 ) -> Growth:
     """The bytes of `make_fn(T)()` grow as T to the power `exponent`.
 
-    The other arguments are those of `memory.growth`. Both exponents must be within `tolerance`: the one
-    fitted over all sizes, and the one between the last two, which a term of another power disturbs least.
+    The other arguments are those of `memory.growth`. Both of its exponents must be within `tolerance`: the
+    one fitted over all sizes, and the marginal one, behind which no constant term can hide growth.
 
     Raises:
         AssertionError: with the table of what was measured.
     """
     found = growth(make_fn, Ts, subtract=subtract, measure=measure)
-    if max(abs(found.exponent - exponent), abs(found.last - exponent)) > tolerance:
+    if max(abs(found.exponent - exponent), abs(found.marginal - exponent)) > tolerance:
         raise AssertionError(f"assert_growth: expected bytes ~ T^{exponent} within {tolerance}, found\n{found}")
     return found
 
@@ -75,7 +75,7 @@ def assert_linear_memory(
         AssertionError: with the table of what was measured.
     """
     found = growth(make_fn, Ts, subtract=subtract, measure=measure)
-    if max(found.exponent, found.last) > 1 + tolerance:
+    if max(found.exponent, found.marginal) > 1 + tolerance:
         raise AssertionError(f"assert_linear_memory: expected at most bytes ~ T^{1 + tolerance}, found\n{found}")
     return found
 

@@ -78,7 +78,5 @@ Kind = Callable[[Tensor], tl.TensorArray]
 PLAIN: dict[str, Kind] = {
     f.__name__: f for f in (appended, extended, overwritten, scattered, unstacked, forked, listed)
 }
-WITH_GRADIENT: dict[str, Kind] = {
-    f.__name__: f for f in (waiting, partly_waiting, flushed, unstacked_with_gradient)
-}
+WITH_GRADIENT: dict[str, Kind] = {f.__name__: f for f in (waiting, partly_waiting, flushed, unstacked_with_gradient)}
 KINDS: dict[str, Kind] = PLAIN | WITH_GRADIENT

@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).parents[1] / "tensorloop"
 # lazily, which test_public_names.py holds.
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"tensor_array", "memory", "testing"},
-    "tensor_array": {"_array_buffer", "_array_grad", "_array_slots", "_functorch", "_compile", "_checks"},
-    "_array_buffer": {"_array_grad", "_functorch", "_checks"},
-    "_array_slots": {"_array_grad", "_functorch", "_checks"},
-    "_array_grad": {"_functorch", "_checks"},
-    "_checks": {"_functorch"},
+    "tensor_array": {"_array_buffer", "_array_grad", "_array_slots", "_modes", "_compile", "_checks"},
+    "_array_buffer": {"_array_grad", "_modes", "_checks"},
+    "_array_slots": {"_array_grad", "_modes", "_checks"},
+    "_array_grad": {"_modes", "_checks"},
+    "_checks": {"_modes"},
     "_compile": set(),
-    "_functorch": set(),
+    "_modes": set(),
     "testing": {"memory", "_dispatch"},
     "memory": {"_dispatch"},
     "_dispatch": set(),
@@ -99,8 +99,8 @@ def test_library_code_may_not_import_the_side():
         ("from tensorloop import memory", "_checks imports memory"),
         ("from tensorloop.tensor_array import TensorArray", "_checks imports tensor_array"),
         ("import tensorloop.reference as spec", "_checks imports reference"),
-        ("from . import _functorch", "_checks imports ._functorch; write the import with its full name"),
-        ("from ._functorch import level", "_checks imports ._functorch.level; write"),
+        ("from . import _modes", "_checks imports ._modes; write the import with its full name"),
+        ("from ._modes import level", "_checks imports ._modes.level; write"),
         ("def late():\n    from tensorloop import TensorArray", "_checks imports __init__"),
         ("import tensorloop", "_checks imports __init__"),
         ("import numba", "_checks imports numba"),
@@ -113,7 +113,7 @@ def test_a_wrong_import_is_reported(source: str, message: str):
 
 
 def test_right_imports_pass():
-    source = "import math\nimport torch.utils\nfrom tensorloop import _functorch\nimport tensorloop._functorch"
+    source = "import math\nimport torch.utils\nfrom tensorloop import _modes\nimport tensorloop._modes"
     assert violations("_checks", source, set(ALLOWED)) == []
 
 

@@ -1,8 +1,8 @@
-"""The private names of torch that tell whether a function transform is at work.
+"""What surrounds the caller: function transforms, forward mode, a running backward pass. Private names of torch.
 
-torch has no public question "am I inside ``torch.func.grad`` or ``vmap``?", and an array that works in place must ask
-it. Tried with torch 2.11 to 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch` and
-`torch.autograd.forward_ad._current_level`.
+torch has no public question "am I inside `torch.func.grad`, `vmap` or a backward pass?", and an array that works in
+place must ask it. Tried with torch 2.11 to 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch`,
+`torch.autograd.forward_ad._current_level` and `torch._C._current_graph_task_id`.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,8 @@ from torch.autograd import forward_ad
 # None outside every transform. Bound here, because a hot path asks it for every value written.
 maybe_level = _functorch.maybe_current_level
 is_wrapped = _functorch.is_functorch_wrapped_tensor
+# The number of the backward pass that runs the caller, -1 outside of all.
+graph_task = torch._C._current_graph_task_id
 
 
 def level() -> int:
