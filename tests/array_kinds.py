@@ -80,3 +80,15 @@ PLAIN: dict[str, Kind] = {
 }
 WITH_GRADIENT: dict[str, Kind] = {f.__name__: f for f in (waiting, partly_waiting, flushed, unstacked_with_gradient)}
 KINDS: dict[str, Kind] = PLAIN | WITH_GRADIENT
+
+
+def holds(array: tl.TensorArray, values: Tensor) -> bool:
+    """Whether the array has these slots, by single reads and by bulk reads."""
+    singles = [array.read(i) for i in range(len(array))]
+    return (
+        len(array) == len(values)
+        and all(torch.equal(a, b) for a, b in zip(singles, values.unbind(0), strict=True))
+        and torch.equal(array.stack(), values)
+        and all(x.dtype == values.dtype and x.shape == values.shape[1:] for x in singles)
+        and (array.dtype, array.device, array.element_shape) == (values.dtype, values.device, tuple(values.shape[1:]))
+    )

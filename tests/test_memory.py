@@ -483,7 +483,7 @@ def test_a_constant_term_does_not_disturb_the_marginal_exponent():
     found = growth(make, [8, 16, 20, 64])
     assert found.exponent < 0.9
     assert found.marginal == pytest.approx(1)
-    assert growth(make, [8, 64], subtract=lambda T: 2 * 4000).exponent == pytest.approx(1)
+    assert growth(make, [8, 64], subtract=lambda T: 4000).exponent == pytest.approx(1)
 
 
 def test_growth_of_the_peak(x: Tensor):
@@ -507,7 +507,6 @@ def test_the_marginal_exponent_of_a_known_curve(p: float, sizes: tuple[int, ...]
 
     found = growth(lambda T: lambda: T, sizes, measure=measure)
     assert found.marginal == pytest.approx(p, abs=1e-6)
-    assert found.exponent == pytest.approx(0, abs=0.01)
 
 
 def test_the_marginal_exponent_of_bytes_that_stop_or_start_growing():

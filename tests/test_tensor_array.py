@@ -1,4 +1,4 @@
-"""TensorArray: values, sizes, shapes, dtypes, indices and facts. Every result is compared with a list of tensors."""
+"""TensorArray: values, sizes, shapes, dtypes, layouts, indices and holes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import reference
-from tests.array_kinds import KINDS, PLAIN, WITH_GRADIENT, Kind
+from tests.array_kinds import KINDS, PLAIN, WITH_GRADIENT, Kind, holds
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -50,18 +50,6 @@ def values_of(dtype: torch.dtype, *shape: int) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, dtype=dtype)
     return torch.randint(0, 100, shape, dtype=dtype)
-
-
-def holds(array: tl.TensorArray, values: Tensor) -> bool:
-    """Whether the array has these slots, by single reads and by bulk reads."""
-    singles = [array.read(i) for i in range(len(array))]
-    return (
-        len(array) == len(values)
-        and all(torch.equal(a, b) for a, b in zip(singles, values.unbind(0), strict=True))
-        and torch.equal(array.stack(), values)
-        and all(x.dtype == values.dtype and x.shape == values.shape[1:] for x in singles)
-        and (array.dtype, array.device, array.element_shape) == (values.dtype, values.device, tuple(values.shape[1:]))
-    )
 
 
 # -- reading
@@ -141,7 +129,8 @@ def test_gather_takes_indices_of_any_shape_and_integer_dtype(kind: Kind, dtype: 
 @every_kind
 def test_gather_takes_sequences_and_negative_indices(kind: Kind) -> None:
     array = kind(VALUES)
-    for index in ([-1, 0, -5], (2,), range(1, 4), range(0), np.array([3, 3])):
+    sequences: list[Any] = [[-1, 0, -5], (2,), range(1, 4), range(0), np.array([3, 3])]
+    for index in sequences:
         assert torch.equal(array.gather(index), VALUES[torch.tensor(list(index), dtype=torch.int64)])
     assert torch.equal(array.gather(torch.tensor([[-1], [1]])), VALUES[torch.tensor([[-1], [1]])])
     for check in (True, False):
@@ -361,87 +350,3 @@ def test_values_of_any_layout(kind: Kind, make: Any) -> None:
     array[1] = values[2]
     array.scatter([0, 0], values[1:3])
     assert holds(array, torch.stack([values[i] for i in (2, 2, 2, 3, 4, 0)]))
-
-
-# -- facts
-
-
-def test_facts_are_unknown_until_given_or_written() -> None:
-    array = tl.TensorArray()
-    assert (array.element_shape, array.dtype, array.device, array.nbytes, len(array)) == (None, None, None, 0, 0)
-    assert list(array) == []
-    array.append(torch.zeros(2, 3, dtype=torch.float64))
-    assert (array.element_shape, array.dtype, array.device) == ((2, 3), torch.float64, torch.device("cpu"))
-    assert array.nbytes >= 48
-
-
-def test_facts_given_are_known_at_once() -> None:
-    array = tl.TensorArray(element_shape=[2, None], dtype=torch.int32, device="cpu", capacity=4)
-    assert (array.element_shape, array.dtype, array.device) == ((2, None), torch.int32, torch.device("cpu"))
-    array.append(torch.ones(2, 5, dtype=torch.int32))
-    assert array.element_shape == (2, 5)
-
-
-def test_an_empty_array_of_known_shape_reads_as_empty() -> None:
-    array = tl.TensorArray(element_shape=(0, 3), dtype=torch.int64)
-    for out in (array.stack(), array[:], array[::2], array[3:1], array.gather([])):
-        assert (out.shape, out.dtype) == ((0, 0, 3), torch.int64)
-    assert array.gather(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, 0, 3)
-    assert list(array) == []
-    assert holds(tl.TensorArray.unstack(VALUES[:0]), VALUES[:0])
-    assert holds(tl.TensorArray.unstack(VALUES[:0]).extend(VALUES), VALUES)
-    assert holds(tl.TensorArray().extend(VALUES[:0]), VALUES[:0])
-
-
-def test_repr_tells_the_facts() -> None:
-    assert repr(tl.TensorArray()) == "TensorArray(len=0, element_shape=None, dtype=None, device=None)"
-    facts = "TensorArray(len=5, element_shape=(2, 3), dtype=torch.float32, device=cpu"
-    assert repr(PLAIN["appended"](VALUES)) == f"{facts})"
-    assert repr(WITH_GRADIENT["waiting"](VALUES)) == f"{facts}, requires_grad=True)"
-    assert repr(WITH_GRADIENT["flushed"](VALUES)) == f"{facts}, requires_grad=True)"
-
-
-@pytest.mark.parametrize("values", [torch.arange(4.0), torch.arange(6.0).view(2, 3), torch.zeros(0), torch.zeros(0, 2)])
-def test_unstack_again_makes_another_array(values: Tensor) -> None:
-    first = tl.TensorArray.unstack(values)
-    second = tl.TensorArray.unstack(values)
-    second.append(torch.ones(values.shape[1:]))
-    assert holds(first, values)
-    assert len(second) == len(values) + 1
-
-
-def test_arrays_made_in_a_branch_of_a_loop_are_independent() -> None:
-    made: list[tl.TensorArray] = []
-    for t, x in enumerate(VALUES):
-        if t % 2 == 0:
-            made.append(tl.TensorArray().append(x))
-        made[-1].append(-x)
-    assert [len(array) for array in made] == [3, 3, 2]
-    for k, array in enumerate(made):
-        expected = [VALUES[2 * k], -VALUES[2 * k], *-VALUES[2 * k + 1 : 2 * k + 2]]
-        assert torch.equal(array.stack(), torch.stack(expected))
-
-
-# -- a device whose values cannot be looked at
-
-
-def test_indices_that_are_not_on_the_device_are_checked_and_grow_the_array() -> None:
-    values = torch.empty(4, 3, device="meta")
-    array = tl.TensorArray(device="meta").extend(values)
-    with pytest.raises(IndexError, match="4"):
-        array.gather([0, 4])
-    assert array.gather([0, -1]).shape == (2, 3)
-    assert len(array.scatter([5, 4], values[:2])) == 6
-    assert len(array.write_rows(torch.tensor([6, 0, 0]), values[0])) == 7
-
-
-def test_indices_on_a_device_are_not_looked_at() -> None:
-    values = torch.empty(4, 3, device="meta")
-    index = torch.empty(2, 2, dtype=torch.int64, device="meta")
-    array = tl.TensorArray(capacity=6).extend(values)
-    assert array.gather(index).shape == (2, 2, 3)
-    assert len(array.scatter(index[0], values[:2])) == 4
-    assert len(array.write_rows(torch.empty(3, dtype=torch.int64, device="meta"), values[0])) == 6
-    assert (array.stack().shape, array.stack().device.type) == ((6, 3), "meta")
-    with pytest.raises(ValueError, match="TensorArray.write_rows.*meta.*check=True.*capacity"):
-        tl.TensorArray.unstack(values).write_rows(torch.empty(3, dtype=torch.int64, device="meta"), values[0])

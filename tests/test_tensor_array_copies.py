@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tensorloop as tl
-from tests.array_kinds import KINDS, PLAIN, WITH_GRADIENT, Kind
+from tests.array_kinds import KINDS, PLAIN, WITH_GRADIENT, Kind, holds
 
 VALUES = torch.arange(1.0, 13.0).view(4, 3)
 NEW = torch.full((3,), -1.0)
@@ -40,11 +39,6 @@ def of(kind: Kind, how: Callable[[Any], Any]) -> tl.TensorArray:
     """An array that `how` can copy: deep copies refuse a graph."""
     array = kind(VALUES)
     return array.detach() if how in DEEP.values() else array
-
-
-def holds(array: tl.TensorArray, values: Tensor) -> bool:
-    singles = torch.stack(list(array))
-    return len(array) == len(values) and torch.equal(singles, values) and torch.equal(array.stack(), values)
 
 
 @every_kind
@@ -189,7 +183,7 @@ def test_to_changes_the_dtype(kind: Kind) -> None:
     assert holds(array, VALUES)
     assert other.stack().requires_grad is (kind in WITH_GRADIENT.values())
     other.append(NEW.double())
-    with pytest.raises(TypeError, match="torch.float64"):
+    with pytest.raises(TypeError, match=r"torch\.float64"):
         other.append(NEW)
 
 

@@ -110,8 +110,9 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _fit(trainer: Trainer, save_every: float) -> None:
-    trainer.run(save_every)
     folder = trainer.folder
+    folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before an epoch is spent
+    trainer.run(save_every)
     learning_curve(trainer.history, folder / "learning_curve.png")
     files = ("model.pt", "history.json", "learning_curve.png")
     print("model {}, history {}, picture {}".format(*(folder / name for name in files)))
