@@ -13,19 +13,37 @@ user's change of a view is seen (by autograd in backward, by `check` here). A sl
 first bulk read moves all of them into the block at once. Slots [0, length - len(waiting)) are in the block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
 
 from tensorloop import _modes
-from tensorloop._array_grad import Key, Step, put_, take
+from tensorloop._array_grad import Key, Rows, Step, pinned, put_, take
+
+_P = ParamSpec("_P")
 
 # What waits is at most this many values, or as many as the block holds: it never doubles the bytes held.
 WAITING = 1024
 # Rows of an unstacked tensor are taken out together, this many at a time: unbind's cost, but not all copies at once.
 CHUNK = 64
+
+
+def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Runs a writing method outside the caller's transforms: the values it gets are plain, and so must it be."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        if _modes.maybe_level() is None:
+            method(*args, **kwargs)
+        else:
+            with _modes.outside_transforms():
+                method(*args, **kwargs)
+
+    return run
 
 
 class Block:
@@ -51,6 +69,8 @@ class Block:
             raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
 
     def lend(self, start: int, stop: int) -> None:
+        if start == stop:
+            return
         low, high = self.lent
         self.lent = (min(low, start), max(high, stop)) if high > low else (start, stop)
 
@@ -59,7 +79,8 @@ class Block:
         if isinstance(key, slice):
             return self.views[key]
         out = take(self.data, key)
-        return out.clone() if isinstance(key, int) else out
+        is_view = isinstance(key, int) or (isinstance(key, Tensor) and key.dim() == 0)
+        return out.clone() if is_view else out
 
 
 class Buffer:
@@ -72,7 +93,7 @@ class Buffer:
         self.length = length
         self.token = token
         self.waiting: list[Tensor] = []
-        self.versions: list[int] = []
+        self.versions: list[int | None] = []  # of what waits; None for a constant, which nobody else holds
         self.rows: UnstackedRows | None = None
 
     @classmethod
@@ -84,14 +105,19 @@ class Buffer:
         if values.is_inference():  # it has no version counter, so a change of it would not be seen
             with plain_mode():
                 return cls(Block(values.clone(), len(values)), len(values))
-        recorded = values.requires_grad and torch.is_grad_enabled()
-        buffer = cls(Block(values.detach(), len(values), owned=False), len(values), values if recorded else None)
-        buffer.rows = UnstackedRows(values if recorded else buffer.block.views)
+        buffer = cls(Block(values.detach(), len(values), owned=False), len(values))
+        if values.requires_grad and torch.is_grad_enabled():
+            buffer.token = pinned(values)
+        buffer.rows = UnstackedRows(buffer.block.views if buffer.token is None else buffer.token)
         return buffer
 
     @property
     def nbytes(self) -> int:
         return self.block.data.nbytes + sum(x.nbytes for x in self.waiting)
+
+    @property
+    def device(self) -> torch.device:
+        return self.block.data.device
 
     @property
     def requires_grad(self) -> bool:
@@ -103,13 +129,13 @@ class Buffer:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
             self._wait(x, name)
         elif self.waiting:
-            with plain_mode():
-                self._wait(x.detach().clone(), name)
+            self._wait(_constant(x), name)
         else:
             self._reserve(self.length, self.length + 1, name)
             self.block.data[self.length].copy_(x.detach())
             self._begin(self.length + 1)
 
+    @_plainly
     def extend(self, values: Tensor, name: str) -> None:
         self.flush(name)
         start, stop = self.length, self.length + len(values)
@@ -118,6 +144,7 @@ class Buffer:
         self._begin(stop)
         self._record(slice(start, stop), values)
 
+    @_plainly
     def pad(self, length: int, name: str) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
         self.flush(name)
@@ -125,8 +152,12 @@ class Buffer:
         self.block.data[self.length : length].zero_()
         self._begin(length)
 
+    @_plainly
     def put(self, key: Key, x: Tensor, name: str) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
+        if isinstance(key, int) and self._is_spoilt(key):
+            self._replace(key, x)
+            return
         self.flush(name)
         self.block.check(name)
         self.rows = None
@@ -142,8 +173,8 @@ class Buffer:
         if not self.waiting:
             return None
         start = self.length - len(self.waiting)
-        for i, (x, version) in enumerate(zip(self.waiting, self.versions, strict=True), start):
-            if x._version != version:
+        for i in range(start, self.length):
+            if self._is_spoilt(i):
                 raise _changed(name, i)
         with recording():
             if len(self.waiting) == 1:
@@ -162,11 +193,25 @@ class Buffer:
         return view
 
     def _wait(self, x: Tensor, name: str) -> None:
-        self.waiting.append(x)
-        self.versions.append(x._version)
-        self.length += 1
-        if len(self.waiting) > max(WAITING, self.length // 2):
+        if len(self.waiting) >= max(WAITING, self.length // 2):
             self.flush(name)
+        self.waiting.append(x)
+        self.versions.append(x._version if x.requires_grad else None)
+        self.length += 1
+
+    def _is_spoilt(self, slot: int) -> bool:
+        """Whether the value of `slot` waits and was changed or detached in place: it can only be replaced."""
+        waits = slot - (self.length - len(self.waiting))
+        if waits < 0 or (version := self.versions[waits]) is None:
+            return False
+        x = self.waiting[waits]
+        return x._version != version or not x.requires_grad
+
+    def _replace(self, slot: int, x: Tensor) -> None:
+        recorded = x.requires_grad and torch.is_grad_enabled() and not x.is_inference()
+        waits = slot - (self.length - len(self.waiting))
+        self.waiting[waits] = x if recorded else _constant(x)
+        self.versions[waits] = x._version if recorded else None
 
     def _record(self, key: Key, x: Tensor) -> None:
         if not x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
@@ -198,10 +243,10 @@ class Buffer:
     def read(self, i: int, name: str) -> Tensor:
         waits = i - (self.length - len(self.waiting))
         if waits >= 0:
-            x = self.waiting[waits]
-            if x._version != self.versions[waits]:
+            if self._is_spoilt(i):
                 raise _changed(name, i)
-            return x if torch.is_grad_enabled() else x.detach().clone()
+            x = self.waiting[waits]
+            return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
         self.block.check(name)
         if self.rows is not None and (row := self.rows.read(i)) is not None:
             return row
@@ -216,14 +261,18 @@ class Buffer:
         return self._read(key) if view is None else view
 
     def all(self, name: str) -> list[Tensor]:
-        """Every slot on its own, none of them a view."""
-        if len(self.waiting) == self.length:
-            return [self.read(i, name) for i in range(self.length)]
+        """Every slot on its own, as a copy."""
+        return list(torch.unbind_copy(self.whole(name)))  # pyright: ignore[reportArgumentType] (its stub says None)
+
+    def whole(self, name: str) -> Tensor:
+        """All slots, for a caller who copies them at once: a view, but not counted as handed out."""
         self.flush(name)
         self.block.check(name)
-        return _rows_of(self._read(slice(0, self.length)))
+        return self._read(slice(0, self.length))
 
     def gather(self, index: Tensor, name: str) -> Tensor:
+        if _modes.is_wrapped(index):  # a transform's index: its own indexing differentiates it
+            return self.whole(name)[index]
         self.flush(name)
         self.block.check(name)
         return self._read(index)
@@ -240,6 +289,7 @@ class Buffer:
     def fork(self, name: str) -> "Buffer":
         """An independent array on the same block: all of it counts as handed out."""
         self.flush(name)
+        self.block.check(name)
         self.block.lend(0, self.length)
         twin = Buffer(self.block, self.length, self.token)
         twin.rows = self.rows
@@ -255,31 +305,31 @@ class Buffer:
 class UnstackedRows:
     """Single rows of an unstacked tensor as copies, a chunk at a time while they are read in order."""
 
-    __slots__ = ("chunks", "first", "recorded", "rows", "values")
+    __slots__ = ("chunks", "first", "rows", "values")
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
         self.chunks: tuple[Tensor, ...] = ()
-        self.rows: list[Tensor] = []
+        self.rows: list[Tensor | None] = []  # of the chunk at hand; None once handed out
         self.first = 0
-        self.recorded = True
 
     def read(self, i: int) -> Tensor | None:
-        """Row i, or None where reading it alone is cheaper or the row at hand was changed by its reader."""
-        recorded = torch.is_grad_enabled()
+        """Row i, or None where it has to be read alone: out of order, again, or without gradient."""
         k = i - self.first
-        if not 0 <= k < len(self.rows) or recorded != self.recorded:
-            if torch.is_inference_mode_enabled() or _modes.maybe_level() is not None:
+        if self.values.requires_grad and not torch.is_grad_enabled():
+            return None
+        if not 0 <= k < len(self.rows):
+            in_order = i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
+            if not in_order or torch.is_inference_mode_enabled() or _modes.maybe_level() is not None:
                 return None
-            if i % CHUNK not in (0, CHUNK - 1) and i != len(self.values) - 1:
-                return None
-            if not self.chunks or recorded != self.recorded:
+            if not self.chunks:
                 self.chunks = self.values.split(CHUNK)
-            self.first, self.recorded = i // CHUNK * CHUNK, recorded
-            self.rows = _rows_of(self.chunks[i // CHUNK])
+            rows = torch.unbind_copy(self.chunks[i // CHUNK])
+            self.rows = list(rows)  # pyright: ignore[reportArgumentType] (its stub says None)
+            self.first = i // CHUNK * CHUNK
             k = i - self.first
-        row = self.rows[k]
-        return row if row._version == 0 else None
+        row, self.rows[k] = self.rows[k], None
+        return row
 
 
 def plain_mode() -> AbstractContextManager[object]:
@@ -303,15 +353,23 @@ def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-def _rows_of(values: Tensor) -> list[Tensor]:
-    """The slices of `values` as copies, in one operation."""
-    return list(torch.unbind_copy(values))  # pyright: ignore[reportArgumentType] (its stub says None)
+def _constant(x: Tensor) -> Tensor:
+    """A copy of `x` without gradient, made in a plain mode."""
+    with plain_mode():
+        return x.detach().clone()
 
 
 def _overlap(key: Key, lent: tuple[int, int]) -> bool:
-    """Whether `key` may reach a slot that was lent; keys made of tensors reach any."""
+    """Whether `key` may reach a slot that was lent; indices on a device, which are not looked at, reach any."""
     low, high = lent
-    return low < high and (not isinstance(key, int) or low <= key < high)
+    if low == high:
+        return False
+    if isinstance(key, int):
+        return low <= key < high
+    index = key.pos if isinstance(key, Rows) else key
+    if isinstance(index, Tensor) and index.device.type == "cpu":
+        return bool(((index >= low) & (index < high)).any())
+    return True
 
 
 def _last_of_equal(index: Tensor, values: Tensor, length: int) -> Tensor:
@@ -324,6 +382,6 @@ def _last_of_equal(index: Tensor, values: Tensor, length: int) -> Tensor:
 
 def _changed(name: str, slot: int) -> RuntimeError:
     return RuntimeError(
-        f"{name}: the tensor written to slot {slot} was changed in place before the array had copied it; "
+        f"{name}: the tensor written to slot {slot} was changed in place (or detached) before the array had copied it; "
         f"write a clone() of it, or read the slot as a slice or with stack() before changing the tensor"
     )

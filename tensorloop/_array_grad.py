@@ -93,6 +93,23 @@ class Step(torch.autograd.Function):
         return before, grad_x, None, None, None, None
 
 
+class _Pin(torch.autograd.Function):
+    """The values themselves as the first token, tied to the operation that made them: see `pinned`."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+def pinned(values: Tensor) -> Tensor:
+    """An alias of `values` whose history stays what it is, whatever in-place operations `values` meets later."""
+    return _Pin.apply(values)  # pyright: ignore[reportReturnType]
+
+
 def _is_wrapped(x: Tensor | None) -> bool:
     return x is not None and _modes.is_wrapped(x)
 
@@ -116,6 +133,8 @@ def _as_index(key: Key, values: Tensor) -> tuple[Tensor, ...]:
 
 def _add(grad: Tensor | None, key: Key, grad_out: Tensor, shape: tuple[int, ...], in_place: bool) -> Tensor:
     """The gradient buffer with `grad_out` added at `key`; made here if no later node has made it."""
+    if grad_out.layout is not torch.strided:
+        grad_out = grad_out.to_dense()
     if grad is None:
         if isinstance(key, slice) and (key.start, key.stop) == (0, shape[0]):
             return grad_out.clone()

@@ -30,6 +30,10 @@ class Slots:
         return sum(x.nbytes for x in self.slots)
 
     @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    @property
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self.slots)
 
@@ -68,6 +72,9 @@ class Slots:
 
     def all(self, name: str) -> list[Tensor]:
         return [x.clone() for x in self.slots]
+
+    def whole(self, name: str) -> Tensor:
+        return self.span(0, self.length, name)
 
     def gather(self, index: Tensor, name: str) -> Tensor:
         return self.span(0, self.length, name)[index]

@@ -1,7 +1,7 @@
 """Checks of arguments: what came, what was expected, how to mend it. Nothing here changes anything."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -46,18 +46,26 @@ def slots(n: int) -> str:
     return f"{n} slot" if n == 1 else f"{n} slots"
 
 
-def index_tensor(indices: Tensor | Sequence[int], device: torch.device, name: str) -> Tensor:
-    """`indices` as int64 on `device`. A tensor on another device is refused, not moved: that would be a sync."""
+def index_tensor(indices: Tensor | Iterable[int], device: torch.device, name: str, what: str = "indices") -> Tensor:
+    """`indices` as int64, on the CPU or on `device`. Another device is refused, not left: that would be a sync."""
     if not isinstance(indices, Tensor):
-        as_list = list(indices)
-        for position, i in enumerate(as_list):
-            as_int(i, name, f"indices[{position}]")
-        return torch.tensor(as_list, dtype=torch.int64, device=device)
+        as_list = [as_int(i, name, f"{what}[{k}]") for k, i in enumerate(items(indices, name, what))]
+        for k, i in enumerate(as_list):
+            if not -(2**63) <= i < 2**63:
+                raise IndexError(f"{name}: {what}[{k}] is {i}, which no array reaches")
+        return torch.tensor(as_list, dtype=torch.int64)
     if indices.dtype not in INTEGERS:
-        raise TypeError(f"{name}: indices must be integers, got dtype {indices.dtype}")
+        raise TypeError(f"{name}: {what} must be integers, got dtype {indices.dtype}")
     if indices.device != device and indices.device.type != "cpu":
-        raise ValueError(f"{name}: indices are on {indices.device}, the array is on {device}; move one of them")
-    return indices.to(device=device, dtype=torch.int64)
+        raise ValueError(f"{name}: {what} are on {indices.device}, the array is on {device}; move one of them")
+    return indices.to(torch.int64)
+
+
+def items(xs: Any, name: str, what: str) -> Iterable[Any]:
+    """`xs` if it can be iterated over, else a TypeError that says so."""
+    if not isinstance(xs, Iterable):
+        raise TypeError(f"{name}: {what} must be a tensor or a sequence, got {describe(xs)}")
+    return xs
 
 
 def must_check(check: bool | None, x: Tensor) -> bool:
@@ -67,14 +75,16 @@ def must_check(check: bool | None, x: Tensor) -> bool:
     return x.device.type == "cpu" if check is None else check
 
 
-def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices") -> None:
-    """Raises IndexError naming the first entry outside [low, high). Syncs a device."""
+def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices", where: Tensor | None = None) -> None:
+    """Raises IndexError naming the first entry outside [low, high), of those where `where`. Syncs a device."""
     bad = (index < low) | (index >= high)
+    if where is not None:
+        bad = bad & where
     if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        value = int(index[tuple(where)])
-        place = ", ".join(map(str, where))
-        raise IndexError(f"{name}: {what}[{place}] is {value}, expected {low} <= index < {high}")
+        first = bad.nonzero()[0].tolist()
+        place = f"[{', '.join(map(str, first))}]" if first else ""
+        value = int(index[tuple(first)])
+        raise IndexError(f"{name}: {what}{place} is {value}, expected {low} <= index < {high}")
 
 
 def rows(pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> None:
@@ -93,6 +103,7 @@ def rows(pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> None:
 def element_sizes(shape: Sequence[int | None], name: str) -> tuple[int | None, ...]:
     if isinstance(shape, int):
         raise TypeError(f"{name}: element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
+    shape = tuple(items(shape, name, "element_shape"))
     sizes = tuple(None if n is None else as_int(n, name, "element_shape") for n in shape)
     if any(n is not None and n < 0 for n in sizes):
         raise ValueError(f"{name}: element_shape has a negative size: {sizes}")
@@ -102,6 +113,8 @@ def element_sizes(shape: Sequence[int | None], name: str) -> tuple[int | None, .
 def dense_tensor(x: Any, name: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
+    if x.is_nested or x.is_quantized:
+        raise TypeError(f"{name}: expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
 

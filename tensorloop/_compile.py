@@ -18,7 +18,7 @@ def runs_eagerly(cls: _T) -> _T:
     frame = _dynamo.eval_frame
     skip = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.SKIP)
     for member in vars(cls).values():
-        function = getattr(member, "__func__", member)
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(function, FunctionType):
             function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
             function._torchdynamo_disable_msg = f"{cls.__name__} works in place"  # pyright: ignore[reportFunctionMemberAccess]

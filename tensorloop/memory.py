@@ -292,6 +292,8 @@ def _marginal(Ts: Sequence[int], sizes: Sequence[int]) -> float:
     first, second = (b - a for a, b in pairwise(sizes))
     if first == second == 0:
         return 0.0
+    if first < 0:  # bytes that fall: the same p with a negative b
+        first, second = -first, -second
     low, high = -4.0, 8.0
     near, far = (math.log(b / a) for a, b in pairwise(Ts))
     for _ in range(60):

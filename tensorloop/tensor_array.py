@@ -19,14 +19,16 @@ from typing import Any, Self, SupportsIndex
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes
-from tensorloop._array_buffer import Buffer
+from tensorloop import _checks, _modes, _to
+from tensorloop._array_buffer import Buffer, recording
 from tensorloop._array_grad import Rows
 from tensorloop._array_slots import Slots
 from tensorloop._compile import runs_eagerly
+from tensorloop._holes import Holes
 from tensorloop._modes import forward_mode, graph_task, maybe_level
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_STRIDED = torch.strided
 
 
 @runs_eagerly
@@ -70,7 +72,7 @@ class TensorArray:
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         self._store: Buffer | Slots | None = None
-        self._holes: set[int] = set()
+        self._holes = Holes()
         self._home = _modes.level()
         self._task = graph_task()
 
@@ -108,6 +110,7 @@ class TensorArray:
             type(x) in _PLAIN
             and x.shape == self._shape
             and x.dtype is self._dtype
+            and x.layout is _STRIDED
             and x.device == self._device
             and maybe_level() is None
             and graph_task() == -1
@@ -125,11 +128,11 @@ class TensorArray:
 
         Gradient: to `xs`. Cost: O(m). Raises: as `append`; of an iterable, what came before the bad one is kept.
         """
+        name = "TensorArray.extend"
         if not isinstance(xs, Tensor):
-            for x in xs:
+            for x in _checks.items(xs, name, "xs"):
                 self.append(x)
             return self
-        name = "TensorArray.extend"
         store = self._admit(xs, name, lead=1)
         store.extend(xs, name)
         return self
@@ -153,11 +156,11 @@ class TensorArray:
         store = self._admit(x, name)
         if slot > length:
             store.pad(slot, name)
-            self._holes.update(range(length, slot))
+            self._holes.mark(length, slot)
             store.append(x, name)
         else:
             store.put(slot, x, name)
-            self._holes.discard(slot)
+            self._holes.fill((slot,))
         return self
 
     def write_rows(self, pos: Tensor, x: Tensor, where: Tensor | None = None, *, check: bool | None = None) -> Self:
@@ -171,18 +174,15 @@ class TensorArray:
         """
         name = "TensorArray.write_rows"
         _checks.dense_tensor(x, name)
-        pos = self._index(pos, name, x)
+        pos = _checks.index_tensor(pos, self.device or x.device, name, "pos")
         _checks.rows(pos, x, where, name)
-        where = None if where is None else where.to(pos.device)
-        length = len(self)
-        if _checks.must_check(check, pos):
-            active = pos if where is None else pos[where]
-            if len(active) == 0:
-                self._admit(x, name)
-                return self
-            _checks.in_range(active, 0, length + 1, name, "pos")
-            needed = max(length, int(active.max()) + 1)
-            self._holes.difference_update(active.tolist() if self._holes else ())
+        length, written = len(self), set[int]()
+        looked = _checks.must_check(check, pos) and (where is None or not _modes.is_batched(where))
+        if looked:
+            active = None if where is None else where.to(pos.device)
+            _checks.in_range(pos, 0, length + 1, name, "pos", active)
+            written.update((pos if active is None else pos[active]).tolist())
+            needed = max(length, max(written, default=-1) + 1)
         elif self._capacity is None:
             raise ValueError(
                 f"{name}: pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity"
@@ -192,8 +192,14 @@ class TensorArray:
         store = self._admit(x, name)
         if needed > length:
             store.pad(needed, name)
-        where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.clone()
-        store.put(Rows(pos.clamp(0, needed - 1), where), x, name)
+        if needed and (written or not looked):
+            pos = pos.to(x.device).clamp(0, needed - 1)
+            where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.to(pos.device, copy=True)
+            store.put(Rows(pos, where), x, name)
+        if looked:
+            self._holes.fill(written)
+        else:
+            self._holes.clear()
         return self
 
     def scatter(self, indices: Tensor | Sequence[int], values: Tensor, *, check: bool | None = None) -> Self:
@@ -205,30 +211,34 @@ class TensorArray:
         """
         name = "TensorArray.scatter"
         _checks.dense_tensor(values, name)
-        index = self._index(indices, name, values)
+        index = _checks.index_tensor(indices, self.device or values.device, name)
         if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
             raise ValueError(
                 f"{name}: indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}"
             )
-        length = len(self)
-        needed, skipped = length, set[int]()
+        if _modes.is_batched(index):
+            raise RuntimeError(f"{name}: vmap must not batch indices; scatter into stack() with torch.scatter instead")
+        length, written = len(self), set[int]()
         if _checks.must_check(check, index):
-            _checks.in_range(index, -length, max(2**31, length), name)
-            index = torch.where(index < 0, index + length, index)
-            needed = max([length, *(index.max()[None] + 1).tolist()]) if len(index) else length
-            skipped = set(range(length, needed)).difference(index.tolist()) if needed > length else skipped
-            if skipped and needed > (self._capacity or 0):
-                raise IndexError(f"{name}: slot {min(skipped)} would be skipped; write it too, or give capacity=")
+            _checks.in_range(index, -length, 2**63 - 1, name)
+            written.update(i + length if i < 0 else i for i in index.tolist())
+            self._refuse_skipping(written, name)
         store = self._admit(values, name, lead=1)
+        needed = max(written, default=-1) + 1
         if needed > length:
             store.pad(needed, name)
-            self._holes |= skipped
+            self._holes.mark(length, needed)
         if len(index):
-            store.put(index.clone(), values, name)
-            self._holes.difference_update(index.tolist() if self._holes else ())
+            index = torch.where(index < 0, index + length, index).to(values.device)
+            store.put(index, values, name)
+        self._holes.fill(written)
         return self
 
     def __setitem__(self, i: SupportsIndex, x: Tensor) -> None:
+        if isinstance(i, slice):
+            raise TypeError(
+                "TensorArray[a:b] = x: a slice cannot be assigned; write slots one by one, or several with scatter()"
+            )
         self.write(i, x)
 
     # -- reading
@@ -265,16 +275,14 @@ class TensorArray:
         """
         name = "TensorArray.gather"
         store = self._known(name)
-        index, length = self._index(indices, name), len(self)
+        length = len(self)
+        index = _checks.index_tensor(indices, store.device, name)
         if _checks.must_check(check, index):
             _checks.in_range(index, -length, length, name)
-            index = torch.where(index < 0, index + length, index)
             if self._holes:
                 for slot in index.reshape(-1).tolist():
-                    self._refuse_holes(slot, slot + 1, name)
-        else:
-            index = torch.where(index < 0, index + length, index)
-        return store.gather(index, name)
+                    self._refuse_holes(slot % length, slot % length + 1, name)
+        return store.gather(torch.where(index < 0, index + length, index).to(store.device), name)
 
     def stack(self) -> Tensor:
         """All slots, (n, *F), as a view; (0, *F) of an empty array whose element shape is known.
@@ -327,16 +335,15 @@ class TensorArray:
 
         Gradient: through the conversion. Cost: O(n).
         """
-        store = self._store
-        here = torch.empty(0, dtype=self.dtype, device=self.device)
-        there = here.to(*args, **kwargs)
-        if there is here:
+        device, dtype, must_copy = _to.parse(*args, **kwargs)
+        device, dtype = device or self.device, dtype or self.dtype
+        if (device, dtype) == (self.device, self.dtype) and not must_copy:
             return self
-        twin = TensorArray(dtype=there.dtype, device=there.device, capacity=self._capacity)
-        if store is not None:
-            twin = TensorArray.unstack(store.span(0, store.length, "TensorArray.to").to(*args, **kwargs))
-        twin._given = (self._given[0], there.dtype, there.device)
-        twin._capacity, twin._holes = self._capacity, set(self._holes)
+        twin = TensorArray()
+        if self._store is not None:
+            twin = TensorArray.unstack(self._store.whole("TensorArray.to").to(*args, **kwargs))
+        twin._given = (self._given[0], dtype, device)
+        twin._capacity, twin._holes = self._capacity, self._holes.copy()
         return twin
 
     def __copy__(self) -> "TensorArray":
@@ -378,7 +385,8 @@ class TensorArray:
             self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
             self._fix(x.shape[lead:], x)
         elif functional and isinstance(self._store, Buffer):
-            self._store = Slots(_element(x, lead), self._store.all(name))
+            with recording():
+                self._store = Slots(_element(x, lead), self._store.all(name))
         return self._store
 
     def _functional(self, x: Tensor, name: str) -> bool:
@@ -409,33 +417,36 @@ class TensorArray:
         return self._known(name).span(start, stop, name)
 
     def _refuse_holes(self, start: int, stop: int, name: str) -> None:
-        holes = [i for i in self._holes if start <= i < stop]
-        if holes:
-            raise IndexError(f"{name}: slot {min(holes)} is a hole: it was skipped and never written")
+        if self._holes and (hole := self._holes.first(start, stop)) is not None:
+            raise IndexError(f"{name}: slot {hole} is a hole: it was skipped and never written")
 
-    def _index(self, indices: Tensor | Sequence[int], name: str, values: Tensor | None = None) -> Tensor:
-        device = self.device or (torch.device("cpu") if values is None else values.device)
-        return _checks.index_tensor(indices, device, name)
+    def _refuse_skipping(self, written: set[int], name: str) -> None:
+        """Raises if writing `written` would leave holes beyond the end that no `capacity` permits."""
+        length, needed = len(self), max(written, default=-1) + 1
+        beyond = {i for i in written if i >= length}
+        if needed - length > len(beyond) and needed > (self._capacity or 0):
+            first = next(i for i in range(length, needed) if i not in beyond)
+            raise IndexError(f"{name}: slot {first} would be skipped; write it too, or give capacity=")
 
     def _twin(self) -> "TensorArray":
         twin = TensorArray()
         for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home"):
             setattr(twin, field, getattr(self, field))
-        twin._holes = set(self._holes)
+        twin._holes = self._holes.copy()
         return twin
 
     def _state(self, name: str) -> tuple[Any, ...]:
         store = self._store
         if store is None:
-            return self._given, self._capacity, self._holes, None
+            return self._given, self._capacity, bytes(self._holes), None
         if store.requires_grad:
             raise RuntimeError(f"{name}: the array is part of an autograd graph; take detach() of it first")
-        return self._given, self._capacity, set(self._holes), store.span(0, store.length, name).clone()
+        return self._given, self._capacity, bytes(self._holes), store.whole(name).clone()
 
 
-def _rebuilt(given: Any, capacity: int | None, holes: set[int], values: Tensor | None) -> TensorArray:
+def _rebuilt(given: Any, capacity: int | None, holes: bytes, values: Tensor | None) -> TensorArray:
     array = TensorArray() if values is None else TensorArray.unstack(values)
-    array._given, array._capacity, array._holes = given, capacity, holes
+    array._given, array._capacity, array._holes = given, capacity, Holes(holes)
     return array
 
 

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
-hypothesis.settings.register_profile(
-    "tensorloop", deadline=None, derandomize=True, database=None, print_blob=True
-)
+hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("tensorloop")
 torch.set_num_threads(1)
 

@@ -39,9 +39,7 @@ def python_blocks(text: str) -> Iterator[tuple[int, str]]:
         if info == "python":
             yield line, code
         elif info.lower().startswith("py"):
-            raise ValueError(
-                f"line {line - 1}: the block is marked {info!r}; write 'python', so that it runs"
-            )
+            raise ValueError(f"line {line - 1}: the block is marked {info!r}; write 'python', so that it runs")
 
 
 def run_blocks(text: str, name: str) -> int:

@@ -14,13 +14,15 @@ PACKAGE = Path(__file__).parents[1] / "tensorloop"
 # lazily, which test_public_names.py holds.
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"tensor_array", "memory", "testing"},
-    "tensor_array": {"_array_buffer", "_array_grad", "_array_slots", "_modes", "_compile", "_checks"},
+    "tensor_array": {"_array_buffer", "_array_grad", "_array_slots", "_modes", "_compile", "_checks", "_holes", "_to"},
     "_array_buffer": {"_array_grad", "_modes", "_checks"},
     "_array_slots": {"_array_grad", "_modes", "_checks"},
     "_array_grad": {"_modes", "_checks"},
     "_checks": {"_modes"},
     "_compile": set(),
     "_modes": set(),
+    "_to": set(),
+    "_holes": set(),
     "testing": {"memory", "_dispatch"},
     "memory": {"_dispatch"},
     "_dispatch": set(),

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [
-    p
-    for folder in ("tensorloop", "cuda", "tests", "docs", "profiling")
-    for p in (ROOT / folder).rglob("*.py")
-]
+SOURCES = [p for folder in ("tensorloop", "cuda", "tests", "docs", "profiling") for p in (ROOT / folder).rglob("*.py")]
 TEXTS = [
     *SOURCES,
     *ROOT.glob("*.md"),
@@ -57,9 +53,7 @@ def test_nine_functions_in_ten_are_short():
 
 
 def test_lengths_are_counted_without_docstrings():
-    source = (
-        'def f():\n    """One.\n\n    Two."""\n    return 1\n\nclass C:\n    def g(self):\n        pass\n'
-    )
+    source = 'def f():\n    """One.\n\n    Two."""\n    return 1\n\nclass C:\n    def g(self):\n        pass\n'
     assert list(function_lengths(source)) == [("f", 2), ("g", 2)]
 
 

@@ -33,9 +33,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def heavy(names: set[str]) -> set[str]:
-    return {
-        n for n in names if n.split(".")[0] in HEAVY or n.startswith(("torch._dynamo", "torch._inductor"))
-    }
+    return {n for n in names if n.split(".")[0] in HEAVY or n.startswith(("torch._dynamo", "torch._inductor"))}
 
 
 def test_public_names():

@@ -344,3 +344,82 @@ def test_detach_and_to() -> None:
     (da,) = grad(array.to(torch.float32).stack().sum(), a)
     assert da.dtype == torch.float64
     assert da.tolist() == [1, 1]
+
+
+def test_the_history_of_an_unstacked_tensor_is_what_it_was_then() -> None:
+    """Once the array has copied it, in-place changes of the tensor, or of its history, are its owner's business."""
+    (p,) = values(1, 3, 2)
+    v = p * 1
+    array = tl.TensorArray.unstack(v).append(torch.zeros(2, dtype=torch.float64))
+    v.mul_(3)
+    (d,) = grad(array.stack().sum(), p)
+    assert torch.equal(d, torch.ones_like(p))
+
+    v = p * 1
+    array = tl.TensorArray.unstack(v)
+    v.detach_()
+    (d,) = grad(array.stack().sum() + array[0].sum(), p)
+    assert d[:, 0].tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("cut", ["detach_", "requires_grad_"])
+def test_a_waiting_value_detached_in_place_is_refused_and_can_be_replaced(cut: str) -> None:
+    (p,) = values(1, 2)
+    array = tl.TensorArray()
+    h = p * 2 if cut == "detach_" else p.detach().clone().requires_grad_()
+    array.append(h).append(p * 3)
+    h.detach_() if cut == "detach_" else h.requires_grad_(False)
+    for use in (array.stack, lambda: array[0], lambda: array.append(p).extend([p]).stack()):
+        with pytest.raises(RuntimeError, match=r"slot 0 was changed in place \(or detached\)"):
+            use()
+    assert torch.equal(array[1], p * 3)
+    array[0] = p * 5
+    (d,) = grad(array[:2].sum(), p)
+    assert d.tolist() == [8, 8]
+
+
+def test_every_read_of_an_unstacked_row_is_a_tensor_of_its_own() -> None:
+    (v,) = values(1, 3, 2)
+    array = tl.TensorArray.unstack(v)
+    a = array[0]
+    a.register_hook(lambda g: g * 10)
+    b = array[0]
+    assert a is not b
+    (d,) = grad(b.sum(), v)
+    assert d[0].tolist() == [1, 1]
+    with torch.no_grad():
+        a.zero_()
+    assert torch.equal(array[0], v[0])
+
+
+def test_iteration_gives_copies_that_may_be_changed() -> None:
+    xs = values(3, 2)
+    array = filled(xs)
+    with torch.no_grad():
+        for row in array:
+            row.mul_(0)
+    assert torch.equal(array.stack(), torch.stack(xs))
+    assert len(list(array)) == 3
+
+
+def test_a_sparse_gradient_of_a_read() -> None:
+    (table,) = values(1, 4, 2)
+    array = tl.TensorArray().extend(table * 2)
+    out = torch.nn.functional.embedding(torch.tensor([1, 1, 3]), array.stack(), sparse=True)
+    (d,) = grad(out.sum(), table)
+    assert d[:, 0].tolist() == [0, 4, 0, 2]
+
+
+def test_a_subclass_turns_the_array_into_a_list_and_loses_nothing() -> None:
+    class Marked(Tensor):
+        pass
+
+    (p,) = values(1, 2)
+    x = p * 2
+    array = tl.TensorArray().append(x)
+    with torch.no_grad():
+        array.append(torch.zeros(2, dtype=torch.float64).as_subclass(Marked))
+        x.mul_(5)
+    assert torch.equal(array[0].as_subclass(Tensor), p * 2)
+    (d,) = grad(array.stack().sum(), p)
+    assert d.tolist() == [2, 2]

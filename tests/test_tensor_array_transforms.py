@@ -122,6 +122,35 @@ def test_write_rows_at_batched_positions() -> None:
     assert out[1, :, 1, 0].tolist() == [0, 7, 0]
 
 
+def test_what_vmap_may_batch_of_an_outer_array(x: Tensor) -> None:
+    base = x[0].clone().requires_grad_()
+    outer = tl.TensorArray().append(base * 2).append(base * 3)
+    rows = torch.vmap(outer.gather)(torch.tensor([[0, 1], [1, 1]]))
+    assert torch.equal(rows[1, 0], base * 3)
+    (d,) = grad(rows.sum(), base)
+    assert d.tolist() == [11, 11]
+    with pytest.raises(RuntimeError, match="vmap must not batch indices"):
+        torch.vmap(lambda i: tl.TensorArray.unstack(x).scatter(i, x[:1]).stack())(torch.tensor([[0], [1]]))
+    out = torch.vmap(
+        lambda w: tl.TensorArray(capacity=2).write_rows(torch.tensor([0, 1]), torch.ones(2, 1), w).stack()
+    )(torch.tensor([[True, False], [False, True]]))
+    assert out[:, :, :, 0].tolist() == [[[1, 0], [0, 0]], [[0, 0], [0, 1]]]
+
+
+def test_constants_may_be_written_to_an_outer_array_inside_a_transform(x: Tensor) -> None:
+    one = torch.ones(2, dtype=torch.float64)
+    two = torch.stack([one, one])
+    outer = tl.TensorArray().append(x[0]).append(x[1])
+
+    def body(v: Tensor) -> Tensor:
+        outer[0] = one
+        outer.append(one).extend(two)
+        return (v * outer[0]).sum()
+
+    assert torch.func.grad(body)(x[0]).tolist() == [1, 1]
+    assert outer.stack()[:, 0].tolist() == [1, x[1, 0].item(), 1, 1, 1]
+
+
 def test_an_outer_array_is_read_inside_a_transform_and_gets_its_gradient(x: Tensor) -> None:
     base = torch.ones(2, dtype=torch.float64).requires_grad_()
     outer = tl.TensorArray().append(base * 2).append(base * 3)
