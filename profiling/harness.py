@@ -154,6 +154,7 @@ def about(rounds: int, **settings: Any) -> dict[str, Any]:
             "tensorloop": tensorloop.__version__,
         },
         "threads": THREADS,
+        "load_at_start": round(os.getloadavg()[0], 2),
         "rounds": rounds,
         **settings,
     }

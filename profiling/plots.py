@@ -66,7 +66,13 @@ def _label_ends(axes: "Axes", lines: Sequence[Curve]) -> None:
             fontweight="bold" if line.ours else "normal",
             verticalalignment="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": COLOURS[line.style], "linewidth": 0.7, "shrinkB": 3},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": COLOURS[line.style],
+                "linewidth": 0.7,
+                "relpos": (0, 0.5),  # from the left end of the name, never through it
+                "shrinkB": 3,
+            },
         )
 
 

@@ -89,16 +89,15 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
 def measure(size: str, rounds: int) -> report.Result | None:
     """Everything, or None where gradients disagree."""
     script = Path(__file__).resolve()
+    warmups, repeats = RUNS[size]
+    about = harness.about(rounds, size=size, warmups=warmups, repeats=repeats)
     checks = harness.measure(script, check_cells(size), 1)
     wrong = report.disagreements(checks)
     if wrong:
         print("losses or gradients disagree, so nothing is timed:", *wrong, sep="\n  ", file=sys.stderr)
         return None
-    warmups, repeats = RUNS[size]
-    result: report.Result = {
-        "about": harness.about(rounds, size=size, warmups=warmups, repeats=repeats),
-        "entries": checks + harness.measure(script, measured_cells(size), rounds),
-    }
+    entries = checks + harness.measure(script, measured_cells(size), rounds)
+    result: report.Result = {"about": about, "entries": entries}
     result["targets"] = report.targets(result)
     return result
 

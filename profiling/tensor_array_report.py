@@ -227,7 +227,7 @@ def circumstances(result: Result) -> str:
     return (
         f"{machine['processor']}, {machine['cores']} cores, {about['threads']} threads; "
         f"torch {versions['torch']}, Python {versions['python']}, tensorloop {versions['tensorloop']}; "
-        f"{about['date']}; rounds: {about['rounds']}."
+        f"{about['date']}; rounds: {about['rounds']}; load of the machine at the start: {about['load_at_start']}."
     )
 
 

@@ -160,15 +160,17 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
     before.
 
     One run gives all figures. Our hooks hand back the storage they are given, so `bytes` is the same without
-    them; that they switch off version checks does not matter, as no backward follows. Hooks that `fn` itself
-    enters come before ours, and what goes to them is `hidden` here. Hooks entered *around* this call are
-    replaced during the run: enter them inside `fn`.
+    them. As under any hooks, PyTorch checks no versions: a backward inside `fn` misses in-place changes. Hooks
+    that `fn` itself enters come before ours, and what goes to them is `hidden` here. Hooks entered *around*
+    this call are replaced during the run: enter them inside `fn`.
 
     Cost: one forward pass, some microseconds an operation; keeps no tensor.
 
     Raises:
         RuntimeError: from torch, where `fn` calls `torch.func.grad`, which refuses to run under any hooks.
             `LiveStorages` works there.
+        Exception: from torch, where `fn` calls its loop operators (`scan`, `while_loop`): what those make is out
+            of the sight of any mode, so they refuse to run under one.
     """
     seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 

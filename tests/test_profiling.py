@@ -60,6 +60,7 @@ def test_the_results_tell_where_they_come_from(tiny: Path):
     assert set(about["versions"]) == {"python", "torch", "numpy", "tensorloop"}
     assert set(about["machine"]) == {"processor", "cores", "memory_gib", "system"}
     assert (about["threads"], about["rounds"], about["repeats"]) == (2, 1, 1)
+    assert about["load_at_start"] >= 0
 
 
 def test_every_cell_has_its_raw_values(tiny: Path):

@@ -1,5 +1,6 @@
 """What `import tensorloop` offers, and what it must not load."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -20,9 +21,10 @@ def fresh(code: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-def loaded_by(statement: str) -> set[str]:
+@functools.cache
+def loaded_by(statement: str) -> frozenset[str]:
     """Modules that a statement loads beyond those that `import torch` loads."""
-    return set(
+    return frozenset(
         fresh(
             "import json, sys, torch\n"
             "before = set(sys.modules)\n"
@@ -32,7 +34,7 @@ def loaded_by(statement: str) -> set[str]:
     )
 
 
-def heavy(names: set[str]) -> set[str]:
+def heavy(names: frozenset[str]) -> set[str]:
     return {n for n in names if n.split(".")[0] in HEAVY or n.startswith(("torch._dynamo", "torch._inductor"))}
 
 
