@@ -127,13 +127,21 @@ class Buffer:
 
     def append(self, x: Tensor, name: str) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, name)
+            self._wait(x, x._version, name)
         elif self.waiting:
-            self._wait(_constant(x), name)
+            self._wait(_constant(x), None, name)
         else:
             self._reserve(self.length, self.length + 1, name)
             self.block.data[self.length].copy_(x.detach())
             self._begin(self.length + 1)
+
+    def _wait(self, x: Tensor, version: int | None, name: str) -> None:
+        waits = len(self.waiting)
+        if waits >= WAITING and waits >= self.length // 2:
+            self.flush(name)
+        self.waiting.append(x)
+        self.versions.append(version)
+        self.length += 1
 
     @_plainly
     def extend(self, values: Tensor, name: str) -> None:
@@ -192,13 +200,6 @@ class Buffer:
         self.waiting, self.versions = [], []
         return view
 
-    def _wait(self, x: Tensor, name: str) -> None:
-        if len(self.waiting) >= max(WAITING, self.length // 2):
-            self.flush(name)
-        self.waiting.append(x)
-        self.versions.append(x._version if x.requires_grad else None)
-        self.length += 1
-
     def _is_spoilt(self, slot: int) -> bool:
         """Whether the value of `slot` waits and was changed or detached in place: it can only be replaced."""
         waits = slot - (self.length - len(self.waiting))
@@ -247,8 +248,10 @@ class Buffer:
                 raise _changed(name, i)
             x = self.waiting[waits]
             return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
-        self.block.check(name)
-        if self.rows is not None and (row := self.rows.read(i)) is not None:
+        block, rows = self.block, self.rows
+        if block.views._version != block.expected:
+            block.check(name)
+        if rows is not None and (row := rows.read(i)) is not None:
             return row
         return self._read(i)
 
@@ -305,31 +308,38 @@ class Buffer:
 class UnstackedRows:
     """Single rows of an unstacked tensor as copies, a chunk at a time while they are read in order."""
 
-    __slots__ = ("chunks", "first", "rows", "values")
+    __slots__ = ("chunks", "first", "recorded", "rows", "values")
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
+        self.recorded = values.requires_grad
         self.chunks: tuple[Tensor, ...] = ()
         self.rows: list[Tensor | None] = []  # of the chunk at hand; None once handed out
         self.first = 0
 
     def read(self, i: int) -> Tensor | None:
         """Row i, or None where it has to be read alone: out of order, again, or without gradient."""
-        k = i - self.first
-        if self.values.requires_grad and not torch.is_grad_enabled():
+        if self.recorded and not torch.is_grad_enabled():
             return None
+        k = i - self.first
         if not 0 <= k < len(self.rows):
-            in_order = i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
-            if not in_order or torch.is_inference_mode_enabled() or _modes.maybe_level() is not None:
+            if not self._take_chunk(i):
                 return None
-            if not self.chunks:
-                self.chunks = self.values.split(CHUNK)
-            rows = torch.unbind_copy(self.chunks[i // CHUNK])
-            self.rows = list(rows)  # pyright: ignore[reportArgumentType] (its stub says None)
-            self.first = i // CHUNK * CHUNK
             k = i - self.first
         row, self.rows[k] = self.rows[k], None
         return row
+
+    def _take_chunk(self, i: int) -> bool:
+        """Makes the chunk of row i the one at hand, if i is where a reader in order enters it."""
+        in_order = i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
+        if not in_order or torch.is_inference_mode_enabled() or _modes.maybe_level() is not None:
+            return False
+        if not self.chunks:
+            self.chunks = self.values.split(CHUNK)
+        rows = torch.unbind_copy(self.chunks[i // CHUNK])
+        self.rows = list(rows)  # pyright: ignore[reportArgumentType] (its stub says None)
+        self.first = i // CHUNK * CHUNK
+        return True
 
 
 def plain_mode() -> AbstractContextManager[object]:

@@ -25,7 +25,7 @@ from tensorloop._array_grad import Rows
 from tensorloop._array_slots import Slots
 from tensorloop._compile import runs_eagerly
 from tensorloop._holes import Holes
-from tensorloop._modes import forward_mode, graph_task, maybe_level
+from tensorloop._modes import forward_ad, graph_task, maybe_level
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
@@ -114,7 +114,7 @@ class TensorArray:
             and x.device == self._device
             and maybe_level() is None
             and graph_task() == -1
-            and not forward_mode()
+            and forward_ad._current_level < 0
         ):
             assert self._store is not None
             self._store.append(x, "TensorArray.append")
@@ -235,6 +235,9 @@ class TensorArray:
         return self
 
     def __setitem__(self, i: SupportsIndex, x: Tensor) -> None:
+        if type(i) is int and self._store is not None and i == self._store.length:
+            self.append(x)  # what most loops do
+            return
         if isinstance(i, slice):
             raise TypeError(
                 "TensorArray[a:b] = x: a slice cannot be assigned; write slots one by one, or several with scatter()"
@@ -253,12 +256,15 @@ class TensorArray:
         length = 0 if store is None else store.length
         slot = i if type(i) is int and 0 <= i < length else _checks.slot_of(i, length, "TensorArray.read")
         assert store is not None
-        if slot in self._holes:
+        if self._holes:
             self._refuse_holes(slot, slot + 1, "TensorArray.read")
         return store.read(slot, "TensorArray.read")
 
     def __getitem__(self, i: SupportsIndex | slice) -> Tensor:
         """One slot as `read`; a slice of slots as a view (a copy if its step is not 1)."""
+        store = self._store
+        if type(i) is int and store is not None and 0 <= i < store.length and not self._holes:
+            return store.read(i, "TensorArray.read")  # `read`, without its call
         if not isinstance(i, slice):
             return self.read(i)
         start, stop, step = i.indices(len(self))
@@ -343,7 +349,7 @@ class TensorArray:
         if self._store is not None:
             twin = TensorArray.unstack(self._store.whole("TensorArray.to").to(*args, **kwargs))
         twin._given = (self._given[0], dtype, device)
-        twin._capacity, twin._holes = self._capacity, self._holes.copy()
+        twin._capacity, twin._holes = self._capacity, Holes(self._holes)
         return twin
 
     def __copy__(self) -> "TensorArray":
@@ -360,7 +366,7 @@ class TensorArray:
 
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
-        holes = f", holes={len(self._holes)}" if self._holes else ""
+        holes = f", holes={self._holes.count(1)}" if self._holes else ""
         return (
             f"TensorArray(len={len(self)}, element_shape={self.element_shape}, dtype={self.dtype}, "
             f"device={self.device}{holes}{grad})"
@@ -432,7 +438,7 @@ class TensorArray:
         twin = TensorArray()
         for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home"):
             setattr(twin, field, getattr(self, field))
-        twin._holes = self._holes.copy()
+        twin._holes = Holes(self._holes)
         return twin
 
     def _state(self, name: str) -> tuple[Any, ...]:

@@ -80,11 +80,12 @@ def _parser() -> argparse.ArgumentParser:
     say = commands.add_parser("say", parents=[shared, model], help="pronounce words")
     say.add_argument("words", nargs="+", metavar="WORD")
     say.set_defaults(command=_say)
-    demo = commands.add_parser("demo", parents=[shared], help="train a small model and show what it does (3 minutes)")
+    demo = commands.add_parser("demo", help="train a small model and show what it does (3 minutes)")
     demo.add_argument("--run", type=Path, default=RUNS / "demo", help="folder of the run (default: %(default)s)")
     demo.add_argument("--limit", type=_at_least_one, default=DEMO_WORDS, help="words to train on")
     # Two threads save a fifth of the time on an idle machine, and lose many times that on a busy one.
-    demo.set_defaults(command=_demo, threads=1)
+    demo.add_argument("--threads", type=_at_least_one, default=1, help="threads of PyTorch (default: %(default)s)")
+    demo.set_defaults(command=_demo)
     return parser
 
 
