@@ -78,13 +78,19 @@ def measure(script: Path, cells: Sequence[Cell], rounds: int) -> list[Entry]:
     return entries
 
 
+SLOW = 10.0  # seconds spent on one cell after which one timed run is enough
+
+
 def time_run(loss_of: Callable[[], Tensor], leaves: Sequence[Tensor], warmups: int, repeats: int) -> dict[str, Any]:
     """Seconds of forward and of forward + backward, a value for each run after the warm-ups.
 
     Dropping the graph is part of the cost and on the clock; collecting Python's garbage before a run is not.
+    Runs that take seconds are not repeated: what they are compared with takes milliseconds.
     """
     forward, total, loss_value = [], [], 0.0
     for _ in range(warmups + repeats):
+        if len(total) > warmups and sum(total) > SLOW:
+            break
         gc.collect()
         start = time.perf_counter()
         loss = loss_of()

@@ -347,9 +347,15 @@ def plain_mode() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-@contextmanager
-def recording() -> Iterator[None]:
+def recording() -> AbstractContextManager[object]:
     """Plain autograd that records, whatever mode or transform the caller is in."""
+    if torch.is_grad_enabled() and _modes.maybe_level() is None:  # so there is no inference mode either
+        return nullcontext()
+    return _changed_modes()
+
+
+@contextmanager
+def _changed_modes() -> Iterator[None]:
     with ExitStack() as modes:
         modes.enter_context(plain_mode())
         modes.enter_context(torch.enable_grad())
