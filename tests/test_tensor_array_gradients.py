@@ -1,6 +1,7 @@
 """Gradients of TensorArray, one behaviour a test; random programs are in test_tensor_array_programs.py."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -288,7 +289,7 @@ def test_interleaved_arrays_that_feed_each_other() -> None:
     x = torch.linspace(0.3, 1, 2, dtype=torch.float64).requires_grad_()
 
     class Slots(list):
-        def __getitem__(self, i):
+        def __getitem__(self, i: Any) -> Any:
             return torch.stack(list(self)[i]) if isinstance(i, slice) else super().__getitem__(i)
 
     def chain(x: Tensor, make: Callable) -> Tensor:
