@@ -28,7 +28,7 @@ _P = ParamSpec("_P")
 
 # What waits is at most this many values, or as many as the block holds: it never doubles the bytes held.
 WAITING = 1024
-# Rows of an unstacked tensor are taken out together, this many at a time: unbind's cost, but not all copies at once.
+# Rows of an unstacked tensor are taken out together, this many at a time: one operation, not all copies at once.
 CHUNK = 64
 
 
@@ -49,10 +49,11 @@ def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
 class Block:
     """One allocation of slots, shared by the arrays that were copied from one another."""
 
-    __slots__ = ("begun", "data", "expected", "lent", "nothing", "owned", "views")
+    __slots__ = ("begun", "data", "element_shape", "expected", "lent", "nothing", "owned", "views")
 
     def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
         self.data = data
+        self.element_shape = tuple(data.shape[1:])
         self.owned = owned
         self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
         self.lent = (0, 0)  # slots covered by views handed out

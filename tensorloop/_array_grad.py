@@ -68,7 +68,7 @@ class Step(torch.autograd.Function):
         ctx.write, ctx.read = write, read
         # A leaf keeps what it gets as its .grad: as a view, it would keep the whole gradient buffer alive.
         ctx.leaf = x is not None and x.is_leaf
-        ctx.shape = (length, *block.data.shape[1:])
+        ctx.shape = (length, *block.element_shape)
         after = block.nothing.expand(ctx.shape)
         return after if read is None else (after, block.read(read))
 
@@ -78,7 +78,8 @@ class Step(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if grad is None and grad_out is None:
             return (None,) * 6
-        in_place = not (torch.is_grad_enabled() or _is_wrapped(grad) or _is_wrapped(grad_out))
+        # Batched gradients come under a vmap of their own.
+        in_place = not torch.is_grad_enabled() and _modes.maybe_level() is None
         if grad_out is not None:
             grad = _add(grad, ctx.read, grad_out, ctx.shape, in_place)
         assert grad is not None
@@ -108,10 +109,6 @@ class _Pin(torch.autograd.Function):
 def pinned(values: Tensor) -> Tensor:
     """An alias of `values` whose history stays what it is, whatever in-place operations `values` meets later."""
     return _Pin.apply(values)  # pyright: ignore[reportReturnType]
-
-
-def _is_wrapped(x: Tensor | None) -> bool:
-    return x is not None and _modes.is_wrapped(x)
 
 
 def _start(key: Key) -> int:

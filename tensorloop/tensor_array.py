@@ -80,7 +80,7 @@ class TensorArray:
     def unstack(cls, values: Tensor) -> Self:
         """A new array of the n slices of `values` (n, *F), copied at the first write and not before.
 
-        Gradient: to `values`. Cost: O(1); n reads in order cost what `values.unbind(0)` costs.
+        Gradient: to `values`. Cost: O(1); reads in order cost a copy each, at about 1.6 times `values.unbind(0)`.
         Raises: TypeError, ValueError (no leading dim). Changing `values` in place before the copy is a RuntimeError
         at the next use.
         """
