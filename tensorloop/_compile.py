@@ -2,7 +2,8 @@
 
 `torch.compiler.disable` would do it, but it imports dynamo, a second of start-up. The marks below are those that
 `disable` leaves, and the one by which dynamo's frame hook passes a code object and all that it calls. Tried with
-torch 2.11 to 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval_frame.set_code_exec_strategy`.
+torch 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval_frame.set_code_exec_strategy`. Where the latter
+is missing, dynamo compiles the methods' own frames, which is slower and gives the same results.
 """
 
 from types import FunctionType
@@ -16,11 +17,13 @@ _T = TypeVar("_T", bound=type)
 def runs_eagerly(cls: _T) -> _T:
     """Marks the methods of `cls`: a compiled function that calls one breaks its graph there and calls it plainly."""
     frame = _dynamo.eval_frame
-    skip = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.SKIP)
+    can_skip = hasattr(frame, "set_code_exec_strategy")
     for member in vars(cls).values():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(function, FunctionType):
             function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
             function._torchdynamo_disable_msg = f"{cls.__name__} works in place"  # pyright: ignore[reportFunctionMemberAccess]
-            frame.set_code_exec_strategy(function.__code__, skip)
+            if can_skip:
+                skip = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.SKIP)
+                frame.set_code_exec_strategy(function.__code__, skip)
     return cls

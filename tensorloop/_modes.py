@@ -1,7 +1,7 @@
 """What surrounds the caller: function transforms, forward mode, a running backward pass. Private names of torch.
 
 torch has no public question "am I inside `torch.func.grad`, `vmap` or a backward pass?", and an array that works in
-place must ask it. Tried with torch 2.11 to 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch`,
+place must ask it. Tried with torch 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch`,
 `torch.autograd.forward_ad._current_level` and `torch._C._current_graph_task_id`.
 """
 
