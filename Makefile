@@ -22,6 +22,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) profiling/tensor_array.py
+	$(PY) profiling/loops.py
 
 # The documents are plain Markdown: every Python block in them is run and every link between them followed.
 docs: $(STAMP)

@@ -9,7 +9,6 @@ and resident memory then says more about malloc than about the loop. A fixed MAL
 every block of 64 KiB or more back at once, so memory cells run under it; it costs time, so time cells do not.
 """
 
-import ctypes
 import datetime
 import gc
 import json
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import resident
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -39,12 +39,12 @@ Cell = dict[str, Any]
 Entry = dict[str, Any]  # {"cell": Cell, "raw": [the answer of each round]}
 
 
-def spawn(script: Path, cell: Cell) -> dict[str, Any]:
+def spawn(script: Path, cell: Cell, python: str = sys.executable) -> dict[str, Any]:
     """The answer of a fresh process; whatever stops it is an answer too, as {"error": text}."""
     # Whatever is installed, a process measures the checkout that its script is in.
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "profiling"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | ENVIRONMENT.get(cell["kind"], {})
-    command = [sys.executable, str(script), "--cell", json.dumps(cell)]
+    command = [python, str(script), "--cell", json.dumps(cell)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -66,14 +66,16 @@ def answer(run_cell: Callable[[Cell], dict[str, Any]], cell: str) -> None:
     print(json.dumps(result), flush=True)
 
 
-def measure(script: Path, cells: Sequence[Cell], rounds: int) -> list[Entry]:
+def measure(
+    script: Path, cells: Sequence[Cell], rounds: int, process: Callable[[Path, Cell], dict[str, Any]] = spawn
+) -> list[Entry]:
     """Every cell once a round; every other round goes backwards, so that neighbours change places."""
     entries = [{"cell": cell, "raw": []} for cell in cells]
     with tqdm(total=rounds * len(cells), unit="cell", dynamic_ncols=True) as bar:
         for number in range(rounds):
             for entry in entries if number % 2 == 0 else entries[::-1]:
                 bar.set_description(" ".join(str(v) for v in list(entry["cell"].values())[:4]))
-                entry["raw"].append(spawn(script, entry["cell"]))
+                entry["raw"].append(process(script, entry["cell"]))
                 bar.update()
     return entries
 
@@ -111,29 +113,25 @@ def time_run(loss_of: Callable[[], Tensor], leaves: Sequence[Tensor], warmups: i
     }
 
 
-def peak_of(loss_of: Callable[[], Tensor], leaves: Sequence[Tensor]) -> dict[str, Any]:
+def peak_of(
+    loss_of: Callable[[], Tensor], leaves: Sequence[Tensor], warm_up: Callable[[], object] | None = None
+) -> dict[str, Any]:
     """Bytes by which resident memory grows, at its highest, over one warm forward + backward (Linux, glibc).
 
-    The kernel's high-water mark (VmHWM) is reset after a first run and after freed memory went back.
+    The kernel's high-water mark (VmHWM) is reset after a first run, or `warm_up` in its place, and after freed memory
+    went back.
     """
-    torch.autograd.grad(loss_of(), leaves)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # 5: reset the high-water mark (proc(5))
-    before = _status_bytes("VmRSS")
+    if warm_up is None:
+        torch.autograd.grad(loss_of(), leaves)
+    else:
+        warm_up()
+    before = resident.settle()
     loss = loss_of()
     grads = torch.autograd.grad(loss, leaves)
-    peak = _status_bytes("VmHWM") - before
+    peak = resident.high_water() - before
     value = loss.item()
     del loss, grads
     return {"loss": value, "peak_bytes": peak}
-
-
-def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"no {field} in the process status: peak memory is measured on Linux only")
-    return int(found[1]) * 1024
 
 
 def median(entry: Entry | None, key: str) -> float | None:
@@ -200,6 +198,33 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
 
     rule = ["-" * w if i < text_columns else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join(line(row) for row in [header, rule, *rows])
+
+
+def publish(
+    name: str, out: Path, draw: Callable[[Path], None], pages: Sequence[tuple[str, str, Callable[[str], str]]]
+) -> None:
+    """Picture and tables: of the project's own results into the documents, of others beside `out`.
+
+    A page is a document, the markers in it, and its text for a given address of the picture; the first one goes
+    beside `out`.
+    """
+    if out != results(name):
+        draw(out.with_suffix(".png"))
+        out.with_suffix(".md").write_text(pages[0][2](out.with_suffix(".png").name) + "\n")
+        return
+    picture = ROOT / "docs" / "images" / f"{name}.png"
+    draw(picture)
+    for document, marker, text in pages:
+        path = ROOT / document
+        address = Path(os.path.relpath(picture, path.parent)).as_posix()
+        if not replace_between(path, marker, text(address)):
+            lacks = f"<!-- {marker}:begin --> and <!-- {marker}:end -->"
+            print(f"{document} is unchanged: it lacks the lines {lacks}", file=sys.stderr)
+
+
+def results(name: str) -> Path:
+    """The project's own results of a script."""
+    return ROOT / "profiling" / "results" / f"{name}.json"
 
 
 def replace_between(path: Path, name: str, text: str) -> bool:

@@ -1,7 +1,7 @@
-"""Pictures of measurements: curves over T on log axes, each named where it ends."""
+"""Pictures of measurements: curves over T on log axes, each named where it ends; ratios as bars from 1."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,7 +20,15 @@ class Curve(NamedTuple):
     ours: bool  # drawn heavier, on top
 
 
-def curves(axes: "Axes", lines: Sequence[Curve], unit: str, title: str) -> None:
+class Ratio(NamedTuple):
+    label: str
+    value: float
+    ours: bool
+
+
+def curves(
+    axes: "Axes", lines: Sequence[Curve], unit: str, title: str, *, steps: str = "T (steps)", base: int = 2
+) -> None:
     """Draws the curves on log axes; their names stand at the right, moved apart where they would overlap."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -34,7 +42,7 @@ def curves(axes: "Axes", lines: Sequence[Curve], unit: str, title: str) -> None:
             linewidth=2.8 if line.ours else 1.4,
             zorder=3 if line.ours else 2,
         )
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=base)
     axes.set_yscale("log")
     ticks = sorted({t for line in lines for t in line.T})
     axes.set_xticks(ticks, [f"{t:,}" for t in ticks])
@@ -43,7 +51,7 @@ def curves(axes: "Axes", lines: Sequence[Curve], unit: str, title: str) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("T (steps)")
+    axes.set_xlabel(steps)
     axes.set_ylabel(unit)
     axes.set_title(title, loc="left", fontsize=10)
     _label_ends(axes, lines)
@@ -74,6 +82,42 @@ def _label_ends(axes: "Axes", lines: Sequence[Curve]) -> None:
                 "shrinkB": 3,
             },
         )
+
+
+def ratios(axes: "Axes", groups: Mapping[str, Sequence[Ratio]], title: str) -> None:
+    """A bar from 1 to each ratio, on a log axis, its figure beside it; a heading above each group."""
+    height, names = 0, []
+    for heading, group in groups.items():
+        names.append((height, heading, "bold"))
+        for row in group:
+            height += 1
+            axes.barh(height, row.value - 1, left=1, height=0.7, color=COLOURS[0] if row.ours else "#999999")
+            below = row.value < 1
+            axes.annotate(
+                f"{row.value:.3g}",
+                (row.value, height),
+                (-4 if below else 4, 0),
+                textcoords="offset points",
+                horizontalalignment="right" if below else "left",
+                verticalalignment="center",
+                fontsize=8.5,
+            )
+            names.append((height, row.label, "normal"))
+        height += 1.6
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    room = (high / low) ** 0.1  # for the figures
+    axes.set_xlim(low / room, high * room)
+    axes.set_xticks([])
+    axes.minorticks_off()
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks([y for y, _, _ in names], [text for _, text, _ in names], fontsize=8.5)
+    for label, (_, _, weight) in zip(axes.get_yticklabels(), names, strict=True):
+        label.set_fontweight(weight)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=10)
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

@@ -23,7 +23,7 @@ import tensor_array_report as report
 import workloads
 
 NAME = "tensor_array"
-DEFAULT_OUT = harness.ROOT / "profiling" / "results" / f"{NAME}.json"
+DEFAULT_OUT = harness.results(NAME)
 
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "tiny": {"W3": (8,)},
@@ -108,19 +108,11 @@ def measure(size: str, rounds: int) -> report.Result | None:
 
 
 def publish(result: report.Result, out: Path) -> None:
-    """Picture and tables; the documents' own where the results are the project's own, else beside `out`."""
-    if out != DEFAULT_OUT:
-        report.draw(result, out.with_suffix(".png"))
-        out.with_suffix(".md").write_text(report.benchmarks(result, out.with_suffix(".png").name) + "\n")
-        return
-    report.draw(result, harness.ROOT / "docs" / "images" / f"{NAME}.png")
-    for document, name, text in (
-        ("docs/benchmarks.md", NAME, report.benchmarks(result, f"images/{NAME}.png")),
-        ("README.md", "figures", report.readme_figures(result, f"docs/images/{NAME}.png")),
-    ):
-        if not harness.replace_between(harness.ROOT / document, name, text):
-            lacks = f"<!-- {name}:begin --> and <!-- {name}:end -->"
-            print(f"{document} is unchanged: it lacks the lines {lacks}", file=sys.stderr)
+    pages = [
+        ("docs/benchmarks.md", NAME, lambda picture: report.benchmarks(result, picture)),
+        ("README.md", "figures", lambda picture: report.readme_figures(result, picture)),
+    ]
+    harness.publish(NAME, out, lambda path: report.draw(result, path), pages)
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

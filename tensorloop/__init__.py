@@ -4,17 +4,19 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from tensorloop.loop import Checkpoints, associative_scan, fori_loop, map, scan, while_loop
 from tensorloop.tensor_array import TensorArray
 
 if TYPE_CHECKING:
     from tensorloop import memory as memory
+    from tensorloop import schedule as schedule
     from tensorloop import testing as testing
 
-__all__ = ["TensorArray"]
+__all__ = ["Checkpoints", "TensorArray", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
 __version__ = "0.1.0"
 
 # These load when first touched, as `tl.memory`, so that `import tensorloop` stays quick.
-_SUBMODULES = ("memory", "testing")
+_SUBMODULES = ("memory", "schedule", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

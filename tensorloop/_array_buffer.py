@@ -16,15 +16,17 @@ first bulk read moves all of them into the block at once. Slots [0, length - len
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from tensorloop import _modes
+from tensorloop import _active, _modes
+from tensorloop._active import here
 from tensorloop._array_grad import Key, Rows, Step, pinned, put_, take
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # What waits is at most this many values, or as many as the block holds: it never doubles the bytes held.
 WAITING = 1024
@@ -46,15 +48,28 @@ def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
     return run
 
 
+def _noted(method: Callable[Concatenate["Buffer", _P], _R]) -> Callable[Concatenate["Buffer", _P], _R]:
+    """Lets the recorder of a checkpointed loop know which array its body uses, and keeps our own operations from it."""
+
+    @wraps(method)
+    def run(self: "Buffer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if here.notes is None:
+            return method(self, *args, **kwargs)
+        return here.notes.inside(self, method, *args, **kwargs)
+
+    return run
+
+
 class Block:
     """One allocation of slots, shared by the arrays that were copied from one another."""
 
-    __slots__ = ("begun", "data", "element_shape", "expected", "lent", "nothing", "owned", "views")
+    __slots__ = ("begun", "copies", "data", "element_shape", "expected", "lent", "nothing", "owned", "views")
 
     def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
         self.data = data
         self.element_shape = tuple(data.shape[1:])
         self.owned = owned
+        self.copies = False  # whether runs are read as copies, so that nothing is ever lent
         self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
         self.lent = (0, 0)  # slots covered by views handed out
         with plain_mode():
@@ -70,7 +85,7 @@ class Block:
             raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
 
     def lend(self, start: int, stop: int) -> None:
-        if start == stop:
+        if start == stop or self.copies:
             return
         low, high = self.lent
         self.lent = (min(low, start), max(high, stop)) if high > low else (start, stop)
@@ -78,7 +93,7 @@ class Block:
     def read(self, key: Key) -> Tensor:
         """A view of a run of slots, a copy of anything else."""
         if isinstance(key, slice):
-            return self.views[key]
+            return self.views[key].clone() if self.copies else self.views[key]
         out = take(self.data, key)
         is_view = isinstance(key, int) or (isinstance(key, Tensor) and key.dim() == 0)
         return out.clone() if is_view else out
@@ -87,7 +102,7 @@ class Block:
 class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
-    __slots__ = ("block", "length", "rows", "token", "versions", "waiting")
+    __slots__ = ("block", "born", "length", "rows", "token", "versions", "waiting")
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -96,6 +111,7 @@ class Buffer:
         self.waiting: list[Tensor] = []
         self.versions: list[int | None] = []  # of what waits; None for a constant, which nobody else holds
         self.rows: UnstackedRows | None = None
+        self.born = _active.newest()
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
@@ -126,6 +142,7 @@ class Buffer:
 
     # -- writing
 
+    @_noted
     def append(self, x: Tensor, name: str) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
             self._wait(x, x._version, name)
@@ -133,7 +150,7 @@ class Buffer:
             self._wait(_constant(x), None, name)
         else:
             self._reserve(self.length, self.length + 1, name)
-            self.block.data[self.length].copy_(x.detach())
+            self._fill(self.length, x)
             self._begin(self.length + 1)
 
     def _wait(self, x: Tensor, version: int | None, name: str) -> None:
@@ -144,23 +161,26 @@ class Buffer:
         self.versions.append(version)
         self.length += 1
 
+    @_noted
     @_plainly
     def extend(self, values: Tensor, name: str) -> None:
         self.flush(name)
         start, stop = self.length, self.length + len(values)
         self._reserve(start, stop, name)
-        self.block.data[start:stop].copy_(values.detach())
+        self._fill(slice(start, stop), values)
         self._begin(stop)
         self._record(slice(start, stop), values)
 
+    @_noted
     @_plainly
     def pad(self, length: int, name: str) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
         self.flush(name)
         self._reserve(self.length, length, name)
-        self.block.data[self.length : length].zero_()
+        self._fill(slice(self.length, length), self.block.nothing)
         self._begin(length)
 
+    @_noted
     @_plainly
     def put(self, key: Key, x: Tensor, name: str) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
@@ -174,9 +194,13 @@ class Buffer:
             self._move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
-        put_(self.block.data, key, x.detach())
+        self._overwrite(key, x)
         self._record(key, x)
 
+    def _overwrite(self, key: Key, x: Tensor) -> None:
+        put_(self.block.data, key, x.detach())
+
+    @_noted
     def flush(self, name: str, read: slice | None = None) -> Tensor | None:
         """Moves what waits into the block. With `read`, gives that run too, recorded in the same node."""
         if not self.waiting:
@@ -194,7 +218,7 @@ class Buffer:
                 self.block = Block(values.data, self.length)  # the stack is the block: no second copy
             else:
                 self._reserve(start, self.length, name)
-                self.block.data[key].copy_(values.detach())
+                self._fill(key, values)
             self._begin(self.length)
             out = Step.apply(self.token, values, self.block, key, self.length, read)
         self.token, view = (out, None) if read is None else out
@@ -223,6 +247,10 @@ class Buffer:
         with recording():
             self.token = Step.apply(self.token, x, self.block, key, self.length, None)
 
+    def _fill(self, key: int | slice, values: Tensor) -> None:
+        """Writes slots that nobody has seen."""
+        self.block.data[key].copy_(values.detach())
+
     def _reserve(self, filled: int, length: int, name: str) -> None:
         """Makes room for slots [filled, length) in a block whose free tail is ours."""
         if filled:
@@ -242,6 +270,7 @@ class Buffer:
 
     # -- reading
 
+    @_noted
     def read(self, i: int, name: str) -> Tensor:
         waits = i - (self.length - len(self.waiting))
         if waits >= 0:
@@ -256,6 +285,7 @@ class Buffer:
             return row
         return self._read(i)
 
+    @_noted
     def span(self, start: int, stop: int, name: str) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
@@ -264,16 +294,19 @@ class Buffer:
         self.block.lend(start, stop)
         return self._read(key) if view is None else view
 
+    @_noted
     def all(self, name: str) -> list[Tensor]:
         """Every slot on its own, as a copy."""
         return list(torch.unbind_copy(self.whole(name)))  # pyright: ignore[reportArgumentType] (its stub says None)
 
+    @_noted
     def whole(self, name: str) -> Tensor:
         """All slots, for a caller who copies them at once: a view, but not counted as handed out."""
         self.flush(name)
         self.block.check(name)
         return self._read(slice(0, self.length))
 
+    @_noted
     def gather(self, index: Tensor, name: str) -> Tensor:
         if _modes.is_wrapped(index):  # a transform's index: its own indexing differentiates it
             return self.whole(name)[index]
@@ -290,6 +323,7 @@ class Buffer:
 
     # -- copies
 
+    @_noted
     def fork(self, name: str) -> "Buffer":
         """An independent array on the same block: all of it counts as handed out."""
         self.flush(name)
@@ -299,6 +333,7 @@ class Buffer:
         twin.rows = self.rows
         return twin
 
+    @_noted
     def detach(self, name: str) -> "Buffer":
         """As `fork`, without the gradient."""
         twin = self.fork(name)

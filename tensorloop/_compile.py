@@ -6,24 +6,36 @@ torch 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval_frame.s
 is missing, dynamo compiles the methods' own frames, which is slower and gives the same results.
 """
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import TypeVar
 
 from torch._C import _dynamo  # pyright: ignore[reportAttributeAccessIssue]
 
 _T = TypeVar("_T", bound=type)
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 def runs_eagerly(cls: _T) -> _T:
     """Marks the methods of `cls`: a compiled function that calls one breaks its graph there and calls it plainly."""
-    frame = _dynamo.eval_frame
-    can_skip = hasattr(frame, "set_code_exec_strategy")
     for member in vars(cls).values():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(function, FunctionType):
-            function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-            function._torchdynamo_disable_msg = f"{cls.__name__} works in place"  # pyright: ignore[reportFunctionMemberAccess]
-            if can_skip:
-                skip = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.SKIP)
-                frame.set_code_exec_strategy(function.__code__, skip)
+            _skip(function, f"{cls.__name__} works in place")
     return cls
+
+
+def called_eagerly(function: _F) -> _F:
+    """Marks a function in the same way: it and all that it calls run plainly."""
+    assert isinstance(function, FunctionType)
+    _skip(function, f"{function.__name__} runs a Python loop")
+    return function
+
+
+def _skip(function: FunctionType, reason: str) -> None:
+    frame = _dynamo.eval_frame
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
+    if hasattr(frame, "set_code_exec_strategy"):
+        skip = frame._FrameExecStrategy(frame._FrameAction.SKIP, frame._FrameAction.SKIP)
+        frame.set_code_exec_strategy(function.__code__, skip)

@@ -39,6 +39,13 @@ def is_batched(x: torch.Tensor) -> bool:
     return False
 
 
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor inside all wrappers, batch dims of every vmap included: to decide in Python."""
+    while is_wrapped(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
 def forward_mode() -> bool:
     """Whether a `forward_ad.dual_level` is open, so that tensors may carry tangents."""
     return forward_ad._current_level >= 0

@@ -19,8 +19,9 @@ from typing import Any, Self, SupportsIndex
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes, _to
+from tensorloop import _active, _checks, _modes, _to
 from tensorloop._array_buffer import Buffer, recording
+from tensorloop._active import here
 from tensorloop._array_grad import Rows
 from tensorloop._array_slots import Slots
 from tensorloop._compile import runs_eagerly
@@ -50,7 +51,9 @@ class TensorArray:
     Source: TensorFlow's TensorArray for the surface; for the rest see `docs/how_it_works.md`.
     """
 
-    __slots__ = ("_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_shape", "_store", "_task")
+    __slots__ = (
+        *("_born", "_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_mask", "_shape", "_store", "_task"),
+    )
 
     def __init__(
         self,
@@ -75,6 +78,8 @@ class TensorArray:
         self._holes = Holes()
         self._home = _modes.level()
         self._task = graph_task()
+        self._born = _active.newest()
+        self._mask: Tensor | None = None  # (B,) bool: in a loop whose rows stop on their own, those that still run
 
     @classmethod
     def unstack(cls, values: Tensor) -> Self:
@@ -94,7 +99,8 @@ class TensorArray:
         if functional:
             array._store = Slots(_element(values), [x.clone() for x in values.unbind(0)])
         else:
-            array._store = Buffer.unstack(values)
+            with _active.unnoted():
+                array._store = Buffer.unstack(values)
         return array
 
     # -- writing
@@ -115,12 +121,14 @@ class TensorArray:
             and maybe_level() is None
             and graph_task() == -1
             and forward_ad._current_level < 0
+            and self._born >= here.serial
+            and self._mask is None
         ):
             assert self._store is not None
             self._store.append(x, "TensorArray.append")
         else:
             name = "TensorArray.append"
-            self._admit(x, f"{name}: slot {len(self)}").append(x, name)
+            self._admit(x, f"{name}: slot {len(self)}").append(self._running_rows(x, name), name)
         return self
 
     def extend(self, xs: "Tensor | Iterable[Tensor]") -> Self:
@@ -134,7 +142,7 @@ class TensorArray:
                 self.append(x)
             return self
         store = self._admit(xs, name, lead=1)
-        store.extend(xs, name)
+        store.extend(self._running_rows(xs, name, lead=1), name)
         return self
 
     def write(self, i: SupportsIndex, x: Tensor) -> Self:
@@ -155,11 +163,12 @@ class TensorArray:
             raise IndexError(f"{name} is out of range for an array of {_checks.slots(length)}{more}")
         store = self._admit(x, name)
         if slot > length:
+            x = self._running_rows(x, name)
             store.pad(slot, name)
             self._holes.mark(length, slot)
             store.append(x, name)
         else:
-            store.put(slot, x, name)
+            store.put(slot, x if self._mask is None else self._running_rows(x, name, store.read(slot, name)), name)
             self._holes.fill((slot,))
         return self
 
@@ -195,6 +204,7 @@ class TensorArray:
         if needed and (written or not looked):
             pos = pos.to(x.device).clamp(0, needed - 1)
             where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.to(pos.device, copy=True)
+            where = where if self._mask is None else where & self._mask.to(pos.device)
             store.put(Rows(pos, where), x, name)
         if looked:
             self._holes.fill(written)
@@ -230,6 +240,8 @@ class TensorArray:
             self._holes.mark(length, needed)
         if len(index):
             index = torch.where(index < 0, index + length, index).to(values.device)
+            if self._mask is not None:
+                values = self._running_rows(values, name, store.gather(index, name), lead=1)
             store.put(index, values, name)
         self._holes.fill(written)
         return self
@@ -380,6 +392,11 @@ class TensorArray:
         if x.dim() < lead:
             raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
         _checks.fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device, name)
+        if self._born < here.serial:
+            raise RuntimeError(
+                f"{name}: the array was made outside the loop whose body writes to it; put it in the carry, "
+                f"write to the one that the body is given, and return it"
+            )
         if graph_task() not in (-1, self._task) and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: the array was made outside the function that torch.utils.checkpoint is recomputing, "
@@ -387,13 +404,27 @@ class TensorArray:
             )
         functional = self._functional(x, name)
         if self._store is None:
-            like = _element(x, lead)
-            self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
-            self._fix(x.shape[lead:], x)
+            with _active.unnoted():
+                like = _element(x, lead)
+                self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
         elif functional and isinstance(self._store, Buffer):
             with recording():
                 self._store = Slots(_element(x, lead), self._store.all(name))
+        if self._shape is None:
+            self._fix(x.shape[lead:], x)
         return self._store
+
+    def _running_rows(self, x: Tensor, name: str, old: Tensor | None = None, lead: int = 0) -> Tensor:
+        """`x` in the rows that still run; what the slot held (or 0) in those that have stopped."""
+        if (mask := self._mask) is None:
+            return x
+        if x.shape[lead : lead + mask.dim()] != mask.shape:
+            raise ValueError(
+                f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their own; "
+                f"elements must be ({len(mask)}, ...)"
+            )
+        mask = mask.view(*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim()))
+        return torch.where(mask, x, x.new_zeros(()) if old is None else old)
 
     def _functional(self, x: Tensor, name: str) -> bool:
         """Whether `x` needs a list of slots. Raises if it belongs to a transform begun after the array was made."""
@@ -436,7 +467,7 @@ class TensorArray:
 
     def _twin(self) -> "TensorArray":
         twin = TensorArray()
-        for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home"):
+        for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home", "_mask"):
             setattr(twin, field, getattr(self, field))
         twin._holes = Holes(self._holes)
         return twin

@@ -1,0 +1,45 @@
+"""Which loops run in this thread: what a TensorArray must know of the loop around it.
+
+Every loop takes a *serial* when it begins, and every array remembers the newest serial when it was made. So an array
+whose number is below the serial of the loop around it was made outside of that loop: it may be read there, not written.
+`notes` is the recorder of the innermost checkpointed loop whose body runs here (`_captures`), or None.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+class _Here(threading.local):
+    serial = 0
+    notes: Any = None
+
+
+here = _Here()
+_latest = 0
+
+
+def newest() -> int:
+    """The serial of the loop begun last, in any thread."""
+    return _latest
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """A loop runs here."""
+    global _latest
+    outer = here.serial
+    _latest += 1
+    here.serial = _latest
+    try:
+        yield
+    finally:
+        here.serial = outer
+
+
+def unnoted() -> AbstractContextManager[object]:
+    """Operations of the library's own: the recorder does not see them."""
+    return nullcontext() if here.notes is None else torch._C.DisableTorchFunction()

@@ -1,0 +1,327 @@
+"""What a body uses besides its arguments: found while the first sweep runs, checked while steps are replayed.
+
+Three sources, each for what the others cannot see:
+
+- every torch function that the body calls passes through `Captures`, a `TorchFunctionMode`, which notes its tensor
+  arguments and their versions, generators, and what is about to be changed in place;
+- the autograd graph of the step says which of them carry a gradient: a leaf that is none of the step's arguments, or an
+  edge to a node made before the step (`_sequence_nr` counts nodes in the order they are made, per thread);
+- arrays report their own use (`Captures.inside`).
+
+A tensor met as an argument and made by no function of the step is a capture if somebody still holds it when the step is
+over. What a custom autograd function returned looks the same until then, so it is only held weakly.
+
+Private names of torch, tried with 2.13: `torch.autograd._get_sequence_nr`, `Node._sequence_nr`,
+`torch._C.DisableTorchFunction`.
+"""
+
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tensorloop._active import here
+from tensorloop._array_buffer import Buffer
+from tensorloop._checks import describe
+from tensorloop._tape import CapturedArray
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"})
+_KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
+_STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
+
+
+class Met(NamedTuple):
+    """A tensor that the body closes over, and what its version was."""
+
+    tensor: Callable[[], Tensor | None]
+    version: int | None
+
+
+class Captures(TorchFunctionMode):
+    """The captures of one checkpointed loop."""
+
+    def __init__(self, name: str, serial: int) -> None:
+        super().__init__()
+        self.name, self.serial = name, serial
+        self.outer = here.notes
+        self.met: dict[int, Met] = {}
+        self.recorded: dict[int, Tensor] = {}  # those that get a gradient, in the order they were met
+        self.arrays: dict[int, CapturedArray] = {}  # by the id of the buffer
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # by the body: tensor, its values before
+        self.calls = array("q")  # torch functions called in each step that gave a tensor
+        self.replaying = False
+        self.step = 0
+        self._seen: dict[int, Tensor] = {}  # arguments, results and captures of this step
+        self._fresh: list[tuple[weakref.ref[Tensor], int | None]] = []
+        self._candidates: list[tuple[Tensor, int | None]] = []
+        self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
+        self._count = 0
+        self._first = 0
+
+    # -- while the body runs
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes what is used inside."""
+        outer, here.notes = here.notes, self
+        try:
+            with self:
+                yield
+        finally:
+            here.notes = outer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen = self._seen
+        for x in args:
+            if isinstance(x, Tensor):
+                if id(x) not in seen:
+                    self._meet(x)
+            elif not isinstance(x, (int, float, str)) and x is not None:
+                self._look_into(x)
+        if kwargs:
+            self._look_into(kwargs.values())
+        else:
+            kwargs = {}
+        if _may_write(func) or "out" in kwargs:
+            self._before_write(args, kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self._count += 1
+            seen[id(out)] = out
+        elif isinstance(out, (tuple, list)):
+            for x in out:
+                if isinstance(x, Tensor):
+                    seen[id(x)] = x
+        return out
+
+    def _look_into(self, x: Any) -> None:
+        if isinstance(x, Tensor):
+            if id(x) not in self._seen:
+                self._meet(x)
+        elif isinstance(x, torch.Generator):
+            self.generators.setdefault(id(x), (x, x.get_state()))
+        elif isinstance(x, Iterable) and not isinstance(x, str):
+            for y in x:
+                self._look_into(y)
+
+    def _meet(self, x: Tensor) -> None:
+        self._seen[id(x)] = x
+        met = self.met.get(id(x))
+        if met is None or met.tensor() is not x:
+            self._candidates.append((x, None if x.is_inference() else x._version))
+
+    def _before_write(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        fresh = {id(x) for x, _ in self._candidates}
+        for x in (*args, *kwargs.values()):
+            if not isinstance(x, Tensor) or x.requires_grad or id(x) in self.changed:
+                continue
+            if id(x) in self.met:
+                self.changed[id(x)] = (x, x.detach().clone())
+            elif id(x) in fresh:
+                self._written.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
+
+    def inside(
+        self, buffer: Buffer, method: Callable[Concatenate[Buffer, _P], _R], *args: _P.args, **kwargs: _P.kwargs
+    ) -> _R:
+        """Carries out a method of an array that the body uses; one made outside the loop is a capture."""
+        with torch._C.DisableTorchFunction():
+            self.meet_array(buffer)
+            return method(buffer, *args, **kwargs)
+
+    def meet_array(self, buffer: Buffer) -> None:
+        if self.outer is not None:
+            self.outer.meet_array(buffer)
+        if buffer.born < self.serial and id(buffer) not in self.arrays:
+            if self.replaying:
+                raise RuntimeError(f"{self.name}: step {self.step} reads an array in its replay that it did not read before")
+            outer, here.notes = here.notes, None
+            try:
+                captured = self.arrays[id(buffer)] = CapturedArray(buffer, self.name)
+            finally:
+                here.notes = outer
+            captured.enter()
+
+    # -- around one step
+
+    def begin_step(self, step: int, arguments: Iterable[Any]) -> None:
+        """Before the condition and the body of a step, whose arguments these are."""
+        self.settle()
+        self.step, self._count = step, 0
+        self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        self._seen = {id(x): x for x in arguments if isinstance(x, Tensor)}
+
+    def forget_condition(self) -> None:
+        """What only a condition used need not stay as it was: it is not asked again."""
+        self._count, self._candidates = 0, []
+
+    def end_step(self, outputs: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
+        """After the body of a step: what of its use stays to be known. In the sweep, finds the captures with gradient."""
+        if self.replaying:
+            self._check_count()
+        else:
+            self.calls.append(self._count)
+            self._find_recorded(outputs, {id(x) for x in arguments})
+        self._check_versions()
+        self._fresh = [
+            (weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded
+        ]
+        self._seen, self._candidates = {}, []
+
+    def settle(self) -> None:
+        """After everything of a step is gone: what is left of what it met was not its own."""
+        for reference, version in self._fresh:
+            x = reference()
+            if x is not None:
+                self._keep(x, version)
+        for key, (reference, before) in self._written.items():
+            if (x := reference()) is not None:
+                self.changed[key] = (x, before)
+        self._fresh, self._written = [], {}
+
+    def _keep(self, x: Tensor, version: int | None) -> None:
+        if id(x) in self.met and self.met[id(x)].tensor() is x:
+            return
+        if self.replaying:
+            raise RuntimeError(
+                f"{self.name}: step {self.step} used {describe(x)} in its replay, which the forward pass did not use; "
+                f"a body must close over the same tensors until backward has run"
+            )
+        self.met[id(x)] = Met(weakref.ref(x), version)
+
+    def _check_count(self) -> None:
+        before = self.calls[self.step]
+        if self._count != before:
+            raise RuntimeError(
+                f"{self.name}: step {self.step} did not repeat itself: it made {before} tensors in the "
+                f"forward pass and {self._count} in its replay; a body must depend on nothing that changes in between"
+            )
+
+    def _check_versions(self) -> None:
+        for key, met in self.met.items():
+            x = met.tensor()
+            if x is not None and met.version is not None and x._version != met.version and key not in self.changed:
+                raise RuntimeError(
+                    f"{self.name}: {describe(x)}, which the body closes over, was changed in place "
+                    f"(seen at step {self.step}, {'in backward' if self.replaying else 'in the forward pass'}); "
+                    f"put it in the carry, or change it after backward"
+                )
+
+    # -- the graph of a step
+
+    def _find_recorded(self, outputs: Iterable[Tensor], arguments: set[int]) -> None:
+        edges: dict[Any, Tensor] | None = None
+        visited: set[Any] = set()
+        stack: list[Any] = []
+        for out in outputs:
+            if out.grad_fn is None:
+                if id(out) not in arguments:
+                    self._record(out)
+            elif self._is_older(out.grad_fn):
+                self._record(out)
+            else:
+                stack.append(out.grad_fn)
+        while stack:
+            node = stack.pop()
+            if node in visited:
+                continue
+            visited.add(node)
+            for below, number in node.next_functions:
+                if below is None or below in visited:
+                    continue
+                if type(below).__name__ == "AccumulateGrad":
+                    visited.add(below)
+                    if id(below.variable) not in arguments:
+                        self._record(below.variable)
+                elif self._is_older(below):
+                    edges = edges or self._edges()
+                    if (below, number) not in edges:
+                        raise RuntimeError(
+                            f"{self.name}: step {self.step} depends on the result of {below.name()}, a tensor that no "
+                            f"torch function of the body was given; pass it in the carry, or use it in an operation"
+                        )
+                    self._record(edges[below, number])
+                else:
+                    stack.append(below)
+
+    def _is_older(self, node: Any) -> bool:
+        return node._sequence_nr() < self._first
+
+    def _edges(self) -> dict[Any, Tensor]:
+        known = [x for x, _ in self._candidates] + list(self.recorded.values())
+        known += [x for x in self._seen.values() if x.requires_grad]
+        return {(x.grad_fn, x.output_nr): x for x in known if x.grad_fn is not None}
+
+    def _record(self, x: Tensor) -> None:
+        if id(x) not in self.recorded:
+            self.recorded[id(x)] = x
+            version = next((v for y, v in self._candidates if y is x), x._version)
+            self.met[id(x)] = Met(lambda: x, version)
+
+    # -- in backward
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Replays: captured arrays as they were, captured tensors unchanged, their hooks silent."""
+        self.settle()
+        self.replaying = True
+        self._check_versions()
+        now = [(x, x.detach().clone()) for x, _ in self.changed.values()]
+        try:
+            for captured in self.arrays.values():
+                captured.enter()
+            with silent(self.recorded.values()):
+                yield
+            self.settle()
+        finally:
+            self.replaying = False
+            self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}
+            for captured in self.arrays.values():
+                captured.leave()
+            for x, values in now:
+                x.data.copy_(values)
+
+    def end_sweep(self) -> None:
+        """The arrays that were met are the caller's again."""
+        for captured in self.arrays.values():
+            captured.leave()
+
+    def buffers(self) -> dict[int, Tensor]:
+        """The values now of what the body changes, for a snapshot."""
+        return {key: x.detach().clone() for key, (x, _) in self.changed.items()}
+
+    def set_buffers(self, values: dict[int, Tensor]) -> None:
+        """Puts back the values of a snapshot; what was changed later only has those of before."""
+        for key, (x, before) in self.changed.items():
+            x.data.copy_(values.get(key, before))
+
+
+@contextmanager
+def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """No hook of these tensors runs, and no `.grad` is kept: backward will call them once, with the sum."""
+    hooked = [(x._backward_hooks, dict(x._backward_hooks)) for x in tensors if x._backward_hooks]
+    kept = [(x, x.grad) for x in tensors if not x.is_leaf and x.retains_grad]
+    try:
+        for hooks, _ in hooked:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, saved in hooked:
+            hooks.update(saved)
+        for x, grad in kept:
+            x.grad = grad
+
+
+def _may_write(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        return name not in _KEEPS
+    return name in _WRITES or name.endswith(_STATISTICS)

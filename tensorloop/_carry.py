@@ -1,0 +1,155 @@
+"""The carry of a loop: what may be in it, that it stays what it was, and the message when it does not.
+
+A carry is a pytree whose leaves are tensors (shape, dtype and device stay), TensorArrays (dtype, device and element
+shape stay, once known), Python numbers (the type stays: an int remains an int), None, or any other object (its type
+stays).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import _tree
+from tensorloop.tensor_array import TensorArray
+
+
+def describe(leaf: Any) -> str:
+    """A leaf in a few words, as it stands in a diff."""
+    if isinstance(leaf, Tensor):
+        return f"Tensor {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
+    if isinstance(leaf, TensorArray):
+        return f"TensorArray of {leaf.element_shape} {str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
+    return "None" if leaf is None else type(leaf).__name__
+
+
+class Carry:
+    """The structure and leaves that a carry must keep, learnt from `init`."""
+
+    __slots__ = ("kinds", "leaves", "name", "tree")
+
+    def __init__(self, init: Any, name: str) -> None:
+        self.name = name
+        self.tree = _tree.Tree(init)
+        leaves = self.tree.flatten(init)
+        assert leaves is not None
+        self.expect(leaves)
+
+    def expect(self, leaves: Sequence[Any]) -> None:
+        """From now on, leaves like these."""
+        self.leaves = [describe(x) for x in leaves]
+        self.kinds = [
+            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else _facts(x) if type(x) is TensorArray else type(x)
+            for x in leaves
+        ]
+
+    def check(self, tree: Any, step: int) -> list[Any]:
+        """The leaves of what the body returned at `step`, or a TypeError that lists all that differs."""
+        leaves = self.tree.flatten(tree)
+        if leaves is None:
+            raise TypeError(self._structure_message(tree, step))
+        kinds = self.kinds
+        for i, x in enumerate(leaves):
+            kind = kinds[i]
+            if type(kind) is tuple:
+                if isinstance(x, Tensor):
+                    if x.shape == kind[0] and x.dtype is kind[1] and x.device == kind[2]:
+                        continue
+                elif type(x) is TensorArray and self._array_fits(i, x):
+                    continue
+            elif type(x) is kind:
+                continue
+            raise TypeError(self._leaves_message(leaves, step))
+        return leaves
+
+    def _array_fits(self, i: int, array: TensorArray) -> bool:
+        old, new = self.kinds[i], _facts(array)
+        if old == new:
+            return True
+        if not _refines(old, new):
+            return False
+        self.kinds[i] = new
+        self.leaves[i] = describe(array)
+        return True
+
+    def _differs(self, i: int, x: Any) -> bool:
+        kind = self.kinds[i]
+        if isinstance(x, Tensor):
+            return (x.shape, x.dtype, x.device) != kind
+        if type(x) is TensorArray:
+            return type(kind) is not tuple or not _refines(kind, _facts(x))
+        return type(x) is not kind
+
+    def _structure_message(self, tree: Any, step: int) -> str:
+        was, now = dict(zip(self.tree.paths, self.leaves, strict=True)), _tree.leaves_with_paths(tree)
+        here = {path: describe(leaf) for path, leaf in now}
+        lines = [f"  - carry{path}: {was[path]}" for path in was if path not in here]
+        lines += [f"  + carry{path}: {here[path]}" for path in here if path not in was]
+        structures = f"  - {self.structure}\n  + {_tree.structure(tree)}"
+        return (
+            f"{self.name}: the body returned a carry of another structure at step {step}:\n{structures}\n"
+            + "\n".join(lines)
+            + "\nReturn the same containers with the same keys as in init."
+        )
+
+    @property
+    def structure(self) -> str:
+        return _tree.structure(self.tree.unflatten([None] * self.tree.size))
+
+    def _leaves_message(self, leaves: Sequence[Any], step: int) -> str:
+        lines, hints = [], set[str]()
+        for i, x in enumerate(leaves):
+            if self._differs(i, x):
+                path = self.tree.paths[i]
+                lines += [f"  - carry{path}: {self.leaves[i]}", f"  + carry{path}: {describe(x)}"]
+                hints.add(_hint(self.leaves[i], self.kinds[i], x))
+        return (
+            f"{self.name}: the body changed the carry at step {step} (- what was, + what it returned):\n"
+            + "\n".join(lines)
+            + "\n"
+            + " ".join(sorted(hints))
+        )
+
+
+def _facts(array: TensorArray) -> tuple[Any, ...]:
+    return TensorArray, array.element_shape, array.dtype, array.device
+
+
+def _refines(old: Any, new: Any) -> bool:
+    """Whether the facts of an array agree where both are known."""
+    if len(old) != 4 or any(a is not None and a != b for a, b in zip(old[2:], new[2:], strict=True)):
+        return False
+    if old[1] is None or new[1] is None:
+        return old[1] is None
+    return len(old[1]) == len(new[1]) and all(a is None or a == b for a, b in zip(old[1], new[1], strict=True))
+
+
+def _hint(was: str, kind: Any, x: Any) -> str:
+    if kind in (int, float, bool, complex):
+        wanted = "torch.tensor(...)" if isinstance(x, Tensor) else type(x).__name__
+        return f"A Python number keeps its type: begin with a {wanted} in init, or convert what the body returns."
+    if type(kind) is tuple and isinstance(x, Tensor) and len(kind) == 3 and kind[0] == x.shape:
+        return "Convert with .to(...) in the body, or begin with that dtype and device in init."
+    if type(kind) is tuple and isinstance(x, Tensor):
+        return "A carry keeps its shape: begin with that shape in init, or let a TensorArray grow."
+    return "Return leaves of the same kind as in init."
+
+
+def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str) -> None:
+    """Raises unless every tensor of rank 1 or more, and every element of an array, has `rows` leading rows."""
+    for path, x in zip(paths, leaves, strict=True):
+        shape = x.shape if isinstance(x, Tensor) else x.element_shape if isinstance(x, TensorArray) else None
+        # A 0-d tensor is shared by all rows; the elements of an array never are.
+        if shape is None or (isinstance(x, Tensor) and not shape):
+            continue
+        if not shape or shape[0] not in (rows, None):
+            raise ValueError(
+                f"{name}: cond_fn gave a bool for each of {rows} rows, but {what}{path} is {describe(x)}; "
+                f"give it {rows} leading rows, or make it 0-d where all rows share it"
+            )
+
+
+def dtype_of_number(x: Any) -> torch.dtype:
+    """The dtype of the tensor that Python numbers like `x` become."""
+    return torch.tensor(x).dtype

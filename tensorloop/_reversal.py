@@ -1,0 +1,203 @@
+"""One backward pass through a checkpointed loop: replays its steps in reverse, each differentiated on its own.
+
+For each step there is the gradient of the state after it (`after`: a tensor, or None) and of each array (its gradient
+buffer, the same one from step to step, changed in place by the nodes of `_array_grad`). One call of
+`torch.autograd.grad` turns them into those before it, and adds what the step gave to xs, captures and captured arrays.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import schedule
+from tensorloop._snapshots import Kept, State, fed
+from tensorloop._stand_ins import escaped
+from tensorloop.tensor_array import TensorArray
+
+
+class Sum:
+    """A running sum that writes only into tensors of its own: a gradient that comes in may be held elsewhere."""
+
+    __slots__ = ("mine", "value")
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self.mine = False
+
+    def add(self, x: Tensor | None) -> None:
+        if x is None:
+            return
+        if self.value is None:
+            self.value = x
+        elif self.mine:
+            self.value.add_(x)
+        else:
+            self.value, self.mine = self.value + x, True
+
+
+class Reversal:
+    """Gradients of the outputs of a record in, those of its inputs out."""
+
+    def __init__(self, record: Any, grads: Sequence[Tensor | None]) -> None:
+        self.record = record
+        self.after: dict[int, Tensor] = {}  # gradient of the state after the step at hand, by place
+        self.ys: dict[int, Tensor] = {}
+        self.pieces: dict[tuple[int, int], Tensor] = {}
+        for place, grad in zip(record.output_places, grads, strict=True):
+            if grad is not None:
+                self._begin(place, grad)
+        self.xs = [None if x is None or not x.requires_grad else torch.zeros_like(x) for x, _ in record.xs]
+        self.sums = [Sum() for _ in record.recorded]
+        self.arrays: list[Tensor | None] = [None] * len(record.arrays)
+
+    def _begin(self, place: tuple[Any, ...], grad: Tensor) -> None:
+        kind, number = place[0], place[1]
+        if kind == "y":
+            self.ys[number] = grad.movedim(self._steps_dim(grad), 0)
+        elif kind == "piece":
+            self.pieces[number, place[2]] = grad
+        else:
+            self.after[number] = grad
+
+    def _steps_dim(self, grad: Tensor) -> int:
+        from tensorloop._ys import place
+
+        return place(self.record.dim, grad.dim() - 1)
+
+    def run(self) -> list[Tensor | None]:
+        """Carries out the schedule; the gradient of each input of the node."""
+        record = self.record
+        if 0 not in record.snapshots:
+            record.second_sweep()
+        state: State = []
+        step = record.steps
+        try:
+            for action in record.schedule.reverse(record.steps, sorted(record.snapshots)):
+                if isinstance(action, schedule.Restore):
+                    state = record.restore(action.step)
+                elif isinstance(action, schedule.Advance):
+                    for step in range(action.start, action.stop):
+                        state = record.advance(step, state)
+                elif isinstance(action, schedule.Snapshot):
+                    state = record.keep(action.step, state)
+                elif isinstance(action, schedule.Drop):
+                    record.drop(action.step)
+                else:
+                    step = action.step
+                    self._reverse(step, state)
+                    state = []
+        except BaseException as error:
+            error.add_note(f"raised in the replay of step {step} of {record.name}")
+            record.snapshots.clear()  # another backward begins with another sweep
+            raise
+        return self._found()
+
+    def _found(self) -> list[Tensor | None]:
+        record = self.record
+        grads = [self.after.get(i) for i, _ in record.inits]
+        grads += [self.after.get(i) for i, _ in record.first]
+        grads += [x for x in self.xs if x is not None]
+        grads += self.arrays
+        return grads + [s.value for s in self.sums]
+
+    def _reverse(self, t: int, state: State) -> None:
+        """Runs step t with residuals and differentiates it."""
+        record = self.record
+        captures = record.captures
+        leaves, recorded, tokens = fed(state)
+        row = record.row(t)
+        rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
+        captures.begin_step(t, [*leaves, *row])
+        record.draw_again(t, leaves)
+        captures.forget_condition()
+        with record.standing_in():
+            new, y = record.loop.step(t, leaves, row)
+        outputs, grads = self._outputs(t, new, y, state)
+        captures.end_step((), ())
+        inputs = [*recorded, *tokens]
+        outside = [record.replaced.get(id(x), x) for x in record.recorded]
+        stands = [a.stand_in for a in record.arrays]
+        after: dict[int, Tensor] = {}
+        if outputs:
+            self._check_escapes(outputs)
+            wanted = [x for _, x in inputs] + [x for _, x in rows] + outside + stands
+            found = iter(_grad(outputs, wanted, grads))
+            for i, _ in inputs:
+                if (grad := next(found)) is not None:
+                    after[i] = grad
+            for k, _ in rows:
+                self._add_row(k, t, next(found))
+            for total in self.sums:
+                total.add(next(found))
+            for number in range(len(self.arrays)):
+                grad = next(found)
+                self.arrays[number] = self.arrays[number] if grad is None else grad
+        self.after = after
+
+    def _outputs(self, t: int, new: Sequence[Any], y: Any, before: State) -> tuple[list[Tensor], list[Tensor]]:
+        """What the step gave that has a gradient, and that gradient."""
+        record = self.record
+        outputs: list[Tensor] = []
+        grads: list[Tensor] = []
+
+        def put(output: Any, grad: Tensor | None) -> None:
+            if grad is not None and isinstance(output, Tensor) and output.requires_grad:
+                outputs.append(output)
+                grads.append(grad)
+
+        pieces = record.take_pieces()
+        for i, x in enumerate(new):
+            if isinstance(x, TensorArray):
+                store = x._store
+                if store is not None:
+                    store.flush(record.name)
+                    put(getattr(store, "token", None), self.after.get(i))
+            else:
+                put(x, self.after.get(i))
+        if record.loop.outputs is not None:
+            leaves = record.loop.outputs.leaves_of(y, t)
+            place = record.loop.slices.index(t) if not record.loop.slices.reverse else t
+            for k, leaf in enumerate(leaves):
+                if k in self.ys:
+                    put(leaf, self.ys[k][self._y_index(t)])
+        for number, (step, _, _) in enumerate(record.pieces):
+            if step == t:
+                for k, x in enumerate(pieces[0][1]):
+                    put(x, self.pieces.get((number, k)))
+        for number, captured in enumerate(record.captures.arrays.values()):
+            token = captured.end_step()
+            if captured in record.arrays and token is not captured.stand_in:
+                put(token, self.arrays[record.arrays.index(captured)])
+        return outputs, grads
+
+    def _y_index(self, t: int) -> int:
+        """The place of step t in ys, which have only the steps taken."""
+        return self.record.steps - 1 - t if self.record.loop.slices.reverse else t
+
+    def _add_row(self, k: int, t: int, grad: Tensor | None) -> None:
+        total = self.xs[k]
+        if grad is not None and total is not None:
+            dim = self.record.xs[k][1]
+            total.select(dim, self.record.loop.slices.index(t)).copy_(grad)
+
+    def _check_escapes(self, outputs: Sequence[Tensor]) -> None:
+        record = self.record
+        if record.replaced:
+            nodes = {x.grad_fn for x in record.recorded if id(x) in record.replaced}
+            if escaped(outputs, nodes, set()):
+                raise RuntimeError(
+                    f"{record.name}: the body closes over a tensor and over one computed from it, and gives the latter "
+                    f"to a custom autograd function; pass it in the carry"
+                )
+
+
+def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not inputs:
+        return []
+    return torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+
+
+def kept_values(state: State) -> list[Tensor]:
+    return [x.values for x in state if type(x) is Kept]

@@ -1,0 +1,165 @@
+"""Rows that stop on their own: which ones run at a step, frozen values, and leaving the batch.
+
+A stopped row keeps its carry exactly. The body still gets an input for it, as the batch is one tensor: the input of
+that row's last real step, cut from the graph. So what the body computes there is finite where the row's own steps were,
+its gradient is zero times something finite, and `torch.where` saves a bool a row and not a value.
+
+The state of such a loop is its carry followed by those inputs (`last`), in the same order. With `compact=True` the rows
+that have stopped leave the batch whenever they are a quarter of it: a *cut*, made before a step. Rows still in the
+batch have *ids*, their places in the full batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop import _modes
+from tensorloop.tensor_array import TensorArray
+
+
+class Cut(NamedTuple):
+    """Before `step`, the batch keeps the rows at `kept` and loses those at `ended` (places in the batch)."""
+
+    step: int
+    kept: Tensor
+    ended: Tensor
+    ids: Tensor  # of the rows kept
+
+
+class Rows:
+    """Which rows run at which step. `steps` counts those that each row of the full batch has taken."""
+
+    def __init__(self, first: Tensor, compact: bool) -> None:
+        self.compact = compact
+        self.size = len(first) if first.dim() else None
+        self.batched = _modes.is_batched(first)  # under vmap: the mask is only ever used by `where`
+        self.steps = torch.zeros_like(first, dtype=torch.int64)
+        self.cuts: list[Cut] = []
+        self._current: tuple[int, Tensor, bool] = (-1, first, False)
+
+    def begin_step(self, t: int, cond: Tensor) -> bool:
+        """Takes what `cond_fn` said before step t; whether any row runs on."""
+        old = self._current
+        active = cond if old[0] < 0 else cond & old[1]
+        numbers = _modes.numbers(active)
+        running = int(numbers.sum())
+        if not running:
+            return False
+        ids = self.ids_at(t)
+        self.steps = self.steps + active if ids is None else self.steps.index_add(0, ids, active.to(torch.int64))
+        every = running == numbers.numel()
+        self._current = (t, active, every)
+        if self.compact and not self.batched and 4 * (len(active) - running) >= len(active):
+            kept = active.nonzero().squeeze(1)
+            ended = (~active).nonzero().squeeze(1)
+            self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
+            self._current = (t, active[kept], True)
+        return True
+
+    def cut_at(self, t: int) -> Cut | None:
+        """The cut made before step t."""
+        return next((cut for cut in reversed(self.cuts) if cut.step == t), None)
+
+    def cuts_until(self, t: int) -> int:
+        """How many cuts were made before step t or earlier."""
+        return sum(cut.step <= t for cut in self.cuts)
+
+    def ids_at(self, t: int) -> Tensor | None:
+        """The rows in the batch at step t, None for all of them."""
+        return next((cut.ids for cut in reversed(self.cuts) if cut.step <= t), None)
+
+    def mask_at(self, t: int) -> tuple[Tensor, bool]:
+        """The rows of the batch that run at step t, and whether they all do."""
+        if self._current[0] != t:
+            ids = self.ids_at(t)
+            active = (self.steps if ids is None else self.steps[ids]) > t
+            self._current = (t, active, bool(_modes.numbers(active).all()))
+        return self._current[1], self._current[2]
+
+    def holds(self, leaf: Any) -> bool:
+        """Whether a leaf has rows: not a shared one, nor an array, which masks its own writes."""
+        return isinstance(leaf, Tensor) and (self.size is None or leaf.dim() > 0)
+
+
+def spread(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask, (B,) or 0-d, shaped to broadcast over (B, *F)."""
+    return mask.view((*mask.shape, *[1] * (like.dim() - mask.dim())))
+
+
+def first_inputs(rows: Rows, carry: Sequence[Any]) -> list[Any]:
+    """`last` before the first step: a running row's values, for rows that never run."""
+    mask, _ = rows.mask_at(0)
+    if rows.size is None or rows.batched:
+        return [x.detach() if rows.holds(x) else None for x in carry]
+    row = mask.to(torch.uint8).argmax()
+    return [x.detach().index_select(0, row.expand(len(x))) if rows.holds(x) else None for x in carry]
+
+
+def inputs(rows: Rows, t: int, carry: Sequence[Any], last: Sequence[Any]) -> list[Any]:
+    """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
+    mask, every = rows.mask_at(t)
+    for x in carry:
+        if isinstance(x, TensorArray):
+            x._mask = None if every else mask
+    if every:
+        return list(carry)
+    return [torch.where(spread(mask, x), x, y) if rows.holds(x) else x for x, y in zip(carry, last, strict=True)]
+
+
+def frozen(rows: Rows, t: int, old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """The carry after step t: new in the rows that ran, old in the others."""
+    mask, every = rows.mask_at(t)
+    for x in new:
+        if isinstance(x, TensorArray):
+            x._mask = None
+    if every:
+        return list(new)
+    return [torch.where(spread(mask, x), x, y) if rows.holds(x) else x for x, y in zip(new, old, strict=True)]
+
+
+def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
+    """These rows of every leaf that has them; tensors of rank below `rank` have none."""
+    return [_select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank) else x for x in leaves]
+
+
+def _has_rows(x: Any, rank: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() >= rank
+
+
+def _select(x: Any, index: Tensor) -> Any:
+    if isinstance(x, Tensor):
+        return x.index_select(0, index)
+    return x if x._store is None else _rebuilt(x, x.stack().index_select(1, index))
+
+
+def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
+    array = TensorArray.unstack(values)
+    array._capacity, array._born = like._capacity, like._born  # the loop's own stays so, the caller's too
+    return array
+
+
+def joined(pieces: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
+    """The carry of the full batch, from what left it, and at last stayed in it: (ids, leaves) of each piece."""
+    order = torch.cat([ids for ids, _ in pieces]).argsort()
+    columns = zip(*(leaves for _, leaves in pieces), strict=True)
+    return [_join(column, order) for column in columns]
+
+
+def _join(column: Sequence[Any], order: Tensor) -> Any:
+    whole = column[-1]
+    if isinstance(whole, Tensor) and whole.dim():
+        return torch.cat(list(column)).index_select(0, order)
+    if not isinstance(whole, TensorArray) or whole._store is None:
+        return whole
+    parts = [None if x._store is None else x.stack() for x in column]
+    rows = [_lengthened(x, len(whole)) for x in parts if x is not None]
+    return _rebuilt(whole, torch.cat(rows, 1).index_select(1, order))
+
+
+def _lengthened(values: Tensor, length: int) -> Tensor:
+    """(n, B, *F) with slots up to `length`, 0 in those that were begun after its rows had stopped."""
+    if len(values) == length:
+        return values
+    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

@@ -1,0 +1,77 @@
+"""Captures that lead to other captures: there a replay must not follow the outer graph, or a gradient counts twice.
+
+A body may close over `w` and over `v = f(w)`. Differentiating one step with regard to both would also find w through v,
+and the loop's node hands v's gradient on to f in any case. So v is replaced by a leaf in every torch function of such a
+replay. Only captures with another capture among their ancestors need it (an embedding shared with the encoder, say).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def entangled(recorded: Sequence[Tensor]) -> list[Tensor]:
+    """The captures above which, in the graph, there is another."""
+    if len(recorded) < 2:
+        return []
+    leaves = {id(x) for x in recorded if x.grad_fn is None}
+    nodes = {x.grad_fn for x in recorded if x.grad_fn is not None}
+    return [x for x in recorded if x.grad_fn is not None and _leads_to(x.grad_fn, leaves, nodes)]
+
+
+def _leads_to(start: Any, leaves: set[int], nodes: set[Any]) -> bool:
+    visited, stack = {start}, [start]
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is None or below in visited:
+                continue
+            if below in nodes or id(getattr(below, "variable", None)) in leaves:
+                return True
+            visited.add(below)
+            stack.append(below)
+    return False
+
+
+@contextmanager
+def stand_ins(replaced: dict[int, Tensor], recorded: Sequence[Tensor], name: str) -> Iterator[None]:
+    """Inside, every torch function gets the stand-ins for the tensors that have one."""
+    if not replaced:
+        yield
+        return
+    with _Replacing(replaced):
+        yield
+
+
+class _Replacing(TorchFunctionMode):
+    def __init__(self, replaced: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.replaced = replaced
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {key: self._swap(x) for key, x in (kwargs or {}).items()}
+        return func(*[self._swap(x) for x in args], **kwargs)
+
+    def _swap(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.replaced.get(id(x), x)
+        if type(x) in (tuple, list):
+            return type(x)(self._swap(y) for y in x)
+        return x
+
+
+def escaped(outputs: Sequence[Tensor], nodes: set[Any], arguments: set[int]) -> bool:
+    """Whether the graph of a step reaches one of `nodes`: a capture was used where no torch function saw it."""
+    visited: set[Any] = set()
+    stack = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in nodes:
+            return True
+        if node in visited:
+            continue
+        visited.add(node)
+        stack += [below for below, _ in node.next_functions if below is not None]
+    return False

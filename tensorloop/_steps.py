@@ -1,0 +1,206 @@
+"""One loop, step by step: what scan, while_loop, fori_loop and map have in common.
+
+The *state* of a loop is the flat list of its carry's leaves; where rows stop on their own, the inputs that stopped rows
+are given follow (`_rows`). `Loop.step` takes a state to the next one and is all that a checkpointed loop replays.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import _checks, _modes, _rows, _tree
+from tensorloop._carry import Carry, leading_rows
+from tensorloop._rows import Rows
+from tensorloop._xs import Slices
+from tensorloop._ys import Outputs
+from tensorloop.tensor_array import TensorArray
+
+# body(t, carry, row, context) -> (carry, y): the user's function, called as its loop calls it.
+Body = Callable[[int, Any, list[Any], tuple[Any, ...]], tuple[Any, Any]]
+State = list[Any]
+
+
+class Loop:
+    """A loop about to run, and what it has come to. `length` bounds the steps; None where nobody knows one."""
+
+    def __init__(self, name: str, body: Body, init: Any, length: int | None, context: Any = None) -> None:
+        self.name, self.body, self.length = name, body, length
+        self.carry = Carry(init, name)
+        self.slices: Slices | None = None
+        self.outputs: Outputs | None = None
+        self.cond: Callable[..., Any] | None = None  # asked before each step
+        self.until: Callable[..., Any] | None = None  # asked after each step
+        self.compact = False
+        self.rows: Rows | None = None
+        leaves = self.carry.tree.flatten(init)
+        assert leaves is not None
+        self.init: State = leaves
+        self.context_tree = None if context is None else _tree.Tree(context)
+        # The leaves of the context, and again after each cut.
+        self.contexts: list[list[Any]] = [[] if self.context_tree is None else self.context_tree.flatten(context) or []]
+        self.ended = False  # by `until`
+        self.pieces: list[tuple[Tensor, list[Any]]] = []  # of the carry: rows that left the batch
+        self.taken = 0  # steps
+
+    # -- whether to go on
+
+    def goes_on(self, t: int, state: State) -> bool:
+        """Whether step t is to be done. Called once before each step, in order."""
+        if self.ended or (self.length is not None and t >= self.length):
+            return False
+        if self.cond is None:
+            return True
+        with torch.no_grad():
+            answer = self.cond(self.tree_of(state), *self.context_at(t))
+        if self.rows is None and not self._by_row(answer):
+            return self.truth(answer, "cond_fn")
+        return self._rows_go_on(t, answer, state)
+
+    def asks_until(self, t: int, state: State) -> None:
+        """Asks `until` after step t."""
+        if self.until is not None:
+            with torch.no_grad():
+                self.ended = self.truth(self.until(self.tree_of(state), *self.context_at(t)), "until")
+
+    def truth(self, answer: Any, what: str) -> bool:
+        """The one bool that a condition gave, as Python's."""
+        if isinstance(answer, bool):
+            return answer
+        if isinstance(answer, Tensor) and answer.dtype is torch.bool and answer.dim() == 0:
+            if not _modes.is_batched(answer):
+                return bool(_modes.numbers(answer))
+            raise TypeError(f"{self.name}: {what} is batched by vmap; only while_loop stops each element on its own")
+        rows = " (or a (B,) bool tensor, one for each row)" if what == "cond_fn" else ""
+        raise TypeError(f"{self.name}: {what} must return a bool or a 0-d bool tensor{rows}, got {_said(answer)}")
+
+    def _by_row(self, answer: Any) -> bool:
+        if not isinstance(answer, Tensor) or answer.dtype is not torch.bool:
+            return False
+        return answer.dim() == 1 or (answer.dim() == 0 and _modes.is_batched(answer))
+
+    def _rows_go_on(self, t: int, answer: Any, state: State) -> bool:
+        if self.rows is None:
+            if t:
+                raise TypeError(f"{self.name}: cond_fn gave one bool before, and at step {t} {_said(answer)}")
+            if answer.dim():
+                leading_rows(state, self.carry.tree.paths, len(answer), self.name, "carry")
+                if self.context_tree is not None and self.compact:
+                    leading_rows(self.contexts[0], self.context_tree.paths, len(answer), self.name, "context")
+            self.rows = Rows(answer, self.compact)
+        size = () if self.rows.size is None else (self._batch(t, state),)
+        if not self._by_row(answer) or tuple(answer.shape) != size:
+            raise TypeError(f"{self.name}: cond_fn must return a bool tensor of shape {size} again, got {_said(answer)}")
+        if not self.rows.begin_step(t, answer):
+            return False
+        if (cut := self.rows.cut_at(t)) is not None:
+            self.contexts.append(_rows.select(self.contexts[-1], cut.kept))
+        return True
+
+    def _batch(self, t: int, state: State) -> int:
+        assert self.rows is not None and self.rows.size is not None
+        ids = self.rows.ids_at(t)
+        return self.rows.size if ids is None else len(ids)
+
+    # -- one step
+
+    def begin(self) -> State:
+        """The first state, which a body may change without the caller seeing it."""
+        return [own(x) for x in self.init]
+
+    def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
+        """Step t: the next state and y."""
+        if self.rows is None:
+            carry, y = self.body(t, self.carry.tree.unflatten(state), row, self.context_at(t))
+            return self.carry.check(carry, t), y
+        return self._masked_step(t, state, row)
+
+    def _masked_step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
+        rows, n = self.rows, self.carry.tree.size
+        assert rows is not None
+        carry, last = state[:n], state[n:] or _rows.first_inputs(rows, state)
+        if (cut := rows.cut_at(t)) is not None:
+            carry, last = self._without_ended(cut, carry, last, t)
+        if rows.cuts:
+            self.carry.expect(carry)
+        fed = _rows.inputs(rows, t, carry, last)
+        carry_tree, y = self.body(t, self.carry.tree.unflatten(fed), row, self.context_at(t))
+        new = self.carry.check(carry_tree, t)
+        last = [x.detach() if rows.holds(x) else None for x in fed]
+        return _rows.frozen(rows, t, carry, new) + last, y
+
+    def _without_ended(self, cut: _rows.Cut, carry: State, last: State, t: int) -> tuple[State, State]:
+        assert self.rows is not None
+        ids = self.rows.ids_at(t - 1)
+        self.pieces.append((cut.ended if ids is None else ids[cut.ended], _rows.select(carry, cut.ended)))
+        carry, last = _rows.select(carry, cut.kept), _rows.select(last, cut.kept)
+        return carry, last
+
+    # -- what the functions get, and the result
+
+    def tree_of(self, state: State) -> Any:
+        """The carry in a state, as the user's tree."""
+        return self.carry.tree.unflatten(state)
+
+    def context_at(self, t: int) -> tuple[Any, ...]:
+        """The context at step t, as further arguments: none, or one."""
+        if self.context_tree is None:
+            return ()
+        cuts = 0 if self.rows is None else self.rows.cuts_until(t)
+        return (self.context_tree.unflatten(self.contexts[cuts]),)
+
+    def row(self, t: int) -> list[Any]:
+        return [] if self.slices is None else self.slices.row(t)
+
+    def finish(self, state: State) -> Any:
+        """The carry that the caller gets, of all rows."""
+        if not self.taken:
+            return self.carry.tree.unflatten([copy.copy(x) if isinstance(x, TensorArray) else x for x in self.init])
+        leaves = state[: self.carry.tree.size]
+        if self.pieces:
+            assert self.rows is not None
+            ids = self.rows.ids_at(self.taken)
+            assert ids is not None
+            leaves = _rows.joined([*self.pieces, (ids, leaves)])
+        return self.carry.tree.unflatten(leaves)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Says in which step an error was raised."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"raised in step {self.taken} of {self.name}")
+            raise
+
+
+def run(loop: Loop, progress: Any) -> Any:
+    """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept."""
+    state = loop.begin()
+    slices, outputs = loop.slices, loop.outputs
+    with loop.counted():
+        while loop.goes_on(loop.taken, state):
+            t = loop.taken
+            state, y = loop.step(t, state, loop.row(t))
+            if outputs is not None:
+                outputs.add(y, t)
+            if slices is not None:
+                slices.check_unchanged(t)
+            loop.asks_until(t, state)
+            loop.taken += 1
+            progress.update()
+    return loop.finish(state)
+
+
+def own(x: Any) -> Any:
+    """A leaf of the loop's own, equal to the caller's."""
+    if isinstance(x, Tensor):
+        return x.clone()
+    return copy.copy(x) if isinstance(x, TensorArray) else x
+
+
+def _said(answer: Any) -> str:
+    return _checks.describe(answer)

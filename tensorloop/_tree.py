@@ -1,0 +1,149 @@
+"""Pytrees: a structure learnt once from one tree, then applied to many at little cost.
+
+The registry of node types is torch's (dict, list, tuple, namedtuple, and what users register, dataclasses among them);
+None and everything unregistered is a leaf. torch's own `tree_flatten` costs 10 us for a small tree, at every step of a
+loop; a `Tree` compiles the structure into nested closures instead. Private name of torch, tried with 2.13:
+`torch.utils._pytree` (`SUPPORTED_NODES`, `tree_flatten_with_path`, `keystr`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils import _pytree
+
+Flatten = Callable[[Any, list[Any]], bool]
+Unflatten = Callable[[Sequence[Any], int], tuple[Any, int]]
+
+
+class Tree:
+    """The structure of one pytree: flattens trees of the same structure, and builds them from leaves."""
+
+    __slots__ = ("_flatten", "_unflatten", "paths", "size", "spec")
+
+    def __init__(self, example: Any) -> None:
+        with_path, self.spec = _pytree.tree_flatten_with_path(example)
+        self.paths = [_pytree.keystr(path) for path, _ in with_path]
+        self.size = len(self.paths)
+        self._flatten, self._unflatten = _compiled(example, self.spec)
+
+    def flatten(self, tree: Any) -> list[Any] | None:
+        """The leaves of `tree`, or None where its structure is another."""
+        leaves: list[Any] = []
+        return leaves if self._flatten(tree, leaves) else None
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The tree of these leaves, `size` of them."""
+        return self._unflatten(leaves, 0)[0]
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """(path, leaf) of every leaf, a path as in Python source: `['state'][0]`."""
+    return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(tree)[0]]
+
+
+def structure(tree: Any) -> str:
+    """The structure of a tree in a line: its containers, with `*` for each leaf."""
+    return str(_pytree.tree_map(_Star, tree))
+
+
+class _Star:
+    def __init__(self, leaf: Any) -> None: ...
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+def _compiled(example: Any, spec: Any) -> tuple[Flatten, Unflatten]:
+    if spec.is_leaf():
+        return _flatten_leaf, _unflatten_leaf
+    kind = type(example)
+    children = _children(example)
+    parts = [_compiled(child, sub) for child, sub in zip(children, _subspecs(spec), strict=True)]
+    flattens, unflattens = [f for f, _ in parts], [u for _, u in parts]
+    build = _builder(example, spec)
+    if kind is dict:
+        return _dict_flatten(tuple(example), flattens), _unflatten_node(build, unflattens)
+    if isinstance(example, (tuple, list)):  # also a namedtuple
+        return _sequence_flatten(kind, flattens), _unflatten_node(build, unflattens)
+    return _node_flatten(spec, flattens), _unflatten_node(build, unflattens)
+
+
+def _subspecs(spec: Any) -> list[Any]:
+    return spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+
+
+def _children(node: Any) -> list[Any]:
+    return list(_pytree.SUPPORTED_NODES[_pytree._get_node_type(node)].flatten_fn(node)[0])
+
+
+def _builder(example: Any, spec: Any) -> Callable[[list[Any]], Any]:
+    kind = type(example)
+    if kind is tuple or kind is list:
+        return kind
+    if kind is dict:
+        keys = tuple(example)
+        return lambda children: dict(zip(keys, children, strict=True))
+    if isinstance(example, tuple):
+        return lambda children: kind(*children)
+    unflatten = _pytree.SUPPORTED_NODES[_pytree._get_node_type(example)].unflatten_fn
+    return lambda children: unflatten(children, spec.context)
+
+
+def _flatten_leaf(tree: Any, leaves: list[Any]) -> bool:
+    leaves.append(tree)
+    # A container where a leaf was: only containers can be of a registered type.
+    return type(tree) not in _pytree.SUPPORTED_NODES and not _is_namedtuple(tree)
+
+
+def _unflatten_leaf(leaves: Sequence[Any], i: int) -> tuple[Any, int]:
+    return leaves[i], i + 1
+
+
+def _is_namedtuple(tree: Any) -> bool:
+    return isinstance(tree, tuple) and hasattr(tree, "_fields")
+
+
+def _sequence_flatten(kind: type, flattens: list[Flatten]) -> Flatten:
+    size = len(flattens)
+
+    def flatten(tree: Any, leaves: list[Any]) -> bool:
+        if type(tree) is not kind or len(tree) != size:
+            return False
+        return all(flatten(child, leaves) for flatten, child in zip(flattens, tree, strict=True))
+
+    return flatten
+
+
+def _dict_flatten(keys: tuple[Any, ...], flattens: list[Flatten]) -> Flatten:
+    wanted = set(keys)
+
+    def flatten(tree: Any, leaves: list[Any]) -> bool:
+        if type(tree) is not dict or tree.keys() != wanted:
+            return False
+        return all(flatten(tree[key], leaves) for flatten, key in zip(flattens, keys, strict=True))
+
+    return flatten
+
+
+def _node_flatten(spec: Any, flattens: list[Flatten]) -> Flatten:
+    def flatten(tree: Any, leaves: list[Any]) -> bool:
+        if _pytree._get_node_type(tree) is not spec.type:
+            return False
+        children, context = _pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
+        children = list(children)
+        if context != spec.context or len(children) != len(flattens):
+            return False
+        return all(flatten(child, leaves) for flatten, child in zip(flattens, children, strict=True))
+
+    return flatten
+
+
+def _unflatten_node(build: Callable[[list[Any]], Any], unflattens: list[Unflatten]) -> Unflatten:
+    def unflatten(leaves: Sequence[Any], i: int) -> tuple[Any, int]:
+        children = []
+        for unflatten_child in unflattens:
+            child, i = unflatten_child(leaves, i)
+            children.append(child)
+        return build(children), i
+
+    return unflatten

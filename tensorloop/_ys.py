@@ -1,0 +1,145 @@
+"""What a scan collects: the outputs of all steps, stacked along one dim."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import _modes, _tree
+from tensorloop._carry import describe, dtype_of_number
+from tensorloop.tensor_array import TensorArray
+
+_NUMBERS = (bool, int, float, complex)
+
+
+class Outputs:
+    """The ys of a loop. The first step decides their structure, kinds and shapes."""
+
+    __slots__ = ("columns", "dim", "kinds", "length", "name", "stacked", "tree")
+
+    def __init__(self, dim: int, length: int | None, name: str) -> None:
+        self.dim, self.length, self.name = dim, length, name
+        self.tree: _tree.Tree | None = None
+        self.columns: list[Any] = []
+        self.kinds: list[Any] = []
+        self.stacked: list[Tensor | None] = []  # of a loop that was one node: its outputs
+
+    def add(self, y: Any, step: int) -> None:
+        """Takes the output of the next step."""
+        leaves = self.leaves_of(y, step)
+        for column, leaf in zip(self.columns, leaves, strict=True):
+            column.append(leaf)
+
+    def leaves_of(self, y: Any, step: int) -> list[Any]:
+        """The leaves of an output, checked against those of the first."""
+        tree = self.tree or self._begin(y)
+        leaves = tree.flatten(y)
+        if leaves is None:
+            raise TypeError(
+                f"{self.name}: the body returned a y of another structure at step {step}:\n"
+                f"  - {_tree.structure(tree.unflatten([None] * tree.size))}\n  + {_tree.structure(y)}\n"
+                f"Return the same containers at every step."
+            )
+        for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
+            if (leaf.shape, leaf.dtype, leaf.device) != kind if isinstance(leaf, Tensor) else type(leaf) is not kind:
+                was = kind.__name__ if isinstance(kind, type) else f"Tensor {tuple(kind[0])} {kind[1]} {kind[2]}"
+                raise TypeError(
+                    f"{self.name}: y{tree.paths[i]} changed at step {step}:\n  - {was}\n  + {describe(leaf)}\n"
+                    f"The outputs of all steps are stacked, so they must be alike; put what grows in a TensorArray "
+                    f"in the carry."
+                )
+        return leaves
+
+    def _begin(self, y: Any) -> _tree.Tree:
+        self.tree = tree = _tree.Tree(y)
+        for path, leaf in zip(tree.paths, tree.flatten(y) or (), strict=True):
+            self.kinds.append((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf))
+            self.columns.append(self._column(path, leaf))
+        return tree
+
+    def _column(self, path: str, leaf: Any) -> "Values | Column":
+        if isinstance(leaf, Tensor):
+            return Column(f"{self.name}: y{path}", self.dim, self.length)
+        if leaf is None or type(leaf) in _NUMBERS:
+            return Values(leaf)
+        raise TypeError(
+            f"{self.name}: y{path} is {describe(leaf)}; expected tensors, numbers or None"
+            + ("; carry the array instead: it is in the carry that the loop returns" if _is_array(leaf) else "")
+        )
+
+    def stack(self, reverse: bool) -> Any:
+        """ys: each leaf stacked over the steps, in index order."""
+        assert self.tree is not None
+        stacked = self.stacked or [None] * len(self.columns)
+        leaves = [c.stack(reverse) if x is None else x for c, x in zip(self.columns, stacked, strict=True)]
+        return self.tree.unflatten(leaves)
+
+
+class Values:
+    """Numbers, which become a (T,) tensor, or None."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+        self.values: list[Any] = []
+
+    def append(self, value: Any) -> None:
+        self.values.append(value)
+
+    def stack(self, reverse: bool) -> Tensor | None:
+        if self.first is None:
+            return None
+        values = self.values[::-1] if reverse else self.values
+        return torch.tensor(values, dtype=dtype_of_number(self.first))
+
+
+class Column:
+    """One tensor of each step. What needs no gradient is copied at once; the rest waits, and is checked when stacked."""
+
+    __slots__ = ("copies", "dim", "name", "versions", "waiting")
+
+    def __init__(self, name: str, dim: int, length: int | None) -> None:
+        self.name, self.dim = name, dim
+        self.copies: TensorArray | None = TensorArray(capacity=length)
+        self.waiting: list[Tensor] = []
+        self.versions: list[int | None] = []
+
+    def append(self, y: Tensor) -> None:
+        if y.requires_grad and torch.is_grad_enabled() or _modes.maybe_level() is not None or _modes.has_tangent(y):
+            self._spill()
+            kept = _modes.maybe_level() is None and not y.is_inference()
+            self.waiting.append(y if kept else y.clone())
+            self.versions.append(y._version if kept else None)
+        elif self.copies is not None:
+            self.copies.append(y.detach())
+        else:
+            self.waiting.append(y.detach().clone())
+            self.versions.append(None)
+
+    def _spill(self) -> None:
+        """From the first y with a gradient on, a list: autograd stacks it without a second copy."""
+        if self.copies is not None:
+            self.waiting = list(self.copies)
+            self.versions = [None] * len(self.waiting)
+            self.copies = None
+
+    def stack(self, reverse: bool) -> Tensor:
+        if self.copies is not None:
+            out = self.copies.stack()
+            out = out.flip(0) if reverse else out
+            return out.movedim(0, place(self.dim, out.dim() - 1))
+        for step, (y, version) in enumerate(zip(self.waiting, self.versions, strict=True)):
+            if version is not None and y._version != version:
+                raise RuntimeError(
+                    f"{self.name}: the output of step {step} was changed in place at a later step; return y.clone()"
+                )
+        values = self.waiting[::-1] if reverse else self.waiting
+        return torch.stack(values, place(self.dim, values[0].dim()))
+
+
+def place(dim: int, rank: int) -> int:
+    """Where the steps go in the stack of outputs of this rank: at `dim`, or last where they have fewer dims."""
+    return min(dim, rank) if dim >= 0 else max(dim + rank + 1, 0)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, TensorArray)
