@@ -33,6 +33,9 @@ from tensorloop._tape import CapturedArray
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_NONE: dict[str, Any] = {}
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+_WRITING: dict[Any, bool] = {}  # torch functions met so far: whether they may change an argument
 _WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"})
 _KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
 _STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
@@ -65,19 +68,10 @@ class Captures(TorchFunctionMode):
         self._candidates: list[tuple[Tensor, int | None]] = []
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
         self._count = 0
+        self._walk = False
         self._first = 0
 
     # -- while the body runs
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Notes what is used inside."""
-        outer, here.notes = here.notes, self
-        try:
-            with self:
-                yield
-        finally:
-            here.notes = outer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen = self._seen
@@ -85,19 +79,24 @@ class Captures(TorchFunctionMode):
             if isinstance(x, Tensor):
                 if id(x) not in seen:
                     self._meet(x)
-            elif not isinstance(x, (int, float, str)) and x is not None:
+            elif type(x) not in _PLAIN:
                 self._look_into(x)
         if kwargs:
-            self._look_into(kwargs.values())
+            for x in kwargs.values():
+                if type(x) not in _PLAIN:
+                    self._look_into(x)
         else:
-            kwargs = {}
-        if _may_write(func) or "out" in kwargs:
+            kwargs = _NONE
+        writes = _WRITING.get(func)
+        if writes is None:
+            writes = _WRITING[func] = _may_write(func)
+        if writes or "out" in kwargs:
             self._before_write(args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self._count += 1
             seen[id(out)] = out
-        elif isinstance(out, (tuple, list)):
+        elif type(out) not in _PLAIN and isinstance(out, (tuple, list)):
             for x in out:
                 if isinstance(x, Tensor):
                     seen[id(x)] = x
@@ -109,12 +108,16 @@ class Captures(TorchFunctionMode):
                 self._meet(x)
         elif isinstance(x, torch.Generator):
             self.generators.setdefault(id(x), (x, x.get_state()))
-        elif isinstance(x, Iterable) and not isinstance(x, str):
+        elif isinstance(x, dict):
+            self._look_into(list(x.values()))
+        elif isinstance(x, (tuple, list, set)):
             for y in x:
                 self._look_into(y)
 
     def _meet(self, x: Tensor) -> None:
         self._seen[id(x)] = x
+        # Only a tensor that no torch function of this step gave can bring a capture into its graph.
+        self._walk = self._walk or x.requires_grad
         met = self.met.get(id(x))
         if met is None or met.tensor() is not x:
             self._candidates.append((x, None if x.is_inference() else x._version))
@@ -155,22 +158,25 @@ class Captures(TorchFunctionMode):
     def begin_step(self, step: int, arguments: Iterable[Any]) -> None:
         """Before the condition and the body of a step, whose arguments these are."""
         self.settle()
-        self.step, self._count = step, 0
+        self.step = step
+        self._seen = dict(self.recorded)
+        for x in arguments:
+            if isinstance(x, Tensor):
+                self._seen[id(x)] = x
+
+    def begin_body(self) -> None:
+        """After the condition: what only that one used need not stay as it was, for it is not asked again."""
+        self._count, self._candidates, self._walk = 0, [], False
         self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
-        self._seen = {id(x): x for x in arguments if isinstance(x, Tensor)}
 
-    def forget_condition(self) -> None:
-        """What only a condition used need not stay as it was: it is not asked again."""
-        self._count, self._candidates = 0, []
-
-    def end_step(self, outputs: Iterable[Tensor], arguments: Iterable[Tensor]) -> None:
+    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor]) -> None:
         """After the body of a step: what of its use stays to be known. In the sweep, finds the captures with gradient."""
         if self.replaying:
             self._check_count()
         else:
             self.calls.append(self._count)
-            self._find_recorded(outputs, {id(x) for x in arguments})
-        self._check_versions()
+            if self._walk or any(id(x) not in self._seen for x in outputs):
+                self._find_recorded(outputs, {id(x) for x in arguments})
         self._fresh = [
             (weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded
         ]
@@ -205,13 +211,14 @@ class Captures(TorchFunctionMode):
                 f"forward pass and {self._count} in its replay; a body must depend on nothing that changes in between"
             )
 
-    def _check_versions(self) -> None:
+    def check_versions(self) -> None:
+        """Raises where a captured tensor was changed in place, by anybody but a buffer's own update."""
         for key, met in self.met.items():
             x = met.tensor()
             if x is not None and met.version is not None and x._version != met.version and key not in self.changed:
                 raise RuntimeError(
                     f"{self.name}: {describe(x)}, which the body closes over, was changed in place "
-                    f"(seen at step {self.step}, {'in backward' if self.replaying else 'in the forward pass'}); "
+                    f"{'before or during backward' if self.replaying else 'in the loop'}; "
                     f"put it in the carry, or change it after backward"
                 )
 
@@ -229,6 +236,7 @@ class Captures(TorchFunctionMode):
                 self._record(out)
             else:
                 stack.append(out.grad_fn)
+        first = self._first
         while stack:
             node = stack.pop()
             if node in visited:
@@ -237,11 +245,14 @@ class Captures(TorchFunctionMode):
             for below, number in node.next_functions:
                 if below is None or below in visited:
                     continue
-                if type(below).__name__ == "AccumulateGrad":
+                variable = getattr(below, "variable", None)
+                if variable is not None and type(below).__name__ == "AccumulateGrad":
                     visited.add(below)
-                    if id(below.variable) not in arguments:
-                        self._record(below.variable)
-                elif self._is_older(below):
+                    if id(variable) not in arguments:
+                        self._record(variable)
+                elif below._sequence_nr() >= first:
+                    stack.append(below)
+                else:
                     edges = edges or self._edges()
                     if (below, number) not in edges:
                         raise RuntimeError(
@@ -249,8 +260,6 @@ class Captures(TorchFunctionMode):
                             f"torch function of the body was given; pass it in the carry, or use it in an operation"
                         )
                     self._record(edges[below, number])
-                else:
-                    stack.append(below)
 
     def _is_older(self, node: Any) -> bool:
         return node._sequence_nr() < self._first
@@ -273,7 +282,7 @@ class Captures(TorchFunctionMode):
         """Replays: captured arrays as they were, captured tensors unchanged, their hooks silent."""
         self.settle()
         self.replaying = True
-        self._check_versions()
+        self.check_versions()
         now = [(x, x.detach().clone()) for x, _ in self.changed.values()]
         try:
             for captured in self.arrays.values():
@@ -281,6 +290,7 @@ class Captures(TorchFunctionMode):
             with silent(self.recorded.values()):
                 yield
             self.settle()
+            self.check_versions()
         finally:
             self.replaying = False
             self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}

@@ -60,7 +60,10 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
         was = [describe(x) for x in a]
+        versions = _versions([*a, *b])
         out = fn(tree.unflatten(a), tree.unflatten(b))
+        if _versions([*a, *b]) != versions:
+            raise RuntimeError(f"{name}: fn changed an argument in place under no_grad, so xs or ys too; clone() it")
         return _leaves_like(was, tree, out, f"{name}: fn must return slabs like those it gets, of {len(a[0])} pairs")
 
     if len(leaves[0]) < 2:
@@ -103,11 +106,18 @@ def _interleaved(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
 
 
 def _guarded(x: Tensor) -> Tensor:
-    """`x`, one of several outputs of `unbind` or `split`, such that the user's function cannot change what it views.
+    """`x`, one of several outputs of `unbind` or `split`, such that the user's function cannot change what it views."""
+    return x if _is_guarded(x) else x.clone()
 
-    Autograd refuses to change such an output in place. Where it does not record, the function gets a copy.
-    """
-    return x if x.requires_grad else x.clone()
+
+def _is_guarded(x: Tensor) -> bool:
+    """Whether autograd refuses to change `x` in place, as it does for such outputs where it records."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _versions(xs: Leaves) -> list[int]:
+    """How often each guarded tensor was changed in place: only no_grad can. None where torch.compile looks on."""
+    return [] if torch.compiler.is_compiling() else [x._version for x in xs if _is_guarded(x)]
 
 
 def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int, name: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
+from tensorloop._array_buffer import Buffer
 from tensorloop.tensor_array import TensorArray
 
 
@@ -136,7 +137,11 @@ def _select(x: Any, index: Tensor) -> Any:
 
 def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
     array = TensorArray.unstack(values)
-    array._capacity, array._born = like._capacity, like._born  # the loop's own stays so, the caller's too
+    array._capacity = like._capacity
+    # The loop's own stays the loop's, and what a body only reads stays the caller's.
+    array._born = like._born
+    if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
+        array._store.born = like._store.born
     return array
 
 

@@ -40,8 +40,8 @@ class Loop:
         assert leaves is not None
         self.init: State = leaves
         self.context_tree = None if context is None else _tree.Tree(context)
-        # The leaves of the context, and again after each cut.
-        self.contexts: list[list[Any]] = [[] if self.context_tree is None else self.context_tree.flatten(context) or []]
+        self.context: list[Any] = [] if self.context_tree is None else self.context_tree.flatten(context) or []
+        self.contexts = [self.context]  # and again after each cut
         self.ended = False  # by `until`
         self.pieces: list[tuple[Tensor, list[Any]]] = []  # of the carry: rows that left the batch
         self.taken = 0  # steps
@@ -89,15 +89,18 @@ class Loop:
             if answer.dim():
                 leading_rows(state, self.carry.tree.paths, len(answer), self.name, "carry")
                 if self.context_tree is not None and self.compact:
-                    leading_rows(self.contexts[0], self.context_tree.paths, len(answer), self.name, "context")
+                    leading_rows(self.context, self.context_tree.paths, len(answer), self.name, "context")
             self.rows = Rows(answer, self.compact)
+            if self.compact:
+                self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
         size = () if self.rows.size is None else (self._batch(t, state),)
         if not self._by_row(answer) or tuple(answer.shape) != size:
             raise TypeError(f"{self.name}: cond_fn must return a bool tensor of shape {size} again, got {_said(answer)}")
         if not self.rows.begin_step(t, answer):
             return False
         if (cut := self.rows.cut_at(t)) is not None:
-            self.contexts.append(_rows.select(self.contexts[-1], cut.kept))
+            # Each from the caller's, none from another: a replay that follows one must not meet the next.
+            self.contexts.append(_rows.select(self.context, cut.ids))
         return True
 
     def _batch(self, t: int, state: State) -> int:

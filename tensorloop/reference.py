@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 Slots = tuple[Tensor, ...]
 
@@ -58,16 +58,6 @@ def stack(slots: Slots) -> Tensor:
     return torch.stack(slots)
 
 
-def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, dim: int = 0, reverse: bool = False) -> Any:
-    """ys[t] = fn(ys[t - 1], xs[t]) for a tree xs, one after the other; fn gets slabs of one pair."""
-    leaves, tree = tree_flatten(xs)
-    slices = zip(*(x.movedim(dim, 0).split(1) for x in leaves), strict=True)
-    elements = [tree_unflatten(x, tree) for x in slices]
-    ys = list(itertools.accumulate(elements[::-1] if reverse else elements, fn))
-    columns = zip(*(tree_leaves(y) for y in (ys[::-1] if reverse else ys)), strict=True)
-    return tree_unflatten([torch.cat(y).movedim(0, dim) for y in columns], tree)
-
-
 def scan(
     body_fn: Callable[..., tuple[Any, Any]],
     init: Any,
@@ -77,24 +67,23 @@ def scan(
     reverse: bool = False,
     until: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
-    """(carry, ys) for one step or more; ys in index order, steps along `dim`, or last where y has fewer dims."""
+    """(carry, ys) of one step or more; ys in index order, steps along `dim`, or last where y has fewer dims."""
     leaves, tree = tree_flatten(xs)
     n = next((x.shape[dim] for x in leaves if x is not None), length)
-    steps = itertools.count() if n is None else range(n)
+    steps = itertools.count() if n is None else reversed(range(n)) if reverse else range(n)
     ys: list[Any] = []
-    for t in reversed(steps) if reverse and isinstance(steps, range) else steps:
+    for t in steps:
         init, y = body_fn(init, tree_unflatten([x if x is None else x.select(dim, t) for x in leaves], tree))
         ys.append(y)
         if until is not None and until(init):
             break
-    columns = zip(*(tree_leaves(y) for y in (ys[::-1] if reverse else ys)), strict=True)
-    return init, tree_unflatten([_stacked(column, dim) for column in columns], tree_flatten(ys[0])[1])
+    return init, tree_map(lambda *y: _stacked(y, dim), *(ys[::-1] if reverse else ys))
 
 
-def _stacked(column: Sequence[Any], dim: int) -> Tensor | None:
-    if column[0] is None:
+def _stacked(ys: Sequence[Any], dim: int) -> Tensor | None:
+    if ys[0] is None:
         return None
-    values = [torch.as_tensor(y) for y in column]
+    values = [torch.as_tensor(y) for y in ys]
     return torch.stack(values, dim if dim < 0 else min(dim, values[0].dim()))
 
 
@@ -112,9 +101,17 @@ def while_loop(
 def while_rows(
     cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any, max_steps: int | None = None
 ) -> tuple[Any, Tensor]:
-    """(carry, steps (B,)) for a cond_fn that gives (B,) bools: each row of the carry (B, *F) alone, as a batch of one."""
+    """(carry, steps (B,)) where cond_fn gives (B,) bools: each row of the carry (B, *F) alone, as a batch of one."""
     leaves, tree = tree_flatten(init)
     rows = [tree_unflatten(row, tree) for row in zip(*(x.split(1) for x in leaves), strict=True)]
     done = [while_loop(cond_fn, body_fn, row, max_steps) for row in rows]
-    columns = zip(*(tree_leaves(carry) for carry, _ in done), strict=True)
-    return tree_unflatten([torch.cat(column) for column in columns], tree), torch.tensor([n for _, n in done])
+    return tree_map(lambda *x: torch.cat(x), *(carry for carry, _ in done)), torch.tensor([n for _, n in done])
+
+
+def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, dim: int = 0, reverse: bool = False) -> Any:
+    """ys[t] = fn(ys[t - 1], xs[t]) for a tree xs, one after the other; fn gets slabs of one pair."""
+    leaves, tree = tree_flatten(xs)
+    slices = zip(*(x.movedim(dim, 0).split(1) for x in leaves), strict=True)
+    elements = [tree_unflatten(x, tree) for x in slices]
+    ys = list(itertools.accumulate(elements[::-1] if reverse else elements, fn))
+    return tree_map(lambda *y: torch.cat(y).movedim(0, dim), *(ys[::-1] if reverse else ys))

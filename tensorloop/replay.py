@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _active, _again, _modes, schedule
+from tensorloop import _again, _modes, schedule
+from tensorloop._active import here, running
 from tensorloop._captures import Captures
 from tensorloop._checks import as_int, describe
 from tensorloop._reversal import Reversal
@@ -77,7 +78,7 @@ def applies(loop: Loop) -> bool:
     """Whether there is a gradient that could be had by replaying; under transforms a loop keeps everything."""
     if not torch.is_grad_enabled() or _modes.maybe_level() is not None or _modes.forward_mode():
         return False
-    leaves = [*loop.init, *loop.contexts[0]]
+    leaves = [*loop.init, *loop.context]
     return all(not isinstance(x, TensorArray) or x._home == 0 for x in leaves)
 
 
@@ -98,8 +99,12 @@ class Watched:
     def __call__(self, *args: Any) -> Any:
         if not self.on:
             return self.body(*args)
-        with self.captures.watching():
-            return self.body(*args)
+        outer, here.notes = here.notes, self.captures
+        try:
+            with self.captures:
+                return self.body(*args)
+        finally:
+            here.notes = outer
 
 
 class Record:
@@ -110,12 +115,8 @@ class Record:
         self.plan = plan
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
-        self.captures = Captures(loop.name, _active.here.serial)
+        self.captures = Captures(loop.name, here.serial)
         self.body = loop.body = Watched(loop.body, self.captures)
-        if loop.cond is not None:
-            loop.cond = Watched(loop.cond, self.captures)
-        if loop.until is not None:
-            loop.until = Watched(loop.until, self.captures)
         self.autocast = Autocast()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot | None = None
@@ -151,6 +152,7 @@ class Record:
                     if loop.taken < action.stop or loop.ended:
                         break
             captures.settle()
+            captures.check_versions()
         finally:
             captures.end_sweep()
         if not Random(g for g, _ in captures.generators.values()) == start:
@@ -212,10 +214,10 @@ class Record:
         leaves, recorded, tokens = fed(state)
         row = self.row(t)
         captures.begin_step(t, [*leaves, *row])
-        if not loop.goes_on(t, leaves):
-            captures.forget_condition()
+        goes_on = loop.goes_on(t, leaves)
+        captures.begin_body()
+        if not goes_on:
             return None
-        captures.forget_condition()
         new, y = loop.step(t, leaves, row)
         loop.asks_until(t, new)
         after, outputs = self.close(new, state)
@@ -385,7 +387,7 @@ class Record:
         now = None if self.random is None else Random(g for g, _ in self.captures.generators.values())
         counted = self.loop.outputs, self.loop.pieces
         try:
-            with _active.running(), self.autocast.again(), torch.enable_grad(), self.captures.as_then():
+            with running(), self.autocast.again(), torch.enable_grad(), self.captures.as_then():
                 yield
         finally:
             self.loop.outputs, self.loop.pieces = counted

@@ -204,7 +204,9 @@ class TensorArray:
         if needed and (written or not looked):
             pos = pos.to(x.device).clamp(0, needed - 1)
             where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.to(pos.device, copy=True)
-            where = where if self._mask is None else where & self._mask.to(pos.device)
+            if self._mask is not None:
+                with _active.unnoted():
+                    where = where & self._mask.to(pos.device)
             store.put(Rows(pos, where), x, name)
         if looked:
             self._holes.fill(written)
@@ -418,13 +420,14 @@ class TensorArray:
         """`x` in the rows that still run; what the slot held (or 0) in those that have stopped."""
         if (mask := self._mask) is None:
             return x
-        if x.shape[lead : lead + mask.dim()] != mask.shape:
-            raise ValueError(
-                f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their own; "
-                f"elements must be ({len(mask)}, ...)"
-            )
-        mask = mask.view(*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim()))
-        return torch.where(mask, x, x.new_zeros(()) if old is None else old)
+        with _active.unnoted():
+            if x.shape[lead : lead + mask.dim()] != mask.shape:
+                raise ValueError(
+                    f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their "
+                    f"own; elements must be ({len(mask)}, ...)"
+                )
+            mask = mask.view((*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim())))
+            return torch.where(mask, x, x.new_zeros(()) if old is None else old)
 
     def _functional(self, x: Tensor, name: str) -> bool:
         """Whether `x` needs a list of slots. Raises if it belongs to a transform begun after the array was made."""
