@@ -136,19 +136,8 @@ def check_cell(cell: harness.Cell) -> dict[str, Any]:
 
 def planned_advances(steps: int, checkpoints: int, known: bool) -> int:
     """Plain advances that the schedule needs for a loop of so many steps, the first sweep's among them."""
-    length = steps if known else None
-    plan, held, reached = schedule.of(checkpoints, length), set[int](), 0
-    for action in plan.sweep(length):
-        if isinstance(action, schedule.Snapshot):
-            held.add(action.step)
-        elif isinstance(action, schedule.Drop):
-            held.remove(action.step)
-        elif action.stop > steps:  # the loop has ended
-            break
-        else:
-            reached = action.stop
-    replayed = (a.stop - a.start for a in plan.reverse(steps, sorted(held)) if isinstance(a, schedule.Advance))
-    return reached + sum(replayed)
+    plan = schedule.of(checkpoints, steps if known else None)
+    return schedule.advances(plan, steps, known)
 
 
 def count_cell(cell: harness.Cell) -> dict[str, Any]:
@@ -217,6 +206,8 @@ def measure(size: str, rounds: int, python: str | None) -> report.Result | None:
     about = harness.about(rounds, size=size, repeats=REPEATS[size], peers=peers)
     if python:  # a path of one machine has no place in the documents
         about["command"] = about["command"].replace(python, "PYTHON")
+    if about["load_at_start"] > 1:
+        print(f"the machine's load is {about['load_at_start']}: somebody else is at work on it", file=sys.stderr)
     checks = harness.measure(script, check_cells(size), 1, process)
     wrong = report.disagreements(checks)
     if wrong:

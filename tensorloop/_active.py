@@ -19,21 +19,20 @@ class _Here(threading.local):
 
 
 here = _Here()
-_latest = 0
+_latest = [0]
 
 
 def newest() -> int:
     """The serial of the loop begun last, in any thread."""
-    return _latest
+    return _latest[0]
 
 
 @contextmanager
 def running() -> Iterator[None]:
     """A loop runs here."""
-    global _latest
     outer = here.serial
-    _latest += 1
-    here.serial = _latest
+    _latest[0] += 1
+    here.serial = _latest[0]
     try:
         yield
     finally:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from tensorloop import _modes
 from tensorloop._snapshots import Kept
-from tensorloop._tape import Version, dense, values_of
-from tensorloop._world import Random
-from tensorloop.tensor_array import TensorArray
+from tensorloop._tape import Version, dense, token_of, values_of
+from tensorloop._ys import place as steps_dim
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]
@@ -29,16 +28,22 @@ def differentiated(record: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
     cotangents = [grad for grad in grads if grad is not None]
     outside = [record.replaced.get(id(x), x) for x in record.recorded]
     explicit = record.inputs[: record.explicit]
-    function = _vjp(lambda leaves: [out for k, out in enumerate(_plain(record, leaves)) if k in live], len(explicit), outside)
+    function = _vjp(
+        lambda leaves: [out for k, out in enumerate(_plain(record, leaves)) if k in live], len(explicit), outside
+    )
     values = _dense_values(record)
-    return list(_Again.apply(function, outside, values, len(explicit) + len(live), *explicit, *cotangents, *record.recorded))
+    return list(
+        _Again.apply(function, outside, values, len(explicit) + len(live), *explicit, *cotangents, *record.recorded)
+    )
 
 
 class _Again(torch.autograd.Function):
     """A function of explicit inputs and of closed-over ones, as a node that runs it anew for each derivative."""
 
     @staticmethod
-    def forward(ctx: Any, function: Function, outside: list[Tensor], values: dict[int, Tensor], n: int, *inputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
+        ctx: Any, function: Function, outside: list[Tensor], values: dict[int, Tensor], n: int, *inputs: Tensor
+    ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.function, ctx.outside, ctx.values, ctx.n = function, outside, values, n
         ctx.save_for_backward(*inputs)
         with torch.enable_grad():
@@ -114,7 +119,7 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
         record.initial.random.restore(record.captures.generators)
     record.captures.set_buffers(record.initial.buffers)
     for stand, array in zip(captured, record.arrays, strict=True):
-        array.buffer.token = dense(stand, TensorArray())._store.token
+        array.buffer.token = token_of(stand)
     ys: list[list[Any]] = []
     pieces: list[list[Any]] = []
     record.body.on = False
@@ -122,7 +127,8 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
         for t in range(record.steps):
             record.draw_again(t, state)
             row = [
-                x if x is None else xs.get(k, x).select(d, loop.slices.index(t)).clone() for k, (x, d) in enumerate(record.xs)
+                x if x is None else xs.get(k, x).select(d, loop.slices.index(t)).clone()
+                for k, (x, d) in enumerate(record.xs)
             ]
             state, y = loop.step(t, state, row)
             if loop.outputs is not None:
@@ -143,9 +149,9 @@ def _first(x: Any, init: Tensor | None, values: Tensor | None) -> Any:
     return x.blank._twin() if x.tape is None or not x.length else dense(values_of(x), x.blank)
 
 
-def _output(record: Any, place: tuple[Any, ...], state: list[Any], ys: list[list[Any]], pieces: list[list[Any]]) -> Tensor:
-    from tensorloop._ys import place as steps_dim
-
+def _output(
+    record: Any, place: tuple[Any, ...], state: list[Any], ys: list[list[Any]], pieces: list[list[Any]]
+) -> Tensor:
     if place[0] == "carry":
         return state[place[1]]
     if place[0] == "array":
@@ -182,6 +188,3 @@ def _saved(node: Any) -> list[Tensor]:
     values += list(getattr(node, "saved_tensors", ()))
     flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else [value])]
     return [x for x in flat if isinstance(x, Tensor)]
-
-
-__all__ = ["Random", "differentiated", "residual_bytes"]

@@ -36,7 +36,9 @@ _R = TypeVar("_R")
 _NONE: dict[str, Any] = {}
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 _WRITING: dict[Any, bool] = {}  # torch functions met so far: whether they may change an argument
-_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"})
+_WRITES = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
+)
 _KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
 _STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
 
@@ -145,7 +147,9 @@ class Captures(TorchFunctionMode):
             self.outer.meet_array(buffer)
         if buffer.born < self.serial and id(buffer) not in self.arrays:
             if self.replaying:
-                raise RuntimeError(f"{self.name}: step {self.step} reads an array in its replay that it did not read before")
+                raise RuntimeError(
+                    f"{self.name}: step {self.step} reads an array in its replay that it did not read before"
+                )
             outer, here.notes = here.notes, None
             try:
                 captured = self.arrays[id(buffer)] = CapturedArray(buffer, self.name)
@@ -167,19 +171,17 @@ class Captures(TorchFunctionMode):
     def begin_body(self) -> None:
         """After the condition: what only that one used need not stay as it was, for it is not asked again."""
         self._count, self._candidates, self._walk = 0, [], False
-        self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor]) -> None:
-        """After the body of a step: what of its use stays to be known. In the sweep, finds the captures with gradient."""
+        """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
         if self.replaying:
             self._check_count()
         else:
             self.calls.append(self._count)
             if self._walk or any(id(x) not in self._seen for x in outputs):
                 self._find_recorded(outputs, {id(x) for x in arguments})
-        self._fresh = [
-            (weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded
-        ]
+        self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
 
     def settle(self) -> None:

@@ -27,8 +27,9 @@ def runs_eagerly(cls: _T) -> _T:
 
 def called_eagerly(function: _F) -> _F:
     """Marks a function in the same way: it and all that it calls run plainly."""
-    assert isinstance(function, FunctionType)
-    _skip(function, f"{function.__name__} runs a Python loop")
+    plain: object = function
+    if isinstance(plain, FunctionType):
+        _skip(plain, f"{plain.__name__} runs a Python loop")
     return function
 
 

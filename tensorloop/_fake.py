@@ -1,62 +1,42 @@
-"""The outputs of a loop of no steps: their shapes, from one call of the body on tensors that hold no numbers.
+"""Tensors of shape, dtype and device without numbers, to learn what a function would return.
 
-Private names of torch, tried with 2.13: `torch._subclasses.fake_tensor`. Imported only when a loop of length 0 has to
-answer.
+Private names of torch, tried with 2.13: `torch._subclasses.fake_tensor`. Its first use imports dynamo, a second or so,
+so it is imported only then.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tensorloop import _tree
-from tensorloop._carry import describe, dtype_of_number
-from tensorloop._steps import Loop
-from tensorloop._ys import place
-from tensorloop.tensor_array import TensorArray
+from tensorloop._dispatch import OperationMode, tree_map_only
 
 
-def empty_outputs(loop: Loop) -> Any:
-    """ys of no steps: each leaf (0, *F), with the 0 where the steps would be."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, no operation computes anything or changes a real tensor; gives the function that makes fakes of those."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    assert loop.outputs is not None and loop.slices is not None
-    dim = loop.outputs.dim
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        state = [_fake(mode, x) for x in loop.begin()]
-        row = [None if x is None else _fake(mode, _slice_like(x, d)) for x, d in loop.slices.tensors]
-        try:
-            _, y = loop.step(0, state, row)
-        except Exception as error:
-            error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
-            raise
-    tree = _tree.Tree(y)
-    leaves = tree.flatten(y)
-    assert leaves is not None
-    return tree.unflatten([_empty(x, dim, f"{loop.name}: y{path}") for path, x in zip(tree.paths, leaves, strict=True)])
+    with FakeTensorMode() as mode:
+
+        def fake(x: Tensor) -> Tensor:
+            return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+
+        with _NothingReal(fake):
+            yield fake
 
 
-def _slice_like(x: Tensor, dim: int) -> Tensor:
-    shape = list(x.shape)
-    del shape[dim]
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+class _NothingReal(OperationMode):
+    """Gives every operation a fake of each real tensor: by itself the mode runs one that meets no fake for real."""
 
+    def __init__(self, fake: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._fake = fake
 
-def _fake(mode: Any, x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return mode.from_tensor(x.detach())
-    if isinstance(x, TensorArray) and len(x):
-        return TensorArray.unstack(mode.from_tensor(x.detach().stack()))
-    return x
-
-
-def _empty(x: Any, dim: int, name: str) -> Any:
-    if x is None:
-        return None
-    if isinstance(x, (bool, int, float, complex)):
-        return torch.empty(0, dtype=dtype_of_number(x))
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {describe(x)}; expected tensors, numbers or None")
-    shape = list(x.shape)
-    shape.insert(place(dim, x.dim()), 0)
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation on fakes."""
+        positional, named = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
+        return func(*positional, **named)

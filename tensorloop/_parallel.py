@@ -5,8 +5,7 @@ fills in the others with one more combination: about 2 log2 T calls on whole sla
 taken or put by slot: the gradient of each operation here is one operation over one level, and levels add up to 2 T.
 
 `map` in chunks is `torch.func.vmap` on `split`s of xs: again one gradient for all chunks, where vmap's own `chunk_size`
-slices and makes a dense one for each. Private names of torch, tried with 2.13: `torch._subclasses.fake_tensor`,
-`torch.utils._pytree.tree_map_only`.
+slices and makes a dense one for each.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from tensorloop import _checks
 from tensorloop._carry import describe
-from tensorloop._dispatch import OperationMode
+from tensorloop._fake import fake_tensors
 from tensorloop._tree import Tree, leaves_with_paths, structure
 from tensorloop._ys import place
 from tensorloop.tensor_array import TensorArray
@@ -46,7 +43,8 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
     computes and saves for these pairs, and of its arguments at most 2 T elements a leaf beside xs (4 T for a leaf
     without gradient that `fn` saves; T more with `reverse`). Rounding differs from that of a loop.
     Raises: TypeError (`fn` is not callable; a leaf is no tensor, or there is none; `fn` returns another structure,
-    shape, dtype or device: every leaf that differs is named), ValueError (no such dim, lengths that differ).
+    shape, dtype or device: every leaf that differs is named), ValueError (no such dim, lengths that differ),
+    RuntimeError (`fn` changes an argument in place that needs a gradient).
     Source: Ladner and Fischer, Parallel prefix computation, JACM 27(4), 1980; Blelloch, Prefix sums and their
     applications, CMU-CS-90-190, 1990.
     """
@@ -191,33 +189,12 @@ class _Element:
 def _empty(element: _Element, xs: Leaves, dim: int, name: str) -> list[Tensor]:
     """The ys of no elements."""
     try:
-        with FakeTensorMode() as mode, _NothingReal(mode):
+        with fake_tensors():
             fakes = element.of([torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs])
     except Exception as error:
         error.add_note(f"{name}: xs have no elements; fn was called on a fake tensor for the shapes of ys")
         raise
     return [_joined([torch.empty((0, *y.shape[1:]), dtype=y.dtype, device=y.device)], dim) for y in fakes]
-
-
-class _NothingReal(OperationMode):
-    """Gives every operation a fake of each real tensor, so that none that a function closes over can change.
-
-    By itself a FakeTensorMode runs an operation that meets no fake tensor for real.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs one operation on fakes."""
-        positional, named = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
-        return func(*positional, **named)
-
-    def _fake(self, x: Tensor) -> Tensor:
-        return x if isinstance(x, FakeTensor) else self._mode.from_tensor(x)
 
 
 def _joined(parts: Leaves, dim: int) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tensorloop import schedule
-from tensorloop._snapshots import Kept, State, fed
+from tensorloop._snapshots import State, fed
 from tensorloop._stand_ins import escaped
+from tensorloop._ys import place as steps_dim
 from tensorloop.tensor_array import TensorArray
 
 
@@ -62,9 +63,7 @@ class Reversal:
             self.after[number] = grad
 
     def _steps_dim(self, grad: Tensor) -> int:
-        from tensorloop._ys import place
-
-        return place(self.record.dim, grad.dim() - 1)
+        return steps_dim(self.record.dim, grad.dim() - 1)
 
     def run(self) -> list[Tensor | None]:
         """Carries out the schedule; the gradient of each input of the node."""
@@ -158,7 +157,6 @@ class Reversal:
                 put(x, self.after.get(i))
         if record.loop.outputs is not None:
             leaves = record.loop.outputs.leaves_of(y, t)
-            place = record.loop.slices.index(t) if not record.loop.slices.reverse else t
             for k, leaf in enumerate(leaves):
                 if k in self.ys:
                     put(leaf, self.ys[k][self._y_index(t)])
@@ -166,7 +164,7 @@ class Reversal:
             if step == t:
                 for k, x in enumerate(pieces[0][1]):
                     put(x, self.pieces.get((number, k)))
-        for number, captured in enumerate(record.captures.arrays.values()):
+        for captured in record.captures.arrays.values():
             token = captured.end_step()
             if captured in record.arrays and token is not captured.stand_in:
                 put(token, self.arrays[record.arrays.index(captured)])
@@ -197,7 +195,3 @@ def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[T
     if not inputs:
         return []
     return torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
-
-
-def kept_values(state: State) -> list[Tensor]:
-    return [x.values for x in state if type(x) is Kept]

@@ -1,7 +1,7 @@
 """Snapshots of a loop's state, in memory, on the CPU or in a folder.
 
-Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`Kept`), an array as a version
-of its tape, anything else as it is.
+Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`Kept`), an array as a
+version of its tape, anything else as it is.
 """
 
 import shutil
@@ -92,8 +92,8 @@ class Snapshot:
         for x, version in zip(self.state, self.versions, strict=True):
             if version is not None and x.values._version != version:
                 raise RuntimeError(
-                    f"{name}: a carry of shape {tuple(x.values.shape)} was changed in place after the loop had kept it; "
-                    f"clone() it before changing it"
+                    f"{name}: a carry of shape {tuple(x.values.shape)} was changed in place after the loop had kept "
+                    f"it; clone() it before changing it"
                 )
         state = list(self.state)
         if self.devices:

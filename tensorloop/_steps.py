@@ -95,7 +95,9 @@ class Loop:
                 self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
         size = () if self.rows.size is None else (self._batch(t, state),)
         if not self._by_row(answer) or tuple(answer.shape) != size:
-            raise TypeError(f"{self.name}: cond_fn must return a bool tensor of shape {size} again, got {_said(answer)}")
+            raise TypeError(
+                f"{self.name}: cond_fn must return a bool tensor of shape {size} again, got {_said(answer)}"
+            )
         if not self.rows.begin_step(t, answer):
             return False
         if (cut := self.rows.cut_at(t)) is not None:
@@ -104,7 +106,8 @@ class Loop:
         return True
 
     def _batch(self, t: int, state: State) -> int:
-        assert self.rows is not None and self.rows.size is not None
+        assert self.rows is not None
+        assert self.rows.size is not None
         ids = self.rows.ids_at(t)
         return self.rows.size if ids is None else len(ids)
 

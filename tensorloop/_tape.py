@@ -218,6 +218,11 @@ def dense(values: Tensor, like: TensorArray) -> TensorArray:
     return array
 
 
+def token_of(values: Tensor) -> Tensor | None:
+    """The first token of an array of these values."""
+    return Buffer.unstack(values).token
+
+
 def values_of(version: Version) -> Tensor:
     """(len, *F), a copy without gradient."""
     assert version.tape is not None

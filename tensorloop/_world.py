@@ -48,7 +48,11 @@ class Random:
             generator.set_state(state)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Random) or len(self.cuda) != len(other.cuda) or self.users.keys() != other.users.keys():
+        if (
+            not isinstance(other, Random)
+            or len(self.cuda) != len(other.cuda)
+            or self.users.keys() != other.users.keys()
+        ):
             return False
         pairs = [(self.cpu, other.cpu), *zip(self.cuda, other.cuda, strict=True)]
         pairs += [(state, other.users[key][1]) for key, (_, state) in self.users.items()]

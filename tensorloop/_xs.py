@@ -1,6 +1,6 @@
 """What a scan runs over: the slices of tensors along one dim, in order or backwards."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,6 +106,6 @@ class Slices:
         if number != i // CHUNK:
             number = i // CHUNK
             part = x.narrow(dim, number * CHUNK, min(CHUNK, x.shape[dim] - number * CHUNK))
-            chunk = torch.unbind_copy(part, dim)  # pyright: ignore[reportAssignmentType] (its stub says None)
+            chunk = cast(tuple[Tensor, ...], torch.unbind_copy(part, dim))  # its stub says None
             self._chunks[k] = number, chunk
         return chunk[i % CHUNK]

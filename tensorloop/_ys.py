@@ -93,7 +93,7 @@ class Values:
 
 
 class Column:
-    """One tensor of each step. What needs no gradient is copied at once; the rest waits, and is checked when stacked."""
+    """One tensor of each step. What needs no gradient is copied at once; the rest waits and is checked when stacked."""
 
     __slots__ = ("copies", "dim", "name", "versions", "waiting")
 
@@ -104,7 +104,7 @@ class Column:
         self.versions: list[int | None] = []
 
     def append(self, y: Tensor) -> None:
-        if y.requires_grad and torch.is_grad_enabled() or _modes.maybe_level() is not None or _modes.has_tangent(y):
+        if (y.requires_grad and torch.is_grad_enabled()) or _modes.maybe_level() is not None or _modes.has_tangent(y):
             self._spill()
             kept = _modes.maybe_level() is None and not y.is_inference()
             self.waiting.append(y if kept else y.clone())

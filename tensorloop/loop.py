@@ -8,15 +8,14 @@ recomputes the rest.
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor
 
-from tensorloop import _active, _checks, _fake, replay
+from tensorloop import _active, _checks, _no_steps, replay
 from tensorloop._carry import describe
 from tensorloop._compile import called_eagerly
 from tensorloop._parallel import associative_scan, map_in_chunks
 from tensorloop._progress import Progress
-from tensorloop._steps import Body, Loop, run
+from tensorloop._steps import Loop, run
 from tensorloop._xs import Slices
 from tensorloop._ys import Outputs
 from tensorloop.replay import Checkpoints
@@ -85,8 +84,8 @@ def scan(
 
     Shapes: xs leaves have one length T along `dim` (a TensorArray gives its slots, None stays None); without xs, x is
     None and `length` or `until` says when to stop. The carry keeps its structure, shapes, dtypes and Python types. A y
-    leaf (*F) becomes (T, *F) with T at `dim`, or last where y has fewer dims; numbers become (T,); None stays None. With
-    `until`, ys have the steps taken. With `context`, body_fn and until take it as last argument.
+    leaf (*F) becomes (T, *F) with T at `dim`, or last where y has fewer dims; numbers become (T,); None stays None.
+    With `until`, ys have the steps taken. With `context`, body_fn and until take it as last argument.
     Gradient: as the Python loop's, to init, xs, context and whatever tensors body_fn closes over.
     Cost: `checkpoints=None` keeps what body_fn's operations save for each step. `checkpoints=K` keeps at most K carries
     and recomputes the steps between them in backward (`tensorloop.schedule` has the counts); TensorArrays in the carry
@@ -113,7 +112,7 @@ def scan(
     carry = _run(loop, checkpoints, progress)
     if loop.taken:
         return carry, loop.outputs.stack(reverse)
-    return carry, _fake.empty_outputs(loop)
+    return carry, _no_steps.empty_outputs(loop)
 
 
 @overload
@@ -165,8 +164,8 @@ def while_loop(
     Shapes: with a (B,) condition every tensor of the carry has B leading rows, or is 0-d and shared (as numbers are);
     arrays have elements (B, ...). A stopped row's carry is frozen exactly; a new slot of an array is 0 there. With
     `context`, cond_fn and body_fn take it as last argument. `max_steps` truncates. `compact` drops rows that have
-    stopped from the batch, and from `context` (leading B) with it, whenever they are a quarter of it; the carry returned
-    has all rows again. `return_steps` gives (carry, steps): (B,) int64, or an int. Under `torch.func.vmap`
+    stopped from the batch, and from `context` (leading B) with it, whenever they are a quarter of it; the carry
+    returned has all rows again. `return_steps` gives (carry, steps): (B,) int64, or an int. Under `torch.func.vmap`
     a 0-d condition stops each element on its own.
     Gradient: as the Python loop's, also to closed-over tensors; none to what only cond_fn uses. What the body computes
     for a stopped row gets none, and NaN there reaches no other row.
@@ -248,7 +247,7 @@ def map(
     loop = Loop(name, body, (), slices.length)
     loop.slices, loop.outputs = slices, Outputs(slices.dim, slices.length, name)
     _run(loop, checkpoints, progress)
-    return loop.outputs.stack(False) if loop.taken else _fake.empty_outputs(loop)
+    return loop.outputs.stack(False) if loop.taken else _no_steps.empty_outputs(loop)
 
 
 def _run(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True) -> Any:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tensorloop import _active, _checks, _modes, _to
-from tensorloop._array_buffer import Buffer, recording
 from tensorloop._active import here
+from tensorloop._array_buffer import Buffer, recording
 from tensorloop._array_grad import Rows
 from tensorloop._array_slots import Slots
 from tensorloop._compile import runs_eagerly

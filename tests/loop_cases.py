@@ -100,7 +100,7 @@ def fresh(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+    return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
 
 
 def run(program: Program, loops: Any, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[bool], list[Tensor]]:

@@ -39,10 +39,9 @@ def test_equals_cumsum_over_every_axis(T: int, reverse: bool) -> None:
         assert torch.equal(found, expected)
 
 
-@given(T=st.integers(1, 40), dim=st.integers(-1, 1), rows=st.integers(1, 3), reverse=st.booleans())
+@given(T=st.integers(1, 40), dim=st.sampled_from([0, 1, -3]), rows=st.integers(1, 3), reverse=st.booleans())
 def test_non_commutative_operators_of_any_length(T: int, dim: int, rows: int, reverse: bool) -> None:
-    matrices = rotations(T, rows, requires_grad=True).movedim(0, dim if dim >= 0 else -3)
-    assert_like_the_fold(product, matrices, dim if dim >= 0 else -3, reverse)
+    assert_like_the_fold(product, rotations(T, rows, requires_grad=True).movedim(0, dim), dim, reverse)
     assert_like_the_fold(then, recurrence(T, requires_grad=True), 0, reverse)
 
 

@@ -13,9 +13,40 @@ PACKAGE = Path(__file__).parents[1] / "tensorloop"
 # A module -> the modules of tensorloop it may import. `__init__` is the facade; it loads the side modules
 # lazily, which test_public_names.py holds.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"tensor_array", "memory", "testing"},
-    "tensor_array": {"_array_buffer", "_array_grad", "_array_slots", "_modes", "_compile", "_checks", "_holes", "_to"},
-    "_array_buffer": {"_array_grad", "_modes", "_checks"},
+    "__init__": {"loop", "tensor_array", "memory", "schedule", "testing"},
+    "loop": {
+        *("_active", "_carry", "_checks", "_compile", "_no_steps", "_parallel", "_progress", "_steps", "_xs", "_ys"),
+        *("replay", "schedule"),
+    },
+    "replay": {"_again", "_modes", "_plan", "_record", "_reversal", "_steps", "schedule", "tensor_array"},
+    "_record": {
+        *("_active", "_again", "_captures", "_checks", "_plan", "_snapshots", "_stand_ins", "_steps"),
+        *("_tape", "_world", "schedule", "tensor_array"),
+    },
+    "_plan": {"_checks", "schedule"},
+    "_reversal": {"_snapshots", "_stand_ins", "_ys", "schedule", "tensor_array"},
+    "_again": {"_modes", "_snapshots", "_tape", "_ys", "tensor_array"},
+    "_snapshots": {"_tape", "_world"},
+    "_captures": {"_active", "_array_buffer", "_checks", "_tape"},
+    "_tape": {"_array_buffer", "_array_grad", "_holes", "tensor_array"},
+    "_stand_ins": set(),
+    "_world": set(),
+    "schedule": set(),
+    "_no_steps": {"_carry", "_fake", "_steps", "_tree", "_ys", "tensor_array"},
+    "_parallel": {"_carry", "_checks", "_fake", "_tree", "_ys", "tensor_array"},
+    "_steps": {"_carry", "_checks", "_modes", "_rows", "_tree", "_xs", "_ys", "tensor_array"},
+    "_rows": {"_array_buffer", "_modes", "tensor_array"},
+    "_xs": {"_checks", "_modes", "_tree", "tensor_array"},
+    "_ys": {"_carry", "_modes", "_tree", "tensor_array"},
+    "_carry": {"_tree", "tensor_array"},
+    "_progress": set(),
+    "_fake": {"_dispatch"},
+    "_tree": set(),
+    "tensor_array": {
+        *("_active", "_array_buffer", "_array_grad", "_array_slots", "_checks", "_compile", "_holes", "_modes", "_to"),
+    },
+    "_array_buffer": {"_active", "_array_grad", "_modes", "_checks"},
+    "_active": set(),
     "_array_slots": {"_array_grad", "_modes", "_checks"},
     "_array_grad": {"_modes", "_checks"},
     "_checks": {"_modes"},
@@ -29,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "reference": set(),
 }
 ON_THE_SIDE = {"memory", "testing", "reference"}
-THIRD_PARTY = {"torch"}
+THIRD_PARTY = {"torch", "tqdm"}  # tqdm where progress=True asks for it
 
 
 def modules() -> dict[str, str]:

@@ -39,7 +39,7 @@ def heavy(names: frozenset[str]) -> set[str]:
 
 
 def test_public_names():
-    assert tl.__all__ == ["TensorArray"]
+    assert tl.__all__ == ["Checkpoints", "TensorArray", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
     for name in tl.__all__:
         assert getattr(tl, name).__module__.startswith("tensorloop."), name
 

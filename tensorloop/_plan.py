@@ -1,0 +1,48 @@
+"""The argument `checkpoints` of a loop."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensorloop._checks import as_int, describe
+from tensorloop.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """How many carries a loop keeps, and where: exactly one of `k` (a number) and `budget` (bytes).
+
+    A budget becomes the largest k that fits, from the measured size of one carry and of one step's residuals (at least
+    1). `offload` keeps them on the CPU ("cpu") or in files below a folder, which are deleted with the last of them.
+    """
+
+    k: int | None = None
+    budget: int | None = None
+    offload: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.k is None) == (self.budget is None):
+            raise ValueError(f"Checkpoints: give exactly one of k and budget, got k={self.k}, budget={self.budget}")
+        what = "k" if self.k is not None else "budget"
+        value = as_int(getattr(self, what), "Checkpoints", what)
+        if value < 1:
+            raise ValueError(f"Checkpoints: {what} must be at least 1, got {value}")
+        if self.offload is None or self.offload == "cpu":
+            return
+        if not isinstance(self.offload, str | Path):
+            raise TypeError(f'Checkpoints: offload must be "cpu" or a folder, got {describe(self.offload)}')
+        if not Path(self.offload).is_dir():
+            raise ValueError(f"Checkpoints: offload is {str(self.offload)!r}, which is no folder; make it first")
+
+
+def plan_of(checkpoints: Any, name: str) -> Checkpoints | Schedule | None:
+    """The argument `checkpoints`, checked."""
+    if checkpoints is None or isinstance(checkpoints, Checkpoints | Schedule):
+        return checkpoints
+    if isinstance(checkpoints, bool) or not isinstance(checkpoints, int):
+        raise TypeError(
+            f"{name}: checkpoints must be None, an int, a Schedule or a Checkpoints, got {describe(checkpoints)}"
+        )
+    if checkpoints < 1:
+        raise ValueError(f"{name}: checkpoints must be at least 1 (the initial carry counts), got {checkpoints}")
+    return Checkpoints(k=checkpoints)

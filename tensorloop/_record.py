@@ -1,0 +1,392 @@
+"""One run of a checkpointed loop: the sweep, what it leaves, and how a step of it is done again.
+
+A `Record` is what the loop's node in the autograd graph holds. It is let go after a backward that does not retain the
+graph, or with the node.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import _again, schedule
+from tensorloop._active import here, running
+from tensorloop._captures import Captures
+from tensorloop._checks import describe
+from tensorloop._plan import Checkpoints
+from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
+from tensorloop._stand_ins import entangled, stand_ins
+from tensorloop._steps import Loop
+from tensorloop._tape import Version, begun, closed, final, new_token
+from tensorloop._world import Autocast, Random
+from tensorloop.schedule import Schedule
+from tensorloop.tensor_array import TensorArray
+
+
+class Watched:
+    """The body of a loop, under the eyes of its captures while these are watching."""
+
+    def __init__(self, body: Any, captures: Captures) -> None:
+        self.body, self.captures, self.on = body, captures, True
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.on:
+            return self.body(*args)
+        outer, here.notes = here.notes, self.captures
+        try:
+            with self.captures:
+                return self.body(*args)
+        finally:
+            here.notes = outer
+
+
+class Record:
+    """All that the backward of one loop needs."""
+
+    def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
+        self.loop, self.length, self.name = loop, length, loop.name
+        self.plan = plan
+        self.schedule: Schedule | None = None
+        self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
+        self.captures = Captures(loop.name, here.serial)
+        self.body = loop.body = Watched(loop.body, self.captures)
+        self.autocast = Autocast()
+        self.snapshots: dict[int, Snapshot] = {}
+        self.initial: Snapshot
+        self.random: Random | None = None  # as it was at the start, if the loop drew from it
+        self.xs = [] if loop.slices is None else loop.slices.tensors
+        self.dim = 0 if loop.outputs is None else loop.outputs.dim
+        self.y_recorded: list[bool] = []
+        self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
+        self.tangled = False
+        self.replaced: dict[int, Tensor] = {}  # captures that a replay must not go through: id -> leaf
+
+    # -- the sweep
+
+    def sweep(self, progress: Any) -> State:
+        """Runs all steps once. The state after the last."""
+        loop, captures = self.loop, self.captures
+        state, self.first = self._begin()
+        start = Random(())
+        try:
+            for action in self._actions(state):
+                if isinstance(action, schedule.Snapshot):
+                    state = self.keep(action.step, state)
+                elif isinstance(action, schedule.Drop):
+                    self.drop(action.step)
+                else:
+                    while loop.taken < action.stop:
+                        ahead = self._try_step(loop.taken, state)
+                        if ahead is None:
+                            break
+                        state = ahead
+                        loop.taken += 1
+                        progress.update()
+                    if loop.taken < action.stop or loop.ended:
+                        break
+            captures.settle()
+            captures.check_versions()
+        finally:
+            captures.end_sweep()
+        if Random(g for g, _ in captures.generators.values()) != start:
+            self.random = start
+        return state
+
+    def _begin(self) -> tuple[State, list[tuple[int, Tensor]]]:
+        """The first state, and the tokens of its arrays."""
+        state, tokens = [], []
+        for i, x in enumerate(self.loop.init):
+            if isinstance(x, Tensor):
+                state.append(Kept(x.detach(), x.requires_grad))
+            elif isinstance(x, TensorArray):
+                version, token = begun(x, self.name)
+                state.append(version)
+                if token is not None:
+                    tokens.append((i, token))
+            else:
+                state.append(x)
+        return state, tokens
+
+    def _actions(self, state: State) -> Iterator[Any]:
+        plan = self.plan
+        if isinstance(plan, Checkpoints) and plan.k is None:
+            yield schedule.Snapshot(0)
+            yield schedule.Advance(0, 1)
+            assert plan.budget is not None
+            k = max((plan.budget - self.residual_bytes) // max(self._bytes(state), 1), 1)
+            self.schedule = schedule.of(k, self.length)
+            for action in self.schedule.sweep(self.length):
+                if not (isinstance(action, schedule.Snapshot) and action.step == 0):
+                    yield action
+            return
+        self.schedule = plan if isinstance(plan, Schedule) else schedule.of(plan.k or 1, self.length)
+        yield from self.schedule.sweep(self.length)
+
+    def _bytes(self, state: State) -> int:
+        storages = {
+            x.values.untyped_storage()._cdata: x.values.untyped_storage().nbytes() for x in state if type(x) is Kept
+        }
+        return sum(storages.values())
+
+    def keep(self, step: int, state: State) -> State:
+        """Takes a snapshot; gives the state to go on with."""
+        self.captures.settle()
+        random = Random(g for g, _ in self.captures.generators.values())
+        snapshot = Snapshot(state, random, self.captures.buffers(), self.store)
+        self.snapshots[step] = snapshot
+        if step == 0:
+            self.initial = snapshot  # stays for another backward: it holds init and nothing else
+        return [Kept(x.values.clone(), False) if type(x) is Kept and not x.recorded else x for x in state]
+
+    def drop(self, step: int) -> None:
+        snapshot = self.snapshots.pop(step)
+        if snapshot is not self.initial:
+            snapshot.drop()
+
+    def _try_step(self, t: int, state: State) -> State | None:
+        """The state after step t, or None where the loop ends before it."""
+        loop, captures = self.loop, self.captures
+        leaves, recorded, tokens = fed(state)
+        row = self.row(t)
+        captures.begin_step(t, [*leaves, *row])
+        goes_on = loop.goes_on(t, leaves)
+        captures.begin_body()
+        if not goes_on:
+            return None
+        new, y = loop.step(t, leaves, row)
+        loop.asks_until(t, new)
+        after, outputs = self.close(new, state)
+        outputs += self._collect(t, y)
+        captures.end_step(outputs, [x for _, x in recorded + tokens] + [x for x in row if x is not None])
+        for captured in captures.arrays.values():
+            captured.end_step()
+        if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
+            self.residual_bytes = _again.residual_bytes(outputs)
+        return after
+
+    def row(self, t: int) -> list[Any]:
+        """The slices of step t, leaves of its graph."""
+        if self.loop.slices is None:
+            return []
+        i = self.loop.slices.index(t)
+        out = []
+        for x, dim in self.xs:
+            if x is None:
+                out.append(None)
+            else:
+                row = x.detach().select(dim, i)
+                out.append(row.requires_grad_() if x.requires_grad else row.clone())
+        return out
+
+    def close(self, new: Sequence[Any], before: State) -> tuple[State, list[Tensor]]:
+        """What a step returned as a state to keep, and its tensors and tokens that carry a gradient."""
+        state: State = []
+        outputs: list[Tensor] = []
+        arrays: set[int] = set()
+        for i, x in enumerate(new):
+            if isinstance(x, Tensor):
+                state.append(Kept(x.detach(), x.requires_grad))
+                if x.requires_grad:
+                    outputs.append(x)
+            elif isinstance(x, TensorArray):
+                array = x.__copy__() if id(x) in arrays else x
+                arrays.add(id(x))
+                old = before[i] if i < len(before) else None
+                version, token = closed(array, self.name, old if type(old) is Version else None)
+                state.append(version)
+                if token is not None:
+                    outputs.append(token)
+            else:
+                state.append(x)
+        return state, outputs
+
+    def _collect(self, t: int, y: Any) -> list[Tensor]:
+        """Takes ys and the rows that left; gives those that carry a gradient."""
+        outputs: list[Tensor] = []
+        ys = self.loop.outputs
+        if ys is not None:
+            leaves = ys.leaves_of(y, t)
+            self.y_recorded = self.y_recorded or [False] * len(leaves)
+            for k, (column, leaf) in enumerate(zip(ys.columns, leaves, strict=True)):
+                if isinstance(leaf, Tensor):
+                    column.append(leaf.detach())
+                    if leaf.requires_grad:
+                        outputs.append(leaf)
+                        self.y_recorded[k] = True
+                else:
+                    column.append(leaf)
+        for ids, leaves in self.take_pieces():
+            outputs += [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            self.pieces.append(
+                (t, ids, [Kept(x.detach(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves])
+            )
+        return outputs
+
+    def take_pieces(self) -> list[tuple[Tensor, list[Any]]]:
+        """The rows that left the batch in the step just done; arrays as what they hold."""
+        pieces, self.loop.pieces = self.loop.pieces, []
+        return [
+            (ids, [x.stack() if isinstance(x, TensorArray) and x._store is not None else x for x in leaves])
+            for ids, leaves in pieces
+        ]
+
+    # -- the node
+
+    def connect(self, state: State, node: Callable[..., Sequence[Tensor]]) -> Any:
+        """The result of the loop, as the outputs of one node: node(record, values, flags, *inputs)."""
+        loop, captures = self.loop, self.captures
+        self.steps = loop.taken
+        captures.settle()
+        inits = [(i, x) for i, x in enumerate(loop.init) if isinstance(x, Tensor) and x.requires_grad]
+        xs = [(k, x) for k, (x, _) in enumerate(self.xs) if x is not None and x.requires_grad]
+        arrays = [a for a in captures.arrays.values() if a.token is not None]
+        self.inits, self.xs_recorded, self.arrays = inits, xs, arrays
+        self.recorded = list(captures.recorded.values())
+        explicit = [x for _, x in inits] + [x for _, x in self.first] + [x for _, x in xs]
+        explicit += [a.token for a in arrays if a.token is not None]
+        self.inputs = [*explicit, *self.recorded]
+        self.explicit = len(explicit)
+        self.array_leaves = {i for i, x in enumerate(state) if type(x) is Version}
+        self.output_places, values, flags = self._outputs(state)
+        if any(flags):
+            self.replaced = {id(x): x.detach().requires_grad_() for x in entangled(self.recorded)}
+            self.outside = [(x, x._version) for x in self.inputs if not x.is_inference()]
+            connected = node(self, values, flags, *self.inputs)
+        else:
+            connected = values
+        return self._result(state, connected)
+
+    def _outputs(self, state: State) -> tuple[list[tuple[Any, ...]], list[Tensor], list[bool]]:
+        """(where it goes, its values, whether it carries a gradient) of every tensor that the loop gives."""
+        places: list[tuple[Any, ...]] = []
+        values: list[Tensor] = []
+        flags: list[bool] = []
+
+        def give(place: tuple[Any, ...], value: Tensor, flag: bool) -> None:
+            places.append(place)
+            values.append(value)
+            flags.append(flag)
+
+        for i, x in enumerate(state[: self.loop.carry.tree.size]):
+            if type(x) is Kept and self.steps:
+                give(("carry", i), x.values, x.recorded)
+            elif type(x) is Version and x.recorded and self.steps:
+                give(("array", i), new_token(x), True)
+        ys = self.loop.outputs
+        if ys is not None and self.steps:
+            reverse = self.loop.slices is not None and self.loop.slices.reverse
+            for k, (column, flag) in enumerate(zip(ys.columns, self.y_recorded, strict=True)):
+                if isinstance(stacked := column.stack(reverse), Tensor):
+                    give(("y", k), stacked, flag)
+                    ys.columns[k] = None  # replays look at the structure and kinds alone
+        for number, (_, _, leaves) in enumerate(self.pieces):
+            for k, x in enumerate(leaves):
+                if type(x) is Kept:
+                    give(("piece", number, k), x.values, x.recorded)
+        return places, values, flags
+
+    def _result(self, state: State, connected: Sequence[Tensor]) -> Any:
+        loop = self.loop
+        by_place = dict(zip(self.output_places, connected, strict=True))
+        leaves: list[Any] = []
+        for i, x in enumerate(state[: loop.carry.tree.size]):
+            if type(x) is Kept:
+                leaves.append(by_place.get(("carry", i)))
+            elif type(x) is Version:
+                leaves.append(final(x, by_place.get(("array", i))))
+            else:
+                leaves.append(x)
+        if loop.outputs is not None and self.steps:
+            loop.outputs.stacked = [by_place.get(("y", k)) for k in range(len(self.y_recorded))]
+        loop.pieces = [
+            (ids, [self._piece(by_place, number, k, x) for k, x in enumerate(kept)])
+            for number, (_, ids, kept) in enumerate(self.pieces)
+        ]
+        return loop.finish(leaves)
+
+    def _piece(self, by_place: dict[Any, Tensor], number: int, k: int, x: Any) -> Any:
+        if type(x) is not Kept:
+            return x
+        value = by_place["piece", number, k]
+        return TensorArray.unstack(value) if k in self.array_leaves else value
+
+    # -- replays
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """The surroundings of the sweep: everything that a body's result depends on."""
+        for x, version in self.outside:
+            if x._version != version:
+                raise RuntimeError(
+                    f"{self.name}: {describe(x)}, which the loop was given or its body closes over, was changed in "
+                    f"place before backward; change it afterwards, or give the loop a clone()"
+                )
+        now = None if self.random is None else Random(g for g, _ in self.captures.generators.values())
+        counted = self.loop.outputs, self.loop.pieces
+        try:
+            with running(), self.autocast.again(), torch.enable_grad(), self.captures.as_then():
+                yield
+        finally:
+            self.loop.outputs, self.loop.pieces = counted
+            if now is not None:
+                now.restore({})
+
+    def restore(self, step: int) -> State:
+        """The state of a snapshot, its random numbers and buffers set again."""
+        snapshot = self.snapshots[step]
+        if self.random is not None:
+            snapshot.random.restore(self.captures.generators)
+        self.captures.set_buffers(snapshot.buffers)
+        return snapshot.restored(self.name)
+
+    def draw_again(self, t: int, leaves: list[Any]) -> None:
+        """Conditions are not asked again, unless random numbers were drawn: maybe by them."""
+        loop = self.loop
+        if self.random is not None and loop.cond is not None:
+            with torch.no_grad():
+                loop.cond(loop.tree_of(leaves), *loop.context_at(t))
+
+    def advance(self, t: int, state: State) -> State:
+        """Replays a step for its state alone."""
+        self.body.on = False
+        try:
+            leaves, _, _ = fed(state)
+            self.draw_again(t, leaves)
+            new, _ = self.loop.step(t, leaves, self.row(t))
+            self.take_pieces()
+            if self.random is not None:
+                self.loop.asks_until(t, new)
+            after, _ = self.close(new, state)
+            for captured in self.captures.arrays.values():
+                captured.end_step()
+            return after
+        finally:
+            self.body.on = True
+
+    def standing_in(self) -> Any:
+        return stand_ins(self.replaced, self.recorded, self.name)
+
+    def second_sweep(self) -> None:
+        """Places the snapshots anew: an earlier backward has used them up."""
+        assert self.schedule is not None
+        state, _ = self._begin()
+        for action in self.schedule.sweep(self.length):
+            if isinstance(action, schedule.Snapshot):
+                if action.step == 0:
+                    self.snapshots[0] = self.initial
+                    state = self.restore(0)
+                elif action.step < self.steps:
+                    self.snapshots[action.step] = self._snapshot(state)
+            elif isinstance(action, schedule.Drop):
+                self.drop(action.step)
+            else:
+                for t in range(action.start, min(action.stop, self.steps)):
+                    state = self.advance(t, state)
+                if action.stop >= self.steps:
+                    break
+
+    def _snapshot(self, state: State) -> Snapshot:
+        random = Random(g for g, _ in self.captures.generators.values())
+        return Snapshot(state, random, self.captures.buffers(), self.store)
