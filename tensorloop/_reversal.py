@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import schedule
+from tensorloop._engine import gradients
 from tensorloop._snapshots import State, fed
 from tensorloop._stand_ins import escaped
 from tensorloop._ys import place as steps_dim
@@ -122,7 +123,7 @@ class Reversal:
         if outputs:
             self._check_escapes(outputs)
             wanted = [x for _, x in inputs] + [x for _, x in rows] + outside + stands
-            found = iter(_grad(outputs, wanted, grads))
+            found = iter(gradients(outputs, wanted, grads))
             for i, _ in inputs:
                 if (grad := next(found)) is not None:
                     after[i] = grad
@@ -189,9 +190,3 @@ class Reversal:
                     f"{record.name}: the body closes over a tensor and over one computed from it, and gives the latter "
                     f"to a custom autograd function; pass it in the carry"
                 )
-
-
-def _grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    if not inputs:
-        return []
-    return torch.autograd.grad(outputs, inputs, grads, allow_unused=True)

@@ -6,7 +6,7 @@ loop; a `Tree` compiles the structure into nested closures instead. Private name
 `torch.utils._pytree` (`SUPPORTED_NODES`, `tree_flatten_with_path`, `keystr`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.utils import _pytree
@@ -91,27 +91,38 @@ def _builder(example: Any, spec: Any) -> Callable[[list[Any]], Any]:
 
 def _flatten_leaf(tree: Any, leaves: list[Any]) -> bool:
     leaves.append(tree)
-    # A container where a leaf was: only containers can be of a registered type.
-    return type(tree) not in _pytree.SUPPORTED_NODES and not _is_namedtuple(tree)
+    return not _is_node(tree)
 
 
 def _unflatten_leaf(leaves: Sequence[Any], i: int) -> tuple[Any, int]:
     return leaves[i], i + 1
 
 
-def _is_namedtuple(tree: Any) -> bool:
-    return isinstance(tree, tuple) and hasattr(tree, "_fields")
+def _is_node(tree: Any) -> bool:
+    """Whether a tree is a container: no leaf has a registered type."""
+    return type(tree) in _pytree.SUPPORTED_NODES or (isinstance(tree, tuple) and hasattr(tree, "_fields"))
 
 
 def _sequence_flatten(kind: type, flattens: list[Flatten]) -> Flatten:
     size = len(flattens)
+    only_leaves = all(flatten is _flatten_leaf for flatten in flattens)
 
     def flatten(tree: Any, leaves: list[Any]) -> bool:
         if type(tree) is not kind or len(tree) != size:
             return False
-        return all(flatten(child, leaves) for flatten, child in zip(flattens, tree, strict=True))
+        if only_leaves:
+            leaves += tree
+            return not any(map(_is_node, tree))
+        return _flatten_all(flattens, tree, leaves)
 
     return flatten
+
+
+def _flatten_all(flattens: list[Flatten], children: Iterable[Any], leaves: list[Any]) -> bool:
+    for flatten, child in zip(flattens, children, strict=True):
+        if not flatten(child, leaves):
+            return False
+    return True
 
 
 def _dict_flatten(keys: tuple[Any, ...], flattens: list[Flatten]) -> Flatten:
@@ -120,7 +131,7 @@ def _dict_flatten(keys: tuple[Any, ...], flattens: list[Flatten]) -> Flatten:
     def flatten(tree: Any, leaves: list[Any]) -> bool:
         if type(tree) is not dict or tree.keys() != wanted:
             return False
-        return all(flatten(tree[key], leaves) for flatten, key in zip(flattens, keys, strict=True))
+        return _flatten_all(flattens, [tree[key] for key in keys], leaves)
 
     return flatten
 
@@ -133,7 +144,7 @@ def _node_flatten(spec: Any, flattens: list[Flatten]) -> Flatten:
         children = list(children)
         if context != spec.context or len(children) != len(flattens):
             return False
-        return all(flatten(child, leaves) for flatten, child in zip(flattens, children, strict=True))
+        return _flatten_all(flattens, children, leaves)
 
     return flatten
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _again, _modes
+from tensorloop._engine import keeps_graph
 from tensorloop._plan import Checkpoints, plan_of
 from tensorloop._record import Record
 from tensorloop._reversal import Reversal
@@ -69,6 +70,6 @@ class Replayed(torch.autograd.Function):
         else:
             with record.as_then():
                 found = Reversal(record, grads).run()
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+        if not keeps_graph():
             ctx.record = None
         return (None, None, None, *found)

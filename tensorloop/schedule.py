@@ -58,7 +58,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run `step` with residuals from the working state, which is at `step`, and reverse it; the working state is lost."""
+    """Run `step` with residuals from the working state, which is at `step`, and reverse it. That state is then lost."""
 
     step: int
 

@@ -1,0 +1,22 @@
+"""The autograd engine, called once for every replayed step.
+
+`torch.autograd.grad` costs some 20 us a call in Python for its checks, and its first call imports sympy, half a second;
+the arguments here are known to be right. Private names of torch, tried with 2.13:
+`torch.autograd.Variable._execution_engine.run_backward`, `torch._C._autograd._get_current_graph_task_keep_graph`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_run = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore[reportAttributeAccessIssue]
+# Whether the backward pass that runs the caller retains the graph.
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(outputs, inputs, grads, allow_unused=True)`; the graph is freed."""
+    if not inputs:
+        return ()
+    return _run(tuple(outputs), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False)
