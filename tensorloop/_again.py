@@ -125,7 +125,6 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
     record.body.on = False
     try:
         for t in range(record.steps):
-            record.draw_again(t, state)
             row = [
                 x if x is None else xs.get(k, x).select(d, loop.slices.index(t)).clone()
                 for k, (x, d) in enumerate(record.xs)
@@ -134,6 +133,7 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
             if loop.outputs is not None:
                 ys.append(loop.outputs.leaves_of(y, t))
             pieces += [leaves for _, leaves in record.take_pieces()]
+            record.draw_again(t, state)
     finally:
         record.body.on = True
     return [_output(record, place, state, ys, pieces) for place in record.output_places]

@@ -160,18 +160,15 @@ class Captures(TorchFunctionMode):
     # -- around one step
 
     def begin_step(self, step: int, arguments: Iterable[Any]) -> None:
-        """Before the condition and the body of a step, whose arguments these are."""
+        """Before the body of a step, whose arguments these are."""
         self.settle()
+        self._count, self._candidates, self._walk = 0, [], False
+        self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self.step = step
         self._seen = dict(self.recorded)
         for x in arguments:
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
-
-    def begin_body(self) -> None:
-        """After the condition: what only that one used need not stay as it was, for it is not asked again."""
-        self._count, self._candidates, self._walk = 0, [], False
-        self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor]) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""

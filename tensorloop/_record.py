@@ -71,21 +71,16 @@ class Record:
         state, self.first = self._begin()
         start = Random(())
         try:
+            going = loop.goes_on(0, fed(state)[0])
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     state = self.keep(action.step, state)
                 elif isinstance(action, schedule.Drop):
                     self.drop(action.step)
-                else:
-                    while loop.taken < action.stop:
-                        ahead = self._try_step(loop.taken, state)
-                        if ahead is None:
-                            break
-                        state = ahead
-                        loop.taken += 1
-                        progress.update()
-                    if loop.taken < action.stop or loop.ended:
-                        break
+                elif going:
+                    state, going = self._advance_first(state, action.stop, progress)
+                if not going:
+                    break
             captures.settle()
             captures.check_versions()
         finally:
@@ -145,16 +140,24 @@ class Record:
         if snapshot is not self.initial:
             snapshot.drop()
 
-    def _try_step(self, t: int, state: State) -> State | None:
-        """The state after step t, or None where the loop ends before it."""
+    def _advance_first(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """Runs the steps before `stop`, or fewer. Whether the loop goes on is asked after each step, not before the
+        next: a snapshot of its end would be wasted."""
+        loop = self.loop
+        while loop.taken < stop:
+            state = self._step_first(loop.taken, state)
+            loop.taken += 1
+            progress.update()
+            if not loop.goes_on(loop.taken, fed(state)[0] if loop.cond is not None else []):
+                return state, False
+        return state, True
+
+    def _step_first(self, t: int, state: State) -> State:
+        """The state after step t, done for the first time."""
         loop, captures = self.loop, self.captures
         leaves, recorded, tokens = fed(state)
         row = self.row(t)
         captures.begin_step(t, [*leaves, *row])
-        goes_on = loop.goes_on(t, leaves)
-        captures.begin_body()
-        if not goes_on:
-            return None
         new, y = loop.step(t, leaves, row)
         loop.asks_until(t, new)
         after, outputs = self.close(new, state)
@@ -341,23 +344,24 @@ class Record:
         self.captures.set_buffers(snapshot.buffers)
         return snapshot.restored(self.name)
 
-    def draw_again(self, t: int, leaves: list[Any]) -> None:
-        """Conditions are not asked again, unless random numbers were drawn: maybe by them."""
+    def draw_again(self, t: int, new: list[Any]) -> None:
+        """After step t. Conditions are not asked again, unless random numbers were drawn: maybe by them."""
         loop = self.loop
-        if self.random is not None and loop.cond is not None:
+        if self.random is None:
+            return
+        loop.asks_until(t, new)
+        if loop.cond is not None:
             with torch.no_grad():
-                loop.cond(loop.tree_of(leaves), *loop.context_at(t))
+                loop.cond(loop.tree_of(new), *loop.context_at(t))
 
     def advance(self, t: int, state: State) -> State:
         """Replays a step for its state alone."""
         self.body.on = False
         try:
             leaves, _, _ = fed(state)
-            self.draw_again(t, leaves)
             new, _ = self.loop.step(t, leaves, self.row(t))
             self.take_pieces()
-            if self.random is not None:
-                self.loop.asks_until(t, new)
+            self.draw_again(t, new)
             after, _ = self.close(new, state)
             for captured in self.captures.arrays.values():
                 captured.end_step()

@@ -110,8 +110,6 @@ class Reversal:
         row = record.row(t)
         rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
         captures.begin_step(t, [*leaves, *row])
-        record.draw_again(t, leaves)
-        captures.begin_body()
         with record.standing_in():
             new, y = record.loop.step(t, leaves, row)
         outputs, grads = self._outputs(t, new, y, state)

@@ -221,21 +221,22 @@ def _longest(slots: int, level: int) -> int:
     return math.comb(slots + level, slots)
 
 
-def _level(length: int, slots: int) -> int:
-    """How often, at most, the steps of a segment are advanced over."""
+def _level(length: int, slots: int) -> tuple[int, int]:
+    """How often, at most, the steps of a segment are advanced over; and the longest segment of that level."""
     if slots == 1:
-        return length - 1
-    level = 0
-    while _longest(slots, level) < length:
+        return length - 1, length
+    level, longest = 0, 1
+    while longest < length:
         level += 1
-    return level
+        longest = longest * (slots + level) // level
+    return level, longest
 
 
 @functools.lru_cache(maxsize=65536)
 def _cost(length: int, slots: int) -> int:
-    """The fewest steps to advance over in reversing a segment (Griewank and Walther 2000, theorem 1)."""
-    level = _level(length, slots)
-    return level * length - math.comb(slots + level, slots + 1)
+    """The fewest steps to advance over in reversing a segment: level * length - C(slots + level, slots + 1)."""
+    level, longest = _level(length, slots)
+    return level * length - longest * level // (slots + 1)
 
 
 def _split(length: int, slots: int | None) -> int:
@@ -248,7 +249,7 @@ def _split(length: int, slots: int | None) -> int:
         return 1
     if slots == 1:
         return length - 1
-    level = _level(length, slots)
+    level, _ = _level(length, slots)
     later = _longest(slots - 1, level - 1) + _longest(slots - 2, level - 1)
     return min(max(length - later, _longest(slots, level - 2)), _longest(slots, level - 1))
 
@@ -299,7 +300,7 @@ def _binomial_segments(length: int, k: int) -> list[int]:
     next. The way is shared in proportion: any sharing takes as many steps, this one hardly more snapshots than need be.
     """
     k = min(k, length)
-    level = _level(length + 1, k) - 1 if k else 0  # sum of _longest(1..k, level) = C(k + level + 1, k) - 1
+    level = _level(length + 1, k)[0] - 1 if k else 0  # sum of _longest(1..k, level) = C(k + level + 1, k) - 1
     lengths = [_longest(slots, level - 1) if level else 0 for slots in range(1, k + 1)]
     growth = [_longest(slots, level) - n for slots, n in enumerate(lengths, 1)]
     rest, room = length - sum(lengths), sum(growth)
