@@ -81,7 +81,9 @@ class Step(torch.autograd.Function):
         # Batched gradients come under a vmap of their own.
         in_place = not torch.is_grad_enabled() and _modes.maybe_level() is None
         if grad_out is not None:
-            grad = _add(grad, ctx.read, grad_out, ctx.shape, in_place)
+            # A buffer that no other node will see is not changed again: what came from outside will do for it.
+            only = grad is None and not ctx.before and isinstance(ctx.read, slice) and grad_out.shape == ctx.shape
+            grad = grad_out if only and _dense(grad_out) else _add(grad, ctx.read, grad_out, ctx.shape, in_place)
         assert grad is not None
         grad_x = None
         if ctx.write is not None:
@@ -143,6 +145,10 @@ def _add(grad: Tensor | None, key: Key, grad_out: Tensor, shape: tuple[int, ...]
     else:
         grad.index_put_(_as_index(key, grad), grad_out, accumulate=True)
     return grad
+
+
+def _dense(x: Tensor) -> bool:
+    return x.layout is torch.strided
 
 
 def _gradient_of(grad: Tensor, key: Key, copy: bool) -> Tensor:

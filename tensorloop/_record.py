@@ -51,6 +51,7 @@ class Record:
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
         self.captures = Captures(loop.name, here.serial)
+        loop.eager = True
         self.body = loop.body = Watched(loop.body, self.captures)
         self.autocast = Autocast()
         self.snapshots: dict[int, Snapshot] = {}

@@ -5,11 +5,11 @@ that row's last real step, cut from the graph. So what the body computes there i
 its gradient is zero times something finite, and `torch.where` saves a bool a row and not a value.
 
 The state of such a loop is its carry followed by those inputs (`last`), in the same order. With `compact=True` the rows
-that have stopped leave the batch whenever they are a quarter of it: a *cut*, made before a step. Rows still in the
-batch have *ids*, their places in the full batch.
+that have stopped leave the batch: a *cut*, made before a step, as soon as they are a quarter of the batch, or at once where that
+copies little. Rows still in the batch have *ids*, their places in the full batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tensorloop import _modes
 from tensorloop._array_buffer import Buffer
+from tensorloop._cuts import Shrunk, pick, shrink, whole_batch
 from tensorloop.tensor_array import TensorArray
 
 
@@ -40,8 +41,8 @@ class Rows:
         self.cuts: list[Cut] = []
         self._current: tuple[int, Tensor, bool] = (-1, first, False)
 
-    def begin_step(self, t: int, cond: Tensor) -> bool:
-        """Takes what `cond_fn` said before step t; whether any row runs on."""
+    def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
+        """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
         old = self._current
         active = cond if old[0] < 0 else cond & old[1]
         numbers = _modes.numbers(active)
@@ -52,7 +53,7 @@ class Rows:
         self.steps = self.steps + active if ids is None else self.steps.index_add(0, ids, active.to(torch.int64))
         every = running == numbers.numel()
         self._current = (t, active, every)
-        if self.compact and not self.batched and 4 * (len(active) - running) >= len(active):
+        if self.compact and not self.batched and not every and (4 * running <= 3 * len(active) or cheap()):
             kept = active.nonzero().squeeze(1)
             ended = (~active).nonzero().squeeze(1)
             self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
@@ -125,6 +126,17 @@ def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
     return [_select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank) else x for x in leaves]
 
 
+def shrunk(carry: Sequence[Any], cut: Cut, ids: Tensor) -> list[Any]:
+    """The carry without the rows that ended; `ids` are those it had. Arrays are not copied."""
+    return [shrink(x, ids, cut.ids) if isinstance(x, TensorArray) else select([x], cut.kept)[0] for x in carry]
+
+
+def picked(context: Sequence[Any], cut: Cut, before: Sequence[Any]) -> list[Any]:
+    """The caller's context for the rows that a cut leaves; arrays are not copied."""
+    pairs = zip(context, before, strict=True)
+    return [pick(x, cut.ids, y) if isinstance(x, TensorArray) else select([x], cut.ids)[0] for x, y in pairs]
+
+
 def _has_rows(x: Any, rank: int) -> bool:
     return isinstance(x, Tensor) and x.dim() >= rank
 
@@ -154,6 +166,8 @@ def joined(pieces: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
 
 def _join(column: Sequence[Any], order: Tensor) -> Any:
     whole = column[-1]
+    if isinstance(whole, TensorArray) and isinstance(whole._store, Shrunk):
+        return whole_batch(whole, len(order))
     if isinstance(whole, Tensor) and whole.dim():
         return torch.cat(list(column)).index_select(0, order)
     if not isinstance(whole, TensorArray) or whole._store is None:

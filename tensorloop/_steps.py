@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tensorloop import _checks, _modes, _rows, _tree
 from tensorloop._carry import Carry, leading_rows
+from tensorloop._cuts import read_in_bulk
 from tensorloop._rows import Rows
 from tensorloop._xs import Slices
 from tensorloop._ys import Outputs
@@ -36,6 +37,7 @@ class Loop:
         self.until: Callable[..., Any] | None = None  # asked after each step
         self.compact = False
         self.rows: Rows | None = None
+        self.eager = False  # whether a cut copies arrays at once: a replay begins at any step
         leaves = self.carry.tree.flatten(init)
         assert leaves is not None
         self.init: State = leaves
@@ -98,12 +100,23 @@ class Loop:
             raise TypeError(
                 f"{self.name}: cond_fn must return a bool tensor of shape {size} again, got {_said(answer)}"
             )
-        if not self.rows.begin_step(t, answer):
+        if not self.rows.begin_step(t, answer, lambda: self._cuts_cheaply(state)):
             return False
         if (cut := self.rows.cut_at(t)) is not None:
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
-            self.contexts.append(_rows.select(self.context, cut.ids))
+            before = self.contexts[-1]
+            later = _rows.select(self.context, cut.ids) if self.eager else _rows.picked(self.context, cut, before)
+            self.contexts.append(later)
         return True
+
+    def _cuts_cheaply(self, state: State) -> bool:
+        """Whether a cut at every row that ends would copy little: no array that is read in bulk, no large context."""
+        context = self.contexts[-1]
+        if self.eager and any(isinstance(x, TensorArray) for x in (*state, *context)):
+            return False
+        copied = sum(x.nbytes for x in context if isinstance(x, Tensor))
+        carried = sum(x.nbytes for x in state if isinstance(x, Tensor))
+        return copied <= carried and not read_in_bulk([*state, *context])
 
     def _batch(self, t: int, state: State) -> int:
         assert self.rows is not None
@@ -141,9 +154,14 @@ class Loop:
     def _without_ended(self, cut: _rows.Cut, carry: State, last: State, t: int) -> tuple[State, State]:
         assert self.rows is not None
         ids = self.rows.ids_at(t - 1)
-        self.pieces.append((cut.ended if ids is None else ids[cut.ended], _rows.select(carry, cut.ended)))
-        carry, last = _rows.select(carry, cut.kept), _rows.select(last, cut.kept)
-        return carry, last
+        ended = cut.ended if ids is None else ids[cut.ended]
+        if self.eager:
+            self.pieces.append((ended, _rows.select(carry, cut.ended)))
+            return _rows.select(carry, cut.kept), _rows.select(last, cut.kept)
+        leaving = [None if isinstance(x, TensorArray) else _rows.select([x], cut.ended)[0] for x in carry]
+        self.pieces.append((ended, leaving))
+        ids = torch.arange(len(cut.kept) + len(ended), device=ended.device) if ids is None else ids
+        return _rows.shrunk(carry, cut, ids), _rows.select(last, cut.kept)
 
     # -- what the functions get, and the result
 

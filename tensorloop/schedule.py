@@ -88,10 +88,10 @@ class Schedule(abc.ABC):
     def reverse(self, length: int, held: Sequence[int]) -> Iterator[Action]:
         """The actions that reverse steps length-1 .. 0, given the snapshots `held` after the sweep, in any order.
 
-        As few Advances as `held` and k allow (Revolve's optimum in each segment between two snapshots), and of those
-        with as few Advances the one with the fewest Snapshots. Where k is None, each state of a segment is kept.
-        Every snapshot is dropped by the end. A snapshot at `length` is dropped first: there is no such step.
-        Cost: O(1) of time an action; O(k) bytes, or the longest segment where k is None.
+        As few extra steps as `held` and k allow (Revolve's optimum in each segment between two snapshots), and no more
+        Snapshots than those need. Where k is None, each state of a segment is kept. Every snapshot is dropped by the
+        end. A snapshot at `length` is dropped first: there is no such step.
+        Cost: amortised O(1) of time an action; bytes for k numbers, or for the longest segment where k is None.
         Raises: TypeError, ValueError (`held` lacks step 0, reaches beyond `length`, or is more than k).
         """
         name = f"{type(self).__name__}.reverse"
@@ -380,9 +380,13 @@ class _Placement:
         return dropped
 
     def _spare(self, stop: int) -> int:
-        """How many slots to free: more while what they could hold is 1/500 of the loop, the price of leaving them."""
+        """How many slots to free at once.
+
+        Slots that stand free could hold _longest(slots, level) - 1 steps a level lower, so leaving them free costs as
+        many extra steps: below 1/500 of the steps so far.
+        """
         spare = 1
-        while self.level > 1 and spare < self.k // 2 and _longest(spare + 1, self.level) <= stop // 500:
+        while self.level > 1 and spare < self.k // 2 and _longest(spare + 1, self.level) - 1 <= stop // 500:
             spare += 1
         return spare
 
