@@ -1,4 +1,4 @@
-"""What the tests of loops share: one program run by our loops and by plain Python ones, and bodies that do not contract.
+"""What the tests of loops share: one program run by our loops and by plain Python ones; bodies that do not contract.
 
 A *program* is a function `program(loops, *inputs)` that gives a pytree of tensors. `loops` has the functions of
 tensorloop, once as `Ours(checkpoints)` and once as `Plain()`: a Python loop under ordinary autograd, arrays as lists.
@@ -135,7 +135,7 @@ def randn(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = to
 
 
 def rotate(x: Tensor, angle: float | Tensor = 0.9) -> Tensor:
-    """Turns pairs of features (*, 2 n): it keeps the size of a carry, so that early steps count as much as late ones."""
+    """Turns pairs of features (*, 2 n): a carry keeps its size, so early steps count as much as late ones."""
     a, b = x.chunk(2, -1)
     angle = torch.as_tensor(angle, dtype=x.dtype)
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
@@ -149,6 +149,16 @@ def cell(weight: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return carry, carry * carry.flip(-1)
 
     return body
+
+
+def recurrent(loops: Any, init: Tensor, xs: Tensor, w: Tensor) -> Any:
+    """A program: `cell` scanned."""
+    return loops.scan(cell(w), init, xs)
+
+
+def inputs(init: bool = True, xs: bool = True, w: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs of `recurrent`, and which of them want a gradient."""
+    return randn(4, grad=init), randn(7, 3, grad=xs), randn(3, 4, grad=w)
 
 
 class Counter:

@@ -228,11 +228,17 @@ def test_an_array_that_the_body_reads(checkpoints: Any) -> None:
 def test_what_only_a_condition_uses_gets_no_gradient(checkpoints: Any) -> None:
     init, limit = randn(2), torch.tensor(3.5, dtype=torch.float64, requires_grad=True)
     out, steps = tl.while_loop(
-        lambda c: c[1] < limit, lambda c: (rotate(c[0]), c[1] + 1), (init, 0), return_steps=True, checkpoints=checkpoints
+        lambda c: c[1] < limit,
+        lambda c: (rotate(c[0]), c[1] + 1),
+        (init, 0),
+        return_steps=True,
+        checkpoints=checkpoints,
     )
     assert steps == 4
     assert grad(out[0].sum(), (init, limit), allow_unused=True)[1] is None
-    ys = tl.scan(lambda c, x: ((rotate(c[0]), c[1] + 1), c[0]), (init, 0), until=lambda c: c[1] > limit, checkpoints=checkpoints)[1]
+    ys = tl.scan(
+        lambda c, x: ((rotate(c[0]), c[1] + 1), c[0]), (init, 0), until=lambda c: c[1] > limit, checkpoints=checkpoints
+    )[1]
     assert len(ys) == 4
     assert grad(ys.sum(), (init, limit), allow_unused=True)[1] is None
 
@@ -267,7 +273,9 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 @with_and_without_checkpoints
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("which", ["weight", "constant", "made", "init", "xs"])
-def test_changed_in_place_before_backward_raises_or_uses_the_forward_value(which: str, how: str, checkpoints: Any) -> None:
+def test_changed_in_place_before_backward_raises_or_uses_the_forward_value(
+    which: str, how: str, checkpoints: Any
+) -> None:
     given: dict[str, Tensor] = {
         "weight": randn(2),
         "constant": randn(2, seed=1, grad=False),
@@ -298,21 +306,34 @@ def test_changed_in_place_before_backward_raises_or_uses_the_forward_value(which
 
 
 @with_and_without_checkpoints
-@pytest.mark.parametrize("kind", ["tensor", "number", "module"])
+@pytest.mark.parametrize("kind", ["tensor", "result", "number", "module", "array", "array of results"])
 def test_a_name_that_is_rebound_before_backward_raises_or_uses_the_forward_value(kind: str, checkpoints: Any) -> None:
     """Never silently the new one."""
     init = randn(2)
-    w: Any = {"tensor": randn(2, seed=1), "number": 2.0, "module": nn.Linear(2, 2, dtype=torch.float64)}[kind]
-    other: Any = {"tensor": randn(2, seed=2), "number": 3.0, "module": nn.Linear(2, 2, dtype=torch.float64)}[kind]
+    linear = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
+    made: dict[str, Callable[[Tensor], Any]] = {
+        "tensor": lambda out: randn(2, seed=2),
+        "result": lambda out: out * 2,
+        "number": lambda out: 3.0,
+        "module": lambda out: linear[1],
+        "array": lambda out: tl.TensorArray().append(init * 3),
+        "array of results": lambda out: tl.TensorArray().append(out),
+    }
+    first = {"number": 2.0, "module": linear[0]}.get(kind, randn(2, seed=1))
+    w: Any = tl.TensorArray().append(init * 2) if kind.startswith("array") else first
+    calls = 0
 
     def body(i: int, c: Tensor) -> Tensor:
-        return rotate(w(c) if kind == "module" else c * w)
+        nonlocal calls
+        calls += 1
+        assert calls < 100, "endless recursion"
+        return rotate(w(c) if kind == "module" else c * (w[0] if kind.startswith("array") else w))
 
-    (true,) = grad(tl.fori_loop(0, 4, body, init).sum(), init)
-    out = tl.fori_loop(0, 4, body, init, checkpoints=checkpoints).sum()
-    w = other
+    (true,) = grad(tl.fori_loop(0, 4, body, init).sum(), init, retain_graph=True)
+    out = tl.fori_loop(0, 4, body, init, checkpoints=checkpoints)
+    w = made[kind](out)
     try:
-        (found,) = grad(out, init)
+        (found,) = grad(out.sum(), init)
     except RuntimeError as error:
         assert "did not" in str(error) or "same tensors" in str(error)  # noqa: PT017
     else:
@@ -325,7 +346,9 @@ def test_an_array_written_before_backward_stays_what_the_body_read(checkpoints: 
 
     def run(late: bool) -> tuple[Tensor, ...]:
         array = tl.TensorArray().extend([x * 2 for x in values])
-        out = tl.fori_loop(0, 3, lambda i, c: rotate(c) * array.stack().sum(0) + array[i], init, checkpoints=checkpoints)
+        out = tl.fori_loop(
+            0, 3, lambda i, c: rotate(c) * array.stack().sum(0) + array[i], init, checkpoints=checkpoints
+        )
         if late:
             array[0] = init * 0
             array.append(init)
@@ -337,7 +360,9 @@ def test_an_array_written_before_backward_stays_what_the_body_read(checkpoints: 
 
 @with_and_without_checkpoints
 @pytest.mark.parametrize("change", [lambda w: w.add_(1), lambda w: w.mul_(2)], ids=["add", "mul"])
-def test_a_weight_changed_by_a_loop_during_the_loop_is_refused(change: Callable[[Tensor], Any], checkpoints: Any) -> None:
+def test_a_weight_changed_by_a_loop_during_the_loop_is_refused(
+    change: Callable[[Tensor], Any], checkpoints: Any
+) -> None:
     """Autograd's own rule for plain loops: the step before needs the value that is gone."""
     w, init = randn(2), randn(2, seed=1)
 

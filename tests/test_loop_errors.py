@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import tensorloop as tl
+import tensorloop
 from tests.loop_cases import Counter, randn, rotate, with_and_without_checkpoints
 
+tl: Any = tensorloop  # most calls here are wrong on purpose, and no type checker need say so
 ZERO = torch.zeros(2)
 XS = torch.zeros(3, 2)
 
@@ -32,8 +33,14 @@ def keep(carry: Any, *rest: Any) -> Any:
         (lambda: tl.while_loop(bool, ZERO, ZERO), "while_loop: body_fn must be callable, got a tensor of shape (2,)"),
         (lambda: tl.fori_loop(0, 3, None, ZERO), "fori_loop: body_fn must be callable"),
         (lambda: tl.map([], XS), "map: fn must be callable, got list []"),
-        (lambda: tl.fori_loop(0, 2.5, keep, ZERO), "fori_loop: upper must be an int or a 0-d integer tensor, got float"),
-        (lambda: tl.fori_loop(True, 2, keep, ZERO), "fori_loop: lower must be an int or a 0-d integer tensor, got bool"),
+        (
+            lambda: tl.fori_loop(0, 2.5, keep, ZERO),
+            "fori_loop: upper must be an int or a 0-d integer tensor, got float",
+        ),
+        (
+            lambda: tl.fori_loop(True, 2, keep, ZERO),
+            "fori_loop: lower must be an int or a 0-d integer tensor, got bool",
+        ),
         (lambda: tl.fori_loop(0, torch.tensor(2.0), keep, ZERO), "fori_loop: upper must be an int or a 0-d integer"),
         (lambda: tl.fori_loop(0, torch.tensor([2]), keep, ZERO), "fori_loop: upper must be an int or a 0-d integer"),
         (lambda: tl.scan(keep, ZERO, XS, 3.0), "scan: length must be an int"),
@@ -115,14 +122,18 @@ def test_a_body_that_returns_no_pair(out: Any, got: str, checkpoints: Any) -> No
     ids=["int", "float", "None", "tuple", "int tensor", "floats", "matrix"],
 )
 def test_a_condition_that_is_no_bool(answer: Any, got: str, checkpoints: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape("while_loop: cond_fn must return a bool") + ".*" + re.escape(f"got {got}")):
+    with pytest.raises(
+        TypeError, match=re.escape("while_loop: cond_fn must return a bool") + ".*" + re.escape(f"got {got}")
+    ):
         tl.while_loop(lambda c: answer, lambda c: c, ZERO, checkpoints=checkpoints)
     with pytest.raises(TypeError, match=re.escape("scan: until must return a bool") + ".*" + re.escape(f"got {got}")):
         tl.scan(keep, ZERO, XS, until=lambda c: answer, checkpoints=checkpoints)
 
 
 def test_until_is_one_bool_for_all_rows() -> None:
-    with pytest.raises(TypeError, match=re.escape("until must return a bool or a 0-d bool tensor, got a tensor of shape (2,)")):
+    with pytest.raises(
+        TypeError, match=re.escape("until must return a bool or a 0-d bool tensor, got a tensor of shape (2,)")
+    ):
         tl.scan(keep, ZERO, XS, until=lambda c: c > 1)
 
 
@@ -175,7 +186,12 @@ def test_every_leaf_that_differs_is_named_at_the_first_step_that_differs(checkpo
     def body(i: int, carry: Any) -> Any:
         if i < 2:
             return carry
-        return {"a": torch.zeros(2, 1), "b": [torch.zeros(2, dtype=torch.float64), 1.0], "c": carry["c"], "d": torch.zeros(1)}
+        return {
+            "a": torch.zeros(2, 1),
+            "b": [torch.zeros(2, dtype=torch.float64), 1.0],
+            "c": carry["c"],
+            "d": torch.zeros(1),
+        }
 
     with pytest.raises(TypeError) as error:
         tl.fori_loop(0, 5, body, init, checkpoints=checkpoints)
@@ -233,12 +249,16 @@ def test_a_number_that_becomes_a_tensor_is_refused(init: Any, checkpoints: Any) 
 )
 def test_another_kind_of_array_is_refused(array: tl.TensorArray, checkpoints: Any) -> None:
     init = tl.TensorArray.unstack(torch.zeros(1, 2))
-    with pytest.raises(TypeError, match=re.escape("- carry: TensorArray of (2,) float32 cpu\n  + carry: TensorArray of")):
+    with pytest.raises(
+        TypeError, match=re.escape("- carry: TensorArray of (2,) float32 cpu\n  + carry: TensorArray of")
+    ):
         tl.fori_loop(0, 2, lambda i, c: array, init, checkpoints=checkpoints)
 
 
 @with_and_without_checkpoints
-@pytest.mark.parametrize("kinds", [(tl.TensorArray.unstack(XS), XS), (XS, tl.TensorArray.unstack(XS)), ("a", 1), (1, "a")])
+@pytest.mark.parametrize(
+    "kinds", [(tl.TensorArray.unstack(XS), XS), (XS, tl.TensorArray.unstack(XS)), ("a", 1), (1, "a")]
+)
 def test_a_leaf_stays_what_it_is(kinds: tuple[Any, Any], checkpoints: Any) -> None:
     with pytest.raises(TypeError, match="the body changed the carry at step 0"):
         tl.fori_loop(0, 2, lambda i, c: kinds[1], kinds[0], checkpoints=checkpoints)
@@ -360,11 +380,12 @@ def test_an_exception_of_a_condition_passes_through(where: str, checkpoints: Any
     def fails(carry: Any) -> bool:
         raise Unhappy("from the condition")
 
+    call: Any = {
+        "cond": lambda: tl.while_loop(fails, lambda c: c, randn(2), checkpoints=checkpoints),
+        "until": lambda: tl.scan(keep, randn(2), XS, until=fails, checkpoints=checkpoints),
+    }[where]
     with pytest.raises(Unhappy, match="from the condition"):
-        if where == "cond":
-            tl.while_loop(fails, lambda c: c, randn(2), checkpoints=checkpoints)
-        else:
-            tl.scan(keep, randn(2), XS, until=fails, checkpoints=checkpoints)
+        call()
 
 
 @with_and_without_checkpoints

@@ -10,7 +10,17 @@ from torch.autograd import grad
 
 import tensorloop as tl
 from tensorloop import reference
-from tests.loop_cases import Counter, Ours, Slots, compare, cotangents, randn, rotate, tensors, with_and_without_checkpoints
+from tests.loop_cases import (
+    Counter,
+    Ours,
+    Slots,
+    compare,
+    cotangents,
+    randn,
+    rotate,
+    tensors,
+    with_and_without_checkpoints,
+)
 
 compact_or_not = pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
 LIMITS = torch.tensor([3, 0, 5, 1, 5, 2])
@@ -91,7 +101,12 @@ def test_no_row_runs_at_all(compact: bool, checkpoints: Any) -> None:
     init = randn(3, 2)
     body = Counter(rotate)
     out, steps = tl.while_loop(
-        lambda x: torch.zeros(3, dtype=torch.bool), body, init, compact=compact, return_steps=True, checkpoints=checkpoints
+        lambda x: torch.zeros(3, dtype=torch.bool),
+        body,
+        init,
+        compact=compact,
+        return_steps=True,
+        checkpoints=checkpoints,
     )
     assert body.calls == 0
     assert steps.tolist() == [0, 0, 0]
@@ -143,7 +158,9 @@ def test_0_d_tensors_and_numbers_are_shared_and_run_until_all_have_stopped(check
 @with_and_without_checkpoints
 def test_a_condition_over_all_rows_stops_the_whole_batch(checkpoints: Any) -> None:
     def program(loops: Any, x: Tensor) -> Any:
-        return loops.while_loop(lambda c: c[1] < 3 and bool(c[0].max() < 100), lambda c: (rotate(c[0]) * 3, c[1] + 1), (x, 0))
+        return loops.while_loop(
+            lambda c: c[1] < 3 and bool(c[0].max() < 100), lambda c: (rotate(c[0]) * 3, c[1] + 1), (x, 0)
+        )
 
     compare(program, randn(4, 2), checkpoints=checkpoints)
 
@@ -195,6 +212,14 @@ def test_nan_in_a_stopped_row_reaches_no_other(bad: str, compact: bool, checkpoi
     torch.testing.assert_close(d_init[rows], true_init[rows])
 
 
+@pytest.mark.parametrize("checkpoints", [None, 1, 2, 3, 4, 8])
+def test_rows_that_leave_one_by_one_get_their_own_gradient(checkpoints: int | None) -> None:
+    init, limits = randn(4), torch.tensor([1, 2, 3, 4])
+    functions: Any = (lambda c: c[2] < c[1], lambda c: (c[0].sin() * 2, c[1], c[2] + 1))
+    ours, true = both(*functions, (init, limits, limits * 0), [init], compact=True, checkpoints=checkpoints)
+    torch.testing.assert_close(ours, true)
+
+
 @with_and_without_checkpoints
 def test_nan_of_a_row_that_took_no_step_stays_in_it(checkpoints: Any) -> None:
     init = torch.tensor([[1.0], [torch.nan]], dtype=torch.float64, requires_grad=True)
@@ -211,7 +236,12 @@ def test_nan_in_context_of_stopped_rows(checkpoints: Any) -> None:
     init = torch.tensor([[1.0], [9.0], [9.0], [1.0]], dtype=torch.float64, requires_grad=True)
     w = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     out = tl.while_loop(
-        lambda x, rows: x[:, 0] < 3, lambda x, rows: x * rows * w, init, context=context, compact=True, checkpoints=checkpoints
+        lambda x, rows: x[:, 0] < 3,
+        lambda x, rows: x * rows * w,
+        init,
+        context=context,
+        compact=True,
+        checkpoints=checkpoints,
     )
     torch.testing.assert_close(out[:, 0], torch.tensor([4.0, 9.0, 9.0, 3.375], dtype=torch.float64))
     d_context, d_w = grad(out[[0, 3]].sum(), (context, w))
@@ -270,74 +300,6 @@ def test_context_rows_get_gradients(compact: bool, checkpoints: Any) -> None:
     torch.testing.assert_close(grad(out.cos().sum(), (init, per_row)), grad(alone.cos().sum(), (init, per_row)))
 
 
-# -- arrays
-
-
-def column(values: Tensor, row: int) -> Tensor:
-    return values[:, row]
-
-
-@with_and_without_checkpoints
-@compact_or_not
-def test_writes_touch_running_rows_only(compact: bool, checkpoints: Any) -> None:
-    """append, write, write_rows, scatter, extend: of a new slot the other rows are 0, of an old one as they were."""
-    init, start = randn(6, 2), randn(2, 6, 2, seed=1)
-
-    def body(carry: Any) -> Any:
-        grown, fixed, x, limit, n = carry
-        x = rotate(x) + fixed[0].sin()
-        grown = grown.append(x * 2) if int(n.max()) % 2 == 0 else grown.extend(torch.stack([x, x.cos()]))
-        fixed = fixed.write(0, x + fixed[1])
-        rows = torch.ones(len(x), dtype=torch.int64)
-        fixed = fixed.write_rows(rows, x.cos()).scatter([1], (fixed[1] * x)[None])
-        return grown, fixed, x, limit, n + 1
-
-    def run(rows: list[int], loop: Callable[..., Any], arrays: Any) -> Any:
-        grown, fixed = arrays(), arrays.unstack(start[:, rows])
-        zero = torch.zeros(len(rows), dtype=torch.int64)
-        return loop(lambda c: c[-1] < c[-2], body, (grown, fixed, init[rows], LIMITS[rows], zero))
-
-    grown, fixed, x, *_ = run(
-        list(range(6)), lambda *args: tl.while_loop(*args, compact=compact, checkpoints=checkpoints), tl.TensorArray
-    )
-    true = [run([i], lambda *args: tl.while_loop(*args), tl.TensorArray) for i in range(6)]
-    stack, outs, true_outs = grown.stack(), [x, fixed.stack()], []
-    true_outs.append(torch.cat([row[2] for row in true]))
-    true_outs.append(torch.cat([row[1].stack() for row in true], 1))
-    longest = len(stack)
-    padded = []
-    for row in true:
-        values = row[0].stack() if len(row[0]) else torch.zeros(0, 1, 2, dtype=torch.float64)
-        padded.append(torch.cat([values, values.new_zeros(longest - len(values), 1, 2)]))
-    outs.append(stack)
-    true_outs.append(torch.cat(padded, 1))
-    torch.testing.assert_close(outs, true_outs)
-    torch.testing.assert_close(
-        grad(outs, (init, start), cotangents(outs)), grad(true_outs, (init, start), cotangents(outs))
-    )
-
-
-@with_and_without_checkpoints
-def test_the_history_of_a_loop_of_no_steps_is_empty(checkpoints: Any) -> None:
-    array, x = tl.while_loop(lambda c: c[1] < 0, lambda c: (c[0].append(c[1]), c[1]), (tl.TensorArray(), torch.ones(3)), checkpoints=checkpoints)
-    assert len(array) == 0
-    assert torch.equal(x, torch.ones(3))
-
-
-@with_and_without_checkpoints
-@pytest.mark.parametrize("limit", [0, 2, 4, 9])
-def test_a_condition_on_state_and_array_bounds(limit: int, checkpoints: Any) -> None:
-    def program(loops: Any, xs: Tensor, init: Tensor) -> Any:
-        array = loops.array.unstack(xs)
-        out, i = loops.while_loop(
-            lambda c: c[1] < limit and c[1] < len(array), lambda c: (rotate(c[0]) * array[c[1]], c[1] + 1), (init, 0)
-        )
-        assert i == min(limit, 4)
-        return out
-
-    compare(program, randn(4, 2), randn(2), checkpoints=checkpoints)
-
-
 # -- cost, errors
 
 
@@ -345,7 +307,12 @@ def test_a_condition_on_state_and_array_bounds(limit: int, checkpoints: Any) -> 
 def test_backward_follows_the_steps_done(checkpoints: Any) -> None:
     init, body = randn(3, 2), Counter(rotate)
     out, steps = tl.while_loop(
-        lambda x: torch.full((3,), body.calls < 4), body, init, max_steps=1000, return_steps=True, checkpoints=checkpoints
+        lambda x: torch.full((3,), body.calls < 4),
+        body,
+        init,
+        max_steps=1000,
+        return_steps=True,
+        checkpoints=checkpoints,
     )
     assert (body.calls, steps.tolist()) == (4, [4, 4, 4])
     grad(out.sum(), init)
@@ -366,7 +333,12 @@ def test_a_leaf_without_rows_is_named(checkpoints: Any) -> None:
 def test_a_context_without_rows_is_named_where_it_must_shrink(checkpoints: Any) -> None:
     with pytest.raises(ValueError, match=r"but context\['w'\] is Tensor \(2,\)"):
         tl.while_loop(
-            lambda c, _: c < 1, lambda c, _: c + 1, torch.zeros(3), context={"w": torch.zeros(2)}, compact=True, checkpoints=checkpoints
+            lambda c, _: c < 1,
+            lambda c, _: c + 1,
+            torch.zeros(3),
+            context={"w": torch.zeros(2)},
+            compact=True,
+            checkpoints=checkpoints,
         )
 
 
@@ -378,7 +350,12 @@ def test_a_condition_that_changes_its_kind_is_refused(checkpoints: Any) -> None:
     with pytest.raises(TypeError, match="cond_fn must return a bool tensor of shape"):
         tl.while_loop(cond, lambda c: (c[0] + 1, c[1] + 1), (torch.zeros(2), 0), checkpoints=checkpoints)
     with pytest.raises(TypeError, match="cond_fn gave one bool before"):
-        tl.while_loop(lambda c: cond((c[0], 1 - c[1])), lambda c: (c[0] + 1, c[1] + 1), (torch.zeros(2), 0), checkpoints=checkpoints)
+        tl.while_loop(
+            lambda c: cond((c[0], 1 - c[1])),
+            lambda c: (c[0] + 1, c[1] + 1),
+            (torch.zeros(2), 0),
+            checkpoints=checkpoints,
+        )
 
 
 @with_and_without_checkpoints
@@ -387,9 +364,17 @@ def test_second_order_by_row(compact: bool, checkpoints: Any) -> None:
     init, w = randn(4, 2), randn(2, seed=1)
     limits = torch.tensor([2, 0, 3, 1])
 
+    calls = 0
+
+    def body(carry: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        assert calls < 200, "endless recursion"
+        return rotate(carry[0]) * w + carry[0].sin(), carry[1], carry[2] + 1
+
     def run(ours: bool) -> list[Tensor]:
         start = (init, limits, torch.zeros(4, dtype=torch.int64))
-        functions: Any = lambda c: c[2] < c[1], lambda c: (rotate(c[0]) * w + c[0].sin(), c[1], c[2] + 1)
+        functions: Any = (lambda c: c[2] < c[1], body)
         if ours:
             x = tl.while_loop(*functions, start, compact=compact, checkpoints=checkpoints)[0]
         else:

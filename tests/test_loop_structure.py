@@ -1,5 +1,6 @@
 """What a carry, xs and ys may be: any pytree, aliases, arrays; and that a body's changes in place stay its own."""
 
+import copy
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -33,12 +34,16 @@ class Tagged:
         self.child, self.tag = child, tag
 
 
+def tagged_with_keys(node: Any) -> Any:
+    return [(_pytree.GetAttrKey("child"), node.child)], node.tag
+
+
 _pytree.register_dataclass(Record)
 _pytree.register_pytree_node(
     Tagged,
     lambda node: ([node.child], node.tag),
-    lambda children, tag: Tagged(*children, tag),
-    flatten_with_keys_fn=lambda node: ([(_pytree.GetAttrKey("child"), node.child)], node.tag),
+    lambda children, tag: Tagged(next(iter(children)), str(tag)),
+    flatten_with_keys_fn=tagged_with_keys,
     serialized_type_name="tests.Tagged",
 )
 
@@ -98,6 +103,15 @@ def test_keys_may_come_back_in_another_order(checkpoints: Any) -> None:
     assert torch.equal(ys["q"], -xs)
 
 
+@with_and_without_checkpoints
+def test_named_results_of_torch_functions(checkpoints: Any) -> None:
+    """`torch.max(x, 0)` is a tuple of its own kind."""
+    rows = torch.tensor([[1.0, 3.0], [5.0, 2.0]])
+    carry, ys = tl.scan(lambda c, x: (x.max(0), x.max(0)), rows[0].max(0), rows, checkpoints=checkpoints)
+    assert (carry.values.item(), carry.indices.item()) == (5, 0)
+    assert (ys.values.tolist(), ys.indices.tolist()) == ([3, 5], [1, 0])
+
+
 # -- aliases
 
 
@@ -127,9 +141,11 @@ def test_aliases_are_legal(body: Callable[..., Any], checkpoints: Any) -> None:
 @with_and_without_checkpoints
 @pytest.mark.parametrize("grad", [False, True])
 def test_results_share_no_memory_with_the_callers_tensors(grad: bool, checkpoints: Any) -> None:
-    init, xs = randn(2, grad=False), randn(4, 2, grad=False)
+    init, xs = randn(2, grad=grad), randn(4, 2, grad=grad)
     w = torch.ones(2, dtype=torch.float64, requires_grad=grad)
-    carry, ys = tl.scan(lambda c, x: ((c[0], x, c[2] * w), (x, c[0])), (init, init, init), xs, checkpoints=checkpoints)
+    carry, ys = tl.scan(
+        lambda c, x: ((c[0], x * 1, c[2] * w), (x, c[0])), (init, init, init), xs, checkpoints=checkpoints
+    )
     with torch.no_grad():
         for out in tensors((carry, ys)):
             out.add_(100)
@@ -171,7 +187,7 @@ def test_changing_arguments_in_place(what: str, grad: bool, checkpoints: Any) ->
         carry, ys = tl.scan(body, pair, xs, checkpoints=checkpoints)
     except RuntimeError as error:
         assert grad, "refused without need"
-        assert IN_PLACE.search(str(error))
+        assert IN_PLACE.search(str(error))  # noqa: PT017
     else:
         torch.testing.assert_close(tensors((carry, ys)), tensors(tl.scan(pure, pair, xs)))
         if grad:
@@ -218,7 +234,7 @@ def test_a_y_changed_at_a_later_step_is_refused_or_kept(checkpoints: Any) -> Non
         return carry.mul_(w), carry
 
     try:
-        carry, ys = tl.scan(with_gradient, torch.ones(()), torch.ones(3), checkpoints=checkpoints)
+        _, ys = tl.scan(with_gradient, torch.ones(()), torch.ones(3), checkpoints=checkpoints)
     except RuntimeError as error:
         assert IN_PLACE.search(str(error))  # noqa: PT017
     else:
@@ -250,7 +266,7 @@ def arrays(loops: Any, init: Tensor) -> dict[str, Any]:
 
 
 def appended(carry: Any, x: Tensor, loops: Any) -> Any:
-    return {"a": carry["a"].append(rotate(carry["a"][-1]) * x), "b": carry["b"]}, carry["a"][: 1].sum()
+    return {"a": carry["a"].append(rotate(carry["a"][-1]) * x), "b": carry["b"]}, carry["a"][:1].sum()
 
 
 def overwritten(carry: Any, x: Tensor, loops: Any) -> Any:
@@ -285,8 +301,16 @@ def restarted(carry: Any, x: Tensor, loops: Any) -> Any:
     return {"a": carry["a"].append(carry["b"][-1]), "b": loops.array().append(rotate(carry["b"][0]) * x)}, None
 
 
+def kept_aside(carry: Any, x: Tensor, loops: Any) -> Any:
+    """A copy is read after the original has been overwritten."""
+    a, b = carry["a"], carry["b"]
+    old = copy.copy(b)
+    b = b.write(0, rotate(b[1]) * x)
+    return {"a": a.append(old[0] + b[0]), "b": b}, old.stack().sum()
+
+
 @with_and_without_checkpoints
-@pytest.mark.parametrize("step", [appended, overwritten, swapped, renewed, same_twice, restarted])
+@pytest.mark.parametrize("step", [appended, overwritten, swapped, renewed, same_twice, restarted, kept_aside])
 def test_arrays_in_the_carry(step: Callable[..., Any], checkpoints: Any) -> None:
     def program(loops: Any, init: Tensor, xs: Tensor) -> Any:
         given = arrays(loops, init * 3)
@@ -305,7 +329,9 @@ def test_arrays_in_the_carry(step: Callable[..., Any], checkpoints: Any) -> None
 @with_and_without_checkpoints
 def test_an_array_twice_in_init_is_two_arrays(checkpoints: Any) -> None:
     array = tl.TensorArray.unstack(torch.zeros(1, 2))
-    a, b = tl.fori_loop(0, 3, lambda i, c: (c[0].append(torch.ones(2) * i), c[1]), (array, array), checkpoints=checkpoints)
+    a, b = tl.fori_loop(
+        0, 3, lambda i, c: (c[0].append(torch.ones(2) * i), c[1]), (array, array), checkpoints=checkpoints
+    )
     assert (len(a), len(b), len(array)) == (4, 1, 1)
 
 

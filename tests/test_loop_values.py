@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.loop_cases import Counter, Ours, cell, compare, randn, rotate, with_and_without_checkpoints
 from torch import Tensor
 
 import tensorloop as tl
+from tests.loop_cases import Counter, Ours, cell, compare, randn, rotate, with_and_without_checkpoints
 
 DTYPES = [torch.float16, torch.float32, torch.int32, torch.int64, torch.complex64, torch.bool]
 
@@ -114,7 +114,7 @@ def test_dim_of_xs_and_ys(dim: int, checkpoints: Any) -> None:
 
 def test_steps_come_last_where_y_has_fewer_dims_than_dim() -> None:
     xs = torch.zeros(2, 3, 7)
-    ys = tl.map(lambda x: (x, x[0], x[0, 0], 1), xs, dim=2)
+    ys: Any = tl.map(lambda x: (x, x[0], x[0, 0], 1), xs, dim=2)
     assert [tuple(y.shape) for y in ys] == [(2, 3, 7), (3, 7), (7,), (7,)]
     ys = tl.map(lambda x: (x, x[:, 0], x[0, 0]), torch.zeros(2, 7, 3), dim=-2)
     assert [tuple(y.shape) for y in ys] == [(2, 7, 3), (7, 2), (7,)]
@@ -197,7 +197,7 @@ def test_a_body_that_needs_numbers_says_so_where_there_are_no_steps() -> None:
     def body(carry: Tensor, x: Tensor) -> Any:
         return carry, x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(Exception, match=".") as error:
+    with pytest.raises(Exception, match="") as error:
         tl.scan(body, torch.zeros(2), torch.zeros(0, 2))
     assert "scan has no steps to do" in "".join(error.value.__notes__)
 
@@ -236,7 +236,9 @@ def test_fori_loop(lower: int, upper: int, checkpoints: Any) -> None:
 
 
 def test_fori_loop_bounds_mix_widths_and_the_index_is_an_int() -> None:
-    seen = tl.fori_loop(torch.tensor(2, dtype=torch.int32), torch.tensor(5, dtype=torch.uint8), lambda i, c: (*c[1:], i), (0, 0))
+    seen = tl.fori_loop(
+        torch.tensor(2, dtype=torch.int32), torch.tensor(5, dtype=torch.uint8), lambda i, c: (*c[1:], i), (0, 0)
+    )
     assert seen == (3, 4)
     assert all(type(i) is int for i in seen)
     assert tl.fori_loop(0, torch.tensor(2), lambda i, c: c + i, 10) == 11
@@ -325,7 +327,11 @@ def test_until_alone_or_with_length(checkpoints: Any) -> None:
             return (rotate(carry[0]), carry[1] + 1), carry[0].sin()
 
         whole = loops.scan(body, (init, 0), until=until)
-        return whole, loops.scan(body, (init, 0), None, 9, until=until), loops.scan(body, (init, 0), length=2, until=until)
+        return (
+            whole,
+            loops.scan(body, (init, 0), None, 9, until=until),
+            loops.scan(body, (init, 0), length=2, until=until),
+        )
 
     compare(program, randn(2), checkpoints=checkpoints)
     lengths = [len(ys) for _, ys in program(Ours(checkpoints), randn(2))]
@@ -347,7 +353,11 @@ def test_context_is_the_last_argument(checkpoints: Any) -> None:
     init = (torch.ones(2, dtype=torch.float64), 0)
     first = tl.scan(body, init, until=until, context=context, checkpoints=checkpoints)[0][0]
     second = tl.while_loop(
-        lambda c, given: not until(c, given), lambda c, given: body(c, None, given)[0], init, context=context, checkpoints=checkpoints
+        lambda c, given: not until(c, given),
+        lambda c, given: body(c, None, given)[0],
+        init,
+        context=context,
+        checkpoints=checkpoints,
     )[0]
     v = w.detach().requires_grad_()
     true = init[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from docs.examples.g2p import data
+from docs.examples.g2p import data, processes
 from docs.examples.g2p.checkpoint import CheckpointError, load_model
 from docs.examples.g2p.data import DataError, Lexicon, Vocabulary
 from docs.examples.g2p.model import G2P
@@ -105,16 +105,19 @@ def _train(options: argparse.Namespace) -> None:
         settings = replace(settings, epochs=options.epochs)
     if not options.resume and (options.run / "training.pt").exists():
         raise CheckpointError(f"{options.run}: holds a run; go on with --resume, or take another folder with --run")
-    trainer = Trainer(options.run, *_split(options.data, options.limit), settings)
-    if options.resume:
-        trainer.resume()
-    _fit(trainer, options.save_every)
+    with processes.joined():
+        trainer = Trainer(options.run, *_split(options.data, options.limit), settings)
+        if options.resume:
+            trainer.resume()
+        _fit(trainer, options.save_every)
 
 
 def _fit(trainer: Trainer, save_every: float) -> None:
     folder = trainer.folder
     folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before an epoch is spent
     trainer.run(save_every)
+    if not processes.is_first():
+        return
     learning_curve(trainer.history, folder / "learning_curve.png")
     files = ("model.pt", "history.json", "learning_curve.png")
     print("model {}, history {}, picture {}".format(*(folder / name for name in files)))

@@ -165,6 +165,10 @@ class Examples:
         batches = by_size.split(batch_size)
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
+    def phones(self, indices: Tensor) -> int:
+        """How many phones and ends these examples have: what a batch's mean is taken over."""
+        return sum(len(self._phones[i]) for i in indices.tolist())
+
     def batch(self, indices: Tensor) -> Batch:
         """The padded batch of these examples."""
         rows = indices.tolist()

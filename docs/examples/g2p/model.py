@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tensorloop import TensorArray
+from tensorloop import TensorArray, scan, while_loop
 
 END_SLOPE = 0.25
 
@@ -42,13 +42,27 @@ class Config:
         return self.phones + 1
 
 
+class Masks(NamedTuple):
+    """Dropout masks (B, F), each the same at every time step."""
+
+    embedded: Tensor
+    encoded: Tensor  # between the encoder's layers
+    lower: Tensor
+    upper: Tensor
+    readout: Tensor
+
+    def of_rows(self, rows: list[int]) -> "Masks":
+        """The masks of these rows of the batch."""
+        return Masks(*(mask[rows] for mask in self))
+
+
 class Context(NamedTuple):
-    """What stays the same while a batch of words is decoded."""
+    """What stays the same while a batch of words is decoded. Every leaf has B leading rows, or is an array of them."""
 
     memory: TensorArray  # S slots (B, H): the letters' states
     mask: Tensor  # (B, S): 0 for a letter, -inf for padding
     lens: Tensor  # (B,): letters
-    masks: tuple[Tensor, Tensor, Tensor] | None  # dropout masks (B, H), the same at every step; None when decoding
+    masks: Masks | None  # None when decoding
 
 
 class Carry(NamedTuple):
@@ -59,6 +73,14 @@ class Carry(NamedTuple):
     upper: tuple[Tensor, Tensor]
     feed: Tensor  # (B, H): the last readout, fed back
     past: TensorArray  # t + 1 slots (B, H): the initial state and the upper state after every phone
+
+
+class Written(NamedTuple):
+    """What greedy decoding carries: the decoder's state, the last phone of each row, and all phones."""
+
+    carry: Carry
+    tokens: Tensor  # (B,)
+    phones: TensorArray  # a slot (B,) a step
 
 
 def attend(query: Tensor, slots: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -111,17 +133,20 @@ class G2P(nn.Module):
             for cell in (self.lower, self.upper):
                 cell.linear.bias[:width] = 1.0  # remember at first: the forget gate starts open
 
-    def _drop(self, x: Tensor) -> Tensor:
-        """Dropout with one mask (B, F) for all time steps of x (T, B, F)."""
-        return x * self._mask(x[0]) if self.training else x
+    def masks(self, rows: int) -> Masks:
+        """Random dropout masks for a batch of so many rows."""
+        config, keep = self.config, 1 - self.config.dropout
+        widths = (config.embed, *(4 * [config.hidden]))
+        return Masks(*(self.output.weight.new_empty(rows, n).bernoulli_(keep).div_(keep) for n in widths))
 
-    def _mask(self, like: Tensor) -> Tensor:
-        keep = 1 - self.config.dropout
-        return torch.empty_like(like).bernoulli_(keep).div_(keep)
+    def encode(self, letters: Tensor, lens: Tensor, masks: Masks | None = None) -> tuple[Context, Carry]:
+        """letters (S, B) int64 and lens (B,) to the decoder's context and its first carry.
 
-    def encode(self, letters: Tensor, lens: Tensor) -> tuple[Context, Carry]:
-        """letters (S, B) int64 and lens (B,) to the decoder's context and its first carry."""
-        states = self._drop(self.embed(letters))
+        A model in training mode draws ``masks`` where none are given.
+        """
+        if masks is None and self.training:
+            masks = self.masks(len(lens))
+        states = self.embed(letters) if masks is None else self.embed(letters) * masks.embedded
         ragged = bool((lens != letters.shape[0]).any())
         for depth, lstm in enumerate(self.encoder):
             if ragged:
@@ -129,11 +154,10 @@ class G2P(nn.Module):
                 states = nn.utils.rnn.pad_packed_sequence(lstm(packed)[0])[0]
             else:
                 states = lstm(states)[0]
-            if depth == 0:
-                states = self._drop(states)
+            if depth == 0 and masks is not None:
+                states = states * masks.encoded
         padding = torch.arange(letters.shape[0])[None, :] >= lens[:, None]
         mask = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
-        masks = (self._mask(states[0]), self._mask(states[0]), self._mask(states[0])) if self.training else None
         mean = states.sum(0) / lens[:, None]  # padding states are zero
         h_lower, c_lower, h_upper, c_upper = self.bridge(mean).chunk(4, 1)
         lower, upper = (torch.tanh(h_lower), c_lower), (torch.tanh(h_upper), c_upper)
@@ -145,11 +169,11 @@ class G2P(nn.Module):
 
         A step appends to ``carry.past``: a carry is used once.
         """
-        drop_lower, drop_upper, _ = context.masks or (1.0, 1.0, 1.0)
+        masks = context.masks
         past = carry.past[: carry.t + 1]
         lower = self.lower(carry.feed, carry.lower, self.token_gates(tokens))
-        upper = self.upper(lower[0] * drop_lower, carry.upper)
-        top = upper[0] * drop_upper
+        upper = self.upper(lower[0] if masks is None else lower[0] * masks.lower, carry.upper)
+        top = upper[0] if masks is None else upper[0] * masks.upper
         to_letters, to_past = self.queries(top).chunk(2, 1)
         letters = attend(to_letters, context.memory.stack(), context.mask)
         feed = torch.tanh(self.readout(torch.cat((top, letters, attend(to_past, past)), 1)))
@@ -157,21 +181,22 @@ class G2P(nn.Module):
 
     def scores(self, readout: Tensor, t: Tensor, context: Context) -> Tensor:
         """Log-probabilities (..., B, V) of readout (..., B, H) after t (..., 1) phones; V is phones and eos."""
-        logits = self.output(readout if context.masks is None else readout * context.masks[2])
+        logits = self.output(readout if context.masks is None else readout * context.masks.readout)
         end = END_SLOPE * (t - context.lens).clamp(min=0)
         return torch.log_softmax(torch.cat((logits[..., :-1], logits[..., -1:] + end[..., None]), -1), -1)
 
-    def forward(self, letters: Tensor, lens: Tensor, phones: Tensor) -> Tensor:
+    def forward(self, letters: Tensor, lens: Tensor, phones: Tensor, masks: Masks | None = None) -> Tensor:
         """Log-probabilities (T, B, V) of each phone given the true ones before it; phones (T, B) end with eos."""
-        context, carry = self.encode(letters, lens)
-        tokens = torch.full_like(phones[0], self.config.bos_id)
-        readouts = TensorArray()
-        for t in range(phones.shape[0]):
+        context, carry = self.encode(letters, lens, masks)
+        first = torch.full_like(phones[:1], self.config.bos_id)
+        given = torch.cat((first, phones[:-1].clamp(min=0)))  # IGNORE: any id will do, nothing there is scored
+
+        def read_on(carry: Carry, tokens: Tensor) -> tuple[Carry, Tensor]:
             carry = self.step(carry, tokens, context)
-            readouts.append(carry.feed)
-            tokens = phones[t].clamp(min=0)  # IGNORE behind the end: any id will do, nothing there is scored
-        steps = torch.arange(phones.shape[0])[:, None]
-        return self.scores(readouts.stack(), steps, context)
+            return carry, carry.feed
+
+        _, readouts = scan(read_on, carry, given)
+        return self.scores(readouts, torch.arange(len(phones))[:, None], context)
 
     def longest(self, letters: int) -> int:
         """The most phones (eos not counted) that greedy decoding can write for a word of so many letters."""
@@ -190,18 +215,20 @@ def greedy(model: G2P, letters: Tensor, lens: Tensor) -> list[list[int]]:
     if model.training:
         raise RuntimeError("greedy: model is in training mode, where dropout is random; call model.eval() first")
     eos_id = model.config.eos_id
-    context, carry = model.encode(letters, lens)
-    tokens = torch.full_like(lens, model.config.bos_id)
-    ended = torch.zeros_like(lens, dtype=torch.bool)
-    emitted = TensorArray()
-    while not bool(ended.all()):
-        t = torch.tensor([carry.t])
-        carry = model.step(carry, tokens, context)
-        scores = model.scores(carry.feed, t, context)
+
+    def runs(written: Written, context: Context) -> Tensor:
+        return written.tokens != eos_id
+
+    def write(written: Written, context: Context) -> Written:
+        t = written.carry.t
+        carry = model.step(written.carry, written.tokens, context)
+        scores = model.scores(carry.feed, torch.tensor([t]), context)
         if not bool(scores.isfinite().all()):
-            raise FloatingPointError(f"greedy: the scores of step {int(t)} are not finite; are the weights damaged?")
-        tokens = torch.where(ended, eos_id, scores.argmax(1))
-        emitted.append(tokens)
-        ended = ended | (tokens == eos_id)
-    rows = emitted.stack().T.tolist()
+            raise FloatingPointError(f"greedy: the scores of step {t} are not finite; are the weights damaged?")
+        tokens = scores.argmax(1)
+        return Written(carry, tokens, written.phones.append(tokens))
+
+    context, carry = model.encode(letters, lens)
+    first = Written(carry, torch.full_like(lens, model.config.bos_id), TensorArray())
+    rows = while_loop(runs, write, first, context=context, compact=True).phones.stack().T.tolist()
     return [row[: row.index(eos_id)] for row in rows]

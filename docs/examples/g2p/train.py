@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from docs.examples.g2p import checkpoint
-from docs.examples.g2p.data import IGNORE, Batch, Examples, Lexicon, Vocabulary
+from docs.examples.g2p import checkpoint, processes
+from docs.examples.g2p.data import IGNORE, Examples, Lexicon, Vocabulary
 from docs.examples.g2p.model import G2P, Config
 from docs.examples.g2p.scoring import pronounce, score
 
@@ -50,6 +52,9 @@ class Trainer:
     All that a later step depends on is in ``state()``: weights, averaged weights, optimizer, random generator,
     and the position in the run. A run that is stopped and resumed gives the same numbers, on the same number of
     threads, as one that was not.
+
+    Several processes (``processes``) share each batch: they hold the same weights, draw the same random numbers and
+    give the same losses, to rounding, as one process. The first of them writes the files.
     """
 
     def __init__(self, folder: str | Path, train: Lexicon, dev: Lexicon, vocabulary: Vocabulary, settings: Settings):
@@ -59,6 +64,7 @@ class Trainer:
         sizes = (len(vocabulary.letters), len(vocabulary.phones), settings.embed, settings.hidden)
         self.model = G2P(Config(*sizes, settings.dropout))
         self.average = deepcopy(self.model).eval().requires_grad_(False)
+        self.forward = self.model if processes.world() == 1 else DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
@@ -84,12 +90,13 @@ class Trainer:
         order = self.examples.order(self.settings.batch_size, seed=self.settings.seed * 1_000_003 + epoch)
         started = saved = time.monotonic()
         self.model.train()
-        with tqdm(total=len(order), initial=done, desc=f"epoch {epoch + 1}/{self.settings.epochs}") as bar:
+        title, silent = f"epoch {epoch + 1}/{self.settings.epochs}", not processes.is_first()
+        with tqdm(total=len(order), initial=done, desc=title, disable=silent) as bar:
             for indices in order[done:]:
                 if stop(self.step):
                     self.seconds += time.monotonic() - started
                     return False
-                loss = self._train_on(self.examples.batch(indices))
+                loss = self._train_on(indices)
                 bar.update()
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 now = time.monotonic()
@@ -99,7 +106,7 @@ class Trainer:
         self._finish_epoch(epoch, started)
         return True
 
-    def _train_on(self, batch: Batch) -> float:
+    def _train_on(self, indices: Tensor) -> float:
         rate = one_cycle(
             self.step,
             self.settings.epochs * self.steps_per_epoch,
@@ -108,23 +115,34 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        scores = self.model(batch.letters, batch.lens, batch.phones)
-        loss = F.cross_entropy(
+        part = self._part_of_loss(indices)
+        loss = processes.total(part).item()
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"train: the loss of step {self.step} is {loss}; lower the learning rate")
+        self.optimizer.zero_grad()
+        (part * processes.world()).backward()  # the processes' gradients are averaged, their losses added
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self._average_weights()
+        self.step += 1
+        self.loss_sum += loss
+        return loss
+
+    def _part_of_loss(self, indices: Tensor) -> Tensor:
+        """What this process' rows add to the mean loss of the batch."""
+        mine = list(range(processes.rank(), len(indices), processes.world()))
+        share = self.examples.phones(indices[mine]) / self.examples.phones(indices)
+        mine = mine or [0]  # more processes than rows: DDP needs a loss of each, and this one counts for nothing
+        batch = self.examples.batch(indices[mine])
+        # Masks for the whole batch, so that every process moves its generator as one process would.
+        masks = self.model.masks(len(indices)).of_rows(mine)
+        scores = self.forward(batch.letters, batch.lens, batch.phones, masks)
+        return share * F.cross_entropy(
             scores.flatten(0, 1),
             batch.phones.flatten(),
             ignore_index=IGNORE,
             label_smoothing=self.settings.label_smoothing,
         )
-        if not bool(loss.isfinite()):
-            raise FloatingPointError(f"train: the loss of step {self.step} is {loss.item()}; lower the learning rate")
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        self.optimizer.step()
-        self._average_weights()
-        self.step += 1
-        self.loss_sum += loss.item()
-        return loss.item()
 
     @torch.no_grad()
     def _average_weights(self) -> None:
@@ -134,7 +152,9 @@ class Trainer:
             mean.lerp_(weight, 1 - decay)
 
     def _finish_epoch(self, epoch: int, started: float) -> None:
-        result = score(pronounce(self.average, self.vocabulary, list(self.dev)), self.dev)
+        words = list(self.dev)[processes.rank() :: processes.world()]
+        parts = processes.gathered(pronounce(self.average, self.vocabulary, words))
+        result = score({word: phones for part in parts for word, phones in part.items()}, self.dev)
         self.seconds += time.monotonic() - started
         entry = {
             "epoch": epoch + 1,
@@ -143,12 +163,14 @@ class Trainer:
             "dev_wer": result.wer,
             "seconds": self.seconds,
         }
-        if entry["dev_wer"] < min((past["dev_wer"] for past in self.history), default=math.inf):
+        best = entry["dev_wer"] < min((past["dev_wer"] for past in self.history), default=math.inf)
+        if best and processes.is_first():
             checkpoint.save_model(self.folder / "model.pt", self.average, self.vocabulary)
         self.history.append(entry)
         self.loss_sum = 0.0
         self.save()
-        tqdm.write("epoch {epoch}: loss {loss:.4f}  dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry))
+        if processes.is_first():
+            tqdm.write("epoch {epoch}: loss {loss:.4f}  dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry))
 
     def state(self) -> dict[str, Any]:
         """Everything that later steps depend on, as tensors and plain values."""
@@ -167,7 +189,9 @@ class Trainer:
         }
 
     def save(self) -> None:
-        """Write ``training.pt`` and ``history.json``, each whole or not at all."""
+        """Write ``training.pt`` and ``history.json``, each whole or not at all; the first process does."""
+        if not processes.is_first():
+            return
         checkpoint.save(self.folder / "training.pt", checkpoint.TRAINING_FORMAT, self.state())
         record = {"settings": asdict(self.settings), "examples": len(self.examples), "epochs": self.history}
         checkpoint.write_json(self.folder / "history.json", record)

@@ -1,0 +1,210 @@
+"""Gradients of loops over arrays, of loops in loops, and of loops beside torch.utils.checkpoint."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.utils.checkpoint import checkpoint
+
+import tensorloop as tl
+from tests.loop_cases import (
+    Ours,
+    Plain,
+    cell,
+    compare,
+    cotangents,
+    inputs,
+    randn,
+    recurrent,
+    rotate,
+    tensors,
+    with_and_without_checkpoints,
+)
+
+# -- arrays
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("given", [False, True], ids=["growing", "fixed"])
+def test_an_array_in_a_while_has_the_closed_form(given: bool, checkpoints: Any) -> None:
+    """Slot t is init * w**t + x: derivatives by hand."""
+    init, x, w = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (1.5, 0.25, 1.1))
+    array = tl.TensorArray.unstack(torch.zeros(5, dtype=torch.float64)) if given else tl.TensorArray()
+
+    def body(carry: Any) -> Any:
+        array, c, t = carry
+        return array.write(t, c + x), c * w, t + 1
+
+    stack = tl.while_loop(lambda c: c[2] < 5, body, (array, init, 0), checkpoints=checkpoints)[0].stack()
+    t = torch.arange(5, dtype=torch.float64)
+    torch.testing.assert_close(stack, 1.5 * 1.1**t + 0.25)
+    weights = torch.tensor([1.0, -2.0, 3.0, 0.5, -1.0], dtype=torch.float64)
+    grads = grad((stack * weights).sum(), (init, x, w))
+    true = (weights * 1.1**t).sum(), weights.sum(), (weights * 1.5 * t * 1.1 ** (t - 1)).sum()
+    torch.testing.assert_close(grads, true)
+
+
+@with_and_without_checkpoints
+def test_initial_slots_get_zero_where_overwritten_and_all_else_where_not(checkpoints: Any) -> None:
+    start, xs = randn(4, 2), randn(3, 2)
+
+    def body(i: int, array: Any) -> Any:
+        array = array.write(1, xs[i])  # three times the same slot: the last write counts
+        return array.write(2, array[0] * xs[i])
+
+    array = tl.fori_loop(0, 3, body, tl.TensorArray.unstack(start), checkpoints=checkpoints)
+    ds, dx = grad(array.stack().sum(), (start, xs))
+    torch.testing.assert_close(ds, torch.stack([1 + xs[2], ds.new_zeros(2), ds.new_zeros(2), ds.new_ones(2)]).detach())
+    torch.testing.assert_close(dx, torch.stack([ds.new_zeros(2), ds.new_zeros(2), 1 + start[0]]).detach())
+
+
+@with_and_without_checkpoints
+def test_reads_of_one_slot_stack_and_prefix_add_up(checkpoints: Any) -> None:
+    def program(loops: Any, init: Tensor, xs: Tensor) -> Any:
+        def body(carry: Any, x: Tensor) -> Any:
+            array, c = carry
+            array = array.append(rotate(c) * x)
+            y = array[0] * 2 + array[0] ** 2 + array.stack().sum(0) + array[:2].sum(0) + array[-1]
+            return (array, array[len(array) // 2]), y
+
+        (array, c), ys = loops.scan(body, (loops.array().append(init), init), xs)
+        return array.stack(), array[0], array[:2], torch.cat([array.stack(), array[1:3]]), c, ys
+
+    compare(program, randn(2), randn(5, 2), checkpoints=checkpoints, flags=False)
+
+
+@with_and_without_checkpoints
+def test_second_order_of_a_loop_with_arrays_and_unknown_length(checkpoints: Any) -> None:
+    def program(loops: Any, init: Tensor, xs: Tensor, w: Tensor) -> Any:
+        def body(carry: Any) -> Any:
+            array, x, i = carry
+            x = rotate(x) * w + array[: i + 1].sum(0).sin() + xs[i]
+            array = array.append(x)
+            return array.write(0, x * 0.5) if i == 2 else array, x, i + 1
+
+        array, x, _ = loops.while_loop(lambda c: c[2] < 4, body, (loops.array().append(init), init, 0))
+        return array.stack(), x
+
+    def second(loops: Any) -> list[Tensor]:
+        given = randn(2), randn(4, 2), randn(2, seed=1)
+        stack, x = program(loops, *given)
+        first = grad(stack.square().sum() + x.sum(), given, create_graph=True)
+        return [*first, *grad(sum((g.cos().sum() for g in first), torch.zeros(())), given)]
+
+    compare(program, randn(2), randn(4, 2), randn(2, seed=1), checkpoints=checkpoints)
+    torch.testing.assert_close(second(Ours(checkpoints)), second(Plain()))
+
+
+# -- loops among loops
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("inner", [None, 2])
+def test_a_loop_in_a_loop(inner: int | None, checkpoints: Any) -> None:
+    def program(loops: Any, init: Tensor, xs: Tensor, w: Tensor, v: Tensor) -> Any:
+        below = loops if isinstance(loops, Plain) else Ours(inner)
+
+        def outer(carry: Tensor, x: Tensor) -> Any:
+            factor = carry.sin() * v  # a local of the outer body, which the inner one closes over
+
+            def body(c: Tensor, z: Tensor) -> Any:
+                return rotate(c) * w + factor * z, c * factor
+
+            c, ys = below.scan(body, carry, x)
+            return c, (ys.sum(0), x.sum())
+
+        return loops.scan(outer, init, xs)
+
+    compare(program, randn(2), randn(3, 4, 2), randn(2, seed=1), randn(2, seed=2), checkpoints=checkpoints)
+    compare(
+        program,
+        randn(2, grad=False),
+        randn(3, 4, 2, grad=False),
+        randn(2, seed=1),
+        randn(2, seed=2),
+        checkpoints=checkpoints,
+    )
+    compare(
+        program,
+        randn(2, grad=False),
+        randn(3, 4, 2, grad=False),
+        randn(2, grad=False),
+        randn(2, seed=2),
+        checkpoints=checkpoints,
+    )
+
+
+@with_and_without_checkpoints
+def test_an_inner_loop_reads_one_array_of_the_outer_and_writes_another(checkpoints: Any) -> None:
+    def program(loops: Any, init: Tensor, w: Tensor) -> Any:
+        def outer(i: int, carry: Any) -> Any:
+            read, written, x = carry
+            written = written.write(0, x * 2)
+            new = loops.array().append(read[0] * w).append(x)
+
+            def inner(j: int, c: Any) -> Any:
+                return c[0].write(j, c[1]), rotate(c[1]) * new[j].cos()
+
+            written, x = loops.fori_loop(0, 2, inner, (written, x))
+            return new, written, rotate(x)
+
+        start = loops.array().append(init * 1.0), loops.array.unstack(torch.stack([init, w])), init
+        return loops.fori_loop(0, 3, outer, start)
+
+    compare(program, randn(2), randn(2, seed=1), checkpoints=checkpoints)
+
+
+@with_and_without_checkpoints
+def test_two_loops_in_series_share_an_array(checkpoints: Any) -> None:
+    def program(loops: Any, init: Tensor, xs: Tensor) -> Any:
+        def first(carry: Any, x: Tensor) -> Any:
+            return carry.append(rotate(carry[-1]) * x), carry[-1].sum()
+
+        def second(carry: Tensor, x: Tensor) -> Any:
+            return rotate(carry) + x * array.stack().sum(0), carry * array[0]
+
+        array, ys = loops.scan(first, loops.array().append(init), xs)
+        return loops.scan(second, init, array.stack()), ys, array
+
+    compare(program, randn(2), randn(4, 2), checkpoints=checkpoints)
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_torch_checkpoint(use_reentrant: bool, checkpoints: Any) -> None:
+    init, xs, w = inputs()
+    function: Callable[..., Any] = lambda *given: recurrent(Ours(checkpoints), *given)  # noqa: E731
+    outputs = checkpoint(function, init, xs, w, use_reentrant=use_reentrant)
+    true = recurrent(Plain(), init, xs, w)
+    torch.testing.assert_close(outputs, true)
+    torch.testing.assert_close(
+        grad_by_backward(outputs, (init, xs, w)), grad(tensors(true), (init, xs, w), cotangents(tensors(true)))
+    )
+
+
+def grad_by_backward(outputs: Any, wanted: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    torch.autograd.backward(tensors(outputs), cotangents(tensors(outputs)))
+    return tuple(x.grad for x in wanted)
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_torch_checkpoint_in_the_body(use_reentrant: bool, checkpoints: Any) -> None:
+    init, xs, w = inputs()
+
+    def program(body: Callable[..., Any]) -> tuple[Tensor | None, ...]:
+        for x in (init, xs, w):
+            x.grad = None
+        return grad_by_backward(tl.scan(body, init, xs, checkpoints=checkpoints), (init, xs, w))
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        return checkpoint(cell(w), c, x, use_reentrant=use_reentrant)
+
+    if use_reentrant and checkpoints:  # torch refuses that kind wherever autograd.grad is called, as a replay does
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            program(body)
+    else:
+        torch.testing.assert_close(program(body), program(cell(w)))

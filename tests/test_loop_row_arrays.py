@@ -1,0 +1,117 @@
+"""Arrays in loops whose rows stop on their own: a stopped row's slots stay what they were."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad
+
+import tensorloop as tl
+from tests.loop_cases import compare, cotangents, randn, rotate, with_and_without_checkpoints
+
+compact_or_not = pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
+LIMITS = torch.tensor([3, 0, 5, 1, 5, 2])
+
+
+@with_and_without_checkpoints
+@compact_or_not
+def test_writes_touch_running_rows_only(compact: bool, checkpoints: Any) -> None:
+    """append, write, write_rows, scatter, extend: of a new slot the other rows are 0, of an old one as they were."""
+    init, start = randn(6, 2), randn(2, 6, 2, seed=1)
+
+    def body(carry: Any) -> Any:
+        grown, fixed, x, limit, n = carry
+        x = rotate(x) + fixed[0].sin()
+        grown = grown.append(x * 2) if int(n.max()) % 2 == 0 else grown.extend(torch.stack([x, x.cos()]))
+        fixed = fixed.write(0, x + fixed[1])
+        rows = torch.ones(len(x), dtype=torch.int64)
+        fixed = fixed.write_rows(rows, x.cos()).scatter([1], (fixed[1] * x)[None])
+        return grown, fixed, x, limit, n + 1
+
+    def run(rows: list[int], loop: Callable[..., Any], arrays: Any) -> Any:
+        grown, fixed = arrays(), arrays.unstack(start[:, rows])
+        zero = torch.zeros(len(rows), dtype=torch.int64)
+        return loop(lambda c: c[-1] < c[-2], body, (grown, fixed, init[rows], LIMITS[rows], zero))
+
+    grown, fixed, x, *_ = run(
+        list(range(6)), lambda *args: tl.while_loop(*args, compact=compact, checkpoints=checkpoints), tl.TensorArray
+    )
+    true = [run([i], lambda *args: tl.while_loop(*args), tl.TensorArray) for i in range(6)]
+    stack, outs, true_outs = grown.stack(), [x, fixed.stack()], []
+    true_outs.append(torch.cat([row[2] for row in true]))
+    true_outs.append(torch.cat([row[1].stack() for row in true], 1))
+    longest = len(stack)
+    padded = []
+    for row in true:
+        values = row[0].stack() if len(row[0]) else torch.zeros(0, 1, 2, dtype=torch.float64)
+        padded.append(torch.cat([values, values.new_zeros(longest - len(values), 1, 2)]))
+    outs.append(stack)
+    true_outs.append(torch.cat(padded, 1))
+    torch.testing.assert_close(outs, true_outs)
+    torch.testing.assert_close(
+        grad(outs, (init, start), cotangents(outs)), grad(true_outs, (init, start), cotangents(outs))
+    )
+
+
+@with_and_without_checkpoints
+@compact_or_not
+def test_arrays_that_the_body_swaps_or_makes_anew_freeze_too(compact: bool, checkpoints: Any) -> None:
+    """A stopped row keeps what was in each place of the carry, whichever array the body puts there."""
+    limits = torch.tensor([1, 2, 4])
+
+    def body(carry: Any) -> Any:
+        a, b, limit, n = carry
+        return b, tl.TensorArray.unstack(a.stack() * 2), limit, n + 1
+
+    zero = torch.zeros(3, dtype=torch.int64)
+    init = (
+        tl.TensorArray.unstack(torch.full((1, 3), 3.0)),
+        tl.TensorArray.unstack(torch.full((1, 3), 5.0)),
+        limits,
+        zero,
+    )
+    a, b, *_ = tl.while_loop(lambda c: c[3] < c[2], body, init, compact=compact, checkpoints=checkpoints)
+    assert a.stack().tolist() == [[5, 6, 12]]
+    assert b.stack().tolist() == [[6, 10, 20]]
+
+
+@with_and_without_checkpoints
+@compact_or_not
+def test_an_inner_loop_writes_running_rows_only(compact: bool, checkpoints: Any) -> None:
+    def body(carry: Any) -> Any:
+        array, x, limit, n = carry
+        array, x = tl.fori_loop(0, 2, lambda i, c: (c[0].append(c[1]), c[1] + 1), (array, x), checkpoints=checkpoints)
+        return array, x, limit, n + 1
+
+    init = tl.TensorArray(), torch.ones(2), torch.tensor([1, 2]), torch.zeros(2, dtype=torch.int64)
+    array, x, *_ = tl.while_loop(lambda c: c[3] < c[2], body, init, compact=compact, checkpoints=checkpoints)
+    assert array.stack().tolist() == [[1, 1], [2, 2], [0, 3], [0, 4]]
+    assert x.tolist() == [3, 5]
+
+
+@with_and_without_checkpoints
+def test_the_history_of_a_loop_of_no_steps_is_empty(checkpoints: Any) -> None:
+    array, x = tl.while_loop(
+        lambda c: c[1] < 0,
+        lambda c: (c[0].append(c[1]), c[1]),
+        (tl.TensorArray(), torch.ones(3)),
+        checkpoints=checkpoints,
+    )
+    assert len(array) == 0
+    assert torch.equal(x, torch.ones(3))
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("limit", [0, 2, 4, 9])
+def test_a_condition_on_state_and_array_bounds(limit: int, checkpoints: Any) -> None:
+    def program(loops: Any, xs: Tensor, init: Tensor) -> Any:
+        array = loops.array.unstack(xs)
+        out, i = loops.while_loop(
+            lambda c: c[1] < limit and c[1] < len(array), lambda c: (rotate(c[0]) * array[c[1]], c[1] + 1), (init, 0)
+        )
+        assert i == min(limit, 4)
+        return out
+
+    compare(program, randn(4, 2), randn(2), checkpoints=checkpoints)
