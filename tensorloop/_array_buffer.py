@@ -48,7 +48,7 @@ def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
     return run
 
 
-def _noted(method: Callable[Concatenate["Buffer", _P], _R]) -> Callable[Concatenate["Buffer", _P], _R]:
+def noted(method: Callable[Concatenate["Buffer", _P], _R]) -> Callable[Concatenate["Buffer", _P], _R]:
     """Lets the recorder of a checkpointed loop know which array its body uses, and keeps our own operations from it."""
 
     @wraps(method)
@@ -142,7 +142,7 @@ class Buffer:
 
     # -- writing
 
-    @_noted
+    @noted
     def append(self, x: Tensor, name: str) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
             self._wait(x, x._version, name)
@@ -161,7 +161,7 @@ class Buffer:
         self.versions.append(version)
         self.length += 1
 
-    @_noted
+    @noted
     @_plainly
     def extend(self, values: Tensor, name: str) -> None:
         self.flush(name)
@@ -171,7 +171,7 @@ class Buffer:
         self._begin(stop)
         self._record(slice(start, stop), values)
 
-    @_noted
+    @noted
     @_plainly
     def pad(self, length: int, name: str) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
@@ -180,7 +180,7 @@ class Buffer:
         self._fill(slice(self.length, length), self.block.nothing)
         self._begin(length)
 
-    @_noted
+    @noted
     @_plainly
     def put(self, key: Key, x: Tensor, name: str) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
@@ -200,7 +200,7 @@ class Buffer:
     def _overwrite(self, key: Key, x: Tensor) -> None:
         put_(self.block.data, key, x.detach())
 
-    @_noted
+    @noted
     def flush(self, name: str, read: slice | None = None) -> Tensor | None:
         """Moves what waits into the block. With `read`, gives that run too, recorded in the same node."""
         if not self.waiting:
@@ -270,7 +270,7 @@ class Buffer:
 
     # -- reading
 
-    @_noted
+    @noted
     def read(self, i: int, name: str) -> Tensor:
         waits = i - (self.length - len(self.waiting))
         if waits >= 0:
@@ -285,7 +285,7 @@ class Buffer:
             return row
         return self._read(i)
 
-    @_noted
+    @noted
     def span(self, start: int, stop: int, name: str) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
@@ -294,19 +294,19 @@ class Buffer:
         self.block.lend(start, stop)
         return self._read(key) if view is None else view
 
-    @_noted
+    @noted
     def all(self, name: str) -> list[Tensor]:
         """Every slot on its own, as a copy."""
         return list(torch.unbind_copy(self.whole(name)))  # pyright: ignore[reportArgumentType] (its stub says None)
 
-    @_noted
+    @noted
     def whole(self, name: str) -> Tensor:
         """All slots, for a caller who copies them at once: a view, but not counted as handed out."""
         self.flush(name)
         self.block.check(name)
         return self._read(slice(0, self.length))
 
-    @_noted
+    @noted
     def gather(self, index: Tensor, name: str) -> Tensor:
         if _modes.is_wrapped(index):  # a transform's index: its own indexing differentiates it
             return self.whole(name)[index]
@@ -323,7 +323,7 @@ class Buffer:
 
     # -- copies
 
-    @_noted
+    @noted
     def fork(self, name: str) -> "Buffer":
         """An independent array on the same block: all of it counts as handed out."""
         self.flush(name)
@@ -333,7 +333,7 @@ class Buffer:
         twin.rows = self.rows
         return twin
 
-    @_noted
+    @noted
     def detach(self, name: str) -> "Buffer":
         """As `fork`, without the gradient."""
         twin = self.fork(name)

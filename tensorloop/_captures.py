@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._checks import describe
+from tensorloop._compile import runs_eagerly
 from tensorloop._tape import CapturedArray
 
 _P = ParamSpec("_P")
@@ -50,6 +51,7 @@ class Met(NamedTuple):
     version: int | None
 
 
+@runs_eagerly
 class Captures(TorchFunctionMode):
     """The captures of one checkpointed loop."""
 

@@ -27,7 +27,7 @@ def describe(leaf: Any) -> str:
 class Carry:
     """The structure and leaves that a carry must keep, learnt from `init`."""
 
-    __slots__ = ("kinds", "leaves", "name", "tree")
+    __slots__ = ("arrays", "kinds", "leaves", "name", "tree")
 
     def __init__(self, init: Any, name: str) -> None:
         self.name = name
@@ -39,6 +39,7 @@ class Carry:
     def expect(self, leaves: Sequence[Any]) -> None:
         """From now on, leaves like these."""
         self.leaves = [describe(x) for x in leaves]
+        self.arrays = sum(isinstance(x, TensorArray) for x in leaves)
         self.kinds = [
             (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else _facts(x) if type(x) is TensorArray else type(x)
             for x in leaves
@@ -69,8 +70,8 @@ class Carry:
             return True
         if not _refines(old, new):
             return False
-        self.kinds[i] = new
-        self.leaves[i] = describe(array)
+        if new[1] is not None:  # else never written to: it fits any, and says nothing
+            self.kinds[i], self.leaves[i] = new, describe(array)
         return True
 
     def _differs(self, i: int, x: Any) -> bool:
@@ -118,10 +119,10 @@ def _facts(array: TensorArray) -> tuple[Any, ...]:
 
 def _refines(old: Any, new: Any) -> bool:
     """Whether the facts of an array agree where both are known."""
-    if len(old) != 4 or any(a is not None and a != b for a, b in zip(old[2:], new[2:], strict=True)):
+    if len(old) != 4 or any(None not in (a, b) and a != b for a, b in zip(old[2:], new[2:], strict=True)):
         return False
     if old[1] is None or new[1] is None:
-        return old[1] is None
+        return True
     return len(old[1]) == len(new[1]) and all(a is None or a == b for a, b in zip(old[1], new[1], strict=True))
 
 

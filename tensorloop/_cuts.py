@@ -129,6 +129,9 @@ class Shrunk(_Store):
             left, gone = [], []
             for part in self.parts:
                 stays = torch.isin(part.ids, self.ids)
+                if not stays.any():  # of rows that left before
+                    gone.append(part)
+                    continue
                 left.append(part.values.index_select(1, stays.nonzero().squeeze(1)))
                 ended = (~stays).nonzero().squeeze(1)
                 if len(ended):
@@ -175,7 +178,7 @@ def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
     empty = Slots(like, []) if isinstance(current, Slots) else Buffer.empty(like, 0)
     shrunk = Shrunk(parts, start, empty, ids)
     shrunk.bulk = isinstance(store, Shrunk) and store.bulk
-    return _with_rows(array, shrunk, len(ids))
+    return with_rows(array, shrunk, len(ids))
 
 
 def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
@@ -184,7 +187,13 @@ def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
         return array
     picked = Picked(array._store, ids)
     picked.bulk = isinstance(before._store, Picked) and before._store.bulk
-    return _with_rows(array, picked, len(ids))
+    return with_rows(array, picked, len(ids))
+
+
+def one_store(array: TensorArray) -> TensorArray:
+    """The array with one plain store of the rows that are left."""
+    store: Any = array._store
+    return with_rows(array, store._one(), len(store.ids)) if isinstance(store, Shrunk) else array
 
 
 def read_in_bulk(leaves: Sequence[Any]) -> bool:
@@ -200,7 +209,7 @@ def whole_batch(array: TensorArray, rows: int) -> TensorArray:
     if store.store.length:
         parts.append(Part(store.start, store.store.span(0, store.store.length, "TensorArray"), store.ids))
     if not parts:
-        return _with_rows(TensorArray(), None, rows)
+        return with_rows(TensorArray(), None, rows)
     places = [(part.start, part.ids) for part in parts]
     put = _put if _modes.maybe_level() is not None or _modes.forward_mode() else _Put.apply
     full = TensorArray.unstack(put(store.length, rows, places, *(part.values for part in parts)))
@@ -239,7 +248,8 @@ def _stored(values: Tensor, like: Any) -> Any:
     return Buffer.unstack(values)
 
 
-def _with_rows(array: TensorArray, store: Any, rows: int) -> TensorArray:
+def with_rows(array: TensorArray, store: Any, rows: int) -> TensorArray:
+    """An array of other rows: the facts of `array`, and this store."""
     twin = array._twin()
     twin._born = array._born
     twin._store = store

@@ -134,7 +134,7 @@ class Record:
         self.snapshots[step] = snapshot
         if step == 0:
             self.initial = snapshot  # stays for another backward: it holds init and nothing else
-        return [Kept(x.values.clone(), False) if type(x) is Kept and not x.recorded else x for x in state]
+        return [Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state]
 
     def drop(self, step: int) -> None:
         snapshot = self.snapshots.pop(step)
@@ -166,6 +166,8 @@ class Record:
         captures.end_step(outputs, [x for _, x in recorded + tokens] + [x for x in row if x is not None])
         for captured in captures.arrays.values():
             captured.end_step()
+        if loop.slices is not None:
+            loop.slices.check_unchanged(t)
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
             self.residual_bytes = _again.residual_bytes(outputs)
         return after
@@ -188,17 +190,14 @@ class Record:
         """What a step returned as a state to keep, and its tensors and tokens that carry a gradient."""
         state: State = []
         outputs: list[Tensor] = []
-        arrays: set[int] = set()
         for i, x in enumerate(new):
             if isinstance(x, Tensor):
                 state.append(Kept(x.detach(), x.requires_grad))
                 if x.requires_grad:
                     outputs.append(x)
             elif isinstance(x, TensorArray):
-                array = x.__copy__() if id(x) in arrays else x
-                arrays.add(id(x))
                 old = before[i] if i < len(before) else None
-                version, token = closed(array, self.name, old if type(old) is Version else None)
+                version, token = closed(x, self.name, old if type(old) is Version else None)
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
@@ -308,7 +307,9 @@ class Record:
             (ids, [self._piece(by_place, number, k, x) for k, x in enumerate(kept)])
             for number, (_, ids, kept) in enumerate(self.pieces)
         ]
-        return loop.finish(leaves)
+        result = loop.finish(leaves)
+        loop.pieces = []  # a replay makes its own, and these hold on to the node
+        return result
 
     def _piece(self, by_place: dict[Any, Tensor], number: int, k: int, x: Any) -> Any:
         if type(x) is not Kept:
@@ -328,12 +329,12 @@ class Record:
                     f"place before backward; change it afterwards, or give the loop a clone()"
                 )
         now = None if self.random is None else Random(g for g, _ in self.captures.generators.values())
-        counted = self.loop.outputs, self.loop.pieces
+        outputs = self.loop.outputs
         try:
             with running(), self.autocast.again(), torch.enable_grad(), self.captures.as_then():
                 yield
         finally:
-            self.loop.outputs, self.loop.pieces = counted
+            self.loop.outputs, self.loop.pieces = outputs, []
             if now is not None:
                 now.restore({})
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import schedule
+from tensorloop import _modes, schedule
 from tensorloop._engine import gradients
 from tensorloop._snapshots import State, fed
 from tensorloop._stand_ins import escaped
@@ -22,11 +22,11 @@ from tensorloop.tensor_array import TensorArray
 class Sum:
     """A running sum that writes only into tensors of its own: a gradient that comes in may be held elsewhere."""
 
-    __slots__ = ("mine", "value")
+    __slots__ = ("in_place", "mine", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool) -> None:
         self.value: Tensor | None = None
-        self.mine = False
+        self.mine, self.in_place = False, in_place
 
     def add(self, x: Tensor | None) -> None:
         if x is None:
@@ -36,7 +36,7 @@ class Sum:
         elif self.mine:
             self.value.add_(x)
         else:
-            self.value, self.mine = self.value + x, True
+            self.value, self.mine = self.value + x, self.in_place
 
 
 class Reversal:
@@ -50,8 +50,9 @@ class Reversal:
         for place, grad in zip(record.output_places, grads, strict=True):
             if grad is not None:
                 self._begin(place, grad)
-        self.xs = [None if x is None or not x.requires_grad else torch.zeros_like(x) for x, _ in record.xs]
-        self.sums = [Sum() for _ in record.recorded]
+        self.xs: dict[int, Tensor] = {}  # gradients, by leaf
+        batched = any(grad is not None and _modes.is_batched(grad) for grad in grads)  # by `is_grads_batched`
+        self.sums = [Sum(not batched) for _ in record.recorded]
         self.arrays: list[Tensor | None] = [None] * len(record.arrays)
 
     def _begin(self, place: tuple[Any, ...], grad: Tensor) -> None:
@@ -98,7 +99,7 @@ class Reversal:
         record = self.record
         grads = [self.after.get(i) for i, _ in record.inits]
         grads += [self.after.get(i) for i, _ in record.first]
-        grads += [x for x in self.xs if x is not None]
+        grads += [self.xs.get(k) for k, _ in record.xs_recorded]
         grads += self.arrays
         return grads + [s.value for s in self.sums]
 
@@ -141,6 +142,7 @@ class Reversal:
         grads: list[Tensor] = []
 
         def put(output: Any, grad: Tensor | None) -> None:
+            output = record.replaced.get(id(output), output)  # a body may return a capture as it is
             if grad is not None and isinstance(output, Tensor) and output.requires_grad:
                 outputs.append(output)
                 grads.append(grad)
@@ -174,10 +176,12 @@ class Reversal:
         return self.record.steps - 1 - t if self.record.loop.slices.reverse else t
 
     def _add_row(self, k: int, t: int, grad: Tensor | None) -> None:
-        total = self.xs[k]
-        if grad is not None and total is not None:
-            dim = self.record.xs[k][1]
-            total.select(dim, self.record.loop.slices.index(t)).copy_(grad)
+        if grad is None:
+            return
+        x, dim = self.record.xs[k]
+        if k not in self.xs:
+            self.xs[k] = grad.new_zeros(x.shape)  # of the gradient's own kind: it may be batched
+        self.xs[k].select(dim, self.record.loop.slices.index(t)).copy_(grad)
 
     def _check_escapes(self, outputs: Sequence[Tensor]) -> None:
         record = self.record

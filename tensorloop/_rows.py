@@ -5,8 +5,8 @@ that row's last real step, cut from the graph. So what the body computes there i
 its gradient is zero times something finite, and `torch.where` saves a bool a row and not a value.
 
 The state of such a loop is its carry followed by those inputs (`last`), in the same order. With `compact=True` the rows
-that have stopped leave the batch: a *cut*, made before a step, as soon as they are a quarter of the batch, or at once where that
-copies little. Rows still in the batch have *ids*, their places in the full batch.
+that have stopped leave the batch: a *cut*, made before a step, as soon as they are a quarter of the batch, or at once
+where that copies little. Rows still in the batch have *ids*, their places in the full batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorloop import _modes
 from tensorloop._array_buffer import Buffer
-from tensorloop._cuts import Shrunk, pick, shrink, whole_batch
+from tensorloop._cuts import Shrunk, one_store, pick, shrink, whole_batch, with_rows
 from tensorloop.tensor_array import TensorArray
 
 
@@ -110,15 +110,45 @@ def inputs(rows: Rows, t: int, carry: Sequence[Any], last: Sequence[Any]) -> lis
     return [torch.where(spread(mask, x), x, y) if rows.holds(x) else x for x, y in zip(carry, last, strict=True)]
 
 
-def frozen(rows: Rows, t: int, old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """The carry after step t: new in the rows that ran, old in the others."""
+def _no_shorter(now: int, before: int) -> None:
+    if now < before:
+        raise ValueError(
+            f"while_loop: the body put an array of {now} slots in the place of one of {before}, while rows have "
+            f"stopped that keep theirs; write to the array that is there, or keep its length"
+        )
+
+
+def lengths(carry: Sequence[Any]) -> list[int]:
+    """How many slots each array has; 0 for what is none."""
+    return [len(x) if isinstance(x, TensorArray) else 0 for x in carry]
+
+
+def frozen(rows: Rows, t: int, old: Sequence[Any], new: Sequence[Any], before: Sequence[int]) -> list[Any]:
+    """The carry after step t: new in the rows that ran, old in the others. `before`: lengths of the old arrays."""
     mask, every = rows.mask_at(t)
-    for x in new:
+    for x in (*old, *new):
         if isinstance(x, TensorArray):
             x._mask = None
     if every:
         return list(new)
-    return [torch.where(spread(mask, x), x, y) if rows.holds(x) else x for x, y in zip(new, old, strict=True)]
+    out = []
+    for x, y, length in zip(new, old, before, strict=True):
+        if isinstance(x, TensorArray):
+            out.append(x if x is y or x._store is y._store else _mixed(mask, x, y, length))
+        else:
+            out.append(torch.where(spread(mask, x), x, y) if rows.holds(x) else x)
+    return out
+
+
+def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> TensorArray:
+    """Another array than the old one, which had `length` slots: in stopped rows it holds what the old one did."""
+    _no_shorter(len(new), length)
+    if not length:
+        values = torch.zeros_like(new.stack())
+    else:
+        values = _lengthened(old.stack()[: len(new)], len(new))
+    shape = (1, *mask.shape, *[1] * (values.dim() - mask.dim() - 1))
+    return _rebuilt(new, torch.where(mask.view(shape), new.stack(), values))
 
 
 def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
@@ -144,7 +174,9 @@ def _has_rows(x: Any, rank: int) -> bool:
 def _select(x: Any, index: Tensor) -> Any:
     if isinstance(x, Tensor):
         return x.index_select(0, index)
-    return x if x._store is None else _rebuilt(x, x.stack().index_select(1, index))
+    if not len(x):
+        return with_rows(x, None, len(index))
+    return _rebuilt(x, x.stack().index_select(1, index))
 
 
 def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
@@ -157,14 +189,32 @@ def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
     return array
 
 
+def whole_arrays(pieces: Sequence[tuple[Tensor, list[Any]]], old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """The new carry with plain arrays, and in the pieces what the rows that left had in theirs.
+
+    Needed where a body moves arrays about in its carry: then a place is no longer the one that its parts belong to.
+    """
+    rows = sum(len(ids) for ids, _ in pieces)
+    for i, x in enumerate(old):
+        if isinstance(x, TensorArray) and isinstance(x._store, Shrunk):
+            full = whole_batch(x, rows + len(x._store.ids))
+            for ids, leaves in pieces:
+                leaves[i] = select([full], ids)[0]
+        elif isinstance(x, TensorArray):  # written since the last rows left, if ever
+            for _, leaves in pieces:
+                leaves[i] = TensorArray()
+    return [one_store(x) if isinstance(x, TensorArray) else x for x in new]
+
+
 def joined(pieces: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
     """The carry of the full batch, from what left it, and at last stayed in it: (ids, leaves) of each piece."""
-    order = torch.cat([ids for ids, _ in pieces]).argsort()
+    every = [ids for ids, _ in pieces]
     columns = zip(*(leaves for _, leaves in pieces), strict=True)
-    return [_join(column, order) for column in columns]
+    return [_join(column, every) for column in columns]
 
 
-def _join(column: Sequence[Any], order: Tensor) -> Any:
+def _join(column: Sequence[Any], every: Sequence[Tensor]) -> Any:
+    order = torch.cat(list(every)).argsort()
     whole = column[-1]
     if isinstance(whole, TensorArray) and isinstance(whole._store, Shrunk):
         return whole_batch(whole, len(order))
@@ -172,13 +222,18 @@ def _join(column: Sequence[Any], order: Tensor) -> Any:
         return torch.cat(list(column)).index_select(0, order)
     if not isinstance(whole, TensorArray) or whole._store is None:
         return whole
-    parts = [None if x._store is None else x.stack() for x in column]
-    rows = [_lengthened(x, len(whole)) for x in parts if x is not None]
-    return _rebuilt(whole, torch.cat(rows, 1).index_select(1, order))
+    last = whole.stack()
+    parts = [
+        last.new_zeros(0, len(ids), *last.shape[2:]) if x._store is None else x.stack()
+        for x, ids in zip(column, every, strict=True)
+    ]
+    values = torch.cat([_lengthened(x, len(last)) for x in parts], 1)
+    return _rebuilt(whole, values.index_select(1, order))
 
 
 def _lengthened(values: Tensor, length: int) -> Tensor:
     """(n, B, *F) with slots up to `length`, 0 in those that were begun after its rows had stopped."""
+    _no_shorter(length, len(values))
     if len(values) == length:
         return values
     return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

@@ -88,7 +88,7 @@ class Snapshot:
             self.state[i] = Kept(x, self.state[i].recorded)
 
     def restored(self, name: str) -> State:
-        """The state, with copies of what a body may change in place (leaves with a gradient it cannot)."""
+        """The state, copied: a body may change what it is given in place."""
         for x, version in zip(self.state, self.versions, strict=True):
             if version is not None and x.values._version != version:
                 raise RuntimeError(
@@ -101,7 +101,7 @@ class Snapshot:
             values = torch.load(self.path, weights_only=True) if self.path else [state[i].values for i in places]
             for i, x, device in zip(places, values, self.devices, strict=True):
                 state[i] = Kept(x.to(device), state[i].recorded)
-        return [Kept(x.values.clone(), False) if type(x) is Kept and not x.recorded else x for x in state]
+        return [Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state]
 
     def drop(self) -> None:
         if self.path is not None:

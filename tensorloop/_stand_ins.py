@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._compile import runs_eagerly
+
 
 def entangled(recorded: Sequence[Tensor]) -> list[Tensor]:
     """The captures above which, in the graph, there is another."""
@@ -45,6 +47,7 @@ def stand_ins(replaced: dict[int, Tensor], recorded: Sequence[Tensor], name: str
         yield
 
 
+@runs_eagerly
 class _Replacing(TorchFunctionMode):
     def __init__(self, replaced: dict[int, Tensor]) -> None:
         super().__init__()

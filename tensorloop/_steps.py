@@ -134,7 +134,8 @@ class Loop:
         """Step t: the next state and y."""
         if self.rows is None:
             carry, y = self.body(t, self.carry.tree.unflatten(state), row, self.context_at(t))
-            return self.carry.check(carry, t), y
+            new = self.carry.check(carry, t)
+            return _apart(new) if self.carry.arrays > 1 else new, y
         return self._masked_step(t, state, row)
 
     def _masked_step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
@@ -146,10 +147,14 @@ class Loop:
         if rows.cuts:
             self.carry.expect(carry)
         fed = _rows.inputs(rows, t, carry, last)
+        lengths = _rows.lengths(carry)
         carry_tree, y = self.body(t, self.carry.tree.unflatten(fed), row, self.context_at(t))
-        new = self.carry.check(carry_tree, t)
+        new = _apart(self.carry.check(carry_tree, t))
         last = [x.detach() if rows.holds(x) else None for x in fed]
-        return _rows.frozen(rows, t, carry, new) + last, y
+        if self.pieces and not self.eager and _moved(carry, new):
+            new = _rows.whole_arrays(self.pieces, carry, new)
+            self.eager = True
+        return _rows.frozen(rows, t, carry, new, lengths) + last, y
 
     def _without_ended(self, cut: _rows.Cut, carry: State, last: State, t: int) -> tuple[State, State]:
         assert self.rows is not None
@@ -191,6 +196,15 @@ class Loop:
             leaves = _rows.joined([*self.pieces, (ids, leaves)])
         return self.carry.tree.unflatten(leaves)
 
+    def steps(self) -> Any:
+        """How many steps were taken, by row where rows stop on their own."""
+        if self.rows is None and self.length == 0 and self.cond is not None:
+            with torch.no_grad():
+                answer = self.cond(self.tree_of(self.init), *self.context_at(0))
+            if self._by_row(answer):
+                return torch.zeros_like(answer, dtype=torch.int64)
+        return self.taken if self.rows is None else self.rows.steps
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Says in which step an error was raised."""
@@ -224,6 +238,23 @@ def own(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.clone()
     return copy.copy(x) if isinstance(x, TensorArray) else x
+
+
+def _apart(leaves: State) -> State:
+    """The leaves a body returned, an array that it returned twice as two."""
+    met: set[int] = set()
+    for i, x in enumerate(leaves):
+        if isinstance(x, TensorArray):
+            if id(x) in met:
+                leaves[i] = copy.copy(x)
+            met.add(id(x))
+    return leaves
+
+
+def _moved(old: State, new: State) -> bool:
+    """Whether a body put another array in the place of one."""
+    pairs = zip(old, new, strict=True)
+    return any(isinstance(x, TensorArray) and x is not y and x._store is not y._store for x, y in pairs)
 
 
 def _said(answer: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._array_buffer import Block, Buffer, recording
+from tensorloop._array_buffer import Block, Buffer, noted, recording
 from tensorloop._array_grad import Key, put_, take
 from tensorloop._holes import Holes
 from tensorloop.tensor_array import TensorArray
@@ -50,6 +50,7 @@ class LoopBuffer(Buffer):
         tape.turn += 1
         self.turn = tape.turn
 
+    @noted
     def fork(self, name: str) -> Buffer:
         """An independent array, with a copy of what the tape may still change."""
         if not self.block.copies:

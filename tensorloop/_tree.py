@@ -83,8 +83,10 @@ def _builder(example: Any, spec: Any) -> Callable[[list[Any]], Any]:
     if kind is dict:
         keys = tuple(example)
         return lambda children: dict(zip(keys, children, strict=True))
-    if isinstance(example, tuple):
+    if isinstance(example, tuple) and hasattr(kind, "_make"):
         return lambda children: kind(*children)
+    if isinstance(example, tuple):  # a result of C code, such as torch.return_types.max
+        return kind
     unflatten = _pytree.SUPPORTED_NODES[_pytree._get_node_type(example)].unflatten_fn
     return lambda children: unflatten(children, spec.context)
 

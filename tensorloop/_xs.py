@@ -88,18 +88,19 @@ class Slices:
         if x is None:
             return None, 0
         if isinstance(x, TensorArray):
-            return (x.stack(), 0) if len(x) else (None, 0)
+            return (x.stack() if len(x) else _no_slots(x)), 0
         return x, self.dim % x.dim()
 
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:
         if x is None:
-            return [None] * (self.length or 0)
+            return None
         recorded = x.requires_grad and torch.is_grad_enabled() and _modes.maybe_level() is None
         return x.unbind(dim) if recorded else None
 
-    def _copied(self, k: int, i: int) -> Tensor:
+    def _copied(self, k: int, i: int) -> Tensor | None:
         x, dim = self.tensors[k]
-        assert x is not None
+        if x is None:
+            return None
         if _modes.maybe_level() is not None or x.is_inference():
             return x.select(dim, i).clone()
         number, chunk = self._chunks[k]
@@ -109,3 +110,11 @@ class Slices:
             chunk = cast(tuple[Tensor, ...], torch.unbind_copy(part, dim))  # its stub says None
             self._chunks[k] = number, chunk
         return chunk[i % CHUNK]
+
+
+def _no_slots(array: TensorArray) -> Tensor | None:
+    """(0, *F) of an empty array whose elements are known."""
+    shape = array.element_shape
+    if shape is None or array.dtype is None or any(n is None for n in shape):
+        return None
+    return torch.empty((0, *shape), dtype=array.dtype, device=array.device)  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -184,9 +184,7 @@ def while_loop(
     loop = Loop(name, body, init, max_steps, context)
     loop.cond, loop.compact = cond_fn, compact
     carry = _run(loop, checkpoints, progress, known=False)
-    if not return_steps:
-        return carry
-    return carry, loop.taken if loop.rows is None else loop.rows.steps
+    return (carry, loop.steps()) if return_steps else carry
 
 
 @called_eagerly

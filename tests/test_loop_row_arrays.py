@@ -79,6 +79,52 @@ def test_arrays_that_the_body_swaps_or_makes_anew_freeze_too(compact: bool, chec
 
 @with_and_without_checkpoints
 @compact_or_not
+@pytest.mark.parametrize("late", [0, 1, 2, 3, 4])
+def test_arrays_that_trade_places_late(late: int, compact: bool, checkpoints: Any) -> None:
+    """Arrays first written, and swapped, after rows have left: each row is as if alone; new slots are 0 elsewhere."""
+    init, start = randn(6, 2), randn(2, 6, 2, seed=1)
+
+    def body(carry: Any) -> Any:
+        a, b, new, x, limit, n = carry
+        x = rotate(x) + a[0].sin()
+        a = a.write(1, x + b[1])
+        if int(n.max()) >= late:
+            new, a, b = new.append(x * 3), b, a
+        return a, b, new, x, limit, n + 1
+
+    def run(rows: list[int], **options: Any) -> list[Tensor]:
+        a, b = tl.TensorArray.unstack(start[:, rows]), tl.TensorArray.unstack(start[:, rows].cos())
+        zero = torch.zeros(len(rows), dtype=torch.int64)
+        carry = (a, b, tl.TensorArray(), init[rows], LIMITS[rows], zero)
+        a, b, new, x, *_ = tl.while_loop(lambda c: c[-1] < c[-2], body, carry, **options)
+        slots = new.stack() if len(new) else x.new_zeros(0, len(rows), 2)
+        return [a.stack(), b.stack(), torch.cat([slots, slots.new_zeros(5 - len(slots), len(rows), 2)]), x[None]]
+
+    outs = run(list(range(6)), compact=compact, checkpoints=checkpoints)
+    true = [torch.cat(columns, 1) for columns in zip(*(run([i]) for i in range(6)), strict=True)]
+    torch.testing.assert_close(outs, true)
+    wanted, given = (init, start), cotangents(outs)
+    torch.testing.assert_close(grad(outs, wanted, given), grad(true, wanted, given))
+
+
+@with_and_without_checkpoints
+@compact_or_not
+def test_an_array_that_gets_shorter_while_rows_have_stopped(compact: bool, checkpoints: Any) -> None:
+    def body(carry: Any) -> Any:
+        a, limit, n = carry
+        return (tl.TensorArray.unstack(a[:1]) if int(n.max()) == 1 else a), limit, n + 1
+
+    carry = tl.TensorArray.unstack(torch.ones(2, 9, 2)), torch.tensor([1] + [3] * 8), torch.zeros(9, dtype=torch.int64)
+
+    def run() -> Any:
+        return tl.while_loop(lambda c: c[2] < c[1], body, carry, compact=compact, checkpoints=checkpoints)
+
+    with pytest.raises(ValueError, match="1 slots in the place of one of 2, while rows have stopped"):
+        run()
+
+
+@with_and_without_checkpoints
+@compact_or_not
 def test_an_inner_loop_writes_running_rows_only(compact: bool, checkpoints: Any) -> None:
     def body(carry: Any) -> Any:
         array, x, limit, n = carry

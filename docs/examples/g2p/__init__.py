@@ -1,1 +1,1 @@
-"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder, a plain loop over TensorArrays."""
+"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder whose loops run over TensorArrays."""
