@@ -16,7 +16,7 @@ first bulk read moves all of them into the block at once. Slots [0, length - len
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,11 +48,11 @@ def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
     return run
 
 
-def noted(method: Callable[Concatenate["Buffer", _P], _R]) -> Callable[Concatenate["Buffer", _P], _R]:
+def noted(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
     """Lets the recorder of a checkpointed loop know which array its body uses, and keeps our own operations from it."""
 
     @wraps(method)
-    def run(self: "Buffer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def run(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if here.notes is None:
             return method(self, *args, **kwargs)
         return here.notes.inside(self, method, *args, **kwargs)

@@ -142,8 +142,10 @@ class Record:
             snapshot.drop()
 
     def _advance_first(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
-        """Runs the steps before `stop`, or fewer. Whether the loop goes on is asked after each step, not before the
-        next: a snapshot of its end would be wasted."""
+        """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
+
+        That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
+        """
         loop = self.loop
         while loop.taken < stop:
             state = self._step_first(loop.taken, state)

@@ -8,7 +8,6 @@ buffer, the same one from step to step, changed in place by the nodes of `_array
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tensorloop import _modes, schedule

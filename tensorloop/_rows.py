@@ -143,12 +143,10 @@ def frozen(rows: Rows, t: int, old: Sequence[Any], new: Sequence[Any], before: S
 def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> TensorArray:
     """Another array than the old one, which had `length` slots: in stopped rows it holds what the old one did."""
     _no_shorter(len(new), length)
-    if not length:
-        values = torch.zeros_like(new.stack())
-    else:
-        values = _lengthened(old.stack()[: len(new)], len(new))
+    values = new.stack()
+    held = _lengthened(old.stack()[: len(new)], len(new)) if length else torch.zeros_like(values)
     shape = (1, *mask.shape, *[1] * (values.dim() - mask.dim() - 1))
-    return _rebuilt(new, torch.where(mask.view(shape), new.stack(), values))
+    return _rebuilt(new, torch.where(mask.view(shape), values, held))
 
 
 def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:

@@ -121,10 +121,7 @@ def _sequence_flatten(kind: type, flattens: list[Flatten]) -> Flatten:
 
 
 def _flatten_all(flattens: list[Flatten], children: Iterable[Any], leaves: list[Any]) -> bool:
-    for flatten, child in zip(flattens, children, strict=True):
-        if not flatten(child, leaves):
-            return False
-    return True
+    return all(flatten(child, leaves) for flatten, child in zip(flattens, children, strict=True))
 
 
 def _dict_flatten(keys: tuple[Any, ...], flattens: list[Flatten]) -> Flatten:

@@ -6,7 +6,7 @@ recomputes the rest.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
@@ -124,7 +124,7 @@ def while_loop(
     context: None = None,
     max_steps: int | None = None,
     compact: bool = False,
-    return_steps: bool = False,
+    return_steps: Literal[False] = False,
     checkpoints: Plan = None,
     progress: bool = False,
 ) -> C: ...
@@ -137,10 +137,36 @@ def while_loop(
     context: Context,
     max_steps: int | None = None,
     compact: bool = False,
-    return_steps: bool = False,
+    return_steps: Literal[False] = False,
     checkpoints: Plan = None,
     progress: bool = False,
 ) -> C: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C], Condition],
+    body_fn: Callable[[C], C],
+    init: C,
+    *,
+    context: None = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Any]: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C, Context], Condition],
+    body_fn: Callable[[C, Context], C],
+    init: C,
+    *,
+    context: Context,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Any]: ...
 @called_eagerly
 def while_loop(
     cond_fn: Callable[..., Condition],
@@ -189,8 +215,8 @@ def while_loop(
 
 @called_eagerly
 def fori_loop(
-    lower: int,
-    upper: int,
+    lower: int | Tensor,
+    upper: int | Tensor,
     body_fn: Callable[[int, C], C],
     init: C,
     *,

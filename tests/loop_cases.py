@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
@@ -30,7 +31,7 @@ class Slots(list):
     def __getitem__(self, i: Any) -> Any:
         return torch.stack(list(self)[i]) if isinstance(i, slice) else super().__getitem__(i)
 
-    def append(self, x: Tensor) -> "Slots":
+    def append(self, x: Tensor) -> "Slots":  # pyright: ignore[reportIncompatibleMethodOverride]
         super().append(x)
         return self
 
@@ -85,7 +86,7 @@ class Ours:
 
 def _own(init: Any) -> Any:
     """Lists stand for arrays, which a loop copies before it writes to them."""
-    return torch.utils._pytree.tree_map(lambda x: copy.copy(x) if isinstance(x, Slots) else x, init)
+    return _pytree.tree_map(lambda x: copy.copy(x) if isinstance(x, Slots) else x, init)
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -236,8 +236,9 @@ def test_what_only_a_condition_uses_gets_no_gradient(checkpoints: Any) -> None:
     )
     assert steps == 4
     assert grad(out[0].sum(), (init, limit), allow_unused=True)[1] is None
+    start: Any = (init, 0)
     ys = tl.scan(
-        lambda c, x: ((rotate(c[0]), c[1] + 1), c[0]), (init, 0), until=lambda c: c[1] > limit, checkpoints=checkpoints
+        lambda c, x: ((rotate(c[0]), c[1] + 1), c[0]), start, until=lambda c: c[1] > limit, checkpoints=checkpoints
     )[1]
     assert len(ys) == 4
     assert grad(ys.sum(), (init, limit), allow_unused=True)[1] is None
@@ -384,7 +385,7 @@ def test_a_counter_counts_real_steps_once_and_in_order(where: str, checkpoints: 
     counter, log, init = torch.zeros((), dtype=torch.int64), torch.zeros(6, dtype=torch.int64), randn(2)
 
     def count() -> None:
-        log[counter.item()] = counter + 10
+        log[int(counter)] = counter + 10
         counter.add_(1)
 
     def cond(c: Any) -> bool:
@@ -399,6 +400,7 @@ def test_a_counter_counts_real_steps_once_and_in_order(where: str, checkpoints: 
 
     out, _ = tl.while_loop(cond, body, (init, 0), checkpoints=checkpoints)
     n = 5 if where == "body" else 6
+    found = init
     for _ in range(2):
         assert counter.item() == n
         assert log.tolist() == [10, 11, 12, 13, 14, 15 if n == 6 else 0]

@@ -247,7 +247,7 @@ def test_a_number_that_becomes_a_tensor_is_refused(init: Any, checkpoints: Any) 
     ],
     ids=["shape", "dtype", "rank"],
 )
-def test_another_kind_of_array_is_refused(array: tl.TensorArray, checkpoints: Any) -> None:
+def test_another_kind_of_array_is_refused(array: Any, checkpoints: Any) -> None:
     init = tl.TensorArray.unstack(torch.zeros(1, 2))
     with pytest.raises(
         TypeError, match=re.escape("- carry: TensorArray of (2,) float32 cpu\n  + carry: TensorArray of")

@@ -216,7 +216,8 @@ def test_nan_in_a_stopped_row_reaches_no_other(bad: str, compact: bool, checkpoi
 def test_rows_that_leave_one_by_one_get_their_own_gradient(checkpoints: int | None) -> None:
     init, limits = randn(4), torch.tensor([1, 2, 3, 4])
     functions: Any = (lambda c: c[2] < c[1], lambda c: (c[0].sin() * 2, c[1], c[2] + 1))
-    ours, true = both(*functions, (init, limits, limits * 0), [init], compact=True, checkpoints=checkpoints)
+    cond, body = functions
+    ours, true = both(cond, body, (init, limits, limits * 0), [init], compact=True, checkpoints=checkpoints)
     torch.testing.assert_close(ours, true)
 
 
@@ -374,11 +375,14 @@ def test_second_order_by_row(compact: bool, checkpoints: Any) -> None:
 
     def run(ours: bool) -> list[Tensor]:
         start = (init, limits, torch.zeros(4, dtype=torch.int64))
-        functions: Any = (lambda c: c[2] < c[1], body)
+
+        def cond(carry: Any) -> Tensor:
+            return carry[2] < carry[1]
+
         if ours:
-            x = tl.while_loop(*functions, start, compact=compact, checkpoints=checkpoints)[0]
+            x = tl.while_loop(cond, body, start, compact=compact, checkpoints=checkpoints)[0]
         else:
-            x = reference.while_rows(*functions, start)[0][0]
+            x = reference.while_rows(cond, body, start)[0][0]
         first = grad(x.square().sum(), (init, w), create_graph=True)
         return [*first, *grad(first[0].sin().sum() + first[1].cos().sum(), (init, w))]
 

@@ -197,7 +197,7 @@ def test_a_body_that_needs_numbers_says_so_where_there_are_no_steps() -> None:
     def body(carry: Tensor, x: Tensor) -> Any:
         return carry, x * 2 if x.sum() > 0 else x
 
-    with pytest.raises(RuntimeError, match="data-dependent|DataDependent|fake|Cannot") as error:
+    with pytest.raises(RuntimeError, match="_local_scalar_dense") as error:
         tl.scan(body, torch.zeros(2), torch.zeros(0, 2))
     assert "scan has no steps to do" in "".join(error.value.__notes__)
 

@@ -297,7 +297,7 @@ def of_one_process(module: nn.Module, *given: Tensor) -> dict[str, Tensor]:
 
 
 @with_and_without_checkpoints
-@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+@pytest.mark.parametrize("unused", [False, True], ids=["plain", "find_unused_parameters"])
 @pytest.mark.parametrize("kind", [Scanned, Repeated])
 def test_ddp_gives_the_gradients_of_one_process(folder: Path, kind: Any, unused: bool, checkpoints: Any):
     expected = of_one_process(kind(None), data()[0])
@@ -307,7 +307,7 @@ def test_ddp_gives_the_gradients_of_one_process(folder: Path, kind: Any, unused:
 
 
 @with_and_without_checkpoints
-@pytest.mark.parametrize("unused", [False, True], ids=["", "find_unused_parameters"])
+@pytest.mark.parametrize("unused", [False, True], ids=["plain", "find_unused_parameters"])
 @pytest.mark.parametrize("kind", [Scanned, Repeated])
 def test_each_hook_is_called_once_a_backward(folder: Path, kind: Any, unused: bool, checkpoints: Any):
     once = {(what, name): 1 for what in ("gradient", "accumulated") for name in ("turn", "bias", "last")}

@@ -1,5 +1,7 @@
 """Checkpointed loops: which steps are run again and in which order, how often, and what may be done with the result."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,16 +27,16 @@ class Rotation:
         self.steps.append(i)
         return x @ self.w + 0.1 * x.sin()
 
-    def run(self, n: int, checkpoints: object = None) -> Tensor:
+    def run(self, n: int, checkpoints: Any = None) -> Tensor:
         return tl.fori_loop(0, n, self, self.x, checkpoints=checkpoints)
 
-    def while_run(self, n: int, checkpoints: object = None) -> Tensor:
+    def while_run(self, n: int, checkpoints: Any = None) -> Tensor:
         limit = torch.tensor(n)
         return tl.while_loop(
             lambda c: c[0] < limit, lambda c: (c[0] + 1, self(c[0], c[1])), (0, self.x), checkpoints=checkpoints
         )[1]
 
-    def grads(self, out: Tensor, **options: bool) -> tuple[Tensor, ...]:
+    def grads(self, out: Tensor, **options: Any) -> tuple[Tensor, ...]:
         return torch.autograd.grad((out**2 * torch.tensor([1.0, -2.0], dtype=D)).sum(), [self.w, self.x], **options)
 
 
@@ -111,6 +113,7 @@ def test_a_schedule_of_the_users_own():
         k = 2
 
         def sweep(self, length):
+            assert length is not None
             yield Snapshot(0)
             yield Advance(0, length // 2)
             yield Snapshot(length // 2)
@@ -224,7 +227,7 @@ def test_a_capture_that_leads_to_another_counts_once():
             0, 5, lambda i, x, v=v: x @ body.w + x @ torch.stack([v, v]).sum(0).cos(), body.x, checkpoints=k
         )
         found.append(body.grads(out, create_graph=True))
-        found[-1] += torch.autograd.grad(sum((g**2).sum() for g in found[-1]), [body.w, body.x])
+        found[-1] += torch.autograd.grad(torch.stack([(g**2).sum() for g in found[-1]]).sum(), [body.w, body.x])
     assert_equal(found[1], found[0])
 
 
@@ -236,7 +239,7 @@ def test_an_entangled_capture_in_a_custom_function_is_refused():
             return x @ w
 
         @staticmethod
-        def backward(ctx, grad):
+        def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
             x, w = ctx.saved_tensors
             return grad @ w.T, x.T @ grad
 

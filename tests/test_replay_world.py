@@ -85,7 +85,7 @@ def test_batch_norm_statistics_change_once_a_step(k):
         return [
             norm.running_mean,
             norm.running_var,
-            norm.num_batches_tracked.double(),
+            torch.as_tensor(norm.num_batches_tracked).double(),
             linear.weight.grad,
             norm.weight.grad,
         ]
