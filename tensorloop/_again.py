@@ -7,7 +7,7 @@ one order higher, so any order works. Wrapping keeps the inner graph apart from 
 tensor that the body closes over, and that path must count once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -166,9 +166,10 @@ def _output(
     return torch.stack(values, steps_dim(record.dim, values[0].dim()))
 
 
-def residual_bytes(outputs: Sequence[Tensor]) -> int:
-    """Bytes that the graph of a step keeps for its backward, each storage once."""
+def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int:
+    """Bytes that the graph of a step keeps for its backward, each storage once, without what the body closes over."""
     storages: dict[int, int] = {}
+    outside = {_modes.numbers(x).untyped_storage()._cdata for x in captured}
     visited: set[Any] = set()
     stack = [x.grad_fn for x in outputs if x.grad_fn is not None]
     while stack:
@@ -180,7 +181,7 @@ def residual_bytes(outputs: Sequence[Tensor]) -> int:
             storage = _modes.numbers(x).untyped_storage()
             storages[storage._cdata] = storage.nbytes()
         stack += [below for below, _ in node.next_functions]
-    return sum(storages.values())
+    return sum(size for key, size in storages.items() if key not in outside)
 
 
 def _saved(node: Any) -> list[Tensor]:

@@ -194,6 +194,11 @@ class Captures(TorchFunctionMode):
                 self.changed[key] = (x, before)
         self._fresh, self._written = [], {}
 
+    def tensors(self) -> list[Tensor]:
+        """What the body has used so far that it did not make."""
+        references = [met.tensor for met in self.met.values()] + [reference for reference, _ in self._fresh]
+        return [x for reference in references if (x := reference()) is not None]
+
     def _keep(self, x: Tensor, version: int | None) -> None:
         if id(x) in self.met and self.met[id(x)].tensor() is x:
             return

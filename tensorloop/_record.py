@@ -141,6 +141,11 @@ class Record:
         if snapshot is not self.initial:
             snapshot.drop()
 
+    def forget(self) -> None:
+        """Lets all snapshots go: another backward begins with another sweep."""
+        for step in list(self.snapshots):
+            self.drop(step)
+
     def _advance_first(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
 
@@ -171,7 +176,7 @@ class Record:
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
-            self.residual_bytes = _again.residual_bytes(outputs)
+            self.residual_bytes = _again.residual_bytes(outputs, captures.tensors())
         return after
 
     def row(self, t: int) -> list[Any]:

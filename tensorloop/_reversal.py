@@ -90,7 +90,7 @@ class Reversal:
                     state = []
         except BaseException as error:
             error.add_note(f"raised in the replay of step {step} of {record.name}")
-            record.snapshots.clear()  # another backward begins with another sweep
+            record.forget()
             raise
         return self._found()
 

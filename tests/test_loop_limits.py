@@ -146,6 +146,26 @@ def test_nan_from_the_carry_of_a_stopped_row_reaches_nothing(compact: bool, chec
     torch.testing.assert_close(grad(out.sum(), w), grad(alone.sum(), w))
 
 
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_shorter_array_in_the_place_of_another(compact: bool, checkpoints: Any) -> None:
+    """Rows stop after 1, 2 and 3 steps; the body brings a new array at each step."""
+
+    def run(lengths: list[int]) -> Any:
+        def body(carry: Any) -> Any:
+            _, x, limit, n = carry
+            new = tl.TensorArray.unstack((x + 1).expand(lengths[int(n.max())], len(x)))
+            return new, x + 1, limit, n + 1
+
+        zero = torch.zeros(3, dtype=torch.int64)
+        init = tl.TensorArray.unstack(torch.zeros(1, 3)), torch.zeros(3), torch.tensor([1, 2, 3]), zero
+        return tl.while_loop(lambda c: c[3] < c[2], body, init, compact=compact, checkpoints=checkpoints)[0].stack()
+
+    assert run([2, 2, 3]).tolist() == [[1, 2, 3], [1, 2, 3], [0, 0, 3]]
+    with pytest.raises(ValueError, match="put an array of 1 slots in the place of one of 2, while rows have stopped"):
+        run([2, 1, 1])
+
+
 def test_nan_of_an_element_that_never_runs_under_vmap_reaches_what_is_closed_over() -> None:
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
     init = NEVER.clone().requires_grad_()
