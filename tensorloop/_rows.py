@@ -9,6 +9,7 @@ that have stopped leave the batch: a *cut*, made before a step, as soon as they 
 where that copies little. Rows still in the batch have *ids*, their places in the full batch.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from tensorloop import _modes
 from tensorloop._array_buffer import Buffer
 from tensorloop._cuts import Shrunk, one_store, pick, shrink, whole_batch, with_rows
 from tensorloop.tensor_array import TensorArray
+
+RUNNING = torch.iinfo(torch.int64).max
 
 
 class Cut(NamedTuple):
@@ -31,54 +34,66 @@ class Cut(NamedTuple):
 
 
 class Rows:
-    """Which rows run at which step. `steps` counts those that each row of the full batch has taken."""
+    """Which rows run at which step. `steps`: what each row of the full batch took, RUNNING until it has stopped."""
 
     def __init__(self, first: Tensor, compact: bool) -> None:
         self.compact = compact
         self.size = len(first) if first.dim() else None
         self.batched = _modes.is_batched(first)  # under vmap: the mask is only ever used by `where`
-        self.steps = torch.zeros_like(first, dtype=torch.int64)
+        self.steps = torch.full_like(first, RUNNING, dtype=torch.int64)
         self.cuts: list[Cut] = []
-        self._current: tuple[int, Tensor, bool] = (-1, first, False)
+        self._cut_steps: list[int] = []
+        # At step `_step`: the rows of the batch that run, and whether they all do.
+        self._step, self.active, self._every = -1, torch.ones_like(first), True
 
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
-        old = self._current
-        active = cond if old[0] < 0 else cond & old[1]
+        active = cond if self._every else cond & self.active
         numbers = _modes.numbers(active)
+        if t and torch.equal(numbers, _modes.numbers(self.active)):
+            self._step = t
+            return True
+        ids = self.ids_at(t)
+        stopped = (self.active & ~active) if ids is None else torch.zeros_like(self.steps, dtype=torch.bool)
+        if ids is not None:
+            stopped[ids[self.active & ~active]] = True
+        self.steps = torch.where(stopped, t, self.steps)
         running = int(numbers.sum())
+        self._step, self.active, self._every = t, active, running == numbers.numel()
         if not running:
             return False
-        ids = self.ids_at(t)
-        self.steps = self.steps + active if ids is None else self.steps.index_add(0, ids, active.to(torch.int64))
-        every = running == numbers.numel()
-        self._current = (t, active, every)
-        if self.compact and not self.batched and not every and (4 * running <= 3 * len(active) or cheap()):
-            kept = active.nonzero().squeeze(1)
-            ended = (~active).nonzero().squeeze(1)
-            self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
-            self._current = (t, active[kept], True)
+        if self.compact and not self.batched and not self._every and (4 * running <= 3 * len(active) or cheap()):
+            self._cut(t, active, ids)
         return True
+
+    def _cut(self, t: int, active: Tensor, ids: Tensor | None) -> None:
+        kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
+        self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
+        self._cut_steps.append(t)
+        self.active, self._every = active[kept], True
 
     def cut_at(self, t: int) -> Cut | None:
         """The cut made before step t."""
-        return next((cut for cut in reversed(self.cuts) if cut.step == t), None)
+        number = self.cuts_until(t)
+        return self.cuts[number - 1] if number and self._cut_steps[number - 1] == t else None
 
     def cuts_until(self, t: int) -> int:
         """How many cuts were made before step t or earlier."""
-        return sum(cut.step <= t for cut in self.cuts)
+        steps = self._cut_steps
+        return len(steps) if not steps or steps[-1] <= t else bisect_right(steps, t)
 
     def ids_at(self, t: int) -> Tensor | None:
         """The rows in the batch at step t, None for all of them."""
-        return next((cut.ids for cut in reversed(self.cuts) if cut.step <= t), None)
+        number = self.cuts_until(t)
+        return self.cuts[number - 1].ids if number else None
 
     def mask_at(self, t: int) -> tuple[Tensor, bool]:
         """The rows of the batch that run at step t, and whether they all do."""
-        if self._current[0] != t:
+        if self._step != t:
             ids = self.ids_at(t)
-            active = (self.steps if ids is None else self.steps[ids]) > t
-            self._current = (t, active, bool(_modes.numbers(active).all()))
-        return self._current[1], self._current[2]
+            self.active = (self.steps if ids is None else self.steps[ids]) > t
+            self._step, self._every = t, bool(_modes.numbers(self.active).all())
+        return self.active, self._every
 
     def holds(self, leaf: Any) -> bool:
         """Whether a leaf has rows: not a shared one, nor an array, which masks its own writes."""
@@ -99,15 +114,17 @@ def first_inputs(rows: Rows, carry: Sequence[Any]) -> list[Any]:
     return [x.detach().index_select(0, row.expand(len(x))) if rows.holds(x) else None for x in carry]
 
 
-def inputs(rows: Rows, t: int, carry: Sequence[Any], last: Sequence[Any]) -> list[Any]:
+def inputs(rows: Rows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
     """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
     mask, every = rows.mask_at(t)
+    if every:
+        return carry
     for x in carry:
         if isinstance(x, TensorArray):
-            x._mask = None if every else mask
-    if every:
-        return list(carry)
-    return [torch.where(spread(mask, x), x, y) if rows.holds(x) else x for x, y in zip(carry, last, strict=True)]
+            x._mask = mask
+    return [
+        torch.where(spread(mask, x), x, y.detach()) if rows.holds(x) else x for x, y in zip(carry, last, strict=True)
+    ]
 
 
 def _no_shorter(now: int, before: int) -> None:
@@ -123,14 +140,14 @@ def lengths(carry: Sequence[Any]) -> list[int]:
     return [len(x) if isinstance(x, TensorArray) else 0 for x in carry]
 
 
-def frozen(rows: Rows, t: int, old: Sequence[Any], new: Sequence[Any], before: Sequence[int]) -> list[Any]:
+def frozen(rows: Rows, t: int, old: Sequence[Any], new: list[Any], before: Sequence[int]) -> list[Any]:
     """The carry after step t: new in the rows that ran, old in the others. `before`: lengths of the old arrays."""
     mask, every = rows.mask_at(t)
+    if every:
+        return new
     for x in (*old, *new):
         if isinstance(x, TensorArray):
             x._mask = None
-    if every:
-        return list(new)
     out = []
     for x, y, length in zip(new, old, before, strict=True):
         if isinstance(x, TensorArray):

@@ -37,6 +37,7 @@ class Loop:
         self.until: Callable[..., Any] | None = None  # asked after each step
         self.compact = False
         self.rows: Rows | None = None
+        self.cut = 0  # after how many cuts the carry is checked against
         self.eager = False  # whether a cut copies arrays at once: a replay begins at any step
         leaves = self.carry.tree.flatten(init)
         assert leaves is not None
@@ -95,10 +96,10 @@ class Loop:
             self.rows = Rows(answer, self.compact)
             if self.compact:
                 self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
-        size = () if self.rows.size is None else (self._batch(t, state),)
-        if not self._by_row(answer) or tuple(answer.shape) != size:
+        if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.shape != self.rows.active.shape:
+            shape = tuple(self.rows.active.shape)
             raise TypeError(
-                f"{self.name}: cond_fn must return a bool tensor of shape {size} again, got {_said(answer)}"
+                f"{self.name}: cond_fn must return a bool tensor of shape {shape} again, got {_said(answer)}"
             )
         if not self.rows.begin_step(t, answer, lambda: self._cuts_cheaply(state)):
             return False
@@ -117,12 +118,6 @@ class Loop:
         copied = sum(x.nbytes for x in context if isinstance(x, Tensor))
         carried = sum(x.nbytes for x in state if isinstance(x, Tensor))
         return copied <= carried and not read_in_bulk([*state, *context])
-
-    def _batch(self, t: int, state: State) -> int:
-        assert self.rows is not None
-        assert self.rows.size is not None
-        ids = self.rows.ids_at(t)
-        return self.rows.size if ids is None else len(ids)
 
     # -- one step
 
@@ -144,13 +139,17 @@ class Loop:
         carry, last = state[:n], state[n:] or _rows.first_inputs(rows, state)
         if (cut := rows.cut_at(t)) is not None:
             carry, last = self._without_ended(cut, carry, last, t)
-        if rows.cuts:
+        if self.cut != (cuts := rows.cuts_until(t)):
             self.carry.expect(carry)
+            self.cut = cuts
+        _, every = rows.mask_at(t)
+        lengths = [] if every else _rows.lengths(carry)
         fed = _rows.inputs(rows, t, carry, last)
-        lengths = _rows.lengths(carry)
         carry_tree, y = self.body(t, self.carry.tree.unflatten(fed), row, self.context_at(t))
         new = _apart(self.carry.check(carry_tree, t))
-        last = [x.detach() if rows.holds(x) else None for x in fed]
+        last = [x if rows.holds(x) else None for x in fed]
+        if self.eager:  # else they are detached when they are needed
+            last = [None if x is None else x.detach() for x in last]
         if self.pieces and not self.eager and _moved(carry, new):
             new = _rows.whole_arrays(self.pieces, carry, new)
             self.eager = True
@@ -203,7 +202,7 @@ class Loop:
                 answer = self.cond(self.tree_of(self.init), *self.context_at(0))
             if self._by_row(answer):
                 return torch.zeros_like(answer, dtype=torch.int64)
-        return self.taken if self.rows is None else self.rows.steps
+        return self.taken if self.rows is None else self.rows.steps.clamp(max=self.taken)
 
     @contextmanager
     def counted(self) -> Iterator[None]:

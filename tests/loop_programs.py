@@ -20,7 +20,6 @@ from tests.loop_cases import Plain, Slots, cotangents, rotate
 
 F = 4  # features
 Operation = tuple[str, int, int]
-Machine = "Lists | Arrays"
 
 
 class Square(torch.autograd.Function):
@@ -231,12 +230,12 @@ def _read(array: Any, how: str, p: int, q: int) -> Tensor:
         return array[q % n]
     if how == "slice":
         start = min(p, q) % n
-        return array[start : max(p % n, start) + 1].sum(0)
+        return array[start : max(p % n, start) + 1].mean(0)
     if how == "stack":
-        return array.stack().sin().sum(0)
+        return array.stack().sin().mean(0)
     if how == "gather":
-        return array.gather([p % n, q % n, p % n]).sum(0)
-    return sum(x * (i + 1) for i, x in enumerate(array))  # pyright: ignore[reportReturnType]
+        return array.gather([p % n, q % n, p % n]).mean(0)
+    return sum(x.sin() * (i + 1) for i, x in enumerate(array)) / n**2  # pyright: ignore[reportReturnType]
 
 
 def _write(r: Registers, name: str, p: int, q: int) -> None:

@@ -166,6 +166,26 @@ def test_a_shorter_array_in_the_place_of_another(compact: bool, checkpoints: Any
         run([2, 1, 1])
 
 
+@pytest.mark.parametrize("arrays", [False, True])
+def test_random_numbers_are_drawn_for_the_rows_in_the_batch(arrays: bool) -> None:
+    limits, w = torch.arange(8), torch.ones(8, dtype=torch.float64, requires_grad=True)
+
+    def body(carry: Any) -> Any:
+        c, n, limit, array = carry
+        noise = torch.rand(len(c), dtype=torch.float64)
+        return c + (c * noise).sin(), n + 1, limit, array.append(c) if arrays else array
+
+    def run(checkpoints: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        init = w * 1, limits * 0, limits, tl.TensorArray() if arrays else None
+        out = tl.while_loop(lambda c: c[1] < c[2], body, init, compact=True, checkpoints=checkpoints)[0]
+        return out.detach(), grad(out.sum(), w)[0]
+
+    plain, one, two = run(None), run(1), run(2)
+    torch.testing.assert_close(one, two)
+    assert torch.equal(one[0], plain[0]) == torch.equal(one[1], plain[1]) == (not arrays)
+
+
 def test_nan_of_an_element_that_never_runs_under_vmap_reaches_what_is_closed_over() -> None:
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
     init = NEVER.clone().requires_grad_()

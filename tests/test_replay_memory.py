@@ -218,10 +218,10 @@ def rows(plan: Any, compact: bool) -> Make:
     return make
 
 
-def test_a_frozen_row_costs_a_bool_a_step() -> None:
-    """Beside the two tensors of each step there is its mask (B,), once the first row has stopped."""
+def test_frozen_rows_cost_a_mask_each_time_a_row_stops() -> None:
+    """Three masks (B,) beside the two tensors of each step: not one a step, and no frozen values."""
     for T in (32, 64, 128):
-        assert saved(rows(None, False)(T)).bytes == (2 * T + 1) * CARRY + B * (3 * T // 4)
+        assert saved(rows(None, False)(T)).bytes == (2 * T + 1) * CARRY + 3 * B
 
 
 def test_rows_that_leave_the_batch_hold_nothing_more() -> None:
