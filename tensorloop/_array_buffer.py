@@ -286,6 +286,12 @@ class Buffer:
         return self._read(i)
 
     @noted
+    def read_picked(self, i: int, picked: "PickedRows", name: str) -> Tensor | None:
+        """Some of the rows of slot i, or None where they have to be read alone."""
+        self.block.check(name)
+        return picked.read(i) if picked.of is self.rows else None
+
+    @noted
     def span(self, start: int, stop: int, name: str) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
@@ -368,14 +374,43 @@ class UnstackedRows:
     def _take_chunk(self, i: int) -> bool:
         """Makes the chunk of row i the one at hand, if i is where a reader in order enters it."""
         in_order = i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
-        if not in_order or torch.is_inference_mode_enabled() or _modes.maybe_level() is not None:
+        if not in_order or not _plain():
             return False
-        if not self.chunks:
-            self.chunks = self.values.split(CHUNK)
-        rows = torch.unbind_copy(self.chunks[i // CHUNK])
+        rows = torch.unbind_copy(self.chunk(i))
         self.rows = list(rows)  # pyright: ignore[reportArgumentType] (its stub says None)
         self.first = i // CHUNK * CHUNK
         return True
+
+    def chunk(self, i: int) -> Tensor:
+        """The chunk of row i, one piece of one split: their gradients meet in one tensor."""
+        if not self.chunks:
+            self.chunks = self.values.split(CHUNK)
+        return self.chunks[i // CHUNK]
+
+
+class PickedRows(UnstackedRows):
+    """The same for some rows `ids` of each slot: of its other rows nothing is copied."""
+
+    __slots__ = ("fresh", "ids", "of")
+
+    def __init__(self, of: UnstackedRows, ids: Tensor) -> None:
+        super().__init__(of.values)
+        self.of, self.ids, self.fresh = of, ids, True
+
+    def _take_chunk(self, i: int) -> bool:
+        in_order = self.fresh or i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
+        if not in_order or not _plain():
+            return False
+        self.fresh = False  # a reader in order may come in anywhere, once
+        chunk, self.first = self.of.chunk(i), i // CHUNK * CHUNK
+        if i % CHUNK != CHUNK - 1:  # it goes forward
+            chunk, self.first = chunk[i - self.first :], i
+        self.rows = list(chunk.index_select(1, self.ids).unbind(0))  # views of what nobody else has
+        return True
+
+
+def _plain() -> bool:
+    return not torch.is_inference_mode_enabled() and _modes.maybe_level() is None
 
 
 def plain_mode() -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
-from tensorloop._array_buffer import Buffer
+from tensorloop._array_buffer import Buffer, PickedRows
 from tensorloop._array_grad import Key
 from tensorloop._array_slots import Slots
 from tensorloop.tensor_array import TensorArray
@@ -145,14 +145,20 @@ class Shrunk(_Store):
 class Picked(_Store):
     """An array of the context, which is only read."""
 
-    __slots__ = ("picked",)
+    __slots__ = ("picked", "rows")
 
     def __init__(self, store: Any, ids: Tensor) -> None:
         super().__init__(store, ids)
         self.picked: Any = None
+        rows = getattr(store, "rows", None)
+        self.rows = None if rows is None else PickedRows(rows, ids)
 
     def read(self, i: int, name: str) -> Tensor:
-        return self.store.read(i, name).index_select(0, self.ids) if self.picked is None else self.picked.read(i, name)
+        if self.picked is not None:
+            return self.picked.read(i, name)
+        if self.rows is not None and (row := self.store.read_picked(i, self.rows, name)) is not None:
+            return row
+        return self.store.read(i, name).index_select(0, self.ids)
 
     def _one(self) -> Any:
         if self.picked is None:

@@ -1,6 +1,5 @@
 """What `docs/limits.md` says of checkpointed loops: what a replay refuses, and what it cannot see."""
 
-import contextlib
 import random
 import shutil
 import threading
@@ -168,8 +167,9 @@ def test_tensors_closed_over_in_another_thread_get_no_gradient() -> None:
         return grad(out.sum(), (init, w), allow_unused=True)
 
     assert run(None)[1] is not None
-    with contextlib.suppress(RuntimeError):  # or it is refused
-        assert run(2)[1] is None
+    for _ in range(1000):  # nodes are numbered by thread: this one is far ahead, as in any program of some size
+        w.sin()
+    assert run(2)[1] is None
 
 
 def test_an_entangled_tensor_in_a_custom_function_is_refused() -> None:
