@@ -16,6 +16,10 @@ import torch
 class _Here(threading.local):
     serial = 0
     notes: Any = None
+    # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
+    quiet = False
+    # The stand-ins of replays that run here, outermost first (`_stand_ins`).
+    replaced: tuple[Any, ...] = ()
 
 
 here = _Here()
@@ -37,6 +41,27 @@ def running() -> Iterator[None]:
         yield
     finally:
         here.serial = outer
+
+
+@contextmanager
+def quietly(quiet: bool = True) -> Iterator[None]:
+    """Operations inside are a checkpointed loop's own; with False, its body's."""
+    outer, here.quiet = here.quiet, quiet
+    try:
+        yield
+    finally:
+        here.quiet = outer
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """As if no recorder was there: what is read inside is not read by the body."""
+    outer, here.notes = here.notes, None
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        here.notes = outer
 
 
 def unnoted() -> AbstractContextManager[object]:

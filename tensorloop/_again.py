@@ -32,6 +32,8 @@ def differentiated(record: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
         lambda leaves: [out for k, out in enumerate(_plain(record, leaves)) if k in live], len(explicit), outside
     )
     values = _dense_values(record)
+    if any(type(x) is Version for x in record.initial.state):
+        record.forget()  # arrays go back to their beginning: later snapshots of them are void
     return list(
         _Again.apply(function, outside, values, len(explicit) + len(live), *explicit, *cotangents, *record.recorded)
     )

@@ -63,11 +63,11 @@ def noted(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[An
 class Block:
     """One allocation of slots, shared by the arrays that were copied from one another."""
 
-    __slots__ = ("begun", "copies", "data", "element_shape", "expected", "lent", "nothing", "owned", "views")
+    __slots__ = ("begun", "copies", "data", "device", "element_shape", "expected", "lent", "nothing", "owned", "views")
 
     def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
         self.data = data
-        self.element_shape = tuple(data.shape[1:])
+        self.device, self.element_shape = data.device, tuple(data.shape[1:])
         self.owned = owned
         self.copies = False  # whether runs are read as copies, so that nothing is ever lent
         self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
@@ -102,7 +102,7 @@ class Block:
 class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
-    __slots__ = ("block", "born", "length", "rows", "token", "versions", "waiting")
+    __slots__ = ("block", "born", "length", "overwritten", "rows", "token", "versions", "waiting")
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -112,6 +112,7 @@ class Buffer:
         self.versions: list[int | None] = []  # of what waits; None for a constant, which nobody else holds
         self.rows: UnstackedRows | None = None
         self.born = _active.newest()
+        self.overwritten = False  # ever, by this array
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
@@ -130,11 +131,12 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        return self.block.data.nbytes + sum(x.nbytes for x in self.waiting)
+        with _active.unnoted():
+            return self.block.data.nbytes + sum(x.nbytes for x in self.waiting)
 
     @property
     def device(self) -> torch.device:
-        return self.block.data.device
+        return self.block.device
 
     @property
     def requires_grad(self) -> bool:
@@ -198,6 +200,7 @@ class Buffer:
         self._record(key, x)
 
     def _overwrite(self, key: Key, x: Tensor) -> None:
+        self.overwritten = True
         put_(self.block.data, key, x.detach())
 
     @noted
@@ -246,6 +249,13 @@ class Buffer:
             x = x.detach()
         with recording():
             self.token = Step.apply(self.token, x, self.block, key, self.length, None)
+
+    def whole_token(self) -> Tensor | None:
+        """The token, as long as the array: it may end before constants that were appended last."""
+        if self.token is not None and self.token.shape[0] < self.length:
+            with recording():
+                self.token = Step.apply(self.token, None, self.block, None, self.length, None)
+        return self.token
 
     def _fill(self, key: int | slice, values: Tensor) -> None:
         """Writes slots that nobody has seen."""

@@ -9,6 +9,7 @@ change of what it wraps.
 import torch
 from torch import Tensor
 
+from tensorloop import _modes
 from tensorloop._array_grad import Key, Rows
 
 
@@ -54,6 +55,8 @@ class Slots:
                 here = key._replace(where=key.where & (key.pos == i))
                 self.slots[i] = torch.where(here.mask(x), x, old)
         elif isinstance(key, Tensor):
+            if _modes.is_fake(key):  # nobody knows which, and no slot holds a value
+                return
             for i, value in zip(key.reshape(-1).tolist(), x.flatten(0, key.dim() - 1), strict=True):
                 self.slots[i] = value.clone()
         else:

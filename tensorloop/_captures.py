@@ -15,6 +15,7 @@ Private names of torch, tried with 2.13: `torch.autograd._get_sequence_nr`, `Nod
 `torch._C.DisableTorchFunction`.
 """
 
+import sys
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,6 +72,8 @@ class Captures(TorchFunctionMode):
         self._fresh: list[tuple[weakref.ref[Tensor], int | None]] = []
         self._candidates: list[tuple[Tensor, int | None]] = []
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
+        self._made: list[int] = []  # results of this step
+        self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
         self._walk = False
         self._first = 0
@@ -78,6 +81,8 @@ class Captures(TorchFunctionMode):
     # -- while the body runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if here.quiet:
+            return func(*args, **(kwargs or _NONE))
         seen = self._seen
         for x in args:
             if isinstance(x, Tensor):
@@ -97,14 +102,27 @@ class Captures(TorchFunctionMode):
         if writes or "out" in kwargs:
             self._before_write(args, kwargs)
         out = func(*args, **kwargs)
+        if not self._walk and not torch.is_grad_enabled():
+            self._walk = True  # maybe in a custom function's forward: its node may have inputs that no function saw
         if isinstance(out, Tensor):
             self._count += 1
-            seen[id(out)] = out
+            if id(out) not in seen:
+                seen[id(out)] = out
+                self._made.append(id(out))
         elif type(out) not in _PLAIN and isinstance(out, (tuple, list)):
             for x in out:
-                if isinstance(x, Tensor):
+                if isinstance(x, Tensor) and id(x) not in seen:
                     seen[id(x)] = x
+                    self._made.append(id(x))
         return out
+
+    def note(self, tensors: Iterable[Tensor | None]) -> None:
+        """A loop in the body uses these, where no torch function of the body shows it."""
+        if self.replaying:  # some of them may be stand-ins
+            return
+        for x in tensors:
+            if x is not None and id(x) not in self._seen:
+                self._meet(x)
 
     def _look_into(self, x: Any) -> None:
         if isinstance(x, Tensor):
@@ -124,12 +142,25 @@ class Captures(TorchFunctionMode):
         self._walk = self._walk or x.requires_grad
         met = self.met.get(id(x))
         if met is None or met.tensor() is not x:
+            self._check_left(x)
             self._candidates.append((x, None if x.is_inference() else x._version))
+
+    def _check_left(self, x: Tensor) -> None:
+        left = self._left.get(id(x))
+        if left is not None and left() is x:
+            raise RuntimeError(
+                f"{self.name}: step {self.step} uses {describe(x)} that an earlier step made and kept somewhere else "
+                f"than in the carry, so a replay would find another one; put it in the carry"
+            )
 
     def _before_write(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         fresh = {id(x) for x, _ in self._candidates}
         for x in (*args, *kwargs.values()):
-            if not isinstance(x, Tensor) or x.requires_grad or id(x) in self.changed:
+            if not isinstance(x, Tensor) or x.requires_grad:
+                continue
+            if x._base is not None and id(x) not in self.met:
+                x = x._base  # a write to a view is one to what it is a view of
+            if id(x) in self.changed:
                 continue
             if id(x) in self.met:
                 self.changed[id(x)] = (x, x.detach().clone())
@@ -164,7 +195,7 @@ class Captures(TorchFunctionMode):
     def begin_step(self, step: int, arguments: Iterable[Any]) -> None:
         """Before the body of a step, whose arguments these are."""
         self.settle()
-        self._count, self._candidates, self._walk = 0, [], False
+        self._count, self._candidates, self._made, self._walk = 0, [], [], False
         self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self.step = step
         self._seen = dict(self.recorded)
@@ -172,16 +203,25 @@ class Captures(TorchFunctionMode):
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
 
-    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor]) -> None:
+    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Iterable[Any] = ()) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
         if self.replaying:
             self._check_count()
         else:
             self.calls.append(self._count)
+            self._look_for_left({id(x) for x in returned})
             if self._walk or any(id(x) not in self._seen for x in outputs):
                 self._find_recorded(outputs, {id(x) for x in arguments})
         self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
+
+    def _look_for_left(self, returned: set[int]) -> None:
+        """Notes the results of this step that live on, but not as what the body returned."""
+        for key in self._made:
+            x = self._seen[key]
+            # References to a result that nobody kept: from `_seen`, from `x`, and as the argument.
+            if sys.getrefcount(x) > 3 and key not in returned:
+                self._left[key] = weakref.ref(x)
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""

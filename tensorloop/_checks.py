@@ -69,8 +69,8 @@ def items(xs: Any, name: str, what: str) -> Iterable[Any]:
 
 
 def must_check(check: bool | None, x: Tensor) -> bool:
-    """Whether to look at the values of `x`: by default where that costs no sync. Under vmap nobody can."""
-    if _modes.is_batched(x):
+    """Whether to look at the values of `x`: by default where that costs no sync. Under vmap and in fakes nobody can."""
+    if _modes.is_batched(x) or _modes.is_fake(x):
         return False
     return x.device.type == "cpu" if check is None else check
 

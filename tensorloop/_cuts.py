@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
+from tensorloop._active import here, outside
 from tensorloop._array_buffer import Buffer, PickedRows
 from tensorloop._array_grad import Key
 from tensorloop._array_slots import Slots
@@ -56,27 +57,27 @@ class _Store:
     def length(self) -> int:
         return self.store.length
 
-    def _one(self) -> Any:
+    def one(self) -> Any:
         """All slots of the rows that are left, as one plain store."""
         raise NotImplementedError
 
     def span(self, start: int, stop: int, name: str) -> Tensor:
-        return self._one().span(start, stop, name)
+        return self.one().span(start, stop, name)
 
     def all(self, name: str) -> list[Tensor]:
-        return self._one().all(name)
+        return self.one().all(name)
 
     def whole(self, name: str) -> Tensor:
-        return self._one().whole(name)
+        return self.one().whole(name)
 
     def gather(self, index: Tensor, name: str) -> Tensor:
-        return self._one().gather(index, name)
+        return self.one().gather(index, name)
 
     def fork(self, name: str) -> Any:
-        return self._one().fork(name)
+        return self.one().fork(name)
 
     def detach(self, name: str) -> Any:
-        return self._one().detach(name)
+        return self.one().detach(name)
 
     def flush(self, name: str) -> None:
         self.store.flush(name)
@@ -109,37 +110,43 @@ class Shrunk(_Store):
         if isinstance(key, int) and key >= self.start:
             self.store.put(key - self.start, x, name)
         else:
-            self._one().put(key, x, name)
+            self.one().put(key, x, name)
 
     def read(self, i: int, name: str) -> Tensor:
-        return self.store.read(i - self.start, name) if i >= self.start else self._one().read(i, name)
+        if i >= self.start and here.notes is None:
+            return self.store.read(i - self.start, name)
+        return self.one().read(i, name)
 
     def span(self, start: int, stop: int, name: str) -> Tensor:
-        if start >= self.start:
+        if start >= self.start and here.notes is None:
             return self.store.span(start - self.start, stop - self.start, name)
-        return self._one().span(start, stop, name)
+        return self.one().span(start, stop, name)
 
     def fork(self, name: str) -> "Shrunk":
-        one = self._one()
+        one = self.one()
         return Shrunk(list(self.parts), 0, one.fork(name), self.ids)
 
-    def _one(self) -> Any:
+    def one(self) -> Any:
         if self.start:
-            self.bulk = True
-            left, gone = [], []
-            for part in self.parts:
-                stays = torch.isin(part.ids, self.ids)
-                if not stays.any():  # of rows that left before
-                    gone.append(part)
-                    continue
-                left.append(part.values.index_select(1, stays.nonzero().squeeze(1)))
-                ended = (~stays).nonzero().squeeze(1)
-                if len(ended):
-                    gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
-            tail = [self.store.whole("TensorArray")] if self.store.length else []
-            self.parts, self.start = gone, 0
-            self.store = _stored(torch.cat(left + tail), self.store)
+            with outside():
+                self._join()
         return self.store
+
+    def _join(self) -> None:
+        self.bulk = True
+        left, gone = [], []
+        for part in self.parts:
+            stays = torch.isin(part.ids, self.ids)
+            if not stays.any():  # of rows that left before
+                gone.append(part)
+                continue
+            left.append(part.values.index_select(1, stays.nonzero().squeeze(1)))
+            ended = (~stays).nonzero().squeeze(1)
+            if len(ended):
+                gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
+        tail = [self.store.whole("TensorArray")] if self.store.length else []
+        self.parts, self.start = gone, 0
+        self.store = _stored(torch.cat(left + tail), self.store)
 
 
 class Picked(_Store):
@@ -156,15 +163,18 @@ class Picked(_Store):
     def read(self, i: int, name: str) -> Tensor:
         if self.picked is not None:
             return self.picked.read(i, name)
+        if here.notes is not None:
+            return self.one().read(i, name)
         if self.rows is not None and (row := self.store.read_picked(i, self.rows, name)) is not None:
             return row
         return self.store.read(i, name).index_select(0, self.ids)
 
-    def _one(self) -> Any:
+    def one(self) -> Any:
         if self.picked is None:
             self.bulk = True
-            name = "TensorArray"
-            self.picked = _stored(self.store.span(0, self.store.length, name).index_select(1, self.ids), self.store)
+            with outside():
+                values = self.store.span(0, self.store.length, "TensorArray")
+                self.picked = _stored(values.index_select(1, self.ids), self.store)
         return self.picked
 
 
@@ -199,7 +209,7 @@ def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
 def one_store(array: TensorArray) -> TensorArray:
     """The array with one plain store of the rows that are left."""
     store: Any = array._store
-    return with_rows(array, store._one(), len(store.ids)) if isinstance(store, Shrunk) else array
+    return with_rows(array, store.one(), len(store.ids)) if isinstance(store, Shrunk) else array
 
 
 def read_in_bulk(leaves: Sequence[Any]) -> bool:
@@ -251,7 +261,9 @@ def _put(length: int, rows: int, places: list[tuple[int, Tensor]], *parts: Tenso
 def _stored(values: Tensor, like: Any) -> Any:
     if isinstance(like, Slots):
         return Slots(values[0], list(values.unbind(0))) if len(values) else Slots(like.like[: values.shape[1]], [])
-    return Buffer.unstack(values)
+    store = Buffer.unstack(values)
+    store.born = like.born
+    return store
 
 
 def with_rows(array: TensorArray, store: Any, rows: int) -> TensorArray:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop._dispatch import OperationMode, tree_map_only
@@ -21,7 +22,12 @@ def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
     with FakeTensorMode() as mode:
 
         def fake(x: Tensor) -> Tensor:
-            return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
+            if isinstance(x, FakeTensor):
+                return x
+            if x.grad_fn is not None:  # making a fake looks at .grad, of which torch warns there
+                with torch._C._DisableTorchDispatch():
+                    x = x.detach()
+            return mode.from_tensor(x)
 
         with _NothingReal(fake):
             yield fake

@@ -30,6 +30,11 @@ def level_of(x: torch.Tensor) -> int:
     return max(_functorch.maybe_get_level(x), 0)
 
 
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether `x` is a FakeTensor, which has no values. By its name: the class is imported with dynamo."""
+    return type(x).__name__ == "FakeTensor"
+
+
 def is_batched(x: torch.Tensor) -> bool:
     """Whether a vmap at any level stands between the caller and the numbers in `x`."""
     while is_wrapped(x):

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _again, schedule
-from tensorloop._active import here, running
+from tensorloop import _again, _modes, schedule
+from tensorloop._active import here, quietly, running
 from tensorloop._captures import Captures
 from tensorloop._checks import describe
 from tensorloop._plan import Checkpoints
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
-from tensorloop._stand_ins import entangled, stand_ins
+from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
 from tensorloop._tape import Version, begun, closed, final, new_token
 from tensorloop._world import Autocast, Random
@@ -33,13 +33,24 @@ class Watched:
 
     def __call__(self, *args: Any) -> Any:
         if not self.on:
-            return self.body(*args)
+            with quietly(False):
+                return self.body(*args)
         outer, here.notes = here.notes, self.captures
         try:
-            with self.captures:
+            with quietly(False), self.captures:
                 return self.body(*args)
         finally:
             here.notes = outer
+
+
+def _users(condition: Any) -> Any:
+    """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
+
+    def ask(*args: Any) -> Any:
+        with quietly(False):
+            return condition(*args)
+
+    return None if condition is None else ask
 
 
 class Record:
@@ -47,17 +58,20 @@ class Record:
 
     def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
         self.loop, self.length, self.name = loop, length, loop.name
+        self.replacing = Replacing()
         self.plan = plan
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
         self.captures = Captures(loop.name, here.serial)
         loop.eager = True
+        loop.init = [self.replacing.of(x) for x in loop.init]
+        loop.cond, loop.until = _users(loop.cond), _users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
         self.autocast = Autocast()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
         self.random: Random | None = None  # as it was at the start, if the loop drew from it
-        self.xs = [] if loop.slices is None else loop.slices.tensors
+        self.xs = [] if loop.slices is None else [(self.replacing.of(x), dim) for x, dim in loop.slices.tensors]
         self.dim = 0 if loop.outputs is None else loop.outputs.dim
         self.y_recorded: list[bool] = []
         self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
@@ -68,11 +82,11 @@ class Record:
 
     def sweep(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
-        loop, captures = self.loop, self.captures
+        captures = self.captures
         state, self.first = self._begin()
         start = Random(())
         try:
-            going = loop.goes_on(0, fed(state)[0])
+            going = self._goes_on(state)
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     state = self.keep(action.step, state)
@@ -82,10 +96,17 @@ class Record:
                     state, going = self._advance_first(state, action.stop, progress)
                 if not going:
                     break
+            else:
+                if going:
+                    raise RuntimeError(
+                        f"{self.name}: the schedule's sweep ended at step {self.loop.taken}, where the loop goes on"
+                    )
             captures.settle()
             captures.check_versions()
         finally:
             captures.end_sweep()
+        if self.schedule is None:  # the loop ended before a budget had its number
+            self.schedule = schedule.of(1, self.length)
         if Random(g for g, _ in captures.generators.values()) != start:
             self.random = start
         return state
@@ -156,9 +177,20 @@ class Record:
             state = self._step_first(loop.taken, state)
             loop.taken += 1
             progress.update()
-            if not loop.goes_on(loop.taken, fed(state)[0] if loop.cond is not None else []):
+            if not self._goes_on(state):
                 return state, False
         return state, True
+
+    def _goes_on(self, state: State) -> bool:
+        """Whether there is another step. Captured arrays are the caller's meanwhile: a cut takes rows of a context."""
+        loop, arrays = self.loop, self.captures.arrays.values()
+        for captured in arrays:
+            captured.leave()
+        try:
+            return loop.goes_on(loop.taken, fed(state)[0] if loop.cond is not None else [])
+        finally:
+            for captured in arrays:
+                captured.enter()
 
     def _step_first(self, t: int, state: State) -> State:
         """The state after step t, done for the first time."""
@@ -168,9 +200,11 @@ class Record:
         captures.begin_step(t, [*leaves, *row])
         new, y = loop.step(t, leaves, row)
         loop.asks_until(t, new)
-        after, outputs = self.close(new, state)
-        outputs += self._collect(t, y)
-        captures.end_step(outputs, [x for _, x in recorded + tokens] + [x for x in row if x is not None])
+        after, outputs = self.close(new, state, leaves)
+        ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
+        outputs += self._collect(t, ys)
+        arguments = [x for _, x in recorded + tokens] + [x for x in row if x is not None]
+        captures.end_step(outputs, arguments, [*new, *ys])
         for captured in captures.arrays.values():
             captured.end_step()
         if loop.slices is not None:
@@ -193,8 +227,11 @@ class Record:
                 out.append(row.requires_grad_() if x.requires_grad else row.clone())
         return out
 
-    def close(self, new: Sequence[Any], before: State) -> tuple[State, list[Tensor]]:
-        """What a step returned as a state to keep, and its tensors and tokens that carry a gradient."""
+    def close(self, new: Sequence[Any], before: State, given: Sequence[Any]) -> tuple[State, list[Tensor]]:
+        """What a step returned as a state to keep, and its tensors and tokens that carry a gradient.
+
+        `before` is the state it began with, `given` what the body got of it.
+        """
         state: State = []
         outputs: list[Tensor] = []
         for i, x in enumerate(new):
@@ -203,8 +240,8 @@ class Record:
                 if x.requires_grad:
                     outputs.append(x)
             elif isinstance(x, TensorArray):
-                old = before[i] if i < len(before) else None
-                version, token = closed(x, self.name, old if type(old) is Version else None)
+                same = i < len(given) and x is given[i]
+                version, token = closed(x, self.name, before[i] if same else None)
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
@@ -212,12 +249,11 @@ class Record:
                 state.append(x)
         return state, outputs
 
-    def _collect(self, t: int, y: Any) -> list[Tensor]:
+    def _collect(self, t: int, leaves: Sequence[Any]) -> list[Tensor]:
         """Takes ys and the rows that left; gives those that carry a gradient."""
         outputs: list[Tensor] = []
         ys = self.loop.outputs
         if ys is not None:
-            leaves = ys.leaves_of(y, t)
             self.y_recorded = self.y_recorded or [False] * len(leaves)
             for k, (column, leaf) in enumerate(zip(ys.columns, leaves, strict=True)):
                 if isinstance(leaf, Tensor):
@@ -262,7 +298,10 @@ class Record:
         self.output_places, values, flags = self._outputs(state)
         if any(flags):
             self.replaced = {id(x): x.detach().requires_grad_() for x in entangled(self.recorded)}
-            self.outside = [(x, x._version) for x in self.inputs if not x.is_inference()]
+            given = [x for x in loop.init if isinstance(x, Tensor)] + [x for x, _ in self.xs if x is not None]
+            self.outside = [(x, x._version) for x in [*self.inputs, *given] if not x.is_inference()]
+            if here.notes is not None:
+                here.notes.note(self.inputs)
             connected = node(self, values, flags, *self.inputs)
         else:
             connected = values
@@ -279,9 +318,17 @@ class Record:
             values.append(value)
             flags.append(flag)
 
+        storages: set[int] = set()
+
+        def give_alone(place: tuple[Any, ...], value: Tensor, flag: bool) -> None:
+            """Outputs of one node must not share memory: autograd would not see a change of one in the other."""
+            storage = _modes.numbers(value).untyped_storage()._cdata
+            give(place, value.clone() if storage in storages else value, flag)
+            storages.add(storage)
+
         for i, x in enumerate(state[: self.loop.carry.tree.size]):
             if type(x) is Kept and self.steps:
-                give(("carry", i), x.values, x.recorded)
+                give_alone(("carry", i), x.values, x.recorded)
             elif type(x) is Version and x.recorded and self.steps:
                 give(("array", i), new_token(x), True)
         ys = self.loop.outputs
@@ -294,7 +341,7 @@ class Record:
         for number, (_, _, leaves) in enumerate(self.pieces):
             for k, x in enumerate(leaves):
                 if type(x) is Kept:
-                    give(("piece", number, k), x.values, x.recorded)
+                    give_alone(("piece", number, k), x.values, x.recorded)
         return places, values, flags
 
     def _result(self, state: State, connected: Sequence[Tensor]) -> Any:
@@ -327,6 +374,11 @@ class Record:
     # -- replays
 
     @contextmanager
+    def _setting(self) -> Iterator[None]:
+        with self.replacing.again(), self.autocast.again():
+            yield
+
+    @contextmanager
     def as_then(self) -> Iterator[None]:
         """The surroundings of the sweep: everything that a body's result depends on."""
         for x, version in self.outside:
@@ -338,7 +390,7 @@ class Record:
         now = None if self.random is None else Random(g for g, _ in self.captures.generators.values())
         outputs = self.loop.outputs
         try:
-            with running(), self.autocast.again(), torch.enable_grad(), self.captures.as_then():
+            with quietly(), running(), self._setting(), torch.enable_grad(), self.captures.as_then():
                 yield
         finally:
             self.loop.outputs, self.loop.pieces = outputs, []
@@ -371,7 +423,7 @@ class Record:
             new, _ = self.loop.step(t, leaves, self.row(t))
             self.take_pieces()
             self.draw_again(t, new)
-            after, _ = self.close(new, state)
+            after, _ = self.close(new, state, leaves)
             for captured in self.captures.arrays.values():
                 captured.end_step()
             return after
@@ -379,7 +431,7 @@ class Record:
             self.body.on = True
 
     def standing_in(self) -> Any:
-        return stand_ins(self.replaced, self.recorded, self.name)
+        return stand_ins(self.replaced)
 
     def second_sweep(self) -> None:
         """Places the snapshots anew: an earlier backward has used them up."""

@@ -72,22 +72,34 @@ class Reversal:
         if 0 not in record.snapshots:
             record.second_sweep()
         state: State = []
-        step = record.steps
+        at, step, left = (
+            None,
+            record.steps,
+            record.steps,
+        )  # the step of `state`, the one at hand, those not yet reversed
         try:
             for action in record.schedule.reverse(record.steps, sorted(record.snapshots)):
                 if isinstance(action, schedule.Restore):
-                    state = record.restore(action.step)
-                elif isinstance(action, schedule.Advance):
-                    for step in range(action.start, action.stop):
-                        state = record.advance(step, state)
-                elif isinstance(action, schedule.Snapshot):
-                    state = record.keep(action.step, state)
+                    at, state = action.step, record.restore(action.step)
                 elif isinstance(action, schedule.Drop):
                     record.drop(action.step)
+                elif at != (start := action.start if isinstance(action, schedule.Advance) else action.step):
+                    held = "none" if at is None else f"that of step {at}"
+                    raise RuntimeError(f"{record.name}: the schedule wants {action}, but the state at hand is {held}")
+                elif isinstance(action, schedule.Advance):
+                    for step in range(start, action.stop):
+                        state = record.advance(step, state)
+                    at = action.stop
+                elif isinstance(action, schedule.Snapshot):
+                    state = record.keep(start, state)
                 else:
-                    step = action.step
+                    step, left = start, left - 1
+                    if step != left:
+                        raise RuntimeError(f"{record.name}: the schedule reverses step {step} where {left} is next")
                     self._reverse(step, state)
-                    state = []
+                    at, state = None, []
+            if left:
+                raise RuntimeError(f"{record.name}: the schedule ended with {left} steps not reversed")
         except BaseException as error:
             error.add_note(f"raised in the replay of step {step} of {record.name}")
             record.forget()
@@ -152,7 +164,7 @@ class Reversal:
                 store = x._store
                 if store is not None:
                     store.flush(record.name)
-                    put(getattr(store, "token", None), self.after.get(i))
+                    put(store.whole_token(), self.after.get(i))
             else:
                 put(x, self.after.get(i))
         if record.loop.outputs is not None:

@@ -159,6 +159,8 @@ def frozen(rows: Rows, t: int, old: Sequence[Any], new: list[Any], before: Seque
 
 def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> TensorArray:
     """Another array than the old one, which had `length` slots: in stopped rows it holds what the old one did."""
+    if not len(new) and not length:
+        return new
     _no_shorter(len(new), length)
     values = new.stack()
     held = _lengthened(old.stack()[: len(new)], len(new)) if length else torch.zeros_like(values)
@@ -239,7 +241,7 @@ def _join(column: Sequence[Any], every: Sequence[Tensor]) -> Any:
         return whole
     last = whole.stack()
     parts = [
-        last.new_zeros(0, len(ids), *last.shape[2:]) if x._store is None else x.stack()
+        last.new_zeros(0, len(ids), *last.shape[2:]) if x is None or x._store is None else x.stack()
         for x, ids in zip(column, every, strict=True)
     ]
     values = torch.cat([_lengthened(x, len(last)) for x in parts], 1)

@@ -78,7 +78,7 @@ class Snapshot:
         self.versions = [None] * len(self.state)
         places = [i for i, x in enumerate(self.state) if type(x) is Kept]
         self.devices = [self.state[i].values.device for i in places]
-        values = [self.state[i].values.cpu() for i in places]
+        values = [self.state[i].values.to("cpu", copy=True) for i in places]
         if store.folder is not None:
             self.path = store.file()
             torch.save(values, self.path)

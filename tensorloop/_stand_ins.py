@@ -6,12 +6,13 @@ replay. Only captures with another capture among their ancestors need it (an emb
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._active import here
 from tensorloop._compile import runs_eagerly
 
 
@@ -38,13 +39,39 @@ def _leads_to(start: Any, leaves: set[int], nodes: set[Any]) -> bool:
 
 
 @contextmanager
-def stand_ins(replaced: dict[int, Tensor], recorded: Sequence[Tensor], name: str) -> Iterator[None]:
+def stand_ins(replaced: dict[int, Tensor]) -> Iterator[None]:
     """Inside, every torch function gets the stand-ins for the tensors that have one."""
     if not replaced:
         yield
         return
-    with _Replacing(replaced):
-        yield
+    outer, here.replaced = here.replaced, (*here.replaced, replaced)
+    try:
+        with _Replacing(replaced):
+            yield
+    finally:
+        here.replaced = outer
+
+
+class Replacing:
+    """The stand-ins that are in use where a loop begins: its replays need them too, though they come later."""
+
+    def __init__(self) -> None:
+        self.replaced = here.replaced
+
+    def of(self, x: Any) -> Any:
+        """What stands for x there."""
+        for replaced in reversed(self.replaced):
+            x = replaced.get(id(x), x)
+        return x
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Those of then, not those of now."""
+        with ExitStack() as stack:
+            for replaced in self.replaced:
+                if not any(replaced is other for other in here.replaced):
+                    stack.enter_context(stand_ins(replaced))
+            yield
 
 
 @runs_eagerly

@@ -110,7 +110,10 @@ class Version:
 
 def begun(array: TensorArray, name: str) -> tuple[Version, Tensor | None]:
     """The first version of a caller's array, which stays as it is, and the token that leads to what was written."""
-    return closed(array.__copy__(), name)
+    copy = array.__copy__()
+    if copy._store is not None and not isinstance(copy._store, Buffer):
+        copy._store = copy._store.one()  # rows have left its batch
+    return closed(copy, name)
 
 
 def opened(version: Version) -> tuple[TensorArray, Tensor | None]:
@@ -129,7 +132,10 @@ def opened(version: Version) -> tuple[TensorArray, Tensor | None]:
 
 
 def closed(array: TensorArray, name: str, before: Version | None = None) -> tuple[Version, Tensor | None]:
-    """The version that a step left, and its token. An array that the body brought from elsewhere gets a tape."""
+    """The version that a step left, and its token. An array that the body brought from elsewhere gets a tape.
+
+    `before`: the version that this very array was when the step began.
+    """
     store = array._store
     blank = array._twin()
     if store is None:
@@ -143,9 +149,10 @@ def closed(array: TensorArray, name: str, before: Version | None = None) -> tupl
         if type(store) is LoopBuffer:
             store = store.fork(name)
         tape = Tape(store.block, store.length)
-        if before is not None and before.tape is None and before.length == 0:
-            before.tape = tape  # made by the first write: replays of that step begin in the same buffer
-    return Version(blank, tape, store.length, store.token is not None), store.token
+        if before is not None and before.tape is None and not store.overwritten:
+            before.tape = tape  # made by the first write: replays of that step find its slots again
+    token = store.whole_token()
+    return Version(blank, tape, store.length, token is not None), token
 
 
 def final(version: Version, token: Tensor | None) -> TensorArray:
@@ -183,7 +190,7 @@ class CapturedArray:
         self.twin = buffer.fork(name)  # what it holds now, whatever is written to it later
         self.twin.rows = None
         self.stand_in: Tensor | None = None
-        if self.twin.token is not None:
+        if self.twin.whole_token() is not None:
             self.stand_in = self.twin.block.nothing.expand(self.twin.token.shape).detach().requires_grad_()
 
     @property

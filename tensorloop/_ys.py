@@ -70,7 +70,7 @@ class Outputs:
     def stack(self, reverse: bool) -> Any:
         """ys: each leaf stacked over the steps, in index order."""
         assert self.tree is not None
-        stacked = self.stacked or [None] * len(self.columns)
+        stacked, self.stacked = self.stacked or [None] * len(self.columns), []
         leaves = [c.stack(reverse) if x is None else x for c, x in zip(self.columns, stacked, strict=True)]
         return self.tree.unflatten(leaves)
 

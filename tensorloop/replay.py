@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _again, _modes
+from tensorloop._active import quietly
 from tensorloop._engine import keeps_graph
 from tensorloop._plan import Checkpoints, plan_of
 from tensorloop._record import Record
@@ -39,9 +40,10 @@ def applies(loop: Loop) -> bool:
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
     record = Record(loop, plan, length)
-    with loop.counted(), record.autocast.again():
-        state = record.sweep(progress)
-    return record.connect(state, Replayed.apply)
+    with quietly():
+        with loop.counted(), record.autocast.again():
+            state = record.sweep(progress)
+        return record.connect(state, Replayed.apply)
 
 
 class Replayed(torch.autograd.Function):

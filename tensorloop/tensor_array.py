@@ -192,12 +192,12 @@ class TensorArray:
             _checks.in_range(pos, 0, length + 1, name, "pos", active)
             written.update((pos if active is None else pos[active]).tolist())
             needed = max(length, max(written, default=-1) + 1)
-        elif self._capacity is None:
+        elif self._capacity is None and not _modes.is_fake(pos):
             raise ValueError(
                 f"{name}: pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity"
             )
         else:
-            needed = max(length, self._capacity)
+            needed = max(length, 1 if self._capacity is None else self._capacity)
         store = self._admit(x, name)
         if needed > length:
             store.pad(needed, name)

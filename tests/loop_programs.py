@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tests.loop_cases import Plain, Slots, cotangents, rotate
+from tests.loop_cases import Plain, Slots, rotate
 
 F = 4  # features
 Operation = tuple[str, int, int]
@@ -64,7 +64,7 @@ class Truth(Plain):
     array = Lists
 
     def scan(self, body: Any, init: Any, xs: Any, *, reverse: bool, until: Any, context: Any) -> Any:
-        carry, ys, extra = _own(init), [], () if context is None else (context,)
+        carry, ys, extra = own(init), [], () if context is None else (context,)
         for t in reversed(range(len(xs))) if reverse else range(len(xs)):
             carry, y = body(carry, xs[t], *extra)
             ys.append(y)
@@ -74,12 +74,12 @@ class Truth(Plain):
         return carry, tuple(None if c[0] is None else torch.stack([torch.as_tensor(y) for y in c]) for c in columns)
 
     def while_loop(self, cond: Any, body: Any, init: Any, *, context: Any) -> Any:
-        carry, extra = _own(init), () if context is None else (context,)
+        carry, extra = own(init), () if context is None else (context,)
         while cond(carry, *extra):
             carry = body(carry, *extra)
         return carry
 
-    def map(self, fn: Any, xs: Any) -> Any:
+    def map(self, fn: Any, xs: Any, **options: Any) -> Any:
         columns = zip(*(fn(x) for x in xs), strict=True)
         return tuple(None if c[0] is None else torch.stack([torch.as_tensor(y) for y in c]) for c in columns)
 
@@ -98,8 +98,8 @@ class Ours:
     array = tl.TensorArray
 
     def __init__(self, checkpoints: Any, inner: int | None = None) -> None:
-        self.options = {"checkpoints": checkpoints}
-        self.inside = {"checkpoints": inner}
+        self.options: dict[str, Any] = {"checkpoints": checkpoints}
+        self.inside: dict[str, Any] = {"checkpoints": inner}
 
     def scan(self, *args: Any, **options: Any) -> Any:
         return tl.scan(*args, **options, **self.options)
@@ -120,7 +120,8 @@ class Ours:
         return tl.while_loop(cond, body, init, **self.inside)
 
 
-def _own(init: Any) -> Any:
+def own(init: Any) -> Any:
+    """A carry whose lists the loop may write to."""
     return tuple(copy.copy(x) if isinstance(x, Lists) else x for x in init)
 
 
@@ -455,41 +456,3 @@ def _operate_on_rows(r: Registers, operation: Operation, row: Tensor, n: Tensor,
         )
     else:
         operate(r, operation)
-
-
-def plain_while(cond: Any, body: Any, init: Any, *, max_steps: int | None, context: Any = None) -> Any:
-    """A while loop of one row."""
-    carry, steps, extra = _own(init), 0, () if context is None else (context,)
-    while (max_steps is None or steps < max_steps) and bool(cond(carry, *extra)):
-        carry, steps = body(carry, *extra), steps + 1
-    return carry
-
-
-def each_row_alone(program: RowProgram, inputs: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-    """h, g (B, F), a, b (n, B, F): every row as a loop of its own; slots up to `lengths` that it has not are 0."""
-    rows = [run_rows(program, Truth(), plain_while, inputs, [b]) for b in range(len(program.limits))]
-    h, g = (torch.cat([row[i] for row in rows]) for i in range(2))
-    return [h, g, *(torch.cat([_padded(row[2 + i], n) for row in rows], 1) for i, n in enumerate(lengths))]
-
-
-def _padded(slots: Any, length: int) -> Tensor:
-    zero = torch.zeros(1, F, dtype=torch.float64)
-    values = [*slots, *[zero] * (length - len(slots))]
-    return torch.stack(values) if values else zero.new_zeros(0, 1, F)
-
-
-# -- gradients
-
-
-def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """Of a nonlinear function of all outputs, for every input that wants one; zeros where there is none."""
-    wanted = [x for x in inputs if x.requires_grad]
-    terms = [(x.sin() * c).sum() for x, c in zip(outputs, cotangents(outputs), strict=True) if x.requires_grad]
-    if not terms or not wanted:
-        return [torch.zeros_like(x) for x in wanted]
-    return list(torch.autograd.grad(sum(terms), wanted, allow_unused=True, materialize_grads=True, **options))  # pyright: ignore[reportArgumentType]
-
-
-def second(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a nonlinear function of the gradients."""
-    return gradients(gradients(outputs, inputs, create_graph=True), inputs)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop import memory, schedule
-from tensorloop.schedule import Advance, Backward, Drop, Restore, Schedule, Snapshot
+from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
 from tests.loop_cases import cell, inputs, randn, rotate
 
 STEPS = 6
@@ -114,7 +114,7 @@ def test_what_leaves_the_body_by_another_way_has_the_graph_of_its_step() -> None
     torch.testing.assert_close(grad(seen[3].sum(), w), grad(swung(before, w).sum(), w))
 
 
-def test_a_cache_that_is_gone_in_backward_is_refused() -> None:
+def test_a_cache_that_a_step_fills_is_refused() -> None:
     linear: Any = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, dtype=torch.float64))
 
     def inside(i: int, c: Tensor) -> Tensor:
@@ -122,10 +122,13 @@ def test_a_cache_that_is_gone_in_backward_is_refused() -> None:
             return rotate(c) + linear(c)
 
     weights = list(linear.parameters())
-    with nn.utils.parametrize.cached():
-        out = looped(lambda i, c: rotate(c) + linear(c))
-    with pytest.raises(RuntimeError, match="did not repeat itself"):
-        grad(out.sum(), weights)
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(
+            RuntimeError, match=r"step 1 uses .* an earlier step made and kept somewhere else than in the carry"
+        ),
+    ):
+        looped(lambda i, c: rotate(c) + linear(c))
     weight = linear.weight
     outs = looped(inside), looped(lambda i, c: rotate(c) + nn.functional.linear(c, weight, linear.bias))
     true = grad(looped(inside, None).sum(), weights)
@@ -274,27 +277,70 @@ def test_hooks_are_silent_for_another_thread_while_a_replay_lasts() -> None:
     assert calls == ["replay", threading.current_thread().name]
 
 
-class Forgetful(Schedule):
-    """Leaves out one step."""
+class Mistaken(Schedule):
+    """Leaves out a step, changes their order, or goes on from a state that is not there."""
 
     k = 1
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
 
     def sweep(self, length: int | None) -> Any:
         assert length is not None
         return iter([Snapshot(0), Advance(0, length)])
 
     def reverse(self, length: int, held: Any) -> Any:
-        for step in reversed(range(length)):
+        steps = list(range(length))
+        for step in steps if self.mistake == "order" else reversed(steps[: length - (self.mistake == "last")]):
             yield Restore(0)
-            if step:
+            if step and self.mistake != "place":
                 yield Advance(0, step)
-            if step != 2:
+            if step or self.mistake != "first":
                 yield Backward(step)
-        yield Drop(0)
 
 
-def test_a_schedule_is_trusted() -> None:
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("last", r"the schedule reverses step \d+ where \d+ is next"),
+        ("order", r"the schedule reverses step 0 where \d+ is next"),
+        ("place", r"the schedule wants Backward\(step=\d+\), but the state at hand is that of step 0"),
+        ("first", r"the schedule ended with 1 steps not reversed"),
+    ],
+)
+def test_a_schedule_that_breaks_the_rules(mistake: str, message: str) -> None:
     init, xs, w = inputs()
-    outs = [tl.scan(cell(w), init, xs, checkpoints=plan)[0] for plan in (None, Forgetful())]
-    true, found = (grad(out.sum(), w)[0] for out in outs)
-    assert not torch.allclose(true, found)
+    out = tl.scan(cell(w), init, xs, checkpoints=Mistaken(mistake))[0]
+    with pytest.raises(RuntimeError, match=message):
+        grad(out.sum(), w)
+
+
+class Short(Schedule):
+    """A sweep that ends too early."""
+
+    k = 1
+
+    def sweep(self, length: int | None) -> Any:
+        return iter([Snapshot(0), Advance(0, 2)])
+
+    def reverse(self, length: int, held: Any) -> Any:
+        raise AssertionError
+
+
+def test_a_sweep_that_ends_before_the_loop_does() -> None:
+    init, xs, w = inputs()
+    with pytest.raises(RuntimeError, match="the schedule's sweep ended at step 2, where the loop goes on"):
+        tl.scan(cell(w), init, xs, checkpoints=Short())
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_what_a_step_leaves_for_the_next_outside_of_the_carry(detached: bool) -> None:
+    w, mean = randn(2), torch.zeros(2, dtype=torch.float64)
+
+    def body(i: int, c: Tensor) -> Tensor:
+        nonlocal mean
+        mean = mean * 0.9 + (c.detach() if detached else c)
+        return swung(c, w) + mean
+
+    with pytest.raises(RuntimeError, match=r"step 1 uses .* kept somewhere else than in the carry"):
+        looped(body)

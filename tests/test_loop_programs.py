@@ -1,5 +1,6 @@
 """Loops against plain Python loops, over random programs: values, gradients, a second backward, second derivatives."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import schedule
 from tests import loop_programs
-from tests.loop_cases import fresh
-from tests.loop_programs import F, Ours, Program, RowProgram, Truth, gradients, second
+from tests.loop_cases import cotangents, fresh
+from tests.loop_programs import F, Ours, Program, RowProgram, Truth
 
 PLANS: dict[str, Any] = {
     "all": None,
@@ -30,8 +31,43 @@ every_plan = pytest.mark.parametrize("checkpoints", PLANS.values(), ids=PLANS.ke
 inner_plans = st.sampled_from([None, 1, 2])
 
 
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """Of a nonlinear function of all outputs, for every input that wants one; zeros where there is none."""
+    wanted = [x for x in inputs if x.requires_grad]
+    terms = [(x.sin() * c).sum() for x, c in zip(outputs, cotangents(outputs), strict=True) if x.requires_grad]
+    if not terms or not wanted:
+        return [torch.zeros_like(x) for x in wanted]
+    return list(torch.autograd.grad(terms, wanted, allow_unused=True, materialize_grads=True, **options))
+
+
+def second(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a nonlinear function of the gradients."""
+    return gradients(gradients(outputs, inputs, create_graph=True), inputs)
+
+
 def same(found: list[Tensor], true: list[Tensor], tolerance: float) -> None:
     torch.testing.assert_close(found, true, rtol=tolerance, atol=tolerance)
+
+
+def plain_while(cond: Any, body: Any, init: Any, *, max_steps: int | None, context: Any = None) -> Any:
+    """A while loop of one row."""
+    carry, steps, extra = loop_programs.own(init), 0, () if context is None else (context,)
+    while (max_steps is None or steps < max_steps) and bool(cond(carry, *extra)):
+        carry, steps = body(carry, *extra), steps + 1
+    return carry
+
+
+def each_row_alone(program: RowProgram, inputs: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    """h, g (B, F), a, b (n, B, F): every row as a loop of its own; slots up to `lengths` that it has not are 0."""
+    rows = [loop_programs.run_rows(program, Truth(), plain_while, inputs, [b]) for b in range(len(program.limits))]
+    h, g = (torch.cat([row[i] for row in rows]) for i in range(2))
+    return [h, g, *(torch.cat([_padded(row[2 + i], n) for row in rows], 1) for i, n in enumerate(lengths))]
+
+
+def _padded(slots: Any, length: int) -> Tensor:
+    zero = torch.zeros(1, F, dtype=torch.float64)
+    values = [*slots, *[zero] * (length - len(slots))]
+    return torch.stack(values) if values else zero.new_zeros(0, 1, F)
 
 
 def of_rows(program: RowProgram, inner: Any, inputs: list[Tensor], **options: Any) -> list[Tensor]:
@@ -92,7 +128,7 @@ def test_gradients_of_some_outputs_for_some_inputs(checkpoints: Any, program: Pr
 def test_every_row_is_as_if_alone(checkpoints: Any, compact: bool, program: RowProgram, inner: int | None):
     mine, plain = program.inputs(), fresh(program.inputs())
     found = of_rows(program, inner, mine, compact=compact, checkpoints=checkpoints)
-    true = loop_programs.each_row_alone(program, plain, [len(x) for x in found[2:]])
+    true = each_row_alone(program, plain, [len(x) for x in found[2:]])
     same(found, true, 1e-11)
     expected = gradients(true, plain)
     for again in (True, False):
@@ -106,5 +142,5 @@ def test_every_row_is_as_if_alone(checkpoints: Any, compact: bool, program: RowP
 def test_second_derivatives_of_every_row_are_as_if_alone(checkpoints: Any, compact: bool, program: RowProgram):
     mine, plain = program.inputs(), program.inputs()
     found = of_rows(program, None, mine, compact=compact, checkpoints=checkpoints)
-    true = loop_programs.each_row_alone(program, plain, [len(x) for x in found[2:]])
+    true = each_row_alone(program, plain, [len(x) for x in found[2:]])
     same(second(found, mine), second(true, plain), 1e-7)
