@@ -102,7 +102,7 @@ class Block:
 class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
-    __slots__ = ("block", "born", "length", "overwritten", "rows", "token", "versions", "waiting")
+    __slots__ = ("block", "born", "length", "overwritten", "reader", "rows", "token", "versions", "waiting")
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -113,6 +113,7 @@ class Buffer:
         self.rows: UnstackedRows | None = None
         self.born = _active.newest()
         self.overwritten = False  # ever, by this array
+        self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":

@@ -83,7 +83,11 @@ class Step(torch.autograd.Function):
         if grad_out is not None:
             # A buffer that no other node will see is not changed again: what came from outside will do for it.
             only = grad is None and not ctx.before and isinstance(ctx.read, slice) and grad_out.shape == ctx.shape
-            grad = grad_out if only and _dense(grad_out) else _add(grad, ctx.read, grad_out, ctx.shape, in_place)
+            grad = (
+                grad_out
+                if only and _dense(grad_out) and not _feeds_leaves(ctx)
+                else _add(grad, ctx.read, grad_out, ctx.shape, in_place)
+            )
         assert grad is not None
         grad_x = None
         if ctx.write is not None:
@@ -145,6 +149,12 @@ def _add(grad: Tensor | None, key: Key, grad_out: Tensor, shape: tuple[int, ...]
     else:
         grad.index_put_(_as_index(key, grad), grad_out, accumulate=True)
     return grad
+
+
+def _feeds_leaves(ctx: Any) -> bool:
+    """Whether the values were stacked from leaves, whose `.grad` would be views of what came from outside."""
+    stack = ctx.next_functions[-1][0]
+    return stack is not None and any(hasattr(node, "variable") for node, _ in stack.next_functions)
 
 
 def _dense(x: Tensor) -> bool:

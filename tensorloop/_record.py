@@ -4,6 +4,7 @@ A `Record` is what the loop's node in the autograd graph holds. It is let go aft
 graph, or with the node.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,7 @@ class Record:
     def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
         self.loop, self.length, self.name = loop, length, loop.name
         self.replacing = Replacing()
+        self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
         self.plan = plan
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)

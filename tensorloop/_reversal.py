@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop import _modes, schedule
+from tensorloop._array_buffer import Buffer
 from tensorloop._engine import gradients
 from tensorloop._snapshots import State, fed
 from tensorloop._stand_ins import escaped
@@ -164,7 +165,7 @@ class Reversal:
                 store = x._store
                 if store is not None:
                     store.flush(record.name)
-                    put(store.whole_token(), self.after.get(i))
+                    put(store.whole_token() if isinstance(store, Buffer) else None, self.after.get(i))
             else:
                 put(x, self.after.get(i))
         if record.loop.outputs is not None:

@@ -9,6 +9,7 @@ finds them again, equal, when the steps are replayed; any other writes them anew
                ever handed out that a later seek would change.
 """
 
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -111,8 +112,9 @@ class Version:
 def begun(array: TensorArray, name: str) -> tuple[Version, Tensor | None]:
     """The first version of a caller's array, which stays as it is, and the token that leads to what was written."""
     copy = array.__copy__()
-    if copy._store is not None and not isinstance(copy._store, Buffer):
-        copy._store = copy._store.one()  # rows have left its batch
+    store: Any = copy._store
+    if store is not None and not isinstance(store, Buffer):
+        copy._store = store.one()  # rows have left its batch
     return closed(copy, name)
 
 
@@ -181,17 +183,19 @@ def _copied(block: Block, length: int) -> Block:
 class CapturedArray:
     """An array that a body closes over: read through a stand-in, so that its own chain stays as it was."""
 
-    __slots__ = ("buffer", "outside", "stand_in", "twin")
+    __slots__ = ("buffer", "name", "outside", "stand_in", "twin")
 
     def __init__(self, buffer: Buffer, name: str) -> None:
+        self.name = name
+        self._check_thread(buffer)
         buffer.flush(name)
         self.buffer = buffer
         self.outside: tuple[Any, ...] | None = None
         self.twin = buffer.fork(name)  # what it holds now, whatever is written to it later
         self.twin.rows = None
         self.stand_in: Tensor | None = None
-        if self.twin.whole_token() is not None:
-            self.stand_in = self.twin.block.nothing.expand(self.twin.token.shape).detach().requires_grad_()
+        if (token := self.twin.whole_token()) is not None:
+            self.stand_in = self.twin.block.nothing.expand(token.shape).detach().requires_grad_()
 
     @property
     def token(self) -> Tensor | None:
@@ -202,7 +206,9 @@ class CapturedArray:
         """From now on the array is as it was when first met, and its reads lead to the stand-in."""
         b, twin = self.buffer, self.twin
         if self.outside is None:
-            self.outside = (b.block, b.length, b.token, b.waiting, b.versions, b.rows)
+            self._check_thread(b)
+            self.outside = (b.block, b.length, b.token, b.waiting, b.versions, b.rows, b.reader)
+            b.reader = get_ident()
         b.block, b.length, b.waiting, b.versions, b.rows = twin.block, twin.length, [], [], None
         b.token = self.stand_in
 
@@ -214,8 +220,15 @@ class CapturedArray:
     def leave(self) -> None:
         if self.outside is not None:
             b = self.buffer
-            b.block, b.length, b.token, b.waiting, b.versions, b.rows = self.outside
+            b.block, b.length, b.token, b.waiting, b.versions, b.rows, b.reader = self.outside
             self.outside = None
+
+    def _check_thread(self, buffer: Buffer) -> None:
+        if buffer.reader not in (None, get_ident()):
+            raise RuntimeError(
+                f"{self.name}: the body reads a TensorArray that a checkpointed loop in another thread is reading; "
+                f"give each thread a copy.copy of it"
+            )
 
 
 def dense(values: Tensor, like: TensorArray) -> TensorArray:

@@ -67,11 +67,12 @@ class Replayed(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * (3 + len(record.inputs))
-        if torch.is_grad_enabled() or _modes.maybe_level() is not None:
-            found = _again.differentiated(record, grads)
-        else:
-            with record.as_then():
-                found = Reversal(record, grads).run()
+        with record.lock:
+            if torch.is_grad_enabled() or _modes.maybe_level() is not None:
+                found = _again.differentiated(record, grads)
+            else:
+                with record.as_then():
+                    found = Reversal(record, grads).run()
         if not keeps_graph():
             ctx.record = None
         return (None, None, None, *found)

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_plan": {"_checks", "schedule"},
     "_engine": set(),
-    "_reversal": {"_engine", "_modes", "_snapshots", "_stand_ins", "_ys", "schedule", "tensor_array"},
+    "_reversal": {"_array_buffer", "_engine", "_modes", "_snapshots", "_stand_ins", "_ys", "schedule", "tensor_array"},
     "_again": {"_modes", "_snapshots", "_tape", "_ys", "tensor_array"},
     "_snapshots": {"_tape", "_world"},
     "_captures": {"_active", "_array_buffer", "_checks", "_compile", "_tape"},

@@ -344,3 +344,39 @@ def test_what_a_step_leaves_for_the_next_outside_of_the_carry(detached: bool) ->
 
     with pytest.raises(RuntimeError, match=r"step 1 uses .* kept somewhere else than in the carry"):
         looped(body)
+
+
+def test_an_array_is_read_by_checkpointed_loops_of_one_thread_at_a_time() -> None:
+    array = tl.TensorArray.unstack(randn(1, 2))
+    begun, go = threading.Event(), threading.Event()
+
+    def body(i: int, c: Tensor) -> Tensor:
+        c = rotate(c) + array[0]
+        begun.set()
+        go.wait(60)
+        return c
+
+    first = threading.Thread(target=looped, args=[body])
+    first.start()
+    assert begun.wait(60)
+    try:
+        with pytest.raises(RuntimeError, match="a checkpointed loop in another thread is reading"):
+            looped(body)
+    finally:
+        go.set()
+        first.join()
+
+
+def test_one_graph_differentiated_by_several_threads() -> None:
+    w = randn(2)
+    out = looped(lambda i, c: swung(c, w)).sum()
+    true = grad(out, w, retain_graph=True)[0]
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(grad(out, w, retain_graph=True)[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for x in found:
+        torch.testing.assert_close(x, true)
