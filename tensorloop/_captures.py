@@ -124,6 +124,12 @@ class Captures(TorchFunctionMode):
             if x is not None and id(x) not in self._seen:
                 self._meet(x)
 
+    def own(self, results: Iterable[Any]) -> None:
+        """What a loop in the body gave: no torch function shows that it was made in this step."""
+        for x in results:
+            if isinstance(x, Tensor):
+                self._seen[id(x)] = x
+
     def _look_into(self, x: Any) -> None:
         if isinstance(x, Tensor):
             if id(x) not in self._seen:

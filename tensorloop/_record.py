@@ -307,7 +307,10 @@ class Record:
             connected = node(self, values, flags, *self.inputs)
         else:
             connected = values
-        return self._result(state, connected)
+        result = self._result(state, connected)
+        if here.notes is not None:
+            here.notes.own([*connected, *(loop.carry.tree.flatten(result) or [])])
+        return result
 
     def _outputs(self, state: State) -> tuple[list[tuple[Any, ...]], list[Tensor], list[bool]]:
         """(where it goes, its values, whether it carries a gradient) of every tensor that the loop gives."""
