@@ -39,7 +39,7 @@ class Carry:
     def expect(self, leaves: Sequence[Any]) -> None:
         """From now on, leaves like these."""
         self.leaves = [describe(x) for x in leaves]
-        self.arrays = sum(isinstance(x, TensorArray) for x in leaves)
+        self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
         self.kinds = [
             (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else _facts(x) if type(x) is TensorArray else type(x)
             for x in leaves

@@ -45,6 +45,8 @@ class Loop:
         self.context_tree = None if context is None else _tree.Tree(context)
         self.context: list[Any] = [] if self.context_tree is None else self.context_tree.flatten(context) or []
         self.contexts = [self.context]  # and again after each cut
+        self.context_trees: list[Any] = []  # the same as the functions get them
+        self.known: tuple[Any, Any] = (None, None)  # a state, and the tree that it came in
         self.ended = False  # by `until`
         self.pieces: list[tuple[Tensor, list[Any]]] = []  # of the carry: rows that left the batch
         self.taken = 0  # steps
@@ -95,6 +97,7 @@ class Loop:
                     leading_rows(self.context, self.context_tree.paths, len(answer), self.name, "context")
             self.rows = Rows(answer, self.compact)
             if self.compact:
+                self.context_trees = []
                 self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
         if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.shape != self.rows.active.shape:
             shape = tuple(self.rows.active.shape)
@@ -127,11 +130,18 @@ class Loop:
 
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""
-        if self.rows is None:
-            carry, y = self.body(t, self.carry.tree.unflatten(state), row, self.context_at(t))
-            new = self.carry.check(carry, t)
-            return _apart(new) if self.carry.arrays > 1 else new, y
-        return self._masked_step(t, state, row)
+        if self.rows is not None:
+            return self._masked_step(t, state, row)
+        carry, y = self.body(t, self.tree_of(state), row, self.context_at(t))
+        return self._checked(carry, t), y
+
+    def _checked(self, carry: Any, t: int) -> State:
+        """The leaves of what the body returned."""
+        leaves = self.carry.check(carry, t)
+        apart = len(self.carry.arrays) > 1 and _apart(leaves)
+        # A recorder looks at what is left of a step, so there nothing may hold on to it.
+        self.known = (None, None) if apart or self.eager else (leaves, carry)
+        return leaves
 
     def _masked_step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         rows, n = self.rows, self.carry.tree.size
@@ -145,15 +155,26 @@ class Loop:
         _, every = rows.mask_at(t)
         lengths = [] if every else _rows.lengths(carry)
         fed = _rows.inputs(rows, t, carry, last)
-        carry_tree, y = self.body(t, self.carry.tree.unflatten(fed), row, self.context_at(t))
-        new = _apart(self.carry.check(carry_tree, t))
+        as_it_came = every and cut is None and state is self.known[0]
+        tree = self.known[1] if as_it_came else self.carry.tree.unflatten(fed)
+        returned, y = self.body(t, tree, row, self.context_at(t))
+        new = self._checked(returned, t)
         last = [x if rows.holds(x) else None for x in fed]
         if self.eager:  # else they are detached when they are needed
             last = [None if x is None else x.detach() for x in last]
-        if self.pieces and not self.eager and _moved(carry, new):
+        if self.pieces and not self.eager and self._moved(carry, new):
             new = _rows.whole_arrays(self.pieces, carry, new)
             self.eager = True
+        elif every:
+            state = new + last
+            if self.known[0] is new:
+                self.known = state, returned
+            return state, y
         return _rows.frozen(rows, t, carry, new, lengths) + last, y
+
+    def _moved(self, old: State, new: State) -> bool:
+        """Whether the body put another array in the place of one."""
+        return any(new[i] is not old[i] and new[i]._store is not old[i]._store for i in self.carry.arrays)
 
     def _without_ended(self, cut: _rows.Cut, carry: State, last: State, t: int) -> tuple[State, State]:
         assert self.rows is not None
@@ -171,14 +192,15 @@ class Loop:
 
     def tree_of(self, state: State) -> Any:
         """The carry in a state, as the user's tree."""
-        return self.carry.tree.unflatten(state)
+        return self.known[1] if state is self.known[0] else self.carry.tree.unflatten(state)
 
     def context_at(self, t: int) -> tuple[Any, ...]:
         """The context at step t, as further arguments: none, or one."""
         if self.context_tree is None:
             return ()
-        cuts = 0 if self.rows is None else self.rows.cuts_until(t)
-        return (self.context_tree.unflatten(self.contexts[cuts]),)
+        while len(self.context_trees) < len(self.contexts):
+            self.context_trees.append(self.context_tree.unflatten(self.contexts[len(self.context_trees)]))
+        return (self.context_trees[0 if self.rows is None else self.rows.cuts_until(t)],)
 
     def row(self, t: int) -> list[Any]:
         return [] if self.slices is None else self.slices.row(t)
@@ -239,21 +261,17 @@ def own(x: Any) -> Any:
     return copy.copy(x) if isinstance(x, TensorArray) else x
 
 
-def _apart(leaves: State) -> State:
-    """The leaves a body returned, an array that it returned twice as two."""
+def _apart(leaves: State) -> bool:
+    """Makes two of an array that a body returned twice; whether it did."""
+    arrays = [x for x in leaves if isinstance(x, TensorArray)]
+    if len({id(x) for x in arrays}) == len(arrays):
+        return False
     met: set[int] = set()
     for i, x in enumerate(leaves):
         if isinstance(x, TensorArray):
-            if id(x) in met:
-                leaves[i] = copy.copy(x)
+            leaves[i] = copy.copy(x) if id(x) in met else x
             met.add(id(x))
-    return leaves
-
-
-def _moved(old: State, new: State) -> bool:
-    """Whether a body put another array in the place of one."""
-    pairs = zip(old, new, strict=True)
-    return any(isinstance(x, TensorArray) and x is not y and x._store is not y._store for x, y in pairs)
+    return True
 
 
 def _said(answer: Any) -> str:
