@@ -164,7 +164,21 @@ Rows = tuple[int, Tensor, TensorArray]
 Context = tuple[TensorArray, Tensor]  # xs, lens
 
 
-def w5_while_loop(d: Leaves, compact: bool = False) -> Tensor:
+def w5_while_loop(d: Leaves) -> Tensor:
+    """All rows stay in the batch, so the body may close over the steps' rows, as a plain loop does."""
+    xs, lens = d["xs"].unbind(0), d["lens"]
+
+    def body(carry: Rows) -> Rows:
+        t, h, ys = carry
+        h = torch.tanh(xs[t] @ d["Wx"] + h @ d["Wh"])
+        return t + 1, h, ys.append(h)
+
+    init = 0, torch.zeros_like(d["xs"][0]), TensorArray()
+    _, _, ys = tl.while_loop(lambda carry: lens > carry[0], body, init)
+    return (ys.stack() ** 2).sum()
+
+
+def w5_while_loop_compact(d: Leaves) -> Tensor:
     def running(carry: Rows, context: Context) -> Tensor:
         return context[1] > carry[0]
 
@@ -175,7 +189,7 @@ def w5_while_loop(d: Leaves, compact: bool = False) -> Tensor:
 
     init = 0, torch.zeros_like(d["xs"][0]), TensorArray()
     context = TensorArray.unstack(d["xs"]), d["lens"]
-    _, _, ys = tl.while_loop(running, body, init, context=context, compact=compact)
+    _, _, ys = tl.while_loop(running, body, init, context=context, compact=True)
     return (ys.stack() ** 2).sum()
 
 
@@ -222,7 +236,7 @@ VARIANTS: dict[str, dict[str, Loop]] = {
     },
     "W5": {
         "while_loop": w5_while_loop,
-        "while_loop_compact": partial(w5_while_loop, compact=True),
+        "while_loop_compact": w5_while_loop_compact,
         "masked": w5_masked,
         "sorted": w5_sorted,
     },

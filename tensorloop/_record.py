@@ -33,23 +33,27 @@ class Watched:
         self.body, self.captures, self.on = body, captures, True
 
     def __call__(self, *args: Any) -> Any:
-        if not self.on:
-            with quietly(False):
-                return self.body(*args)
-        outer, here.notes = here.notes, self.captures
+        quiet, here.quiet = here.quiet, False
+        outer = here.notes
         try:
-            with quietly(False), self.captures:
+            if not self.on:
+                return self.body(*args)
+            here.notes = self.captures
+            with self.captures:
                 return self.body(*args)
         finally:
-            here.notes = outer
+            here.notes, here.quiet = outer, quiet
 
 
 def _users(condition: Any) -> Any:
     """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
 
     def ask(*args: Any) -> Any:
-        with quietly(False):
+        quiet, here.quiet = here.quiet, False
+        try:
             return condition(*args)
+        finally:
+            here.quiet = quiet
 
     return None if condition is None else ask
 
@@ -76,6 +80,7 @@ class Record:
         self.xs = [] if loop.slices is None else [(self.replacing.of(x), dim) for x, dim in loop.slices.tensors]
         self.dim = 0 if loop.outputs is None else loop.outputs.dim
         self.y_recorded: list[bool] = []
+        self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
         self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
         self.tangled = False
         self.replaced: dict[int, Tensor] = {}  # captures that a replay must not go through: id -> leaf
@@ -106,6 +111,7 @@ class Record:
             captures.settle()
             captures.check_versions()
         finally:
+            self.fed = (None, None)
             captures.end_sweep()
         if self.schedule is None:  # the loop ended before a budget had its number
             self.schedule = schedule.of(1, self.length)
@@ -151,6 +157,7 @@ class Record:
 
     def keep(self, step: int, state: State) -> State:
         """Takes a snapshot; gives the state to go on with."""
+        self.fed = (None, None)
         self.captures.settle()
         random = Random(g for g, _ in self.captures.generators.values())
         snapshot = Snapshot(state, random, self.captures.buffers(), self.store)
@@ -189,7 +196,10 @@ class Record:
         for captured in arrays:
             captured.leave()
         try:
-            return loop.goes_on(loop.taken, fed(state)[0] if loop.cond is not None else [])
+            if loop.cond is None:
+                return loop.goes_on(loop.taken, [])
+            self.fed = state, fed(state)  # the next step gets the same
+            return loop.goes_on(loop.taken, self.fed[1][0])
         finally:
             for captured in arrays:
                 captured.enter()
@@ -197,7 +207,8 @@ class Record:
     def _step_first(self, t: int, state: State) -> State:
         """The state after step t, done for the first time."""
         loop, captures = self.loop, self.captures
-        leaves, recorded, tokens = fed(state)
+        known, self.fed = self.fed, (None, None)
+        leaves, recorded, tokens = known[1] if known[0] is state else fed(state)
         row = self.row(t)
         captures.begin_step(t, [*leaves, *row])
         new, y = loop.step(t, leaves, row)

@@ -6,7 +6,7 @@ replay. Only captures with another capture among their ancestors need it (an emb
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -38,12 +38,13 @@ def _leads_to(start: Any, leaves: set[int], nodes: set[Any]) -> bool:
     return False
 
 
-@contextmanager
-def stand_ins(replaced: dict[int, Tensor]) -> Iterator[None]:
+def stand_ins(replaced: dict[int, Tensor]) -> AbstractContextManager[object]:
     """Inside, every torch function gets the stand-ins for the tensors that have one."""
-    if not replaced:
-        yield
-        return
+    return _standing_in(replaced) if replaced else nullcontext()
+
+
+@contextmanager
+def _standing_in(replaced: dict[int, Tensor]) -> Iterator[None]:
     outer, here.replaced = here.replaced, (*here.replaced, replaced)
     try:
         with _Replacing(replaced):
