@@ -248,7 +248,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
     if args.cell:
-        # W4 contracts, so its gradients fade into denormal numbers, which are many times slower. XLA flushes them to zero.
+        # W4 contracts: its gradients fade into denormal numbers, which are many times slower. XLA has none either.
         torch.set_flush_denormal(True)
         harness.answer(run_cell, args.cell)
         return 0

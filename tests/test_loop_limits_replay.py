@@ -1,8 +1,10 @@
 """What `docs/limits.md` says of checkpointed loops: what a replay refuses, and what it cannot see."""
 
+import gc
 import random
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop import memory, schedule
+from tensorloop.memory import collector_off
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
 from tests.loop_cases import cell, inputs, randn, rotate
 
@@ -380,3 +383,68 @@ def test_one_graph_differentiated_by_several_threads() -> None:
     assert len(found) == 4
     for x in found:
         torch.testing.assert_close(x, true)
+
+
+@pytest.mark.parametrize("how", ["max_norm", "foreach", "detach"])
+def test_a_buffer_that_is_changed_where_no_function_shows_it_is_refused(how: str) -> None:
+    w, buffer = randn(2), torch.zeros(2, dtype=torch.float64)
+    table = nn.Embedding(2, 2, max_norm=0.1, dtype=torch.float64)
+
+    def body(i: int, c: Tensor) -> Tensor:
+        if how == "max_norm":
+            return swung(c, w) + table(torch.tensor(i % 2))
+        if how == "foreach":
+            torch._foreach_add_([buffer], 1.0)
+        else:
+            buffer.detach().add_(1.0)
+        return swung(c, w) + buffer
+
+    with pytest.raises(RuntimeError, match="was changed in place in the loop"):
+        looped(body)
+
+
+def test_a_buffer_that_is_changed_through_data_moves_on_in_replays() -> None:
+    w, buffer = randn(2), torch.zeros(2, dtype=torch.float64)
+
+    def body(i: int, c: Tensor) -> Tensor:
+        buffer.data += 1.0
+        return swung(c, w) * buffer
+
+    out = looped(body)
+    before = buffer.clone()
+    grad(out.sum(), w)
+    assert not torch.equal(buffer, before)
+
+
+def test_one_tensor_twice_in_the_result_is_two_tensors() -> None:
+    w = randn(2)
+    a, b = tl.fori_loop(0, 3, lambda i, c: (lambda z: (z, z))(swung(c[0], w)), (randn(2), randn(2)), checkpoints=2)
+    before = b.detach().clone()
+    with torch.no_grad():
+        a.mul_(10)
+    assert torch.equal(b, before)
+
+
+@pytest.mark.parametrize("end", ["collected", "backward"])
+def test_an_object_that_is_body_and_keeps_the_result_is_a_cycle(end: str) -> None:
+    class Cell:
+        def __init__(self) -> None:
+            self.w, self.state = randn(2), randn(2, seed=1) * 1
+
+        def step(self, i: int, c: Tensor) -> Tensor:
+            return swung(c, self.w)
+
+        def run(self) -> None:
+            self.state = tl.fori_loop(0, 4, self.step, self.state, checkpoints=2)
+
+    gc.collect()
+    with collector_off():
+        cell = Cell()
+        cell.run()
+        alive = weakref.ref(cell.state)
+        if end == "backward":
+            cell.state.sum().backward()
+        del cell
+        assert (alive() is None) == (end == "backward")
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,59 @@
+"""The types of loops follow from init and xs: pyright holds `assert_type`, running it checks that the values agree."""
+
+from typing import NamedTuple, assert_type
+
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+
+
+class State(NamedTuple):
+    h: Tensor
+    n: int
+
+
+def step(carry: State, x: Tensor) -> tuple[State, dict[str, Tensor]]:
+    return State(carry.h + x, carry.n + 1), {"h": carry.h}
+
+
+def test_scan() -> None:
+    carry, ys = tl.scan(step, State(torch.zeros(2), 0), torch.ones(3, 2))
+    assert_type(carry, State)
+    assert_type(ys, dict[str, Tensor])
+    assert type(carry) is State
+    assert type(carry.n) is int
+    assert type(ys) is dict
+
+    def with_context(carry: Tensor, x: Tensor, context: tuple[Tensor, float]) -> tuple[Tensor, Tensor]:
+        return carry * context[1] + x, carry + context[0]
+
+    total, rows = tl.scan(with_context, torch.zeros(2), torch.ones(3, 2), context=(torch.ones(2), 0.5))
+    assert_type(total, Tensor)
+    assert_type(rows, Tensor)
+
+
+def test_while_loop() -> None:
+    def body(carry: State) -> State:
+        return State(carry.h * 2, carry.n + 1)
+
+    init = State(torch.ones(2), 0)
+    assert_type(tl.while_loop(lambda carry: carry.n < 3, body, init), State)
+    carry, steps = tl.while_loop(lambda carry: carry.n < 3, body, init, return_steps=True)
+    assert_type(carry, State)
+    assert (type(carry), steps) == (State, 3)
+    limits = torch.tensor([1, 2])
+    assert_type(tl.while_loop(lambda n, most: n < most, lambda n, most: n + 1, limits * 0, context=limits), Tensor)
+
+
+def test_fori_loop_and_map() -> None:
+    array = tl.fori_loop(0, 3, lambda i, array: array.append(torch.ones(2) * i), tl.TensorArray())
+    assert_type(array, tl.TensorArray)
+    assert_type(tl.fori_loop(torch.tensor(0), 3, lambda i, n: n + i, 0), int)
+    pair = tl.map(lambda x: (x.sum(), x), torch.ones(3, 2))
+    assert_type(pair, tuple[Tensor, Tensor])
+    assert type(pair) is tuple
+
+
+def test_associative_scan() -> None:
+    assert_type(tl.associative_scan(torch.maximum, torch.rand(4)), Tensor)
