@@ -24,14 +24,14 @@ from torch import Tensor
 from tensorloop import _active, _modes
 from tensorloop._active import here
 from tensorloop._array_grad import Key, Rows, Step, pinned, put_, take
+from tensorloop._array_rows import PickedRows, UnstackedRows
+from tensorloop._checks import has_rows
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 # What waits is at most this many values, or as many as the block holds: it never doubles the bytes held.
 WAITING = 1024
-# Rows of an unstacked tensor are taken out together, this many at a time: one operation, not all copies at once.
-CHUNK = 64
 
 
 def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
@@ -102,7 +102,7 @@ class Block:
 class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
-    __slots__ = ("block", "born", "length", "overwritten", "reader", "rows", "token", "versions", "waiting")
+    __slots__ = ("block", "born", "length", "masks", "overwritten", "reader", "rows", "token", "versions", "waiting")
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -110,6 +110,7 @@ class Buffer:
         self.token = token
         self.waiting: list[Tensor] = []
         self.versions: list[int | None] = []  # of what waits; None for a constant, which nobody else holds
+        self.masks: dict[int, Tensor] = {}  # of waiting slots: rows that hold the value, the others hold 0
         self.rows: UnstackedRows | None = None
         self.born = _active.newest()
         self.overwritten = False  # ever, by this array
@@ -155,6 +156,16 @@ class Buffer:
             self._reserve(self.length, self.length + 1, name)
             self._fill(self.length, x)
             self._begin(self.length + 1)
+
+    @noted
+    def append_rows(self, x: Tensor, rows: Tensor, name: str) -> None:
+        """Appends `x` in these rows, 0 in the others. What waits is masked when it is flushed: all at once, once."""
+        has_rows(x, rows, 0, name)
+        if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
+            self._wait(x, x._version, name)
+            self.masks[self.length - 1] = rows
+        else:
+            self.append(_masked(x, rows), name)
 
     def _wait(self, x: Tensor, version: int | None, name: str) -> None:
         waits = len(self.waiting)
@@ -215,9 +226,13 @@ class Buffer:
                 raise _changed(name, i)
         with recording():
             if len(self.waiting) == 1:
-                values, key = self.waiting[0], start
+                values, key = self._waiting(start), start
             else:
                 values, key = torch.stack(self.waiting), slice(start, self.length)
+                if self.masks:
+                    every = torch.ones_like(next(iter(self.masks.values())))
+                    rows = [self.masks.get(i, every) for i in range(start, self.length)]
+                    values = _masked(values, torch.stack(rows))
             if start == 0 and isinstance(key, slice) and self.block.data.shape[0] < self.length:
                 self.block = Block(values.data, self.length)  # the stack is the block: no second copy
             else:
@@ -226,8 +241,12 @@ class Buffer:
             self._begin(self.length)
             out = Step.apply(self.token, values, self.block, key, self.length, read)
         self.token, view = (out, None) if read is None else out
-        self.waiting, self.versions = [], []
+        self.waiting, self.versions, self.masks = [], [], {}
         return view
+
+    def _waiting(self, slot: int) -> Tensor:
+        x = self.waiting[slot - (self.length - len(self.waiting))]
+        return _masked(x, self.masks[slot]) if slot in self.masks else x
 
     def _is_spoilt(self, slot: int) -> bool:
         """Whether the value of `slot` waits and was changed or detached in place: it can only be replaced."""
@@ -239,6 +258,7 @@ class Buffer:
 
     def _replace(self, slot: int, x: Tensor) -> None:
         recorded = x.requires_grad and torch.is_grad_enabled() and not x.is_inference()
+        self.masks.pop(slot, None)
         waits = slot - (self.length - len(self.waiting))
         self.waiting[waits] = x if recorded else _constant(x)
         self.versions[waits] = x._version if recorded else None
@@ -287,7 +307,7 @@ class Buffer:
         if waits >= 0:
             if self._is_spoilt(i):
                 raise _changed(name, i)
-            x = self.waiting[waits]
+            x = self._waiting(i)
             return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
         block, rows = self.block, self.rows
         if block.views._version != block.expected:
@@ -297,7 +317,7 @@ class Buffer:
         return self._read(i)
 
     @noted
-    def read_picked(self, i: int, picked: "PickedRows", name: str) -> Tensor | None:
+    def read_picked(self, i: int, picked: PickedRows, name: str) -> Tensor | None:
         """Some of the rows of slot i, or None where they have to be read alone."""
         self.block.check(name)
         return picked.read(i) if picked.of is self.rows else None
@@ -358,72 +378,6 @@ class Buffer:
         return twin
 
 
-class UnstackedRows:
-    """Single rows of an unstacked tensor as copies, a chunk at a time while they are read in order."""
-
-    __slots__ = ("chunks", "first", "recorded", "rows", "values")
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.recorded = values.requires_grad
-        self.chunks: tuple[Tensor, ...] = ()
-        self.rows: list[Tensor | None] = []  # of the chunk at hand; None once handed out
-        self.first = 0
-
-    def read(self, i: int) -> Tensor | None:
-        """Row i, or None where it has to be read alone: out of order, again, or without gradient."""
-        if self.recorded and not torch.is_grad_enabled():
-            return None
-        k = i - self.first
-        if not 0 <= k < len(self.rows):
-            if not self._take_chunk(i):
-                return None
-            k = i - self.first
-        row, self.rows[k] = self.rows[k], None
-        return row
-
-    def _take_chunk(self, i: int) -> bool:
-        """Makes the chunk of row i the one at hand, if i is where a reader in order enters it."""
-        in_order = i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
-        if not in_order or not _plain():
-            return False
-        rows = torch.unbind_copy(self.chunk(i))
-        self.rows = list(rows)  # pyright: ignore[reportArgumentType] (its stub says None)
-        self.first = i // CHUNK * CHUNK
-        return True
-
-    def chunk(self, i: int) -> Tensor:
-        """The chunk of row i, one piece of one split: their gradients meet in one tensor."""
-        if not self.chunks:
-            self.chunks = self.values.split(CHUNK)
-        return self.chunks[i // CHUNK]
-
-
-class PickedRows(UnstackedRows):
-    """The same for some rows `ids` of each slot: of its other rows nothing is copied."""
-
-    __slots__ = ("fresh", "ids", "of")
-
-    def __init__(self, of: UnstackedRows, ids: Tensor) -> None:
-        super().__init__(of.values)
-        self.of, self.ids, self.fresh = of, ids, True
-
-    def _take_chunk(self, i: int) -> bool:
-        in_order = self.fresh or i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
-        if not in_order or not _plain():
-            return False
-        self.fresh = False  # a reader in order may come in anywhere, once
-        chunk, self.first = self.of.chunk(i), i // CHUNK * CHUNK
-        if i % CHUNK != CHUNK - 1:  # it goes forward
-            chunk, self.first = chunk[i - self.first :], i
-        self.rows = list(chunk.index_select(1, self.ids).unbind(0))  # views of what nobody else has
-        return True
-
-
-def _plain() -> bool:
-    return not torch.is_inference_mode_enabled() and _modes.maybe_level() is None
-
-
 def plain_mode() -> AbstractContextManager[object]:
     """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -468,6 +422,11 @@ def _overlap(key: Key, lent: tuple[int, int]) -> bool:
     if isinstance(index, Tensor) and index.device.type == "cpu":
         return bool(((index >= low) & (index < high)).any())
     return True
+
+
+def _masked(x: Tensor, rows: Tensor) -> Tensor:
+    """x (*rows.shape, *F) in these rows, 0 in the others."""
+    return torch.where(rows.view(*rows.shape, *[1] * (x.dim() - rows.dim())), x, x.new_zeros(()))
 
 
 def _last_of_equal(index: Tensor, values: Tensor, length: int) -> Tensor:

@@ -68,6 +68,15 @@ def items(xs: Any, name: str, what: str) -> Iterable[Any]:
     return xs
 
 
+def has_rows(x: Tensor, mask: Tensor, lead: int, name: str) -> None:
+    """Raises unless the elements in x (with `lead` dims before them) have the rows of the mask, (B,) or 0-d."""
+    if x.shape[lead : lead + mask.dim()] != mask.shape:
+        raise ValueError(
+            f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their own; "
+            f"elements must be ({len(mask)}, ...)"
+        )
+
+
 def must_check(check: bool | None, x: Tensor) -> bool:
     """Whether to look at the values of `x`: by default where that costs no sync. Under vmap and in fakes nobody can."""
     if _modes.is_batched(x) or _modes.is_fake(x):

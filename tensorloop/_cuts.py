@@ -17,8 +17,9 @@ from torch import Tensor
 
 from tensorloop import _modes
 from tensorloop._active import here, outside
-from tensorloop._array_buffer import Buffer, PickedRows
+from tensorloop._array_buffer import Buffer
 from tensorloop._array_grad import Key
+from tensorloop._array_rows import PickedRows
 from tensorloop._array_slots import Slots
 from tensorloop.tensor_array import TensorArray
 

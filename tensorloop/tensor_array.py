@@ -128,7 +128,11 @@ class TensorArray:
             self._store.append(x, "TensorArray.append")
         else:
             name = "TensorArray.append"
-            self._admit(x, f"{name}: slot {len(self)}").append(self._running_rows(x, name), name)
+            store = self._admit(x, f"{name}: slot {len(self)}")
+            if self._mask is not None and isinstance(store, Buffer):
+                store.append_rows(x, self._mask, name)
+            else:
+                store.append(self._running_rows(x, name), name)
         return self
 
     def extend(self, xs: "Tensor | Iterable[Tensor]") -> Self:
@@ -421,11 +425,7 @@ class TensorArray:
         if (mask := self._mask) is None:
             return x
         with _active.unnoted():
-            if x.shape[lead : lead + mask.dim()] != mask.shape:
-                raise ValueError(
-                    f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their "
-                    f"own; elements must be ({len(mask)}, ...)"
-                )
+            _checks.has_rows(x, mask, lead, name)
             mask = mask.view((*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim())))
             return torch.where(mask, x, x.new_zeros(()) if old is None else old)
 

@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "_parallel": {"_carry", "_checks", "_fake", "_tree", "_ys", "tensor_array"},
     "_steps": {"_carry", "_checks", "_cuts", "_modes", "_rows", "_tree", "_xs", "_ys", "tensor_array"},
     "_rows": {"_array_buffer", "_cuts", "_modes", "tensor_array"},
-    "_cuts": {"_active", "_array_buffer", "_array_grad", "_array_slots", "_modes", "tensor_array"},
+    "_cuts": {"_active", "_array_buffer", "_array_grad", "_array_rows", "_array_slots", "_modes", "tensor_array"},
     "_xs": {"_checks", "_modes", "_tree", "tensor_array"},
     "_ys": {"_carry", "_modes", "_tree", "tensor_array"},
     "_carry": {"_tree", "tensor_array"},
@@ -58,7 +58,8 @@ ALLOWED: dict[str, set[str]] = {
     "tensor_array": {
         *("_active", "_array_buffer", "_array_grad", "_array_slots", "_checks", "_compile", "_holes", "_modes", "_to"),
     },
-    "_array_buffer": {"_active", "_array_grad", "_modes", "_checks"},
+    "_array_buffer": {"_active", "_array_grad", "_array_rows", "_modes", "_checks"},
+    "_array_rows": {"_modes"},
     "_active": set(),
     "_array_slots": {"_array_grad", "_modes", "_checks"},
     "_array_grad": {"_modes", "_checks"},
