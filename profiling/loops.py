@@ -2,6 +2,7 @@
 
     python profiling/loops.py                      # about 12 minutes on two cores
     python profiling/loops.py --jax-python PYTHON  # with the peers of peers/README.md, run by that Python
+    python profiling/loops.py --only W5 W2         # these workloads anew, beside the other results there are
     python profiling/loops.py --report             # tables and picture again, from the results there are
 
 Without `--jax-python`, the environment variable JAX_PYTHON names it; where neither is set, or that Python lacks JAX
@@ -199,8 +200,8 @@ def find_peers(python: str | None) -> dict[str, str]:
 # ---- the whole ----
 
 
-def measure(size: str, rounds: int, python: str | None) -> report.Result | None:
-    """Everything, or None where gradients disagree."""
+def measure(size: str, rounds: int, python: str | None, only: Sequence[str] = ()) -> report.Result | None:
+    """Everything, or what belongs to the workloads `only`; None where gradients disagree."""
     script = Path(__file__).resolve()
     peers = find_peers(python)
     about = harness.about(rounds, size=size, repeats=REPEATS[size], peers=peers)
@@ -208,15 +209,23 @@ def measure(size: str, rounds: int, python: str | None) -> report.Result | None:
         about["command"] = about["command"].replace(python, "PYTHON")
     if about["load_at_start"] > 1:
         print(f"the machine's load is {about['load_at_start']}: somebody else is at work on it", file=sys.stderr)
-    checks = harness.measure(script, check_cells(size), 1, process)
+
+    def wanted(cells: list[harness.Cell]) -> list[harness.Cell]:
+        return [cell for cell in cells if not only or cell.get("workload") in only]
+
+    checks = harness.measure(script, wanted(check_cells(size)), 1, process)
     wrong = report.disagreements(checks)
     if wrong:
         print("losses or gradients disagree, so nothing is timed:", *wrong, sep="\n  ", file=sys.stderr)
         return None
-    entries = checks + harness.measure(script, measured_cells(size), rounds, process)
-    result: report.Result = {"about": about, "entries": entries}
-    result["targets"] = report.targets(result)
-    return result
+    return {"about": about, "entries": checks + harness.measure(script, wanted(measured_cells(size)), rounds, process)}
+
+
+def renewed(old: report.Result, new: report.Result, only: Sequence[str]) -> report.Result:
+    """Old results, those of the workloads `only` exchanged for new ones."""
+    entries = [entry for entry in old["entries"] if entry["cell"].get("workload") not in only]
+    again = old.get("again", {}) | dict.fromkeys(only, new["about"])
+    return {"about": old["about"], "again": again, "entries": entries + new["entries"]}
 
 
 def publish(result: report.Result, out: Path) -> None:
@@ -230,6 +239,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     size.add_argument(
         "--quick", dest="size", action="store_const", const="quick", help="a few steps of everything: for the tests"
     )
+    size.add_argument("--only", nargs="+", choices=[*workloads.VARIANTS], default=(), help="measure these anew")
     size.add_argument("--report", action="store_true", help="measure nothing: tables and picture from --out")
     parser.add_argument("--rounds", type=int, default=1, help="times that every cell is measured (default: 1)")
     parser.add_argument("--jax-python", default=os.environ.get(JAX_PYTHON), help="a Python with jax and equinox")
@@ -255,9 +265,12 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.report:
         result = json.loads(args.out.read_text())
     else:
-        result = measure(args.size, args.rounds, args.jax_python)
+        result = measure(args.size, args.rounds, args.jax_python, args.only)
         if result is None:
             return 1
+        if args.only:
+            result = renewed(json.loads(args.out.read_text()), result, args.only)
+        result["targets"] = report.targets(result)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     publish(result, args.out)

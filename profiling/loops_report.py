@@ -245,7 +245,8 @@ def benchmarks(result: Result, picture: str) -> str:
     parts = [circumstances(result), f"![Time and peak memory of loops]({picture})", made]
     parts += ["### Loops: targets", made, shared.target_table(result)]
     for workload, title in TITLES.items():
-        note = f"{made} In brackets: relative to {LABELS[workload][workloads.PLAIN[workload]]}."
+        made_it = shared.command({"about": result.get("again", {}).get(workload, result["about"])})
+        note = f"{made_it} In brackets: relative to {LABELS[workload][workloads.PLAIN[workload]]}."
         parts += [f"### {title}", note, workload_table(result, "time", workload)]
         parts += [note, workload_table(result, "memory", workload)]
         if workload == "W4":

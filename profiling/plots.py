@@ -107,7 +107,7 @@ def ratios(axes: "Axes", groups: Mapping[str, Sequence[Ratio]], title: str) -> N
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     room = (high / low) ** 0.1  # for the figures
-    axes.set_xlim(low / room, high * room)
+    axes.set_xlim(low / room**2, high * room)  # names begin where the axis does, so the left needs more
     axes.set_xticks([])
     axes.minorticks_off()
     axes.axvline(1, color="black", linewidth=1)
@@ -117,7 +117,7 @@ def ratios(axes: "Axes", groups: Mapping[str, Sequence[Ratio]], title: str) -> N
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10, pad=12)
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

@@ -1,1 +1,0 @@
-"""Kernels in torch operations: any device, any dtype."""
