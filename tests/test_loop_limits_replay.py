@@ -394,7 +394,7 @@ def test_a_buffer_that_is_changed_where_no_function_shows_it_is_refused(how: str
         if how == "max_norm":
             return swung(c, w) + table(torch.tensor(i % 2))
         if how == "foreach":
-            torch._foreach_add_([buffer], 1.0)
+            torch._foreach_add_([buffer], 1.0)  # pyright: ignore[reportPrivateImportUsage]
         else:
             buffer.detach().add_(1.0)
         return swung(c, w) + buffer
