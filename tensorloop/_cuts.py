@@ -9,6 +9,7 @@ A context array (`Picked`) stays whole: a single read takes the rows that are le
     invariant: parts and the current buffer do not overlap (in slots or rows); what none of them covers is 0.
 """
 
+import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Part(NamedTuple):
     ids: Tensor
 
 
-class _Store:
+class _Store(abc.ABC):
     """What the two have in common: an inner store that takes all that is not said otherwise."""
 
     __slots__ = ("bulk", "ids", "store")
@@ -58,9 +59,9 @@ class _Store:
     def length(self) -> int:
         return self.store.length
 
+    @abc.abstractmethod
     def one(self) -> Any:
         """All slots of the rows that are left, as one plain store."""
-        raise NotImplementedError
 
     def span(self, start: int, stop: int, name: str) -> Tensor:
         return self.one().span(start, stop, name)
