@@ -16,7 +16,6 @@ from torch import Tensor
 from tensorloop import _modes
 from tensorloop._snapshots import Kept
 from tensorloop._tape import Version, dense, token_of, values_of
-from tensorloop._ys import place as steps_dim
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]
@@ -128,8 +127,7 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
     try:
         for t in range(record.steps):
             row = [
-                x if x is None else xs.get(k, x).select(d, loop.slices.index(t)).clone()
-                for k, (x, d) in enumerate(record.xs)
+                x if x is None else loop.slices.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(record.xs)
             ]
             state, y = loop.step(t, state, row)
             if loop.outputs is not None:
@@ -163,9 +161,7 @@ def _output(
     values = [leaves[place[1]] for leaves in ys]
     if not isinstance(values[0], Tensor):
         return torch.tensor(values)
-    if record.loop.slices.reverse:
-        values = values[::-1]
-    return torch.stack(values, steps_dim(record.dim, values[0].dim()))
+    return record.loop.outputs.joined(values, record.loop.slices.reverse)
 
 
 def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int:

@@ -78,7 +78,6 @@ class Record:
         self.initial: Snapshot
         self.random: Random | None = None  # as it was at the start, if the loop drew from it
         self.xs = [] if loop.slices is None else [(self.replacing.of(x), dim) for x, dim in loop.slices.tensors]
-        self.dim = 0 if loop.outputs is None else loop.outputs.dim
         self.y_recorded: list[bool] = []
         self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
         self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
@@ -230,13 +229,12 @@ class Record:
         """The slices of step t, leaves of its graph."""
         if self.loop.slices is None:
             return []
-        i = self.loop.slices.index(t)
         out = []
         for x, dim in self.xs:
             if x is None:
                 out.append(None)
             else:
-                row = x.detach().select(dim, i)
+                row = self.loop.slices.part(x.detach(), dim, t)
                 out.append(row.requires_grad_() if x.requires_grad else row.clone())
         return out
 

@@ -15,7 +15,6 @@ from tensorloop._array_buffer import Buffer
 from tensorloop._engine import gradients
 from tensorloop._snapshots import State, fed
 from tensorloop._stand_ins import escaped
-from tensorloop._ys import place as steps_dim
 from tensorloop.tensor_array import TensorArray
 
 
@@ -58,14 +57,11 @@ class Reversal:
     def _begin(self, place: tuple[Any, ...], grad: Tensor) -> None:
         kind, number = place[0], place[1]
         if kind == "y":
-            self.ys[number] = grad.movedim(self._steps_dim(grad), 0)
+            self.ys[number] = grad
         elif kind == "piece":
             self.pieces[number, place[2]] = grad
         else:
             self.after[number] = grad
-
-    def _steps_dim(self, grad: Tensor) -> int:
-        return steps_dim(self.record.dim, grad.dim() - 1)
 
     def run(self) -> list[Tensor | None]:
         """Carries out the schedule; the gradient of each input of the node."""
@@ -169,10 +165,11 @@ class Reversal:
             else:
                 put(x, self.after.get(i))
         if record.loop.outputs is not None:
-            leaves = record.loop.outputs.leaves_of(y, t)
+            ys = record.loop.outputs
+            leaves, reverse = ys.leaves_of(y, t), record.loop.slices.reverse
             for k, leaf in enumerate(leaves):
                 if k in self.ys:
-                    put(leaf, self.ys[k][self._y_index(t)])
+                    put(leaf, ys.part(self.ys[k], t, record.steps, reverse))
         for number, (step, _, _) in enumerate(record.pieces):
             if step == t:
                 for k, x in enumerate(pieces[0][1]):
@@ -183,17 +180,13 @@ class Reversal:
                 put(token, self.arrays[record.arrays.index(captured)])
         return outputs, grads
 
-    def _y_index(self, t: int) -> int:
-        """The place of step t in ys, which have only the steps taken."""
-        return self.record.steps - 1 - t if self.record.loop.slices.reverse else t
-
     def _add_row(self, k: int, t: int, grad: Tensor | None) -> None:
         if grad is None:
             return
         x, dim = self.record.xs[k]
         if k not in self.xs:
             self.xs[k] = grad.new_zeros(x.shape)  # of the gradient's own kind: it may be batched
-        self.xs[k].select(dim, self.record.loop.slices.index(t)).copy_(grad)
+        self.record.loop.slices.part(self.xs[k], dim, t).copy_(grad)
 
     def _check_escapes(self, outputs: Sequence[Tensor]) -> None:
         record = self.record

@@ -47,6 +47,10 @@ class Slices:
         """The place in xs, and in ys, of step t."""
         return t if not self.reverse or self.length is None else self.length - 1 - t
 
+    def part(self, x: Tensor, dim: int, t: int) -> Tensor:
+        """The view of x, a tensor of xs or its gradient, that belongs to step t."""
+        return x.select(dim, self.index(t))
+
     def check_unchanged(self, step: int) -> None:
         """Raises where a body changed xs in place, which only happens under no_grad."""
         for path, (x, _), version in zip(self.tree.paths, self.tensors, self._versions, strict=True):

@@ -1,5 +1,6 @@
 """What a scan collects: the outputs of all steps, stacked along one dim."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,14 @@ class Outputs:
             f"{self.name}: y{path} is {describe(leaf)}; expected tensors, numbers or None"
             + ("; carry the array instead: it is in the carry that the loop returns" if _is_array(leaf) else "")
         )
+
+    def joined(self, values: Sequence[Tensor], reverse: bool) -> Tensor:
+        """The outputs of all steps as one tensor."""
+        return torch.stack(values[::-1] if reverse else list(values), place(self.dim, values[0].dim()))
+
+    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
+        """The view of ys, or of its gradient, that belongs to step t of so many."""
+        return ys.select(place(self.dim, ys.dim() - 1), steps - 1 - t if reverse else t)
 
     def stack(self, reverse: bool) -> Any:
         """ys: each leaf stacked over the steps, in index order."""
