@@ -22,7 +22,7 @@ def empty_outputs(loop: Loop) -> Any:
     dim = loop.outputs.dim
     with fake_tensors() as fake, torch.no_grad():
         state = [_fake(fake, x) for x in loop.init]
-        row = [None if x is None else fake(_slice_like(x, d)) for x, d in loop.slices.tensors]
+        row = [None if x is None else fake(_like(x, loop.slices.step_shape(x, d))) for x, d in loop.slices.tensors]
         try:
             _, y = loop.step(0, state, row)
         except Exception as error:
@@ -34,9 +34,7 @@ def empty_outputs(loop: Loop) -> Any:
     return tree.unflatten([_empty(x, dim, f"{loop.name}: y{path}") for path, x in zip(tree.paths, leaves, strict=True)])
 
 
-def _slice_like(x: Tensor, dim: int) -> Tensor:
-    shape = list(x.shape)
-    del shape[dim]
+def _like(x: Tensor, shape: list[int]) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 

@@ -46,6 +46,22 @@ class Rows:
         # At step `_step`: the rows of the batch that run, and whether they all do.
         self._step, self.active, self._every = -1, torch.ones_like(first), True
 
+    @classmethod
+    def known(cls, lens: Tensor) -> "Rows":
+        """Rows that take so many steps each, and leave the batch at once."""
+        rows = cls(lens > 0, True)
+        ids = torch.arange(len(lens), device=lens.device)
+        longest = int(lens.max()) if len(lens) else 0
+        for t in lens.unique().tolist():
+            if t < longest:
+                active = lens[ids] > t
+                kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
+                ids = ids[kept]
+                rows.cuts.append(Cut(t, kept, ended, ids))
+                rows._cut_steps.append(t)
+        rows.steps = lens
+        return rows
+
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
         active = cond if self._every else cond & self.active

@@ -58,6 +58,8 @@ class Loop:
         if self.ended or (self.length is not None and t >= self.length):
             return False
         if self.cond is None:
+            if self.rows is not None:
+                self._cut_context(t)
             return True
         with torch.no_grad():
             answer = self.cond(self.tree_of(state), *self.context_at(t))
@@ -106,12 +108,25 @@ class Loop:
             )
         if not self.rows.begin_step(t, answer, lambda: self._cuts_cheaply(state)):
             return False
+        self._cut_context(t)
+        return True
+
+    def known_rows(self, rows: Rows, state: State) -> None:
+        """Before the first step: rows stop after known numbers of steps, and leave the batch at once."""
+        size = len(rows.steps)
+        leading_rows(state, self.carry.tree.paths, size, self.name, "carry")
+        if self.context_tree is not None:
+            leading_rows(self.context, self.context_tree.paths, size, self.name, "context")
+        self.rows, self.compact, self.context_trees = rows, True, []
+        self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
+
+    def _cut_context(self, t: int) -> None:
+        assert self.rows is not None
         if (cut := self.rows.cut_at(t)) is not None:
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
             before = self.contexts[-1]
             later = _rows.select(self.context, cut.ids) if self.eager else _rows.picked(self.context, cut, before)
             self.contexts.append(later)
-        return True
 
     def _cuts_cheaply(self, state: State) -> bool:
         """Whether a cut at every row that ends would copy little: no array that is read in bulk, no large context."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _checks, _modes, _tree
+from tensorloop._ys import Outputs
 from tensorloop.tensor_array import TensorArray
 
 # Slices without gradient are copied, so that a body may change them; this many at a time, as one operation.
@@ -50,6 +51,14 @@ class Slices:
     def part(self, x: Tensor, dim: int, t: int) -> Tensor:
         """The view of x, a tensor of xs or its gradient, that belongs to step t."""
         return x.select(dim, self.index(t))
+
+    def outputs(self) -> Outputs:
+        """What the ys of this scan go into."""
+        return Outputs(self.dim, self.length, self.name)
+
+    def step_shape(self, x: Tensor, dim: int) -> list[int]:
+        """The shape of what one step gets of x."""
+        return [n for d, n in enumerate(x.shape) if d != dim]
 
     def check_unchanged(self, step: int) -> None:
         """Raises where a body changed xs in place, which only happens under no_grad."""

@@ -33,7 +33,7 @@ class Outputs:
 
     def leaves_of(self, y: Any, step: int) -> list[Any]:
         """The leaves of an output, checked against those of the first."""
-        tree = self.tree or self._begin(y)
+        tree = self.tree or self._begin(y, step)
         leaves = tree.flatten(y)
         if leaves is None:
             raise TypeError(
@@ -42,7 +42,7 @@ class Outputs:
                 f"Return the same containers at every step."
             )
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
-            if (leaf.shape, leaf.dtype, leaf.device) != kind if isinstance(leaf, Tensor) else type(leaf) is not kind:
+            if self.kind_of(leaf, tree.paths[i], step) != kind:
                 was = kind.__name__ if isinstance(kind, type) else f"Tensor {tuple(kind[0])} {kind[1]} {kind[2]}"
                 raise TypeError(
                     f"{self.name}: y{tree.paths[i]} changed at step {step}:\n  - {was}\n  + {describe(leaf)}\n"
@@ -51,16 +51,23 @@ class Outputs:
                 )
         return leaves
 
-    def _begin(self, y: Any) -> _tree.Tree:
+    def kind_of(self, leaf: Any, path: str, step: int) -> Any:
+        """What a leaf must be again at every step."""
+        return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
+
+    def _begin(self, y: Any, step: int) -> _tree.Tree:
         self.tree = tree = _tree.Tree(y)
         for path, leaf in zip(tree.paths, tree.flatten(y) or (), strict=True):
-            self.kinds.append((leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf))
             self.columns.append(self._column(path, leaf))
+            self.kinds.append(self.kind_of(leaf, path, step))
         return tree
+
+    def _tensors(self, name: str) -> Any:
+        return Column(name, self.dim, self.length)
 
     def _column(self, path: str, leaf: Any) -> "Values | Column":
         if isinstance(leaf, Tensor):
-            return Column(f"{self.name}: y{path}", self.dim, self.length)
+            return self._tensors(f"{self.name}: y{path}")
         if leaf is None or type(leaf) in _NUMBERS:
             return Values(leaf)
         raise TypeError(
@@ -68,9 +75,13 @@ class Outputs:
             + ("; carry the array instead: it is in the carry that the loop returns" if _is_array(leaf) else "")
         )
 
+    def of_no_steps(self, ys: Any) -> Any:
+        """The ys of a loop that took no step."""
+        return ys
+
     def joined(self, values: Sequence[Tensor], reverse: bool) -> Tensor:
         """The outputs of all steps as one tensor."""
-        return torch.stack(values[::-1] if reverse else list(values), place(self.dim, values[0].dim()))
+        return torch.stack(list(values[::-1] if reverse else values), place(self.dim, values[0].dim()))
 
     def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
         """The view of ys, or of its gradient, that belongs to step t of so many."""

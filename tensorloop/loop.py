@@ -13,13 +13,15 @@ from torch import Tensor
 from tensorloop import _active, _checks, _no_steps, replay
 from tensorloop._carry import describe
 from tensorloop._compile import called_eagerly
+from tensorloop._packed_steps import PackedSlices, any_packed
 from tensorloop._parallel import associative_scan, map_in_chunks
 from tensorloop._progress import Progress
 from tensorloop._steps import Loop, run
 from tensorloop._xs import Slices
-from tensorloop._ys import Outputs
+from tensorloop.packed import Dim, PackedTensor
 from tensorloop.replay import Checkpoints
 from tensorloop.schedule import Schedule
+from tensorloop.tensor_array import TensorArray
 
 __all__ = ["Checkpoints", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
 
@@ -31,6 +33,34 @@ Plan = int | Schedule | Checkpoints | None
 Condition = bool | Tensor
 
 
+@overload
+def scan(
+    body_fn: Callable[..., tuple[C, Any]],
+    init: C,
+    xs: PackedTensor,
+    length: int | None = None,
+    *,
+    dim: int | Dim = 0,
+    reverse: bool = False,
+    until: None = None,
+    context: Any = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Any]: ...
+@overload
+def scan(
+    body_fn: Callable[..., tuple[C, Y]],
+    init: C,
+    xs: TensorArray,
+    length: int | None = None,
+    *,
+    dim: int = 0,
+    reverse: bool = False,
+    until: Callable[..., Condition] | None = None,
+    context: Any = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Y]: ...
 @overload
 def scan(
     body_fn: Callable[[C, X], tuple[C, Y]],
@@ -66,7 +96,7 @@ def scan(
     xs: Any = None,
     length: int | None = None,
     *,
-    dim: int = 0,
+    dim: int | Dim = 0,
     reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Any = None,
@@ -86,6 +116,8 @@ def scan(
     None and `length` or `until` says when to stop. The carry keeps its structure, shapes, dtypes and Python types. A y
     leaf (*F) becomes (T, *F) with T at `dim`, or last where y has fewer dims; numbers become (T,); None stays None.
     With `until`, ys have the steps taken. With `context`, body_fn and until take it as last argument.
+    Over packed xs (all of one `Dim`) the carry has B leading rows; step t gets the n rows that have an entry t: x is
+    (n, *F), and carry, context and y have n rows. ys are packed; under `reverse` every row begins at its own end.
     Gradient: as the Python loop's, to init, xs, context and whatever tensors body_fn closes over.
     Cost: `checkpoints=None` keeps what body_fn's operations save for each step. `checkpoints=K` keeps at most K carries
     and recomputes the steps between them in backward (`tensorloop.schedule` has the counts); TensorArrays in the carry
@@ -97,7 +129,10 @@ def scan(
     name = "scan"
     _callable(name, body_fn=body_fn)
     _callable(name, optional=True, until=until)
-    slices = Slices(xs, length, dim, reverse, name)
+    packed = any_packed(xs)
+    if packed and until is not None:
+        raise ValueError("scan: until= and packed xs do not go together: each row ends where it ends")
+    slices: Slices = (PackedSlices if packed else Slices)(xs, length, dim, reverse, name)
     if slices.length is None and until is None:
         raise ValueError("scan: nothing says when to stop: give xs, length= or until=")
     if slices.length is None and reverse:
@@ -108,11 +143,14 @@ def scan(
         return out if type(out) is tuple and len(out) == 2 else _not_a_pair(out)
 
     loop = Loop(name, body, init, slices.length, context)
-    loop.slices, loop.outputs, loop.until = slices, Outputs(slices.dim, slices.length, name), until
+    loop.slices, loop.outputs, loop.until = slices, slices.outputs(), until
+    if isinstance(slices, PackedSlices):
+        loop.known_rows(slices.rows(), loop.init)
     carry = _run(loop, checkpoints, progress)
     if loop.taken:
-        return carry, loop.outputs.stack(reverse)
-    return carry, _no_steps.empty_outputs(loop)
+        return carry, loop.outputs.stack(slices.reverse)
+    loop.rows = None
+    return carry, loop.outputs.of_no_steps(_no_steps.empty_outputs(loop))
 
 
 @overload
@@ -261,6 +299,8 @@ def map(
         if checkpoints is not None:
             raise ValueError("map: checkpoints and batch_size do not go together; leave one out")
         return map_in_chunks(fn, xs, dim, batch_size, name)
+    if any_packed(xs):
+        raise TypeError("map: xs is packed; call fn on the packed tensor, or map over its .values")
     slices = Slices(xs, None, dim, False, name)
     if slices.length is None:
         raise ValueError("map: xs has no tensor to run over")
@@ -269,7 +309,7 @@ def map(
         return (), fn(slices.tree.unflatten(row))
 
     loop = Loop(name, body, (), slices.length)
-    loop.slices, loop.outputs = slices, Outputs(slices.dim, slices.length, name)
+    loop.slices, loop.outputs = slices, slices.outputs()
     _run(loop, checkpoints, progress)
     return loop.outputs.stack(False) if loop.taken else _no_steps.empty_outputs(loop)
 

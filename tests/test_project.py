@@ -76,8 +76,8 @@ def test_the_wheel_holds_the_package_and_imports(tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path / "unpacked")
-    package = ROOT / "tensorloop"
-    wanted = {f"tensorloop/{p.relative_to(package).as_posix()}" for p in package.rglob("*.py")}
+    roots = {"tensorloop": ROOT / "tensorloop", "tensorloop_cuda": ROOT / "cuda" / "tensorloop_cuda"}
+    wanted = {f"{name}/{p.relative_to(root).as_posix()}" for name, root in roots.items() for p in root.rglob("*.py")}
     assert shipped == wanted | {"tensorloop/py.typed"}
     code = (
         "import tensorloop as tl; from importlib.metadata import version\n"

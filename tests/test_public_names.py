@@ -39,7 +39,9 @@ def heavy(names: frozenset[str]) -> set[str]:
 
 
 def test_public_names():
-    assert tl.__all__ == ["Checkpoints", "TensorArray", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
+    classes = ["Checkpoints", "Dim", "PackedTensor", "RegroupPlan", "TensorArray"]
+    loops = ["associative_scan", "fori_loop", "map", "scan", "while_loop"]
+    assert sorted(tl.__all__) == sorted([*classes, *loops, "attention", "pack_padded", "regroup"])
     for name in tl.__all__:
         assert getattr(tl, name).__module__.startswith("tensorloop."), name
 

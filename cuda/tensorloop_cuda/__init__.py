@@ -1,0 +1,38 @@
+"""tensorloop's kernels for NVIDIA GPUs, in numba-CUDA. They take checked, contiguous tensors on one device.
+
+Kernels run on torch's current stream and wait for nothing. They are compiled when first called, and kept on disk. To
+import this package starts no CUDA. `offsets` (B+1,) int64 cut N rows of values into B segments: segment b is
+[offsets[b], offsets[b+1]), and may be empty. Whatever `offsets` and indices hold, memory outside the tensors is
+neither read nor written. Rows are moved in any dtype, segments are reduced in float32 and float64.
+"""
+
+from tensorloop_cuda._moves import SUMMED, regroup
+from tensorloop_cuda._ready import why_not
+from tensorloop_cuda._rows import gather_rows, pack_rows, pad_rows, spread_rows, write_rows
+from tensorloop_cuda._segments import (
+    segment_cumsum,
+    segment_logsumexp,
+    segment_max,
+    segment_min,
+    segment_softmax,
+    segment_softmax_grad,
+    segment_sum,
+)
+
+__all__ = [
+    "SUMMED",
+    "gather_rows",
+    "pack_rows",
+    "pad_rows",
+    "regroup",
+    "segment_cumsum",
+    "segment_logsumexp",
+    "segment_max",
+    "segment_min",
+    "segment_softmax",
+    "segment_softmax_grad",
+    "segment_sum",
+    "spread_rows",
+    "why_not",
+    "write_rows",
+]

@@ -1,0 +1,241 @@
+"""Attention over packed rows and block masks beside padded SDPA, and an encoder layer packed against padded.
+
+Rows have lengths uniform in 1..T. Every way takes the same rows and gives the same loss: the padded ones sum over
+tokens alone. Gradients are compared in float64 first; if they differ, nothing is timed.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tensorloop.attention import attention
+from tensorloop.packed import Dim, PackedTensor
+
+HEADS, WIDTH, INNER = 4, 64, 1024  # heads, D of a head, the layer's hidden width
+ROWS = {"causal": 16, "cross": 16, "encoder": 32}
+WINDOW = 256
+SIZES = {"causal": [16, 256, 1000], "cross": [16, 256, 1000], "window": [1024, 4096], "encoder": [64, 256]}
+QUICK = {"causal": [20], "cross": [20], "window": [300], "encoder": [20]}
+REPEATS, APART = 5, 1e-10
+
+
+class Trial(NamedTuple):
+    """What is on the clock, and what its gradient is taken of."""
+
+    loss: Callable[[], Tensor]
+    leaves: list[Tensor]
+
+
+@cache
+def lengths(rows: int, T: int, seed: int = 0) -> tuple[int, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(1, T + 1, (rows,), generator=draw).tolist())
+
+
+def tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def padded(values: Tensor, lens: tuple[int, ...]) -> Tensor:
+    """(B, max, *F) of (N, *F), before the clock starts."""
+    return torch.nn.utils.rnn.pad_sequence(list(values.detach().split(lens)), batch_first=True).requires_grad_()
+
+
+def tokens(lens: tuple[int, ...]) -> Tensor:
+    """(B, max) bool"""
+    return torch.arange(max(lens)) < torch.tensor(lens)[:, None]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+# -- attention alone
+
+
+def rows(workload: str, variant: str, T: int, dtype: torch.dtype) -> Trial:
+    """Causal self-attention, or attention to rows of other lengths; the loss is the sum of squares."""
+    causal = workload == "causal"
+    q_lens = lengths(ROWS[workload], T)
+    k_lens = q_lens if causal else lengths(ROWS[workload], T, seed=2)
+    n, m = sum(q_lens), sum(k_lens)
+    values = tensors([(n, HEADS, WIDTH), (m, HEADS, WIDTH), (m, HEADS, WIDTH)], dtype)
+    if variant == "packed":
+        dims = Dim("queries", q_lens), Dim("keys", k_lens)
+        q, k, v = (PackedTensor(x, dim) for x, dim in zip(values, (dims[0], dims[1], dims[1]), strict=True))
+        return Trial(lambda: attention(q, k, v, causal=causal).values.square().sum(), values)
+    if variant == "sdpa row by row":
+
+        def by_row() -> Tensor:
+            parts = zip(values[0].split(q_lens), values[1].split(k_lens), values[2].split(k_lens), strict=True)
+            outs = [sdpa(*(x[None] for x in part), is_causal=causal)[0] for part in parts]
+            return torch.cat(outs).square().sum()
+
+        return Trial(by_row, values)
+    batch = [padded(x, lens) for x, lens in zip(values, (q_lens, k_lens, k_lens), strict=True)]
+    real = tokens(q_lens)[:, :, None, None]
+    options: dict[str, Any] = {"is_causal": True} if causal else {"attn_mask": tokens(k_lens)[:, None, None]}
+    return Trial(lambda: (sdpa(*batch, **options) * real).square().sum(), batch)
+
+
+def window(variant: str, T: int, dtype: torch.dtype) -> Trial:
+    """One row of T tokens, each of which sees the WINDOW last ones."""
+    values = tensors([(1, T, HEADS, WIDTH)] * 3, dtype)
+
+    def sees(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i >= j) & (i - j < WINDOW)
+
+    if variant == "block mask":
+        mask = create_block_mask(sees, None, None, T, T, device="cpu")
+        return Trial(lambda: attention(*values, block_mask=mask).square().sum(), values)
+    i = torch.arange(T)
+    dense = sees(0, 0, i[:, None], i)
+    return Trial(lambda: sdpa(*values, attn_mask=dense).square().sum(), values)
+
+
+# -- an encoder layer
+
+
+def weights(dtype: torch.dtype) -> list[Tensor]:
+    D = HEADS * WIDTH
+    drawn = tensors([(3 * D, D), (D, D), (INNER, D), (D, INNER)], dtype)
+    return [x.detach().mul(D**-0.5).requires_grad_() for x in drawn]
+
+
+def layer(x: Any, w: list[Tensor], attend: Callable[[Any, Any, Any], Any]) -> Any:
+    """Pre-norm: the same code for packed and padded."""
+    D = HEADS * WIDTH
+    q, k, v = F.linear(F.layer_norm(x, (D,)), w[0]).unflatten(-1, (3, HEADS, WIDTH)).unbind(-3)
+    x = x + F.linear(attend(q, k, v).flatten(-2), w[1])
+    return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (D,)), w[2])), w[3])
+
+
+def encoder(variant: str, T: int, dtype: torch.dtype) -> Trial:
+    lens = lengths(ROWS["encoder"], T)
+    (values,) = tensors([(sum(lens), HEADS * WIDTH)], dtype)
+    w = weights(dtype)
+    if variant == "packed":
+        x = PackedTensor(values, list(lens))
+        return Trial(lambda: layer(x, w, attention).values.square().sum(), [values, *w])
+    batch, keys, real = padded(values, lens), tokens(lens)[:, None, None], tokens(lens)[..., None]
+    attend = lambda q, k, v: sdpa(q, k, v, attn_mask=keys)  # noqa: E731
+    return Trial(lambda: (layer(batch, w, attend) * real).square().sum(), [batch, *w])
+
+
+VARIANTS = {
+    "causal": ["packed", "padded sdpa", "sdpa row by row"],
+    "cross": ["packed", "padded sdpa", "sdpa row by row"],
+    "window": ["block mask", "sdpa, dense mask"],
+    "encoder": ["packed", "padded"],
+}
+
+
+def trial(workload: str, variant: str, T: int, dtype: torch.dtype = torch.float32) -> Trial:
+    if workload == "window":
+        return window(variant, T, dtype)
+    return encoder(variant, T, dtype) if workload == "encoder" else rows(workload, variant, T, dtype)
+
+
+def gradients(workload: str, variant: str, T: int) -> tuple[float, list[Tensor]]:
+    """The loss, and the gradients of tokens and weights, in float64."""
+    loss_of, leaves = trial(workload, variant, T, torch.float64)
+    loss = loss_of()
+    grads = list(torch.autograd.grad(loss, leaves))
+    if variant.startswith("padded"):
+        first, other = lengths(ROWS[workload], T), lengths(ROWS[workload], T, seed=2)
+        keys = other if workload == "cross" else first
+        ragged = [first] if workload == "encoder" else [first, keys, keys]
+        grads[: len(ragged)] = [g[tokens(lens)] for g, lens in zip(grads, ragged, strict=False)]
+    return loss.item(), grads
+
+
+def apart(workload: str, T: int) -> float:
+    """The largest relative distance of any variant from the first one, losses and gradients."""
+    (right, expected), *others = (gradients(workload, variant, T) for variant in VARIANTS[workload])
+    worst = 0.0
+    for loss, grads in others:
+        worst = max(worst, abs(loss - right) / abs(right))
+        for g, e in zip(grads, expected, strict=True):
+            worst = max(worst, float((g - e).abs().max() / e.abs().max()))
+    return worst
+
+
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    if cell["kind"] == "check":
+        return {"apart": apart(cell["workload"], cell["T"])}
+    loss_of, leaves = trial(cell["workload"], cell["variant"], cell["T"])
+    if cell["kind"] == "memory":
+        return harness.peak_of(loss_of, leaves)
+    return harness.time_run(loss_of, leaves, 2, REPEATS)
+
+
+def cells(sizes: dict[str, list[int]]) -> list[harness.Cell]:
+    return [
+        {"kind": kind, "workload": workload, "variant": variant, "T": T}
+        for workload, Ts in sizes.items()
+        for T in Ts
+        for variant in VARIANTS[workload]
+        for kind in ("time", "memory")
+    ]
+
+
+def text(entries: Sequence[harness.Entry]) -> str:
+    """A table: forward, forward + backward and peak of each way, and the time against the first way's."""
+    by_cell = {tuple(e["cell"].values()): e for e in entries}
+    lines = []
+    for kind, workload, variant, T in by_cell:
+        if kind != "time":
+            continue
+        forward, total = (harness.median(by_cell[kind, workload, variant, T], f"{x}_s") for x in ("forward", "total"))
+        first = harness.median(by_cell[kind, workload, VARIANTS[workload][0], T], "total_s")
+        peak = harness.median(by_cell.get(("memory", workload, variant, T)), "peak_bytes")
+        figures = [
+            "-" if forward is None else f"{forward * 1e3:.1f} ms",
+            "-" if total is None else f"{total * 1e3:.1f} ms",
+            "-" if total is None or not first else f"{total / first:.2f}",
+            "-" if peak is None else f"{peak / 1e6:.1f} MB",
+        ]
+        lines.append([workload, str(T), variant, *figures])
+    return harness.table(["workload", "T", "way", "forward", "both", "ratio", "peak"], lines, text_columns=3)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="the smallest sizes alone")
+    parser.add_argument("--out", type=Path, default=harness.results("attention"))
+    parser.add_argument("--cell", help="carry out one cell and print its answer")
+    options = parser.parse_args(arguments)
+    if options.cell:
+        harness.answer(run_cell, options.cell)
+        return 0
+    sizes = QUICK if options.quick else SIZES
+    about = harness.about(options.rounds, heads=HEADS, width=WIDTH, window=WINDOW, rows=ROWS)
+    checks = [{"kind": "check", "workload": workload, "T": QUICK[workload][0]} for workload in sizes]
+    checked = harness.measure(Path(__file__), checks, 1)
+    wrong = [e for e in checked if not e["raw"][0].get("apart", 1.0) <= APART]
+    if wrong:
+        print(f"gradients differ: {json.dumps(wrong)}", file=sys.stderr)
+        return 1
+    entries = harness.measure(Path(__file__), cells(sizes), options.rounds)
+    options.out.write_text(json.dumps({"about": about, "checks": checked, "entries": entries}, indent=1) + "\n")
+    print(text(entries))
+    for line in harness.failures(entries):
+        print(f"no figure: {line}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,298 @@
+"""regroup beside plain PyTorch and FBGEMM: forward + backward, and the kernel alone against the copy bandwidth.
+
+    python profiling/regroup.py                        # 5 rounds, a few minutes
+    python profiling/regroup.py --quick                # every cell once, in seconds a cell: to see that it runs
+    python profiling/regroup.py --report               # tables and picture again, from the results there are
+    python profiling/regroup.py --fbgemm-python PATH   # a Python that has fbgemm_gpu beside the same torch
+
+Values and gradients come first: where a way's differ from split + cat's, it has an error and no figure. Results go to
+profiling/results/regroup.json, the picture to docs/images/, the table between the markers of docs/benchmarks.md. With
+`--out elsewhere.json` all of it goes beside that file, and the documents stay as they are.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import numpy as np
+import plots
+import torch
+from torch import Tensor
+
+from tensorloop.kernels import cpu_moves
+from tensorloop.regroup import RegroupPlan, regroup
+
+NAME = "regroup"
+DEFAULT_OUT = harness.results(NAME)
+BANDWIDTH_TARGET = 0.8  # of a copy's, kernel alone, first case
+
+Way = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+class Case(NamedTuple):
+    title: str
+    batch: int
+    keys: list[list[str]]
+    lengths: list[list[int]]
+    groups: list[list[str]]
+
+
+def cases() -> dict[str, Case]:
+    wide, deep = [f"d{i}" for i in range(40)], [f"s{i}" for i in range(40)]
+    narrow = [f"d{i}" for i in range(200)]
+    order = [narrow[i] for i in np.random.RandomState(0).permutation(200)]
+    few = [["f1", "f2"], ["f3", "f4", "f5"], ["f6"]]
+    few_groups = [["f1", "f3"], ["f2"], ["f4", "f1", "f6"], ["f1", "f5"]]
+    many_groups = [wide[::2] + deep[::2], wide[1::2] + deep[1::2] + wide[:5]]
+    return {
+        "few": Case("6 keys of 96 to 1024", 2048, few, [[96, 256], [512, 128, 768], [1024]], few_groups),
+        "many": Case("80 keys of 64 and 128", 512, [wide, deep], [[64] * 40, [128] * 40], many_groups),
+        "narrow": Case("200 keys of 16, shuffled", 512, [narrow], [[16] * 200], [order[:100], order[100:]]),
+    }
+
+
+def slice_cat(case: Case) -> Way:
+    """A slice for every key wanted: the straightforward way."""
+    place = places(case)
+
+    def run(values: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat([values[i][:, a:b] for i, a, b in map(place.get, group)], 1) for group in case.groups]
+
+    return run
+
+
+def split_cat(case: Case) -> Way:
+    """A split for every input, which is one step of autograd."""
+
+    def run(values: Sequence[Tensor]) -> list[Tensor]:
+        parts = {}
+        for x, names, widths in zip(values, case.keys, case.lengths, strict=True):
+            parts.update(zip(names, x.split(widths, 1), strict=True))
+        return [torch.cat([parts[key] for key in group], 1) for group in case.groups]
+
+    return run
+
+
+def cat_index(case: Case) -> Way:
+    """All inputs as one, then columns by number."""
+    starts = [0, *accumulate(sum(widths) for widths in case.lengths)]
+    place = places(case)
+    columns = [[(starts[i] + a, starts[i] + b) for i, a, b in map(place.get, group)] for group in case.groups]
+    index = torch.cat([torch.arange(a, b) for group in columns for a, b in group])
+    sizes = [sum(b - a for a, b in group) for group in columns]
+
+    def run(values: Sequence[Tensor]) -> Sequence[Tensor]:
+        return torch.cat(list(values), 1).index_select(1, index).split(sizes, 1)
+
+    return run
+
+
+def fbgemm(case: Case) -> Way:
+    """FBGEMM's operator, its tables made beforehand."""
+    import fbgemm_gpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    like = torch.empty(1, sum(case.lengths[0]))
+    operators = torch.ops.fbgemm
+    tables = operators.kt_regroup_arguments(like, case.keys, case.lengths, case.groups)
+    return lambda values: operators.permute_multi_embedding(list(values), *tables)
+
+
+def places(case: Case) -> Any:
+    """key -> (input, first column, one past the last)"""
+    found = {}
+    for i, (names, widths) in enumerate(zip(case.keys, case.lengths, strict=True)):
+        ends = list(accumulate(widths))
+        found.update({key: (i, end - width, end) for key, end, width in zip(names, ends, widths, strict=True)})
+    return found
+
+
+WAYS: dict[str, Callable[[Case], Way]] = {
+    "RegroupPlan": lambda case: RegroupPlan(case.keys, case.lengths, case.groups),
+    "regroup": lambda case: lambda values: regroup(values, case.keys, case.lengths, case.groups),
+    "split + cat": split_cat,
+    "slice + cat": slice_cat,
+    "cat + index_select": cat_index,
+    "FBGEMM": fbgemm,
+}
+
+
+def seconds(run: Callable[[], object], runs: int) -> list[float]:
+    """Each run's time, its results dropped on the clock; three warm-ups are left out."""
+    found = []
+    gc.collect()
+    for _ in range(3 + runs):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return found[3:]
+
+
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    """What a process of its own does."""
+    case = cases()[cell["case"]]
+    torch.manual_seed(0)
+    values = [torch.randn(case.batch, sum(widths), requires_grad=True) for widths in case.lengths]
+    if cell["kind"] == "kernel":
+        return kernel_alone(case, [x.detach() for x in values], cell["runs"])
+    way = WAYS[cell["way"]](case)
+    expected = split_cat(case)(values)
+    cotangents = [torch.randn_like(x) for x in expected]
+    agree(way(values), expected, 0.0)
+    agree(torch.autograd.grad(way(values), values, cotangents), torch.autograd.grad(expected, values, cotangents), 1e-6)
+    del expected
+    with torch.no_grad():
+        forward = seconds(lambda: way(values), cell["runs"])
+    both = seconds(lambda: torch.autograd.grad(way(values), values, cotangents), cell["runs"])
+    return {"forward_s": forward, "total_s": both}
+
+
+def agree(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def kernel_alone(case: Case, values: list[Tensor], runs: int) -> dict[str, Any]:
+    """Into outputs that are there, taking turns with a copy of as many bytes."""
+    moves = RegroupPlan(case.keys, case.lengths, case.groups)._map
+    out = [torch.empty(case.batch, width) for width in moves.targets]
+    source = torch.randn(sum(x.numel() for x in out))
+    target = torch.empty_like(source)
+    found: dict[str, Any] = {"bytes": 2 * source.numel() * source.element_size(), "kernel_s": [], "copy_s": []}
+    for _ in range(runs):
+        found["kernel_s"] += seconds(lambda: cpu_moves.run(values, out, moves), 1)
+        found["copy_s"] += seconds(lambda: target.copy_(source), 1)
+    return found
+
+
+def measure(rounds: int, runs: int, fbgemm_python: str | None) -> dict[str, Any]:
+    cells: list[harness.Cell] = []
+    for case in cases():
+        cells += [{"kind": "time", "case": case, "way": way, "runs": runs} for way in WAYS]
+        cells.append({"kind": "kernel", "case": case, "runs": runs})
+
+    def process(script: Path, cell: harness.Cell) -> dict[str, Any]:
+        if cell.get("way") != "FBGEMM":
+            return harness.spawn(script, cell)
+        return harness.spawn(script, cell, fbgemm_python) if fbgemm_python else {"error": "not installed"}
+
+    about = harness.about(rounds, runs=runs)
+    return {"about": about, "entries": harness.measure(Path(__file__).resolve(), cells, rounds, process)}
+
+
+def figure(result: dict[str, Any], key: str, **cell: str) -> float | None:
+    """Milliseconds: the median over the rounds of their medians."""
+    for entry in result["entries"]:
+        if cell.items() <= entry["cell"].items():
+            value = harness.median(entry, key)
+            return value and value * 1e3
+    return None
+
+
+def benchmarks(result: dict[str, Any], picture: str) -> str:
+    """The section of the document."""
+    header = ["", *(f"{case.title}, B = {case.batch}" for case in cases().values())]
+    rows = [[f"`{way}`" if "egroup" in way else way, *(both(result, name, way) for name in cases())] for way in WAYS]
+    kernel = ["kernel alone", *(alone(result, name) for name in cases())]
+    about = result["about"]
+    lines = [
+        f"Milliseconds of forward + backward (of forward alone), float32, {about['threads']} threads, median of "
+        f"{about['rounds']} rounds of {about['runs']} runs on {about['machine']['processor']}; torch "
+        f"{about['versions']['torch']}, {about['date']}. The last line is the kernel without autograd into memory that "
+        "is there, and the share of a copy's bandwidth that it reaches.",
+        "",
+        harness.table(header, [*rows, kernel]),
+        "",
+        *(f"- {line}" for line in targets(result)),
+        "",
+        f"![forward + backward beside the fastest peer]({picture})",
+    ]
+    return "\n".join(lines)
+
+
+def both(result: dict[str, Any], case: str, way: str) -> str:
+    total, forward = (figure(result, key, case=case, way=way) for key in ("total_s", "forward_s"))
+    return "error" if total is None or forward is None else f"{total:.2f} ({forward:.2f})"
+
+
+def alone(result: dict[str, Any], case: str) -> str:
+    kernel, copy = (figure(result, key, case=case, kind="kernel") for key in ("kernel_s", "copy_s"))
+    return "error" if not kernel or not copy else f"{kernel:.2f}, {copy / kernel:.2f} of a copy"
+
+
+def targets(result: dict[str, Any]) -> list[str]:
+    """What was to be reached, and whether it was."""
+    lines = []
+    for name, case in cases().items():
+        ours, peer = figure(result, "total_s", case=name, way="RegroupPlan"), fastest_peer(result, name)
+        if ours and peer:
+            reached = "reached" if ours <= peer[1] else "missed"
+            lines.append(f"{case.title}: at most the fastest peer's time ({peer[0]}): {ours / peer[1]:.2f}, {reached}.")
+    kernel, copy = (figure(result, key, case="few", kind="kernel") for key in ("kernel_s", "copy_s"))
+    if kernel and copy:
+        reached = "reached" if copy / kernel >= BANDWIDTH_TARGET else "missed"
+        lines.append(
+            f"Kernel at {BANDWIDTH_TARGET} of the copy bandwidth on the first: {copy / kernel:.2f}, {reached}."
+        )
+    return lines
+
+
+def fastest_peer(result: dict[str, Any], case: str) -> tuple[str, float] | None:
+    times = {way: figure(result, "total_s", case=case, way=way) for way in list(WAYS)[2:]}
+    return min(((way, t) for way, t in times.items() if t), key=lambda found: found[1], default=None)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    groups = {}
+    for name, case in cases().items():
+        peer = fastest_peer(result, name)
+        found = [(way, figure(result, "total_s", case=name, way=way)) for way in WAYS]
+        groups[case.title] = [plots.Ratio(way, t / peer[1], way in list(WAYS)[:2]) for way, t in found if t and peer]
+    drawn, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    plots.ratios(axes, groups, "regroup: forward + backward, against the fastest peer (less is faster)")
+    drawn.savefig(path, dpi=120)
+    plt.close(drawn)
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round of few runs")
+    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture from --out")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the file of results, JSON")
+    parser.add_argument("--fbgemm-python", default=os.environ.get("FBGEMM_PYTHON"), help="a Python with fbgemm_gpu")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # JSON: what a process of its own is to do
+    args = parser.parse_args(given)
+    args.out = args.out.resolve()
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = arguments(given)
+    if args.cell:
+        harness.answer(run_cell, args.cell)
+        return 0
+    if args.report:
+        result = json.loads(args.out.read_text())
+    else:
+        result = measure(1 if args.quick else 5, 5 if args.quick else 40, args.fbgemm_python)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    pages = [("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))]
+    harness.publish(NAME, args.out, lambda path: draw(result, path), pages)
+    for line in harness.failures(result["entries"]):
+        print("no figure:", line, file=sys.stderr)
+    print(benchmarks(result, args.out.with_suffix(".png").name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

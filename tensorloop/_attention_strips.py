@@ -1,0 +1,264 @@
+"""Attention cut into strips: which rows of queries meet which rows of keys, so that nothing N x N is ever made.
+
+Tensors here are (B, T, heads, D), padded or whole batches; packed ones come as (1, N, heads, D) with offsets. A *strip*
+is a set of query rows together with all the keys that any of them sees, so its softmax needs no other strip:
+
+    padded            one strip, the batch as it is
+    packed            a strip for each long row, as views; short rows of about equal length padded into one strip
+    block mask        a strip for each block of queries, over the key blocks that its table lists
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Rows of at most SHORT tokens, FEW or more of about equal length (by STEP), are padded and computed together. One row
+# alone costs about 120 us of Python and dispatch, forward and backward; padding a bucket costs about 600 us, and then
+# each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread).
+SHORT, STEP, FEW = 32, 8, 6
+
+
+class Span(NamedTuple):
+    """Some batch entries, some tokens (a slice, or their numbers (L,) in ascending order), some heads: x[index]."""
+
+    batch: slice
+    tokens: slice | Tensor
+    heads: slice
+
+    def take(self, x: Tensor) -> Tensor:
+        """(G, L, H', D), a view where the tokens are a slice."""
+        return x[self.batch, self.tokens, self.heads]
+
+    take_padded = take
+
+    def add_(self, buffer: Tensor, part: Tensor) -> None:
+        """Adds `part` (G, L, H', D) at the place where `take` reads."""
+        if isinstance(self.tokens, slice):
+            buffer[self.batch, self.tokens, self.heads] += part
+        else:
+            buffer[self.batch, :, self.heads].index_add_(1, self.tokens, part.to(buffer.dtype))
+
+
+class Bucket(NamedTuple):
+    """Rows of a packed tensor (1, N, heads, D), padded to (G, L, heads, D)."""
+
+    slots: Tensor  # (G * L,) int64: the number of the token in each place; behind a row's end, of its last one
+    places: Tensor  # (n,) int64: the places that are not behind an end
+    tokens: Tensor  # (n,) int64: the numbers of the tokens there
+    shape: tuple[int, int]
+
+    def take(self, x: Tensor) -> Tensor:
+        """(G, L, heads, D), a copy; no row may be empty. What is behind an end is the row's own: finite if that is."""
+        return x[0].index_select(0, self.slots).unflatten(0, self.shape)
+
+    def take_padded(self, x: Tensor) -> Tensor:
+        """The same with zeros behind the ends; rows may be empty. Differentiable."""
+        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
+        return padded.index_copy(0, self.places, x[0].index_select(0, self.tokens)).unflatten(0, self.shape)
+
+    def add_(self, buffer: Tensor, part: Tensor) -> None:
+        """Writes what belongs to tokens of `part` (G, L, heads, D); no other strip has them."""
+        buffer[0].index_copy_(0, self.tokens, self.of_tokens(part).to(buffer.dtype))
+
+    def of_tokens(self, part: Tensor) -> Tensor:
+        """(n, heads, D) of (G, L, heads, D)."""
+        return part.flatten(0, 1).index_select(0, self.places)
+
+
+class Strip(NamedTuple):
+    """Queries and the keys they meet; a place of None is all there is."""
+
+    q: Span | Bucket | None
+    k: Span | Bucket | None
+    causal: bool = False
+    first: int = 0  # the position of the first query, where causal
+    mask: Callable[[], Tensor] | None = None  # gives (G or 1, heads or 1, L or 1, S) bool, true where a query sees
+
+
+class Task(NamedTuple):
+    """What to compute, for all sizes at once."""
+
+    scale: float
+    causal: bool = False
+    q_offsets: list[int] | None = None  # of packed tensors: B + 1 numbers, as plain ints
+    k_offsets: list[int] | None = None
+    blocks: Any = None  # a BlockMask, or None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a key may be in several strips, so that their gradients meet."""
+        return self.blocks is not None
+
+
+def strips(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
+    """The strips of a task; empty ones, whose output is 0, are left out."""
+    if task.q_offsets is not None and task.k_offsets is not None:
+        if task.blocks is not None:
+            return _packed_blocks(task, q, k)
+        return _packed(task.q_offsets, task.k_offsets, task.causal, q.device)
+    if not q.shape[0] * q.shape[1] * k.shape[1]:
+        return ()
+    if task.blocks is not None:
+        return _blocks(task.blocks, q, k, [slice(0, q.shape[1]), slice(0, k.shape[1])], None)
+    return (Strip(None, None, task.causal),)
+
+
+def shorter(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
+    """The same work in strips of at most about `weights` attention weights each, or of one query."""
+    everything = (slice(0, q.shape[0]), slice(None))
+    for strip in parts:
+        place_q = Span(everything[0], slice(0, q.shape[1]), everything[1]) if strip.q is None else strip.q
+        place_k = Span(everything[0], slice(0, k.shape[1]), everything[1]) if strip.k is None else strip.k
+        if isinstance(place_q, Bucket) or isinstance(place_k, Bucket) or strip.mask is not None:
+            yield strip
+            continue
+        assert isinstance(place_q.tokens, slice)
+        assert isinstance(place_k.tokens, slice)
+        begin, end, first_key = place_q.tokens.start, place_q.tokens.stop, place_k.tokens.start
+        size = max(1, weights // (q.shape[0] * q.shape[2] * max(place_k.tokens.stop - first_key, 1)))
+        for start in range(begin, end, size):
+            stop = min(start + size, end)
+            last_key = min(place_k.tokens.stop, first_key + stop - begin) if strip.causal else place_k.tokens.stop
+            some_q = place_q._replace(tokens=slice(start, stop))
+            yield Strip(some_q, place_k._replace(tokens=slice(first_key, last_key)), strip.causal, start - begin)
+
+
+def bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
+    """The given rows of a packed tensor, padded to the longest one or to `width`."""
+    rows = list(rows)
+    lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64)
+    starts = torch.tensor([offsets[b] for b in rows], dtype=torch.int64)
+    length = int(lens.max()) if width is None and rows else width or 0
+    steps = torch.arange(length)
+    places = (steps < lens[:, None]).flatten().nonzero().flatten()
+    slots = (starts[:, None] + steps.minimum(lens[:, None] - 1)).flatten()
+    tokens = slots[places]
+    return Bucket(slots.to(device), places.to(device), tokens.to(device), (len(rows), length))
+
+
+def row_mask(offsets: Sequence[int], rows: Sequence[int], n: int, m: int, causal: bool, device: torch.device) -> Tensor:
+    """(G, 1, n or 1, m) bool: which keys of rows that were padded to m are tokens, and not later than the query."""
+    lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device=device)
+    mask = (torch.arange(m, device=device) < lens[:, None])[:, None, None]
+    return mask & torch.ones(n, m, dtype=torch.bool, device=device).tril() if causal else mask
+
+
+def _packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device: torch.device) -> Iterator[Strip]:
+    short: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for b in range(len(q_offsets) - 1):
+        n, m = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
+        if not n or not m:
+            continue
+        if max(n, m) <= SHORT:
+            short[-(-n // STEP), -(-m // STEP)].append(b)
+        else:
+            yield Strip(_row(q_offsets, b), _row(k_offsets, b), causal)
+    for (n, m), rows in short.items():
+        if len(rows) < FEW:
+            yield from (Strip(_row(q_offsets, b), _row(k_offsets, b), causal) for b in rows)
+            continue
+        of_q = bucket(q_offsets, rows, device, n * STEP)
+        if causal and q_offsets == k_offsets:  # the padding comes after all that a query sees: no mask is needed
+            yield Strip(of_q, of_q, causal)
+            continue
+        of_k = bucket(k_offsets, rows, device, m * STEP)
+        yield Strip(of_q, of_k, mask=partial(row_mask, k_offsets, rows, of_q.shape[1], of_k.shape[1], causal, device))
+
+
+def _row(offsets: Sequence[int], b: int) -> Span:
+    return Span(slice(0, 1), slice(offsets[b], offsets[b + 1]), slice(None))
+
+
+def _packed_blocks(task: Task, q: Tensor, k: Tensor) -> Iterator[Strip]:
+    assert task.q_offsets is not None
+    assert task.k_offsets is not None
+    for b in range(len(task.q_offsets) - 1):
+        at = [slice(offsets[b], offsets[b + 1]) for offsets in (task.q_offsets, task.k_offsets)]
+        if all(s.stop > s.start for s in at):
+            yield from _blocks(task.blocks, q, k, at, b)
+
+
+def _blocks(blocks: Any, q: Tensor, k: Tensor, at: Sequence[slice], row: int | None) -> Iterator[Strip]:
+    """The strips of a block mask over the queries and keys at two slices of tokens.
+
+    `row` is the row of a packed tensor that they are; None means every batch entry.
+    """
+    table = BlockTable(blocks, at[1].stop - at[1].start)
+    everything, group = slice(None), q.shape[2] // k.shape[2]
+    n, device = at[0].stop - at[0].start, q.device
+    for b, h in product(range(table.batch) if row is None else [row if table.batch > 1 else 0], range(table.heads)):
+        batch = slice(0, 1) if row is not None else everything if table.batch == 1 else slice(b, b + 1)
+        of_q, of_k = (everything,) * 2 if table.heads == 1 else (slice(h, h + 1), slice(h // group, h // group + 1))
+        for start in range(0, n, table.q_size):
+            stop = min(start + table.q_size, n)
+            if (seen := table.keys(b, h, start // table.q_size)) is None:
+                continue
+            queries = slice(at[0].start + start, at[0].start + stop)
+            keys = Span(batch, _run(seen.positions + at[1].start, device), of_k)
+            mask = None if seen.sure.all() else partial(table.mask, b, h, start, stop, seen, device)
+            yield Strip(Span(batch, queries, of_q), keys, mask=mask)
+
+
+def _run(tokens: Tensor, device: torch.device) -> slice | Tensor:
+    """Ascending numbers as a slice, if none is missing."""
+    first, last = int(tokens[0]), int(tokens[-1]) + 1
+    return slice(first, last) if last - first == len(tokens) else tokens.to(device)
+
+
+class Seen(NamedTuple):
+    """The keys that a block of queries may see."""
+
+    positions: Tensor  # (S,) int64, ascending
+    sure: Tensor  # (S,) bool: those in full blocks, of which `mask_mod` is not asked
+
+
+class BlockTable:
+    """The tables of a BlockMask, on the CPU, cut at `width` keys."""
+
+    def __init__(self, blocks: Any, width: int) -> None:
+        self._mod, self._width = blocks.mask_mod, width
+        self.q_size, self.k_size = blocks.BLOCK_SIZE
+        self.batch, self.heads = blocks.kv_num_blocks.shape[:2]
+        self._partial = (blocks.kv_num_blocks.cpu(), blocks.kv_indices.cpu())
+        full = blocks.full_kv_num_blocks
+        self._full = None if full is None else (full.cpu(), blocks.full_kv_indices.cpu())
+
+    def keys(self, b: int, h: int, i: int) -> Seen | None:
+        """The keys of query block i; None if there are none."""
+        listed = [(j, False) for j in _listed(self._partial, b, h, i)]
+        if self._full is not None:
+            listed += [(j, True) for j in _listed(self._full, b, h, i)]
+        listed = sorted((j, sure) for j, sure in listed if j * self.k_size < self._width)
+        if not listed:
+            return None
+        numbers, sure = zip(*listed, strict=True)
+        positions = (torch.tensor(numbers)[:, None] * self.k_size + torch.arange(self.k_size)).flatten()
+        inside = positions < self._width
+        return Seen(positions[inside], torch.tensor(sure).repeat_interleave(self.k_size)[inside])
+
+    def mask(self, b: int, h: int, start: int, stop: int, seen: Seen, device: torch.device) -> Tensor:
+        """(1, 1, stop - start, S) bool for the queries from start to stop."""
+        batch, head = torch.tensor(b, device=device), torch.tensor(h, device=device)
+        by_key = torch.vmap(self._mod, (None, None, None, 0))
+        by_query = torch.vmap(by_key, (None, None, 0, None))
+        allowed = by_query(batch, head, torch.arange(start, stop, device=device), seen.positions.to(device))
+        return (allowed | seen.sure.to(device))[None, None]
+
+    def dense(self, n: int, device: torch.device) -> Tensor:
+        """(batch, heads, n, width) bool: all of it."""
+        sees = torch.zeros(self.batch, self.heads, n, self._width, dtype=torch.bool, device=device)
+        for b, h, start in product(range(self.batch), range(self.heads), range(0, n, self.q_size)):
+            stop = min(start + self.q_size, n)
+            if (seen := self.keys(b, h, start // self.q_size)) is not None:
+                sees[b, h, start:stop, seen.positions.to(device)] = self.mask(b, h, start, stop, seen, device)[0, 0]
+        return sees
+
+
+def _listed(table: tuple[Tensor, Tensor], b: int, h: int, i: int) -> list[int]:
+    counts, numbers = table
+    return numbers[b, h, i, : int(counts[b, h, i])].tolist()

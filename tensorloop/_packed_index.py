@@ -1,0 +1,175 @@
+"""Indexing of packed tensors: p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import _checks, _ragged
+from tensorloop._packed_base import Packed, is_packed, refused, same_rows
+from tensorloop._packed_dim import Dim
+
+_ALL = slice(None)
+
+
+def getitem(p: Packed, key: Any) -> Any:
+    """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
+    if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
+        return _by_mask(p, key)
+    rows, times, features = _parts(p, key)
+    if isinstance(rows, Tensor) and isinstance(times, Tensor):
+        return _features(_pairs(p, rows, times), features)
+    if isinstance(rows, int):
+        return _in_row(p, rows, times, features)
+    if rows != _ALL if isinstance(rows, slice) else True:
+        p = _select(p, rows)
+    if isinstance(times, slice):
+        p = p if times == _ALL else _crop(p, times)
+        return p._with(_features(p.values, features)) if features else p
+    return _features(_at(p, times), features)
+
+
+def _parts(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The key as (rows, times, features): int, slice or int64 tensor each of the first two."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(k is Ellipsis for k in keys):
+        i = next(i for i, k in enumerate(keys) if k is Ellipsis)
+        used = sum(k is not None for k in keys) - 1
+        keys = (*keys[:i], *[_ALL] * (p.ndim - used), *keys[i + 1 :])
+    if sum(k is not None for k in keys) > p.ndim:
+        raise IndexError(f"indexing: {len(keys)} indices for a packed tensor of {p.ndim} dims, {p.shape}")
+    first, second, *rest = (*keys, _ALL, _ALL)[: max(2, len(keys))]
+    if first is None or second is None:
+        raise refused("indexing", "None before the ragged dim would add a dim there", "add dims after it: p[..., None]")
+    return _index(p, first, "rows"), _index(p, second, "times"), tuple(rest)
+
+
+def _index(p: Packed, k: Any, what: str) -> Any:
+    if isinstance(k, slice):
+        return k
+    if isinstance(k, (list, range)) or (isinstance(k, Tensor) and k.dim()):
+        k = torch.as_tensor(list(k) if isinstance(k, range) else k, device=p.values.device)
+        if k.dtype is torch.bool:
+            if what == "times" or k.shape != (len(p._dim),):
+                raise IndexError(f"indexing: a mask must be ({len(p._dim)},), one bool a row, got {tuple(k.shape)}")
+            return k.nonzero().squeeze(1)
+        if not k.numel():
+            return k.to(torch.int64)
+        return _checks.index_tensor(k, p.values.device, "indexing", what)
+    return _checks.as_int(k, "indexing")
+
+
+def _features(values: Tensor, key: tuple[Any, ...]) -> Tensor:
+    return values[(_ALL, *key)] if key else values
+
+
+def _by_mask(p: Packed, key: Any) -> Tensor:
+    """p[mask]: the entries (M, *F) where a packed bool tensor is true."""
+    if isinstance(key, tuple) or key.values.dtype is not torch.bool:
+        raise refused("indexing", "a packed index must be one bool tensor", "use .values of both")
+    same_rows(p, key, "indexing")
+    return p.values[key.values]
+
+
+def _row_number(p: Packed, b: int) -> int:
+    n = len(p._dim)
+    if not -n <= b < n:
+        raise IndexError(f"indexing: row {b} is out of range for a packed tensor of {n} rows")
+    return b % n
+
+
+def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
+    """p[b], p[b, t], p[b, a:c]: from one row, which has no ragged dim."""
+    b = _row_number(p, b)
+    start, end = p._dim.offsets[b : b + 2].tolist()
+    if isinstance(times, int):
+        if not start - end <= times < end - start:
+            raise IndexError(f"indexing: t = {times} is out of range for row {b} of length {end - start}")
+        return p.values[(start + times % (end - start), *features)]
+    if isinstance(times, Tensor):
+        _checks.in_range(times, start - end, end - start, "indexing", "times")
+    return _features(p.values[start:end][times], features)
+
+
+def slice_rows(p: Packed, a: int, b: int) -> Packed:
+    """Rows a to b: a view."""
+    lens = p._dim.lens[a:b]
+    start, end = (int(p._dim.offsets[i]) for i in (a, max(a, b)))
+    return p._with(p.values[start:end], Dim(p._dim.name, lens))
+
+
+def _select(p: Packed, rows: Any) -> Packed:
+    n = len(p._dim)
+    if isinstance(rows, slice):
+        a, b, step = rows.indices(n)
+        if step == 1:
+            return slice_rows(p, a, max(a, b))
+        rows = torch.arange(n, device=p.values.device)[list(range(a, b, step))]
+    if rows.dim() != 1:
+        raise IndexError(f"indexing: rows must be (M,), got shape {tuple(rows.shape)}")
+    if _checks.must_check(None, rows):
+        _checks.in_range(rows, -n, n, "indexing", "rows")
+    return select_rows(p, torch.where(rows < 0, rows + n, rows))
+
+
+def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
+    """Rows in another order, left out or repeated; `rows` (M,) is in range."""
+    offsets = p._dim.offsets
+    rows = rows.to(offsets.device)
+    dim = Dim(p._dim.name, p._dim.lens.index_select(0, rows))
+    index = offsets[:-1].index_select(0, rows).index_select(0, dim.row_ids) + dim.positions
+    if not permutation:
+        return p._with(_ragged.gather(p.values, index), dim)
+    inverse = torch.empty_like(index).index_copy_(0, index, torch.arange(len(index), device=index.device))
+    return p._with(_ragged.permute(p.values, index, inverse), dim)
+
+
+def _at(p: Packed, times: Any) -> Tensor:
+    """p[:, t] (B, *F) and p[:, ts] (B, M, *F): every row must be long enough."""
+    lens, offsets = p._dim.lens, p._dim.offsets
+    ts = times if isinstance(times, Tensor) else torch.tensor([times], device=lens.device)
+    if ts.dim() != 1:
+        raise IndexError(f"indexing: times must be an int or (M,), got shape {tuple(ts.shape)}")
+    index = torch.where(ts < 0, lens[:, None], 0) + ts
+    bad = (index < 0) | (index >= lens[:, None])
+    if _checks.must_check(None, bad) and bool(bad.any()):
+        b, i = bad.nonzero()[0].tolist()
+        raise IndexError(f"indexing: t = {int(ts[i])} is out of range for row {b} of length {int(lens[b])}")
+    # On a device nothing is asked: an index past the end of a row is kept inside the values.
+    index = (index + offsets[:-1, None]).clamp_(0, max(len(p.values) - 1, 0))
+    out = p.values.index_select(0, index.view(-1))
+    return out.view(len(lens), len(ts), *out.shape[1:]) if isinstance(times, Tensor) else out
+
+
+def _pairs(p: Packed, rows: Tensor, times: Tensor) -> Tensor:
+    """p[rows, times]: one entry for each pair."""
+    rows, times = torch.broadcast_tensors(rows, times)
+    n = len(p._dim)
+    if _checks.must_check(None, rows):
+        _checks.in_range(rows, -n, n, "indexing", "rows")
+    rows = torch.where(rows < 0, rows + n, rows)
+    lens = p._dim.lens[rows]
+    if _checks.must_check(None, times):
+        _checks.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing", "times")
+    times = torch.where(times < 0, times + lens, times)
+    return p.values[p._dim.offsets[:-1][rows] + times]
+
+
+def _crop(p: Packed, times: slice) -> Packed:
+    """p[:, a:b:step]: of each row what Python's slice gives."""
+    step = 1 if times.step is None else _checks.as_int(times.step, "indexing", "step")
+    if step < 1:
+        raise ValueError(f"indexing: step must be at least 1, got {step}; use flip(1)")
+    lens = p._dim.lens
+
+    def bound(x: Any, default: Tensor) -> Tensor:
+        if x is None:
+            return default
+        n = _checks.as_int(x, "indexing")
+        return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
+
+    start = bound(times.start, torch.zeros_like(lens))
+    size = (bound(times.stop, lens) - start + step - 1).clamp(min=0) // step
+    dim = Dim(p._dim.name, size)
+    index = (p._dim.offsets[:-1] + start).index_select(0, dim.row_ids) + dim.positions * step
+    return p._with(_ragged.gather(p.values, index, in_order=True), dim)

@@ -1,0 +1,40 @@
+"""torch's recurrent layers on packed tensors: `nn.LSTM(..., batch_first=True)(p)` gives a packed output.
+
+torch runs them on entries in time order, longest row first, which is a permutation of the values and its inverse.
+Both directions see the rows alone; the last state of a row is that after its own last entry.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from tensorloop import _ragged
+from tensorloop._packed_base import is_packed, refused
+from tensorloop._packed_interop import TimeOrder, time_order
+from tensorloop._packed_ops import handles
+
+
+@handles("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *settings: Any) -> Any:
+    name = func.__name__
+    settings, batch_first = settings[:-1], settings[-1]  # num_layers, dropout, train, bidirectional, batch_first
+    if not batch_first:
+        raise refused(name, "a packed tensor is (B, T*, F)", "make the layer with batch_first=True")
+    if not is_packed(input):
+        raise refused(name, "only the state is packed", "a state is (layers, B, H)")
+    states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    order = time_order(input._dim)
+    if not len(order.rows):  # nothing to run on: no entry, and every state stays
+        size = states[0].shape[-1] * (2 if settings[-1] else 1)
+        return (input._with(input.values.new_zeros(0, size)), *states)
+    begun = [h.index_select(1, order.rows) for h in states]
+    data = _ragged.permute(input.values, order.forth, order.back)
+    given = begun if isinstance(hx, (tuple, list)) else begun[0]
+    out, *ended = func(data, order.batch_sizes, given, params, has_biases, *settings)
+    values = _ragged.permute(out, order.back, order.forth)
+    return (input._with(values), *(_back(h, new, order) for h, new in zip(states, ended, strict=True)))
+
+
+def _back(before: Tensor, after: Tensor, order: TimeOrder) -> Tensor:
+    """The states in the rows' own order; an empty row keeps what it began with."""
+    return before.index_copy(1, order.rows, after)

@@ -1,0 +1,36 @@
+"""The door to `tensorloop_cuda`: kernels for NVIDIA GPUs, loaded when first asked for, where they can run."""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+PACKAGE = "tensorloop_cuda"
+
+
+def available() -> bool:
+    """Whether kernels can run here. The first call loads numba and compiles an empty kernel, a second or two."""
+    return not why_not()
+
+
+@cache
+def why_not() -> str:
+    """What is missing, in one line: empty where kernels can run. Without them torch operations do the work."""
+    missing = [name for name in (PACKAGE, "numba") if find_spec(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    try:
+        package = import_module(PACKAGE)
+    except ImportError as error:  # numba's CUDA target is missing, or in another version
+        return f"{PACKAGE} cannot be loaded: {error}".splitlines()[0]
+    return package.why_not()
+
+
+@cache
+def kernel(name: str) -> Callable[..., Any]:
+    """A kernel by the name of its operation, as in `tensorloop.kernels`. Raises: RuntimeError where none can run."""
+    if reason := why_not():
+        mend = "pip install 'tensorloop[gpu]'"
+        raise RuntimeError(f"cuda.kernel: {name!r} cannot run here: {reason}; {mend} may mend it")
+    return getattr(import_module(PACKAGE), name)

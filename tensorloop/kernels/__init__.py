@@ -1,0 +1,63 @@
+"""The table of kernels: (operation, device, dtype) -> the fastest implementation there is, loaded when first asked for.
+
+Callers check and flatten their arguments, and care for autograd. Whatever has no row here runs in torch operations
+(`eager`), which is every operation on any device, dtype, and kind of tensor.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOVED = None  # any dtype: bytes are moved, whatever they stand for
+SINGLE = frozenset({torch.float32})
+REAL = frozenset({torch.float32, torch.float64})
+
+# operation -> (module here, dtypes). On the CPU, by numba; milliseconds beside torch's, 2 threads, (33610, 256) float32
+# in 64 segments of up to 1000 rows. What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
+CPU: dict[str, tuple[str, frozenset[torch.dtype] | None]] = {
+    "regroup": ("cpu_moves", MOVED),
+    "pack_rows": ("cpu_rows", MOVED),  # 16 : 40
+    "pad_rows": ("cpu_rows", MOVED),  # 31 : 136
+    "spread_rows": ("cpu_rows", MOVED),  # 12 : 24
+    "gather_rows": ("cpu_rows", MOVED),  # 15 : 16; few or narrow rows are handed to torch there
+    "segment_sum": ("cpu_segments", REAL),  # 1.7 : 2.0
+    "segment_max": ("cpu_segments", REAL),  # 3 : 190
+    "segment_min": ("cpu_segments", REAL),  # 3 : 190
+    "segment_logsumexp": ("cpu_segments", SINGLE),  # 10 : 130; the exp of a float64 is libm's, as slow as torch's
+    "segment_softmax": ("cpu_segments", SINGLE),  # 14 : 36
+    "segment_softmax_grad": ("cpu_segments", REAL),  # 12 : 44
+    "segment_cumsum": ("cpu_segments", REAL),  # 11 : 340
+}
+EAGER = {"regroup": "eager_moves"}  # those that are not in `eager`
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_FAKES = torch._C._TorchDispatchModeKey.FAKE
+
+
+def find(operation: str, *like: Tensor) -> Callable[..., Any]:
+    """The implementation of an operation for tensors like `like`: torch operations where nothing beats them.
+
+    Kernels read memory by its address, so any other tensor (a fake one, one of a user's own class, the batches of
+    `autograd.grad(is_grads_batched=True)`) goes to torch. Give all tensors where some may be such and others not.
+    """
+    if all(map(_is_memory, like)) and torch._C._get_dispatch_mode(_FAKES) is None:
+        module, dtypes = CPU.get(operation, ("", frozenset()))
+        if dtypes is None or like[0].dtype in dtypes:
+            return _load(module, operation)
+    return _load(EAGER.get(operation, "eager"), operation)
+
+
+def _is_memory(x: Tensor) -> bool:
+    """Whether the numbers of `x` stand in memory as they are: not conjugated or negated when read, say."""
+    if type(x) not in _PLAIN or x.device.type != "cpu":
+        return False
+    return torch._C._has_storage(x) and not x.is_neg() and not x.is_conj()
+
+
+@cache
+def _load(module: str, operation: str) -> Callable[..., Any]:
+    return getattr(import_module(f"tensorloop.kernels.{module}"), operation)

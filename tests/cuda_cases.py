@@ -1,0 +1,42 @@
+"""Arguments for the kernels of `tensorloop_cuda`: in the simulator, for the compiler, and on a device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop.kernels.moves import Move, Moves
+
+MOVED = ["pack_rows", "pad_rows", "spread_rows", "gather_rows"]
+REDUCED = [f"segment_{name}" for name in ("sum", "max", "min", "logsumexp", "softmax", "softmax_grad", "cumsum")]
+OPERATIONS = [*MOVED, *REDUCED]
+
+
+def offsets_of(lens: list[int]) -> Tensor:
+    return torch.tensor([0, *lens]).cumsum(0)
+
+
+def arguments(operation: str, lens: list[int], features: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Random arguments for one operation over segments of these lengths."""
+    offsets, n = offsets_of(lens), sum(lens)
+    steps = max(lens, default=0)
+
+    def numbers(*shape: int) -> Tensor:
+        return (torch.randn(shape) * 3).to(dtype)
+
+    values = numbers(n, features)
+    return {
+        "pack_rows": lambda: (numbers(len(lens), steps, features), offsets, n),
+        "pad_rows": lambda: (values, offsets, steps + 1, 2),
+        "spread_rows": lambda: (numbers(len(lens), features), offsets, n),
+        "gather_rows": lambda: (values, torch.randint(0, max(n, 1), (2 * n,))),
+        "segment_max": lambda: (values, offsets, -7),
+        "segment_min": lambda: (values, offsets, 7),
+        "segment_softmax_grad": lambda: (values, numbers(n, features), offsets),
+    }.get(operation, lambda: (values, offsets))()
+
+
+def some_moves() -> Moves:
+    """Two sources, three targets (one of them empty): a key copied twice, once within a target, columns left out."""
+    table = [Move(0, 0, 1, 2, 2), Move(1, 0, 0, 0, 2), Move(0, 1, 1, 0, 2), Move(0, 1, 1, 5, 2), Move(1, 1, 3, 2, 3)]
+    return Moves((4, 6), (5, 7, 0), table)

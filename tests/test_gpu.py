@@ -1,0 +1,176 @@
+"""On a real device: arrays, loops with random numbers replayed, and every kernel. Skipped where there is none."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop import cuda
+from tensorloop.kernels import eager, eager_moves
+from tests.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, some_moves
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_kernels = pytest.mark.skipif(bool(cuda.why_not()), reason=f"no CUDA kernels: {cuda.why_not()}")
+DEVICE = torch.device("cuda")
+
+
+# ---- arrays
+
+
+def prefix_sums(x: Tensor) -> Tensor:
+    """Appends, single reads, prefix reads, an overwrite and a stack: some of each."""
+    ta = tl.TensorArray()
+    for t in range(len(x)):
+        ta.append(x[t].sin())
+        ta.append(ta[: t + 1].sum(0).cos() * ta[t])
+    ta[1] = ta[0] * ta[-1]
+    return (ta.stack() ** 3).sum() + (ta.gather([0, 3, 3]) ** 2).sum()
+
+
+def test_an_array_gives_what_it_gives_on_the_cpu() -> None:
+    x = torch.randn(6, 5, dtype=torch.float64)
+    here, there = x.requires_grad_(), x.detach().to(DEVICE).requires_grad_()
+    expected, found = prefix_sums(here), prefix_sums(there)
+    torch.testing.assert_close(found.cpu(), expected)
+    (dx,) = torch.autograd.grad(expected, here)
+    (dy,) = torch.autograd.grad(found, there)
+    assert dy.device.type == "cuda"
+    torch.testing.assert_close(dy.cpu(), dx)
+
+
+def test_rows_are_written_where_they_should() -> None:
+    results = []
+    for device in (torch.device("cpu"), DEVICE):
+        torch.manual_seed(0)
+        x = start = torch.randn(3, 2).to(device).requires_grad_()
+        ta = tl.TensorArray(capacity=3)  # on a device the first such write begins all of it
+        for pos, where in (([0, 0, 0], [True, True, False]), ([1, 0, 1], [True] * 3), ([2, 2, 0], [True] * 3)):
+            ta.write_rows(torch.tensor(pos, device=device), x, torch.tensor(where, device=device))
+            x = x * 2
+        values = ta.stack()
+        (grad,) = torch.autograd.grad((values**2).sum(), start)
+        results.append((values.detach().cpu(), grad.cpu()))
+    torch.testing.assert_close(results[1], results[0])
+
+
+# ---- loops
+
+
+def dropout_scan(w: Tensor, xs: Tensor, k: int | None) -> list[Tensor]:
+    """The carry, the gradients, and the next random number of the device."""
+    torch.manual_seed(3)
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.dropout(h @ w, 0.3) + x
+        return h, h.sin()
+
+    h, ys = tl.scan(body, torch.zeros_like(xs[0]), xs, checkpoints=k)
+    grads = torch.autograd.grad((h**2).sum() + (ys**2).sum(), [w, xs])
+    return [h.detach(), *grads, torch.rand(4, device=xs.device)]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_replayed_scan_draws_the_same_numbers(k: int) -> None:
+    w = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0].to(DEVICE).requires_grad_()
+    xs = torch.randn(9, 2, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    torch.testing.assert_close(dropout_scan(w, xs, k), dropout_scan(w, xs, None), rtol=1e-12, atol=1e-12)
+
+
+def dropout_while(w: Tensor, x: Tensor, k: int | None) -> list[Tensor]:
+    torch.manual_seed(3)
+
+    def body(carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        i, h = carry
+        return i + 1, F.dropout(h @ w, 0.3) + x
+
+    limits = torch.tensor([3, 7], device=x.device)
+    _, h = tl.while_loop(lambda c: c[0] < limits, body, (torch.zeros_like(limits), x), checkpoints=k)
+    return [h.detach(), *torch.autograd.grad((h**2).sum(), [w, x]), torch.rand(4, device=x.device)]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_replayed_while_loop_draws_the_same_numbers(k: int) -> None:
+    w = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0].to(DEVICE).requires_grad_()
+    x = torch.randn(2, 4, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    torch.testing.assert_close(dropout_while(w, x, k), dropout_while(w, x, None), rtol=1e-12, atol=1e-12)
+
+
+# ---- kernels
+
+
+def on_device(operation: str, lens: list[int], features: int, dtype: torch.dtype) -> list:
+    return [x.to(DEVICE) if isinstance(x, Tensor) else x for x in arguments(operation, lens, features, dtype)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> None:
+    tolerance = 1e-4 if dtype is torch.float32 else 1e-11
+    for lens in ([], [0, 0], [3, 0, 1, 5], [700, 1, 0, 64]):
+        for features in (0, 1, 3, 33, 256):
+            args = on_device(operation, lens, features, dtype)
+            found, expected = cuda.kernel(operation)(*args), getattr(eager, operation)(*args)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", MOVED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128])
+def test_kernels_move_any_dtype(operation: str, dtype: torch.dtype) -> None:
+    args = on_device(operation, [3, 0, 50], 5, dtype)
+    assert torch.equal(cuda.kernel(operation)(*args), getattr(eager, operation)(*args))
+
+
+@needs_kernels
+def test_regroup_and_its_gradient() -> None:
+    moves = some_moves()
+    for table in (moves, moves.transposed):
+        rows = [torch.randn(1000, width, device=DEVICE) for width in table.sources]
+        for found, expected in zip(cuda.kernel("regroup")(rows, table), eager_moves.regroup(rows, table), strict=True):
+            assert torch.equal(found, expected)
+
+
+@needs_kernels
+def test_rows_are_written_into_slots() -> None:
+    slots, x = torch.zeros(4, 3, 5, device=DEVICE), torch.randn(3, 5, device=DEVICE)
+    pos, where = torch.tensor([3, 9, 0], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+    cuda.kernel("write_rows")(slots, pos, x, where)
+    expected = torch.zeros_like(slots)
+    expected[3, 0] = x[0]
+    assert torch.equal(slots, expected)
+
+
+@needs_kernels
+def test_kernels_wait_for_the_current_stream() -> None:
+    values, offsets = on_device("segment_sum", [500, 500], 64, torch.float32)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = values * 2
+        found = cuda.kernel("segment_sum")(late, offsets)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close(found, eager.segment_sum(values * 2, offsets), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", ["pack_rows", *REDUCED, "regroup"])
+def test_cuda_graphs_record_kernels(operation: str) -> None:
+    moves = some_moves()
+    if operation == "regroup":
+        rows = [torch.randn(9, width, device=DEVICE) for width in moves.sources]
+        args, source, reference = [rows, moves], rows[0], eager_moves.regroup
+    else:
+        args = on_device(operation, [30, 0, 7], 16, torch.float32)
+        source, reference = args[0], getattr(eager, operation)
+    kernel = cuda.kernel(operation)
+    kernel(*args)  # compiled, and the plan's table brought over, before anything is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernel(*args)
+    source.mul_(0.5)
+    graph.replay()
+    torch.testing.assert_close(found, reference(*args), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,154 @@
+"""What packed tensors refuse, and what the message says."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tensorloop.packed import Dim, PackedTensor, pack_padded
+
+MIXED = [3, 0, 4, 1]
+VALUES = torch.randn(8, 3)
+PADDED = torch.randn(4, 5, 3)
+
+MHA: Any = nn.MultiheadAttention(3, 1, batch_first=True)
+
+
+def packed(lens: Any = MIXED) -> PackedTensor:
+    return PackedTensor(VALUES, lens)
+
+
+MAKING: list[tuple[str, Any, type[Exception], str]] = [
+    ("sum", lambda: packed([3, 4]), ValueError, "PackedTensor: lens sum to 7, but there are 8 values"),
+    ("sum of a dim", lambda: packed(Dim("time", [9])), ValueError, "lens sum to 9, but there are 8 values"),
+    ("negative", lambda: packed([9, -1]), ValueError, r"lens\[1\] is -1; a length is at least 0"),
+    ("negative tensor", lambda: packed(torch.tensor([9, -1])), ValueError, r"lens\[1\] is -1"),
+    (
+        "dtype",
+        lambda: packed(torch.tensor([8], dtype=torch.int32)),
+        TypeError,
+        "lens must be int64, got dtype torch.int32",
+    ),
+    ("float lens", lambda: packed([8.0]), TypeError, "lens must be an int or a 0-d integer tensor, got float 8.0"),
+    ("bool lens", lambda: packed(torch.tensor([True])), TypeError, "lens must be int64, got dtype torch.bool"),
+    ("number", lambda: packed(8), TypeError, "lens must be a Dim, an int64 tensor"),
+    ("2-d lens", lambda: packed(torch.tensor([[8]])), ValueError, r"lens must be \(B,\).*got shape \(1, 1\)"),
+    ("0-d values", lambda: PackedTensor(torch.tensor(1.0), [1]), ValueError, "got a 0-d tensor"),
+    ("a list", lambda: PackedTensor([1.0], [1]), TypeError, "expected a tensor, got list"),  # pyright: ignore
+    ("packed", lambda: PackedTensor(packed(), MIXED), TypeError, "values are packed already"),  # pyright: ignore
+    ("device", lambda: packed(torch.tensor(MIXED, device="meta")), ValueError, "lens are on meta, values on cpu"),
+    ("name", lambda: Dim(1, [3]), TypeError, "name must be a string or None, got int 1"),  # pyright: ignore
+    ("rows", lambda: pack_padded(PADDED, [1, 2]), ValueError, r"x must be \(B, T, \*F\) with B = 2"),
+    ("longer", lambda: pack_padded(PADDED, [1, 6, 1, 1]), ValueError, r"lens\[1\] is 6, but x has 5 steps"),
+    ("1-d", lambda: pack_padded(PADDED[:, 0, 0], [1, 1, 1, 1]), ValueError, r"x must be \(B, T, \*F\)"),
+    ("padded device", lambda: pack_padded(PADDED, torch.tensor(MIXED, device="meta")), ValueError, "lens are on meta"),
+    ("no rows", lambda: PackedTensor.from_list([]), ValueError, "no rows; the features of none are unknown"),
+    ("features", lambda: PackedTensor.from_list([VALUES, VALUES[:, :2]]), ValueError, r"rows\[1\] is \(8, 2\)"),
+    (
+        "dtypes",
+        lambda: PackedTensor.from_list([VALUES, VALUES.double()]),
+        ValueError,
+        r"rows\[1\] has dtype torch.float64",
+    ),
+    ("0-d row", lambda: PackedTensor.from_list([torch.tensor(1.0)]), ValueError, r"rows\[0\] must be \(len, \*F\)"),
+    ("not rows", lambda: PackedTensor.from_list([1]), TypeError, r"rows\[0\]: expected a tensor"),  # pyright: ignore
+]
+OTHER = PackedTensor(VALUES, [3, 1, 3, 1])
+USING: list[tuple[str, Any, type[Exception], str]] = [
+    (
+        "lens",
+        lambda p: p + OTHER,
+        ValueError,
+        "add: packed tensors of different lens; the first row that differs is 1: 0 and 1",
+    ),
+    ("row count", lambda p: p * PackedTensor(VALUES, [8]), ValueError, "mul: packed tensors of 4 and 1 rows"),
+    ("cat lens", lambda p: torch.cat([p, OTHER], -1), ValueError, "cat: packed tensors of different lens"),  # pyright: ignore
+    ("cat rows", lambda p: torch.cat([p, p[:2]], 1), ValueError, "the numbers of rows must agree"),
+    ("cat padded", lambda p: torch.cat([p, PADDED], -1), TypeError, "cat: packed and padded tensors; pack all of them"),
+    ("where lens", lambda p: torch.where(OTHER > 0, p, 0), ValueError, "the first row that differs is 1"),
+    ("loss lens", lambda p: F.mse_loss(p, OTHER), ValueError, "mse_loss: packed tensors of different lens"),  # pyright: ignore
+    ("loss padded", lambda p: F.mse_loss(p, PADDED), TypeError, "input and target must both be packed"),
+    ("dims", lambda p: p + p[..., 0], ValueError, "packed tensors of 3 and 2 dims"),
+    ("dim", lambda p: p.sum(3), IndexError, "sum: dim 3 is out of range for a packed tensor of 3 dims"),
+    ("dim twice", lambda p: p.sum((1, -2)), ValueError, "names a dim twice"),
+    ("float dim", lambda p: p.sum(1.0), TypeError, "sum: dim must be an int"),
+    ("a dim not there", lambda p: p.sum(Dim("x", [8])), ValueError, r"Dim\('x', \[8\]\) is not a dim of this tensor"),
+    ("a name not there", lambda p: p.softmax("place"), ValueError, "there is no dim 'place'"),
+    ("time table", lambda p: p + torch.ones(7, 3), ValueError, r"\(1, 7, 3\) does not broadcast.*longest row has 4"),
+    ("padded", lambda p: p + PADDED, ValueError, r"\(4, 5, 3\) does not broadcast"),
+    ("transpose", lambda p: p.transpose(0, 2), TypeError, "the batch and the ragged dim stay where they are"),
+    ("time first", lambda p: p.transpose(0, 1) + 1, TypeError, "unsupported operand"),
+    (
+        "time first in",
+        lambda p: torch.exp(p.transpose(0, 1)),
+        TypeError,
+        "goes into attention layers and the CTC loss only",
+    ),
+    ("time first turned", lambda p: p.transpose(0, 1).transpose(1, 2), TypeError, "transpose its features before"),
+    ("heads' weights", lambda p: MHA(p, p, p), TypeError, "call the layer with need_weights=False"),
+    (
+        "heads' masks",
+        lambda p: MHA(p, p, p, key_padding_mask=torch.zeros(4, 4) > 0),
+        TypeError,
+        "need_weights=False|masks",
+    ),
+    ("heads' mask", lambda p: MHA(p, p, p, None, False, torch.zeros(4, 4) > 0), TypeError, "masks are not taken"),
+    ("ctc", lambda p: F.ctc_loss(p, p, MIXED, MIXED), TypeError, "it takes .T, B, V.: give it x.transpose"),  # pyright: ignore
+    ("permute", lambda p: p.permute(2, 0, 1), TypeError, "for attention use tensorloop.attention"),
+    ("unsqueeze", lambda p: p.unsqueeze(1), TypeError, "dim 1 would go before the ragged dim"),
+    ("squeeze", lambda p: p.squeeze(1), TypeError, "are never dropped"),
+    ("view", lambda p: p.view(4, 15), TypeError, r"keep the first two as \(B, None\), or merge them"),
+    ("flatten", lambda p: p.flatten(1, 2), TypeError, r"flatten \(0, 1\) or more, or feature dims only"),
+    ("stack", lambda p: torch.stack([p, p]), TypeError, "stack along dim 2 or more"),
+    ("split", lambda p: p.split(1, 1), TypeError, r"slice it: p\[:, a:b\]"),
+    ("sort time", lambda p: p.sort(1), TypeError, "sort: dim 1 is the ragged dim; it works on feature dims"),
+    ("attention", lambda p: F.scaled_dot_product_attention(p, p, p), TypeError, "use tensorloop.attention"),
+    ("scores", lambda p: p @ p.unsqueeze(-1), ValueError, "packed tensors of 3 and 4 dims"),
+    ("self", lambda p: p @ p, TypeError, "the ragged dim .* would be a dim of the matrices"),
+    ("linear", lambda p: F.linear(p[..., 0], torch.ones(2, 4)), TypeError, "it needs 1 feature dims"),
+    ("packed weight", lambda p: F.linear(VALUES, p), TypeError, "only its input may be packed"),
+    ("norm shape", lambda p: F.layer_norm(p, (4, 3)), TypeError, "it needs 2 feature dims"),
+    ("batch norm", lambda p: nn.BatchNorm1d(3)(p), TypeError, "its channels are dim 1; use x.flatten"),
+    ("cross entropy", lambda p: F.cross_entropy(p, p), TypeError, "its classes are dim 1; flatten first"),
+    ("conv", lambda p: nn.Conv1d(3, 3, 1)(p), TypeError, "conv1d: this operation is not known for packed tensors"),
+    ("einsum", lambda p: torch.einsum("btd,de->bte", p, torch.ones(3, 3)), TypeError, "write it with matmul"),
+    ("out", lambda p: torch.exp(p, out=p), TypeError, "out= is not taken"),
+    ("where 1", lambda p: torch.where(p > 0), TypeError, "where of one argument"),
+    ("argmax", lambda p: p.argmax(), TypeError, "give dim"),
+    ("softmax", lambda p: F.softmax(p), TypeError, "give dim"),
+    ("setitem", lambda p: torch.Tensor.__setitem__(PADDED, p, 0), TypeError, "a packed tensor is not written by index"),
+    ("cumprod rows", lambda p: p.cumprod(0), TypeError, "it does not run over the batch dim"),
+    ("fft", lambda p: torch.fft.fft(p, dim=1), TypeError, "padding might change its result"),
+    ("median", lambda p: torch.median(p, 1), TypeError, "median: this operation is not known"),
+    ("method", lambda p: p.median(1), AttributeError, "median is not known for packed tensors"),
+    ("attribute", lambda p: p.T, AttributeError, "no attribute 'T'; .values and .pad"),
+    ("truth", lambda p: bool(p > 0), RuntimeError, "ambiguous"),
+    ("prelu", lambda p: F.prelu(p, torch.ones(3)), TypeError, "its channels would be dim 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), [case[1:] for case in MAKING], ids=[case[0] for case in MAKING])
+def test_what_cannot_be_packed(make: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [case[1:] for case in USING], ids=[case[0] for case in USING])
+def test_what_is_refused(call: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        call(packed())
+
+
+def test_lengths_on_a_device_are_looked_at_when_asked():
+    values = torch.empty(8, 3, device="meta")
+    p = PackedTensor(values, torch.empty(4, dtype=torch.int64, device="meta"))  # no number is read
+    assert p.shape == (4, None, 3)
+    with pytest.raises(ValueError, match="lens sum to 7, but there are 8 values"):
+        PackedTensor(values, [3, 4])  # lengths on the CPU cost nothing to look at
+
+
+def test_batched_lengths_are_refused():
+    with pytest.raises(TypeError, match="lens is batched by vmap"):
+        torch.vmap(lambda n: PackedTensor(torch.ones(3), n).sum(1))(torch.tensor([[1, 2], [2, 1]]))

@@ -1,0 +1,215 @@
+"""Reductions and running operations over the ragged dim, the batch dim, and both with feature dims."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tensorloop.packed import PackedTensor
+
+LENS = st.lists(st.integers(0, 4), max_size=4)
+MIXED = [3, 0, 4, 1]
+
+
+def packed(lens: list[int], *features: int) -> PackedTensor:
+    return PackedTensor(torch.randn(sum(lens), *features, dtype=torch.float64, requires_grad=True), lens)
+
+
+def columns(p: PackedTensor) -> list[Tensor]:
+    """The entries at each t, (rows that reach t, *F): what the batch dim holds there."""
+    rows = p.unbind()
+    return [torch.stack([row[t] for row in rows if len(row) > t]) for t in range(p.max_len)]
+
+
+def reduced(p: PackedTensor, dim: tuple[int, ...], fn: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+    """The reference: `fn` over each row, or over the entries at each t, and the feature dims in `dim`."""
+    parts = columns(p) if 0 in dim else p.unbind()
+    inner = (0, *(d - 1 for d in dim if d > 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # std of an empty row
+        outs = [fn(x, inner) for x in parts]
+    return torch.stack(outs) if outs else fn(p.values.new_zeros(2, *p.values.shape[1:]), inner)[None][:0]
+
+
+REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda x, d: x.sum(d),
+    "nansum": lambda x, d: torch.nansum(x, d),
+    "mean": lambda x, d: x.mean(d),
+    "nanmean": lambda x, d: torch.nanmean(x, d),
+    "logsumexp": lambda x, d: x.logsumexp(d),
+    "std": lambda x, d: x.std(d),
+    "var": lambda x, d: torch.var(x, d, correction=0),
+    "var_mean": lambda x, d: sum(torch.var_mean(x, d)),
+    "any": lambda x, d: (x > 1).any(d),
+    "all": lambda x, d: (x > -1).all(d),
+    "norm": lambda x, d: torch.linalg.vector_norm(x, 2, d),
+    "vector_norm 1": lambda x, d: torch.linalg.vector_norm(x, 1, d),
+    "sum of ints": lambda x, d: (x > 0).sum(d),
+    "count_nonzero": lambda x, d: torch.count_nonzero(x > 0, d),
+}
+
+
+@pytest.mark.parametrize("dim", [(1,), (0,), (1, 2), (0, 2), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("name", REDUCTIONS)
+@settings(max_examples=20)
+@given(lens=LENS)
+def test_reductions(name: str, dim: tuple[int, ...], lens: list[int]):
+    fn, p = REDUCTIONS[name], packed(lens, 2, 3)
+    got, want = fn(p, dim), reduced(p, dim, fn)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    if got.requires_grad and got.numel() and want.requires_grad:
+        weight = torch.where(want.isnan(), 0, torch.randn_like(want))
+        a, b = (torch.autograd.grad((x * weight).sum(), p.values)[0] for x in (got, want))
+        # A row of one entry has no std: its derivative is NaN, here or there.
+        torch.testing.assert_close(a.nan_to_num(0), b.nan_to_num(0))
+
+
+@pytest.mark.parametrize("dim", [1, 0, (1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["amax", "amin"])
+@settings(max_examples=20)
+@given(lens=st.lists(st.integers(1, 4), max_size=4))
+def test_extremes(name: str, dim: Any, lens: list[int]):
+    p = packed(lens, 2, 3)
+    dims = dim if isinstance(dim, tuple) else (dim,)
+    got = getattr(p, name)(dim)
+    want = reduced(p, dims, lambda x, d: getattr(x, name)(d))
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(want)
+    if want.numel():
+        torch.testing.assert_close(*(torch.autograd.grad((x * weight).sum(), p.values)[0] for x in (got, want)))
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+@settings(max_examples=20)
+@given(lens=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_extremes_and_where_they_are(name: str, lens: list[int]):
+    p = packed(lens, 2)
+    got = getattr(p, name)(1)
+    want = [getattr(row, name)(0) for row in p.unbind()]
+    assert torch.equal(got.values, torch.stack([w.values for w in want]))
+    assert torch.equal(got.indices, torch.stack([w.indices for w in want]))
+    assert torch.equal(getattr(torch, f"arg{name}")(p, 1), got.indices)
+    best, row = getattr(p, name)(0)
+    assert torch.equal(best, torch.stack([getattr(x, name)(0).values for x in columns(p)]))
+    for t in range(p.max_len):
+        for f in range(2):
+            assert p[int(row[t, f]), t][f] == best[t, f]
+
+
+def test_keepdim():
+    p = packed(MIXED, 2, 3)
+    for dim in (1, 0, (1, 2), (0, 1), (0, 1, 2, 3), 2, (2, 3)):
+        got = p.sum(dim, keepdim=True)
+        dims = dim if isinstance(dim, tuple) else (dim,)
+        want = tuple(1 if d in dims else n for d, n in enumerate((4, 4 if 0 in dims else None, 2, 3)))
+        assert tuple(got.shape) == want
+    assert torch.equal((p - p.mean(1, keepdim=True)).sum(1).abs() < 1e-12, torch.ones(4, 2, 3, dtype=torch.bool))
+
+
+def test_over_everything():
+    p = packed(MIXED, 2)
+    for fn in (torch.sum, torch.mean, torch.std, torch.max, torch.min, torch.prod, torch.amax, torch.var_mean):
+        got, want = fn(p), fn(p.values)  # pyright: ignore
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(p.sum((0, 1)), p.values.sum(0))
+    torch.testing.assert_close(p.std((0, 1)), p.values.std(0))
+    torch.testing.assert_close(p.logsumexp((0, 1, 2)), p.values.logsumexp((0, 1)))
+
+
+def test_empty_rows():
+    p = packed(MIXED, 2)
+    assert p.sum(1)[1].tolist() == [0, 0]
+    assert p.mean(1)[1].isnan().all()
+    assert p.std(1)[1].isnan().all()
+    assert p.logsumexp(1)[1].tolist() == [-torch.inf] * 2
+    assert p.softmax(1)[1].shape == (0, 2)
+    for fn in (lambda: p.amax(1), lambda: p.max(1), lambda: p.argmax(1), lambda: torch.amin(p, 1)):  # pyright: ignore
+        with pytest.raises(ValueError, match=r"row 1 is empty and has no m\w+imum"):
+            fn()
+    got = p.amax(1, initial=-9.0)
+    assert got[1].tolist() == [-9, -9]
+    assert torch.equal(got[2], p[2].amax(0))
+    assert p.amin(1, initial=9.0)[1].tolist() == [9, 9]
+    assert bool((p.amax(1, initial=50.0) == 50).all())
+    (grad,) = torch.autograd.grad(p.amax(1, initial=50.0).sum(), p.values)
+    assert not grad.any()
+
+
+def test_a_batch_of_no_rows():
+    p = packed([], 2)
+    assert p.sum(1).shape == (0, 2)
+    assert p.sum(0).shape == (0, 2)
+    assert p.amax(1).shape == (0, 2)
+    assert p.softmax(1).shape == (0, None, 2)
+    assert p.pad().shape == (0, 0, 2)
+    assert p.mean().isnan()
+
+
+RUNNING: dict[str, Callable[[Any, int], Any]] = {
+    "softmax": lambda x, d: x.softmax(d),
+    "F.softmax": lambda x, d: torch.nn.functional.softmax(x, dim=d),
+    "log_softmax": lambda x, d: x.log_softmax(d),
+    "softmin": lambda x, d: torch.nn.functional.softmin(x, d),
+    "cumsum": lambda x, d: x.cumsum(d),
+    "normalize": lambda x, d: torch.nn.functional.normalize(x, dim=d),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", RUNNING)
+@settings(max_examples=20)
+@given(lens=LENS)
+def test_running(name: str, dim: int, lens: list[int]):
+    fn, p = RUNNING[name], packed(lens, 2)
+    got = fn(p, dim)
+    if dim == 1:
+        rows = [fn(row, 0) for row in p.unbind()]
+    else:
+        done = [fn(x, 0) for x in columns(p)]
+        rank = [[sum(n > t for n in lens[:b]) for t in range(n)] for b, n in enumerate(lens)]
+        rows = [torch.stack([done[t][r] for t, r in enumerate(row)]) for row in rank if row]
+    want = torch.cat(rows) if rows else got.values
+    torch.testing.assert_close(got.values, want)
+    if want.numel():
+        weight = torch.randn_like(want)
+        torch.testing.assert_close(*(torch.autograd.grad((x * weight).sum(), p.values)[0] for x in (got.values, want)))
+
+
+def test_flip():
+    p = packed(MIXED, 2)
+    assert all(torch.equal(a, b.flip(0)) for a, b in zip(p.flip(1), p, strict=True))
+    assert all(torch.equal(a, b.flip(0, 1)) for a, b in zip(p.flip(1, 2), p, strict=True))
+    assert all(torch.equal(a, b.flip(0, 1)) for a, b in zip(torch.flip(p, (-1, 1)), p, strict=True))  # pyright: ignore
+    with pytest.raises(TypeError, match="flip: dim 0 would put rows in another order"):
+        p.flip(0)
+
+
+def test_integers_and_dtypes():
+    p = PackedTensor(torch.tensor([3, 1, 2, 5], dtype=torch.int32), [2, 0, 2])
+    assert p.sum(1).dtype is torch.int64
+    assert p.cumsum(1).values.tolist() == [3, 4, 2, 7]
+    assert p.sum(1, dtype=torch.float32).tolist() == [4, 0, 7]
+    assert p.mean(1, dtype=torch.float32)[0] == 2
+    assert p[p.lens > 0].amax(1).tolist() == [3, 5]
+    with pytest.raises(TypeError, match=r"mean: a mean needs floating point, got torch.int32; give dtype="):
+        p.mean(1)
+    half = PackedTensor(torch.ones(4, dtype=torch.float16), [4])
+    assert half.softmax(1, dtype=torch.float32).dtype is torch.float32
+    for dtype in (torch.float16, torch.bfloat16):
+        assert half.to(dtype).logsumexp(1).dtype is dtype
+
+
+def test_second_order():
+    p = packed(MIXED, 2)
+
+    def f(values: Tensor) -> Tensor:
+        q = PackedTensor(values, MIXED)
+        q = (q.softmax(1) * q).cumsum(1).flip(1) - q.sum(1, keepdim=True)
+        return q.logsumexp((1, 2))[[0, 2, 3]] + q.softmax(0).sum(1)[[0, 2, 3]].sum(-1)
+
+    assert torch.autograd.gradgradcheck(f, p.values)
