@@ -18,7 +18,7 @@ from tensorloop._packed_base import is_packed
 from tensorloop._packed_dim import Dim, differ
 from tensorloop._rows import Rows
 from tensorloop._xs import Slices
-from tensorloop._ys import Outputs
+from tensorloop._ys import Outputs, check_unchanged
 from tensorloop.packed import PackedTensor
 
 
@@ -108,17 +108,13 @@ class PackedOutputs(Outputs):
     def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
         return self.slices.part(ys, 0, t)
 
-    def stack(self, reverse: bool) -> Any:
-        return self.packed(super().stack(reverse))
-
     def of_no_steps(self, ys: Any) -> Any:
         return _pytree.tree_map(lambda y: PackedTensor(y[:, 0], self.slices.ragged) if y.dim() > 1 else y, ys)
 
-    def packed(self, ys: Any) -> Any:
-        """ys in time order, packed."""
+    def stack(self, reverse: bool) -> Any:
         slices = self.slices
         assert self.tree is not None
-        leaves = self.tree.flatten(ys) or []
+        leaves = self.tree.flatten(super().stack(reverse)) or []  # in time order
         for k, (y, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             if isinstance(kind, tuple):
                 leaves[k] = PackedTensor(_ragged.permute(y, slices.inverse, slices.order), slices.ragged)
@@ -139,11 +135,7 @@ class _Column:
         self.versions.append(y._version if kept else None)
 
     def stack(self, reverse: bool) -> Tensor:
-        for step, (y, version) in enumerate(zip(self.waiting, self.versions, strict=True)):
-            if version is not None and y._version != version:
-                raise RuntimeError(
-                    f"{self.name}: the output of step {step} was changed in place at a later step; return y.clone()"
-                )
+        check_unchanged(self.waiting, self.versions, self.name)
         return torch.cat(self.waiting)
 
 

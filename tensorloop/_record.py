@@ -21,41 +21,10 @@ from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
 from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
 from tensorloop._tape import Version, begun, closed, final, new_token
+from tensorloop._watched import Watched, as_users
 from tensorloop._world import Autocast, Random
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array import TensorArray
-
-
-class Watched:
-    """The body of a loop, under the eyes of its captures while these are watching."""
-
-    def __init__(self, body: Any, captures: Captures) -> None:
-        self.body, self.captures, self.on = body, captures, True
-
-    def __call__(self, *args: Any) -> Any:
-        quiet, here.quiet = here.quiet, False
-        outer = here.notes
-        try:
-            if not self.on:
-                return self.body(*args)
-            here.notes = self.captures
-            with self.captures:
-                return self.body(*args)
-        finally:
-            here.notes, here.quiet = outer, quiet
-
-
-def _users(condition: Any) -> Any:
-    """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
-
-    def ask(*args: Any) -> Any:
-        quiet, here.quiet = here.quiet, False
-        try:
-            return condition(*args)
-        finally:
-            here.quiet = quiet
-
-    return None if condition is None else ask
 
 
 class Record:
@@ -71,7 +40,7 @@ class Record:
         self.captures = Captures(loop.name, here.serial)
         loop.eager = True
         loop.init = [self.replacing.of(x) for x in loop.init]
-        loop.cond, loop.until = _users(loop.cond), _users(loop.until)
+        loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
         self.autocast = Autocast()
         self.snapshots: dict[int, Snapshot] = {}
@@ -81,7 +50,6 @@ class Record:
         self.y_recorded: list[bool] = []
         self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
         self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
-        self.tangled = False
         self.replaced: dict[int, Tensor] = {}  # captures that a replay must not go through: id -> leaf
 
     # -- the sweep
@@ -457,7 +425,7 @@ class Record:
                     self.snapshots[0] = self.initial
                     state = self.restore(0)
                 elif action.step < self.steps:
-                    self.snapshots[action.step] = self._snapshot(state)
+                    state = self.keep(action.step, state)
             elif isinstance(action, schedule.Drop):
                 self.drop(action.step)
             else:
@@ -465,7 +433,3 @@ class Record:
                     state = self.advance(t, state)
                 if action.stop >= self.steps:
                     break
-
-    def _snapshot(self, state: State) -> Snapshot:
-        random = Random(g for g, _ in self.captures.generators.values())
-        return Snapshot(state, random, self.captures.buffers(), self.store)

@@ -147,13 +147,18 @@ class Column:
             out = self.copies.stack()
             out = out.flip(0) if reverse else out
             return out.movedim(0, place(self.dim, out.dim() - 1))
-        for step, (y, version) in enumerate(zip(self.waiting, self.versions, strict=True)):
-            if version is not None and y._version != version:
-                raise RuntimeError(
-                    f"{self.name}: the output of step {step} was changed in place at a later step; return y.clone()"
-                )
+        check_unchanged(self.waiting, self.versions, self.name)
         values = self.waiting[::-1] if reverse else self.waiting
         return torch.stack(values, place(self.dim, values[0].dim()))
+
+
+def check_unchanged(ys: Sequence[Tensor], versions: Sequence[int | None], name: str) -> None:
+    """Raises where an output that waits to be joined was changed in place meanwhile."""
+    for step, (y, version) in enumerate(zip(ys, versions, strict=True)):
+        if version is not None and y._version != version:
+            raise RuntimeError(
+                f"{name}: the output of step {step} was changed in place at a later step; return y.clone()"
+            )
 
 
 def place(dim: int, rank: int) -> int:

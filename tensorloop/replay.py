@@ -1,6 +1,6 @@
 """Carries out a checkpoint schedule under autograd: a sweep that keeps a few states, and a backward that replays steps.
 
-How it works, in the order to read it (`docs/loops.md` has the pictures):
+How it works, in the order to read it (`docs/how_loops_work.md` has the picture):
 
 1. The first sweep (`_record`) runs each step in grad mode on detached leaves, so that the step's own graph says what
    the body closes over (`_captures`), and drops that graph again. It leaves snapshots where the schedule wants them.

@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "_stand_ins",
         "_steps",
         "_tape",
+        "_watched",
         "_world",
         "schedule",
         "tensor_array",
@@ -170,6 +171,7 @@ ALLOWED: dict[str, set[str]] = {
         "_ragged",
     },
     "regroup": {"_checks", "_compile", "_modes", "kernels", "kernels.moves"},
+    "_watched": {"_active", "_captures"},
 }
 ON_THE_SIDE = {"memory", "testing", "reference"}
 THIRD_PARTY = {"torch", "tqdm"}  # tqdm where progress=True asks for it
