@@ -33,7 +33,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 THREADS = 2
 TIMEOUT_S = 600
-ENVIRONMENT = {"memory": {"MALLOC_MMAP_THRESHOLD_": "65536"}}  # kind of cell -> variables of its process
+ENVIRONMENT = {  # kind of cell -> variables of its process
+    "memory": {"MALLOC_MMAP_THRESHOLD_": "65536"},
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184"},  # what is freed is given out again
+}
 
 Cell = dict[str, Any]
 Entry = dict[str, Any]  # {"cell": Cell, "raw": [the answer of each round]}
@@ -78,6 +81,17 @@ def measure(
                 entry["raw"].append(process(script, entry["cell"]))
                 bar.update()
     return entries
+
+
+def seconds(run: Callable[[], object], runs: int) -> list[float]:
+    """Each run's time, its results dropped on the clock; three warm-ups are left out."""
+    found = []
+    gc.collect()
+    for _ in range(3 + runs):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return found[3:]
 
 
 SLOW = 10.0  # seconds spent on one cell after which one timed run is enough

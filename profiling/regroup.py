@@ -11,11 +11,9 @@ profiling/results/regroup.json, the picture to docs/images/, the table between t
 """
 
 import argparse
-import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -124,17 +122,6 @@ WAYS: dict[str, Callable[[Case], Way]] = {
 }
 
 
-def seconds(run: Callable[[], object], runs: int) -> list[float]:
-    """Each run's time, its results dropped on the clock; three warm-ups are left out."""
-    found = []
-    gc.collect()
-    for _ in range(3 + runs):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return found[3:]
-
-
 def run_cell(cell: harness.Cell) -> dict[str, Any]:
     """What a process of its own does."""
     case = cases()[cell["case"]]
@@ -149,8 +136,8 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     agree(torch.autograd.grad(way(values), values, cotangents), torch.autograd.grad(expected, values, cotangents), 1e-6)
     del expected
     with torch.no_grad():
-        forward = seconds(lambda: way(values), cell["runs"])
-    both = seconds(lambda: torch.autograd.grad(way(values), values, cotangents), cell["runs"])
+        forward = harness.seconds(lambda: way(values), cell["runs"])
+    both = harness.seconds(lambda: torch.autograd.grad(way(values), values, cotangents), cell["runs"])
     return {"forward_s": forward, "total_s": both}
 
 
@@ -167,8 +154,8 @@ def kernel_alone(case: Case, values: list[Tensor], runs: int) -> dict[str, Any]:
     target = torch.empty_like(source)
     found: dict[str, Any] = {"bytes": 2 * source.numel() * source.element_size(), "kernel_s": [], "copy_s": []}
     for _ in range(runs):
-        found["kernel_s"] += seconds(lambda: cpu_moves.run(values, out, moves), 1)
-        found["copy_s"] += seconds(lambda: target.copy_(source), 1)
+        found["kernel_s"] += harness.seconds(lambda: cpu_moves.run(values, out, moves), 1)
+        found["copy_s"] += harness.seconds(lambda: target.copy_(source), 1)
     return found
 
 

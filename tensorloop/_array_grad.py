@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
+from tensorloop.kernels import find
 
 
 class Rows(NamedTuple):
@@ -46,9 +47,8 @@ def take(values: Tensor, key: Key) -> Tensor:
 def put_(values: Tensor, key: Key, x: Tensor | float) -> None:
     """Writes x into the slots of `key`, in place; rows that do not write keep what they hold."""
     if isinstance(key, Rows):
-        old = take(values, key)
-        x = torch.where(key.mask(old), x, old)
-        values[_as_index(key, values)] = x
+        assert isinstance(x, Tensor)
+        find("write_rows", values, x, *key)(values, key.pos, x, key.where)
     else:
         values[key] = x
 
@@ -92,10 +92,13 @@ class Step(torch.autograd.Function):
         grad_x = None
         if ctx.write is not None:
             appended = _start(ctx.write) >= ctx.before
-            if ctx.needs_input_grad[1]:
-                grad_x = _gradient_of(grad, ctx.write, ctx.leaf or (in_place and not appended))
-            if not appended:
-                grad = _clear(grad, ctx.write, in_place)
+            if isinstance(ctx.write, Rows) and in_place:  # both at once
+                grad_x = find("take_rows", grad, *ctx.write)(grad, ctx.write.pos, ctx.write.where)
+            else:
+                if ctx.needs_input_grad[1]:
+                    grad_x = _gradient_of(grad, ctx.write, ctx.leaf or (in_place and not appended))
+                if not appended:
+                    grad = _clear(grad, ctx.write, in_place)
         before = grad[: ctx.before] if ctx.before else None
         return before, grad_x, None, None, None, None
 

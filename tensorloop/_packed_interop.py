@@ -103,14 +103,20 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"{name}: expected a nested tensor, got {_checks.describe(nested)}")
     if nested.layout is not torch.jagged:
         rows = nested.unbind()
+        if not rows:
+            raise ValueError(f"{name}: a nested tensor without rows has no feature dims; give values (0, *F) and lens")
         return torch.cat(rows), torch.tensor([len(row) for row in rows])
     if getattr(nested, "_ragged_idx", 1) != 1:
         raise ValueError(f"{name}: the ragged dim must be dim 1; transpose it back first")
     offsets, lens = nested.offsets(), nested.lengths()  # pyright: ignore[reportAttributeAccessIssue]
     if lens is None:
         values = nested.values()
-        return values[int(offsets[0]) : int(offsets[-1])] if len(offsets) else values, offsets.diff()
-    return torch.cat([row[:n] for row, n in zip(nested.unbind(), lens.tolist(), strict=True)]), lens
+        whole = values[int(offsets[0]) : int(offsets[-1])] if len(offsets) else values
+        return whole, offsets.diff().to(torch.int64)
+    if not len(lens):
+        return nested.values()[:0], lens.to(torch.int64)
+    rows = zip(nested.unbind(), lens.tolist(), strict=True)
+    return torch.cat([row[:n] for row, n in rows]), lens.to(torch.int64)
 
 
 def lengths_of(cu_seqlens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop import _ragged
+from tensorloop import _ragged, _ragged_reduce
 from tensorloop._packed_base import Packed, dim_number, dim_numbers, is_packed, refused
 from tensorloop._packed_dim import Dim
 from tensorloop._packed_ops import fall_back, handles, rewrap
@@ -101,7 +101,7 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
     def reduce(s: _Segments) -> Tensor:
         if initial is None:
             _no_empty(s, name)
-        return _ragged.amax(s.values, s.offsets, which, 0 if initial is None else initial)
+        return _ragged_reduce.amax(s.values, s.offsets, which, 0 if initial is None else initial)
 
     out = _over(func, input, dim, keepdim, reduce, {})
     if initial is None:
@@ -149,7 +149,7 @@ def _best(p: Packed, d: int, which: str, name: str) -> tuple[Tensor, Tensor]:
     """The best of each segment, and its index along dim d."""
     s = _segments(p, (d,))
     _no_empty(s, name)
-    values, where = _ragged.extreme(s.values, s.offsets, which)
+    values, where = _ragged_reduce.extreme(s.values, s.offsets, which)
     if s.order is not None:  # the row that the entry at this t is in
         return values, p._dim.row_ids[s.order][where]
     return values, where - s.offsets[:-1].view(-1, *[1] * (where.dim() - 1))
@@ -157,7 +157,7 @@ def _best(p: Packed, d: int, which: str, name: str) -> tuple[Tensor, Tensor]:
 
 @handles("logsumexp")
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    return _over(func, input, dim, keepdim, lambda s: _ragged.logsumexp(s.values, s.offsets), {})
+    return _over(func, input, dim, keepdim, lambda s: _ragged_reduce.logsumexp(s.values, s.offsets), {})
 
 
 def _variance(s: _Segments, correction: float) -> tuple[Tensor, Tensor]:
@@ -258,17 +258,17 @@ def _softmax_like(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
 
 @handles("softmax", "special_softmax")
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _softmax_like(torch.softmax, input, dim, dtype, _ragged.softmax)
+    return _softmax_like(torch.softmax, input, dim, dtype, _ragged_reduce.softmax)
 
 
 @handles("log_softmax", "special_log_softmax")
 def _log_softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _softmax_like(torch.log_softmax, input, dim, dtype, _ragged.log_softmax)
+    return _softmax_like(torch.log_softmax, input, dim, dtype, _ragged_reduce.log_softmax)
 
 
 @handles("softmin")
 def _softmin(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-    return _softmax_like(torch.softmax, -input, dim, dtype, _ragged.softmax)
+    return _softmax_like(torch.softmax, -input, dim, dtype, _ragged_reduce.softmax)
 
 
 @handles("cumsum")

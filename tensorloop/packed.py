@@ -372,5 +372,7 @@ _pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="tensorloop.PackedTensor",
+    to_dumpable_context=lambda dim: [dim.name, dim.lens.tolist()],
+    from_dumpable_context=lambda dumped: Dim(*dumped),
     flatten_with_keys_fn=_flatten_with_keys,
 )

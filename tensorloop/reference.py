@@ -1,7 +1,8 @@
 """The specification: every numerical operation again in a few lines of plain PyTorch, for the tests to compare with.
 
 Slow, obvious, and differentiable as often as anybody likes. A loop buffer is here a tuple of its values: each write
-makes a new one, so that the gradients are those of a functional array by construction. Shapes are not checked.
+makes a new one, so that the gradients are those of a functional array by construction; a packed tensor is values and
+a list of lengths. Shapes are not checked.
 """
 
 import itertools
@@ -115,3 +116,152 @@ def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, dim: int = 0, rever
     elements = [tree_unflatten(x, tree) for x in slices]
     ys = list(itertools.accumulate(elements[::-1] if reverse else elements, fn))
     return tree_map(lambda *y: torch.cat(y).movedim(0, dim), *(ys[::-1] if reverse else ys))
+
+
+# Packed tensors: values (N, *F) hold the rows one after another, `lens` how long each is. An operation is that of each
+# row alone.
+
+Lens = list[int]
+Reduction = Callable[[Tensor, tuple[int, ...]], Tensor]
+
+
+def offsets_of(lens: Lens) -> Tensor:
+    """(B+1,) int64: where each row begins, and the end of the last."""
+    return torch.tensor([0, *itertools.accumulate(lens)])
+
+
+def pack(padded: Tensor, lens: Lens) -> Tensor:
+    """(B, T, *F) -> (N, *F)"""
+    return torch.cat([padded.flatten(0, 1)[:0], *(row[:n] for row, n in zip(padded, lens, strict=True))])
+
+
+def pad(values: Tensor, lens: Lens, steps: int, fill: float = 0) -> Tensor:
+    """(N, *F) -> (B, steps, *F), `fill` behind the end of each row."""
+    behind = [values.new_full((steps - n, *values.shape[1:]), fill) for n in lens]
+    rows = [torch.cat(pair) for pair in zip(values.split(lens), behind, strict=True)]
+    return torch.stack(rows) if rows else values.new_zeros(0, steps, *values.shape[1:])
+
+
+def spread(rows: Tensor, lens: Lens) -> Tensor:
+    """(B, *F) -> (N, *F): row b as often as it is long."""
+    return torch.cat([rows[:0], *(row.expand(n, *row.shape) for row, n in zip(rows, lens, strict=True))])
+
+
+def at_steps(values: Tensor, lens: Lens) -> list[Tensor]:
+    """The entries at each t, (rows that reach t, *F): what the batch dim holds there."""
+    rows = values.split(lens)
+    return [torch.stack([row[t] for row in rows if len(row) > t]) for t in range(max(lens, default=0))]
+
+
+def reduce(fn: Reduction, values: Tensor, lens: Lens, dim: tuple[int, ...] = (1,)) -> Tensor:
+    """fn(x, dims) of each row, or with 0 in `dim` of the entries at each t; dims are numbered as in (B, T, *F)."""
+    inner = (0, *(d - 1 for d in dim if d > 1))
+    done = [fn(x, inner) for x in (at_steps(values, lens) if 0 in dim else values.split(lens))]
+    return torch.stack(done) if done else fn(values.new_zeros(2, *values.shape[1:]), inner)[None][:0]
+
+
+def within(fn: Callable[[Tensor], Tensor], values: Tensor, lens: Lens, dim: int = 1) -> Tensor:
+    """fn of each row, or for dim 0 of the entries at each t, which keeps their number: (N, *F)."""
+    if dim == 1:
+        return torch.cat([values[:0], *map(fn, values.split(lens))])
+    done = [iter(fn(x)) for x in at_steps(values, lens)]
+    return torch.stack([next(done[t]) for n in lens for t in range(n)]) if sum(lens) else values[:0]
+
+
+def segment_sum(values: Tensor, lens: Lens) -> Tensor:
+    """(B, *F); 0 for an empty row."""
+    return reduce(lambda row, dim: row.sum(dim), values, lens)
+
+
+def segment_mean(values: Tensor, lens: Lens) -> Tensor:
+    """(B, *F); NaN for an empty row."""
+    return reduce(lambda row, dim: row.mean(dim), values, lens)
+
+
+def segment_max(values: Tensor, lens: Lens, empty: float = 0) -> Tensor:
+    """(B, *F); `empty` for an empty row. Equal entries share the gradient."""
+    return reduce(lambda row, _: row.amax(0) if len(row) else row.new_full(row.shape[1:], empty), values, lens)
+
+
+def segment_min(values: Tensor, lens: Lens, empty: float = 0) -> Tensor:
+    """(B, *F); `empty` for an empty row. Equal entries share the gradient."""
+    return reduce(lambda row, _: row.amin(0) if len(row) else row.new_full(row.shape[1:], empty), values, lens)
+
+
+def segment_logsumexp(values: Tensor, lens: Lens) -> Tensor:
+    """(B, *F); -inf for an empty row."""
+    return reduce(lambda row, dim: row.logsumexp(dim), values, lens)
+
+
+def segment_softmax(values: Tensor, lens: Lens) -> Tensor:
+    """(N, *F)"""
+    return within(lambda row: row.softmax(0), values, lens)
+
+
+def segment_log_softmax(values: Tensor, lens: Lens) -> Tensor:
+    """(N, *F)"""
+    return within(lambda row: row.log_softmax(0), values, lens)
+
+
+def segment_cumsum(values: Tensor, lens: Lens) -> Tensor:
+    """(N, *F)"""
+    return within(lambda row: row.cumsum(0), values, lens)
+
+
+def flip(values: Tensor, lens: Lens) -> Tensor:
+    """(N, *F), each row from its end."""
+    return within(lambda row: row.flip(0), values, lens)
+
+
+def gather_rows(values: Tensor, index: Sequence[int]) -> Tensor:
+    """(n, *F): the entries of these numbers; one may be taken again."""
+    return torch.cat([values[:0], *(values[i : i + 1] for i in index)])
+
+
+def scan_packed(
+    body_fn: Callable[..., tuple[Any, Any]], init: Any, values: Tensor, lens: Lens, reverse: bool = False
+) -> tuple[Any, Any]:
+    """(carry, ys (N, *F)) over packed xs: each row of the carry with its row of xs, as a batch of one; N is not 0."""
+    leaves, tree = tree_flatten(init)
+    carries = [tree_unflatten(row, tree) for row in zip(*(x.split(1) for x in leaves), strict=True)]
+    ys = []
+    for b, row in enumerate(values.split(lens)):
+        if len(row):
+            carries[b], y = scan(body_fn, carries[b], row[:, None], reverse=reverse)
+            ys.append(tree_map(lambda y: y.squeeze(1), y))
+    return tree_map(lambda *x: torch.cat(x), *carries), tree_map(lambda *y: torch.cat(y), *ys)
+
+
+def regroup(
+    values: Sequence[Tensor],
+    keys: Sequence[Sequence[str]],
+    lengths: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[str]],
+) -> list[Tensor]:
+    """The columns of each key by `split`, put together by `cat`."""
+    columns: dict[str, Tensor] = {}
+    for x, names, widths in zip(values, keys, lengths, strict=True):
+        columns.update(zip(names, x.split(list(widths), -1), strict=True))
+    nothing = values[0][..., :0]
+    return [torch.cat([nothing, *(columns[key] for key in group)], -1) for group in groups]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, sees: Tensor | None = None
+) -> Tensor:
+    """q (B, T, heads, D), k and v (B, S, heads_kv, D); `sees` (B, heads, T, S); 0 where a query sees nothing."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    mask = torch.ones_like(scores, dtype=torch.bool) if sees is None else sees.expand(scores.shape)
+    mask = mask.tril() if causal else mask
+    weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True) if scores.numel() else scores) * mask
+    total = weights.sum(-1, keepdim=True)
+    return (weights / torch.where(total == 0, 1, total) @ v).transpose(1, 2)
+
+
+def attention_packed(q: Tensor, k: Tensor, v: Tensor, q_lens: Lens, k_lens: Lens, **options: Any) -> Tensor:
+    """q (N, heads, D), k and v (M, heads_kv, D): row b of q sees row b of k; `options` as above."""
+    rows = zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)
+    nothing = q.new_zeros(0, q.shape[1], v.shape[2])
+    return torch.cat([nothing, *(attention(*(x[None] for x in row), **options)[0] for row in rows)])

@@ -1,19 +1,18 @@
-"""Arguments for the kernels of `tensorloop_cuda`: in the simulator, for the compiler, and on a device."""
+"""Arguments for kernels: on the CPU, and for those of CUDA in the simulator, for the compiler, and on a device."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop import reference
 from tensorloop.kernels.moves import Move, Moves
+from tensorloop.reference import offsets_of
 
 MOVED = ["pack_rows", "pad_rows", "spread_rows", "gather_rows"]
-REDUCED = [f"segment_{name}" for name in ("sum", "max", "min", "logsumexp", "softmax", "softmax_grad", "cumsum")]
-OPERATIONS = [*MOVED, *REDUCED]
-
-
-def offsets_of(lens: list[int]) -> Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
+GRADIENTS = ("softmax_grad", "logsumexp_grad", "extreme_grad")
+REDUCED = [f"segment_{name}" for name in ("sum", "max", "min", "logsumexp", "softmax", "cumsum", *GRADIENTS)]
+OPERATIONS = [*MOVED, *REDUCED]  # regroup has tests of its own, and so has what works in place
 
 
 def arguments(operation: str, lens: list[int], features: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
@@ -24,7 +23,7 @@ def arguments(operation: str, lens: list[int], features: int, dtype: torch.dtype
     def numbers(*shape: int) -> Tensor:
         return (torch.randn(shape) * 3).to(dtype)
 
-    values = numbers(n, features)
+    values, reduced = numbers(n, features), numbers(len(lens), features)
     return {
         "pack_rows": lambda: (numbers(len(lens), steps, features), offsets, n),
         "pad_rows": lambda: (values, offsets, steps + 1, 2),
@@ -33,6 +32,8 @@ def arguments(operation: str, lens: list[int], features: int, dtype: torch.dtype
         "segment_max": lambda: (values, offsets, -7),
         "segment_min": lambda: (values, offsets, 7),
         "segment_softmax_grad": lambda: (values, numbers(n, features), offsets),
+        "segment_logsumexp_grad": lambda: (values, reference.segment_logsumexp(values, lens), reduced, offsets),
+        "segment_extreme_grad": lambda: (values.round(), reference.segment_max(values.round(), lens), reduced, offsets),
     }.get(operation, lambda: (values, offsets))()
 
 

@@ -45,6 +45,7 @@ def main() -> None:
         tensorloop_cuda.regroup([torch.zeros(2, width, dtype=dtype) for width in table.sources], table)
     rows = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3), torch.ones(2, dtype=torch.bool)
     tensorloop_cuda.write_rows(torch.zeros(4, 2, 3), *rows)
+    tensorloop_cuda.take_rows(torch.zeros(4, 2, 3), rows[0], rows[2])
     json.dump(found, sys.stdout)
 
 

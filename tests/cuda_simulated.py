@@ -151,6 +151,11 @@ def test_write_rows(dtype: torch.dtype) -> None:
     expected[0, 0], expected[3, 1] = x[0], x[1]  # two are outside, one is masked
     tensorloop_cuda.write_rows(slots, pos, x, where)
     assert torch.equal(slots, expected)
+    taken = torch.zeros_like(x)
+    taken[0], taken[1] = x[0], x[1]
+    expected[0, 0], expected[3, 1] = 0, 0
+    assert torch.equal(tensorloop_cuda.take_rows(slots, pos, where), taken)
+    assert torch.equal(slots, expected)
 
 
 # ---- memory around the tensors
@@ -220,6 +225,7 @@ def test_regroup_and_writes_stay_inside(outputs: list[Tensor]) -> None:
     slots, whole = guarded(torch.zeros(2, 3, 5))
     pos = torch.tensor([-1, 2, 1 << 40])
     tensorloop_cuda.write_rows(slots, pos, torch.ones(3, 5), torch.ones(3, dtype=torch.bool))
+    assert not tensorloop_cuda.take_rows(slots, pos, torch.ones(3, dtype=torch.bool)).any()
     assert untouched(whole)
     assert not slots.any()
 

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tensorloop import _attention, _attention_strips
+from tensorloop import _attention, _attention_strips, reference
 from tensorloop._attention_strips import Task
 from tensorloop.attention import attention
 from tensorloop.packed import Dim, PackedTensor
 from tensorloop.testing import assert_matches_reference
-from tests import attention_cases as cases
-from tests.attention_cases import packed_attention, tensors
+from tests.attention_cases import tensors
 
 
 def packed_values(q: Tensor, k: Tensor, v: Tensor, *, q_lens: list[int], k_lens: list[int], causal: bool) -> Tensor:
@@ -48,7 +47,7 @@ def test_packed_self_attention_is_that_of_each_row(causal: bool, lens: list[int]
     n, (H, G) = sum(lens), heads
     assert_matches_reference(
         functools.partial(packed_values, q_lens=lens, k_lens=lens, causal=causal),
-        functools.partial(packed_attention, q_lens=lens, k_lens=lens, causal=causal),
+        functools.partial(reference.attention_packed, q_lens=lens, k_lens=lens, causal=causal),
         *tensors((n, H, D), (n, G, D), (n, G, D)),
     )
 
@@ -62,7 +61,7 @@ def test_packed_cross_attention_aligns_first_positions_and_gives_zeros_to_rows_w
     q_lens, k_lens = [n for n, _ in lens], [m for _, m in lens]
     assert_matches_reference(
         functools.partial(packed_values, q_lens=q_lens, k_lens=k_lens, causal=causal),
-        functools.partial(packed_attention, q_lens=q_lens, k_lens=k_lens, causal=causal),
+        functools.partial(reference.attention_packed, q_lens=q_lens, k_lens=k_lens, causal=causal),
         *tensors((sum(q_lens), 4, 3), (sum(k_lens), 2, 3), (sum(k_lens), 2, 5)),
     )
 
@@ -72,13 +71,13 @@ def test_both_kernels_agree_on_rows_long_and_short(strip_kernel: str, causal: bo
     q_lens, k_lens = [3, 50, 0, 7, 8, 33, 6, 1], [5, 50, 4, 0, 8, 40, 2, 32]
     assert_matches_reference(
         functools.partial(packed_values, q_lens=q_lens, k_lens=k_lens, causal=causal),
-        functools.partial(packed_attention, q_lens=q_lens, k_lens=k_lens, causal=causal),
+        functools.partial(reference.attention_packed, q_lens=q_lens, k_lens=k_lens, causal=causal),
         *tensors((sum(q_lens), 4, 4), (sum(k_lens), 2, 4), (sum(k_lens), 2, 4)),
     )
     lens = [3, 50, 0, 7, 8, 33, 6, 1]
     assert_matches_reference(
         functools.partial(packed_values, q_lens=lens, k_lens=lens, causal=causal),
-        functools.partial(packed_attention, q_lens=lens, k_lens=lens, causal=causal),
+        functools.partial(reference.attention_packed, q_lens=lens, k_lens=lens, causal=causal),
         *tensors(*[(sum(lens), 2, 4)] * 3),
     )
 
@@ -90,7 +89,7 @@ def test_padded(strip_kernel: str, causal: bool, sizes: tuple[int, int], B: int,
     T, S = sizes
     assert_matches_reference(
         functools.partial(attention, causal=causal),
-        functools.partial(cases.attention, causal=causal),
+        functools.partial(reference.attention, causal=causal),
         *tensors((B, T, H, D), (B, S, G, D), (B, S, G, Dv)),
     )
 
@@ -118,7 +117,7 @@ def test_sizes_of_zero(strip_kernel: str, H: int, D: int, Dv: int):
 
 def test_scale():
     q, k, v = tensors((1, 4, 2, 3), (1, 4, 2, 3), (1, 4, 2, 3))
-    torch.testing.assert_close(attention(q, k, v, scale=2), cases.attention(q, k, v, scale=2.0))
+    torch.testing.assert_close(attention(q, k, v, scale=2), reference.attention(q, k, v, scale=2.0))
     torch.testing.assert_close(attention(q, k, v, scale=0.0), v.mean(1, keepdim=True).expand(1, 4, 2, 3))
     torch.testing.assert_close(attention(q, k, v), attention(q, k, v, scale=3**-0.5))
 
@@ -182,7 +181,7 @@ def test_what_is_not_of_a_row_is_never_read(strip_kernel: str, causal: bool, bad
 def test_large_scores_do_not_overflow(strip_kernel: str):
     q, k, v = tensors(*[(1, 6, 1, 4)] * 3, dtype=torch.float32)
     out = attention(q * 1e4, k * 1e4, v)
-    torch.testing.assert_close(out, cases.attention(q.double() * 1e4, k.double() * 1e4, v.double()).float())
+    torch.testing.assert_close(out, reference.attention(q.double() * 1e4, k.double() * 1e4, v.double()).float())
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), [q, k, v]))
 
 
@@ -192,7 +191,7 @@ def test_dtypes(strip_kernel: str, dtype: torch.dtype, tolerance: float):
     narrow = [x.detach().to(dtype).requires_grad_() for x in wide]
     lens = [3, 35, 0, 2]
     out = packed_values(*narrow, q_lens=lens, k_lens=lens, causal=True)
-    expected = packed_attention(*wide, q_lens=lens, k_lens=lens, causal=True)
+    expected = reference.attention_packed(*wide, q_lens=lens, k_lens=lens, causal=True)
     assert out.dtype is dtype
     cotangent = torch.randn_like(expected)
     grads = torch.autograd.grad(out, narrow, cotangent.to(dtype))
@@ -213,7 +212,7 @@ def test_autocast_casts_and_gradients_come_back_in_the_dtype_of_the_inputs(strip
     torch.testing.assert_close(list(found), grads, rtol=0, atol=0)
     wide = [x.double() for x in leaves]
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(attention(*wide), cases.attention(*wide))
+        torch.testing.assert_close(attention(*wide), reference.attention(*wide))
 
 
 def test_under_autocast_what_stays_float64_does_not_mix():
@@ -237,13 +236,15 @@ def test_any_strides():
         return attend(q, k.expand(q.shape), v)  # pyright: ignore[reportCallIssue]
 
     assert_matches_reference(
-        functools.partial(parts, attend=attention), functools.partial(parts, attend=cases.attention), whole
+        functools.partial(parts, attend=attention), functools.partial(parts, attend=reference.attention), whole
     )
     assert torch.autograd.gradgradcheck(
         lambda x: parts(x, attention), whole[:, :1, :2, :, :2].detach().requires_grad_()
     )
     x = torch.randn(1, 1, 1, 4, dtype=torch.float64).requires_grad_()
-    both = [f(x.expand(2, 5, 2, 4), x.expand(2, 7, 1, 4), x.expand(2, 7, 1, 4)) for f in (attention, cases.attention)]
+    both = [
+        f(x.expand(2, 5, 2, 4), x.expand(2, 7, 1, 4), x.expand(2, 7, 1, 4)) for f in (attention, reference.attention)
+    ]
     torch.testing.assert_close(*both)
     torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in both))
 
@@ -251,7 +252,7 @@ def test_any_strides():
 def test_the_same_tensor_as_query_key_and_value():
     (x,) = tensors((2, 5, 2, 3))
     assert_matches_reference(
-        lambda x: attention(x, x, x, causal=True), lambda x: cases.attention(x, x, x, causal=True), x
+        lambda x: attention(x, x, x, causal=True), lambda x: reference.attention(x, x, x, causal=True), x
     )
     out = attention(x, x.sin(), x, causal=True).sin().sum()
     recorded, plain = (torch.autograd.grad(out, x, create_graph=record, retain_graph=True) for record in (True, False))
@@ -300,7 +301,7 @@ def test_partial_gradients(needed: list[int]):
     inputs = [x if i in needed else x.detach() for i, x in enumerate(leaves)]
     lens = [4, 0, 3]
     some = [leaves[i] for i in needed]
-    wanted = torch.autograd.grad(packed_attention(*inputs, q_lens=lens, k_lens=lens).sin().sum(), some)
+    wanted = torch.autograd.grad(reference.attention_packed(*inputs, q_lens=lens, k_lens=lens).sin().sum(), some)
     out = packed_values(*inputs, q_lens=lens, k_lens=lens, causal=False)
     torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), some), wanted)
     out = packed_values(*inputs, q_lens=lens, k_lens=lens, causal=False)
@@ -336,7 +337,7 @@ def test_an_input_changed_before_backward_is_caught(which: int):
 
 def test_function_transforms():
     q, k, v = (x.detach() for x in tensors((2, 3, 2, 2), (2, 4, 1, 2), (2, 4, 1, 3)))
-    ours, theirs = (functools.partial(f, causal=True) for f in (attention, cases.attention))
+    ours, theirs = (functools.partial(f, causal=True) for f in (attention, reference.attention))
     close = torch.testing.assert_close
     loss = lambda f: lambda *x: f(*x).sin().sum()  # noqa: E731
     close(torch.func.grad(loss(ours), (0, 1, 2))(q, k, v), torch.func.grad(loss(theirs), (0, 1, 2))(q, k, v))
@@ -357,7 +358,9 @@ def test_a_packed_tensor_inside_a_transform():
         return attend(x).sin().sum()
 
     ours = torch.func.grad(functools.partial(loss, attend=lambda x: attention(*[PackedTensor(x, time)] * 3).values))(x)
-    theirs = functools.partial(loss, attend=lambda x: packed_attention(x, x, x, q_lens=[4, 0, 2], k_lens=[4, 0, 2]))
+    theirs = functools.partial(
+        loss, attend=lambda x: reference.attention_packed(x, x, x, q_lens=[4, 0, 2], k_lens=[4, 0, 2])
+    )
     torch.testing.assert_close(ours, torch.func.grad(theirs)(x))
 
 
@@ -379,8 +382,7 @@ def test_packed_under_transforms():
         return _attention.attend(q[None], k[None], v[None], Task(0.5, True, [0, 2, 2, 5], [0, 1, 3, 6]))[0]
 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = zip(q.split(lens), k.split(other), v.split(other), strict=True)
-        return torch.cat([cases.attention(*(x[None] for x in row), causal=True, scale=0.5)[0] for row in rows])
+        return reference.attention_packed(q, k, v, lens, other, causal=True, scale=0.5)
 
     torch.testing.assert_close(torch.func.jacrev(ours)(q, k, v), torch.func.jacrev(theirs)(q, k, v))
     torch.testing.assert_close(torch.func.jacfwd(ours)(q, k, v), torch.func.jacrev(theirs)(q, k, v))

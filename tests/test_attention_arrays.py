@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop import reference
 from tensorloop.attention import attention
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
@@ -19,7 +20,7 @@ B, H, G, D = 2, 4, 2, 3
 
 def of_step(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """q (B, H, D) over keys (n, B, G, D)."""
-    return cases.attention(q[:, None], keys.transpose(0, 1), values.transpose(0, 1))[:, 0]
+    return reference.attention(q[:, None], keys.transpose(0, 1), values.transpose(0, 1))[:, 0]
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3), (0,)])
@@ -154,7 +155,7 @@ def test_packed_and_masked_attention_inside_a_loop(checkpoints: int | None, mask
     def theirs(h: Tensor, w: Tensor) -> Tensor:
         for _ in range(5):
             x = h @ w
-            h = h + cases.packed_attention(x, x, x, q_lens=lens, k_lens=lens, causal=True)
+            h = h + reference.attention_packed(x, x, x, q_lens=lens, k_lens=lens, causal=True)
         return h
 
     rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0].requires_grad_()
@@ -170,4 +171,4 @@ def test_inside_torch_compile():
     def compiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q * 2, k, v, causal=True) + 1
 
-    assert_matches_reference(compiled, lambda q, k, v: cases.attention(q * 2, k, v, causal=True) + 1, q, k, v)
+    assert_matches_reference(compiled, lambda q, k, v: reference.attention(q * 2, k, v, causal=True) + 1, q, k, v)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from tensorloop import _attention, _attention_gpu, _attention_strips
+from tensorloop import _attention, _attention_gpu, _attention_strips, reference
 from tensorloop._attention_strips import Task
 from tensorloop.attention import attention
 from tensorloop.packed import PackedTensor
@@ -38,7 +38,7 @@ def both(mod: Callable[..., Tensor], B: int, H: int, n: int, m: int, size: int) 
     """(ours by a block mask, the definition by a dense one)"""
     mask = block_mask(mod, T=n, S=m, size=size, **made_for(mod, B, H))
     sees = dense_mask(mod, B, H, n, m)
-    return functools.partial(attention, block_mask=mask), functools.partial(cases.attention, sees=sees)
+    return functools.partial(attention, block_mask=mask), functools.partial(reference.attention, sees=sees)
 
 
 @each_mod
@@ -73,7 +73,7 @@ def test_packed_rows_see_positions_of_their_own(mod: Callable[..., Tensor]):
         out = []
         for b, row in enumerate(rows):
             some = sees[b : b + 1, :, : q_lens[b], : k_lens[b]]
-            out.append(cases.attention(*(x[None] for x in row), sees=some)[0])
+            out.append(reference.attention(*(x[None] for x in row), sees=some)[0])
         return torch.cat(out)
 
     assert_matches_reference(ours, theirs, *tensors((sum(q_lens), H, D), (sum(k_lens), G, D), (sum(k_lens), G, D)))
@@ -98,7 +98,7 @@ def test_half_precision_sums_the_strips_in_float32():
     narrow = [x.detach().to(torch.bfloat16).requires_grad_() for x in wide]
     same = [x.detach().double().requires_grad_() for x in narrow]
     found = torch.autograd.grad(attention(*narrow, block_mask=mask).sum(), narrow)
-    wanted = torch.autograd.grad(cases.attention(*same, causal=True).sum(), same)
+    wanted = torch.autograd.grad(reference.attention(*same, causal=True).sum(), same)
     for a, b in zip(found, wanted, strict=True):
         assert (a.double() - b).abs().max() < 1e-2 * b.abs().max()
 
@@ -124,7 +124,7 @@ def test_full_blocks_are_taken_as_they_are_and_empty_ones_are_never_looked_at():
     sees[..., 8:, 8:] = torch.ones(4, 2).tril()
     q, k, v = tensors((2, 12, 2, 3), (2, 10, 2, 3), (2, 10, 2, 3))
     assert_matches_reference(
-        functools.partial(attention, block_mask=mask), functools.partial(cases.attention, sees=sees), q, k, v
+        functools.partial(attention, block_mask=mask), functools.partial(reference.attention, sees=sees), q, k, v
     )
     asked.clear()
     with torch.no_grad():

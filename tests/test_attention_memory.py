@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import _attention
+from tensorloop import _attention, reference
 from tensorloop.attention import attention
 from tensorloop.memory import LiveStorages, collector_off, peak
 from tensorloop.packed import PackedTensor
@@ -49,7 +49,7 @@ def test_padded_and_masked_keep_the_same():
 def test_definition_keeps_all_weights():
     q, k, v = (x[None].detach().requires_grad_() for x in leaves(300))
     with pytest.raises(AssertionError, match="expected exactly"):
-        assert_saved_bytes(lambda: cases.attention(q, k, v, causal=True), exactly=kept(300))
+        assert_saved_bytes(lambda: reference.attention(q, k, v, causal=True), exactly=kept(300))
 
 
 def training(kind: str, n: int) -> Callable[[], Any]:
@@ -74,7 +74,7 @@ def test_the_peak_of_a_training_step_is_linear(kind: str):
 def test_the_peak_of_the_definition_is_quadratic():
     def step(n: int) -> Callable[[], Any]:
         inputs = [x[None].detach().requires_grad_() for x in leaves(n)]
-        return lambda: torch.autograd.grad(cases.attention(*inputs, causal=True).sum(), inputs)
+        return lambda: torch.autograd.grad(reference.attention(*inputs, causal=True).sum(), inputs)
 
     assert_growth(step, SIZES[:3], 2, measure=peak, tolerance=0.1)
 

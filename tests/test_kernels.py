@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,9 @@ from torch import Tensor
 from tensorloop import kernels
 from tensorloop.kernels import _compiled, _threads, cpu_moves, cpu_rows, cpu_segments, eager, eager_moves
 from tensorloop.kernels.moves import Move, Moves
+from tests.cuda_cases import MOVED, OPERATIONS, arguments, offsets_of
 
 ROOT = Path(__file__).parents[1]
-
-OPERATIONS = [name for name in kernels.CPU if name != "regroup"]
-
-
-def offsets_of(lens: list[int]) -> Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
-
-
-def arguments(operation: str, lens: list[int], features: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    """Random arguments for one operation over segments of these lengths."""
-    offsets, n = offsets_of(lens), sum(lens)
-    steps = max(lens, default=0)
-
-    def numbers(*shape: int) -> Tensor:
-        return (torch.randn(shape) * 3).to(dtype)
-
-    values = numbers(n, features)
-    return {
-        "pack_rows": lambda: (numbers(len(lens), steps, features), offsets, n),
-        "pad_rows": lambda: (values, offsets, steps + 1, 2),
-        "spread_rows": lambda: (numbers(len(lens), features), offsets, n),
-        "gather_rows": lambda: (values, torch.randint(0, max(n, 1), (2 * n,))),
-        "segment_max": lambda: (values, offsets, -7),
-        "segment_min": lambda: (values, offsets, 7),
-        "segment_softmax_grad": lambda: (values, numbers(n, features), offsets),
-    }.get(operation, lambda: (values, offsets))()
 
 
 def ours(operation: str) -> Callable[..., Any]:
@@ -74,12 +50,12 @@ def test_odd_sizes(operation: str, features: int) -> None:
         assert_same(operation, arguments(operation, lens, features))
 
 
-@pytest.mark.parametrize("operation", [name for name, row in kernels.CPU.items() if row[1] is kernels.REAL])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if kernels.CPU[name][1] is kernels.REAL])
 def test_float64(operation: str) -> None:
     assert_same(operation, arguments(operation, [3, 0, 9, 1], 5, torch.float64), 1e-13)
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if kernels.CPU[name][1] is kernels.MOVED])
+@pytest.mark.parametrize("operation", MOVED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int64])
 def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
     args = arguments(operation, [3, 0, 9, 1], 5, dtype)
@@ -260,6 +236,8 @@ def test_wrong_offsets_touch_no_memory(operation: str) -> None:
             "segment_max": (values, offsets, 0),
             "segment_min": (values, offsets, 0),
             "segment_softmax_grad": (values, values, offsets),
+            "segment_logsumexp_grad": (values, rows[:, 0], rows[:, 0], offsets),
+            "segment_extreme_grad": (values, rows[:, 0], rows[:, 0], offsets),
         }.get(operation, (values, offsets))
         with pytest.raises(ValueError, match="offsets must rise from 0 to 5"):
             ours(operation)(*args)
@@ -379,8 +357,8 @@ def test_fakes_go_to_torch() -> None:
 
 def test_every_kernel_has_its_torch_form() -> None:
     for operation, (module, _) in kernels.CPU.items():
-        assert callable(getattr(eager_moves if operation in kernels.EAGER else eager, operation))
-        assert callable(getattr({"cpu_moves": cpu_moves, "cpu_rows": cpu_rows}.get(module, cpu_segments), operation))
+        for name in (kernels.EAGER.get(operation, "eager"), module):
+            assert callable(getattr(import_module(f"tensorloop.kernels.{name}"), operation))
     with pytest.raises(AttributeError, match="segment_prod"):
         kernels.find("segment_prod", torch.zeros(1))
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.utils import _pytree
 from torch.utils.data import DataLoader
 
 import tensorloop as tl
+from tensorloop import reference
 from tensorloop.packed import Dim, PackedTensor, collate, pack_padded
 
 LENS = st.lists(st.integers(0, 5), max_size=5)
@@ -238,6 +241,9 @@ def test_a_packed_tensor_is_a_tree_of_its_values():
     assert torch.equal(doubled.values, p.values * 2)
     assert _pytree.tree_structure(packed()) == _pytree.tree_structure(packed())
     assert _pytree.tree_structure(packed()) != _pytree.tree_structure(packed([8]))
+    dumped = _pytree.treespec_loads(_pytree.treespec_dumps(_pytree.tree_structure(packed())))
+    again = _pytree.tree_unflatten([packed().values], dumped)
+    assert again.lens.tolist() == packed().lens.tolist()
 
 
 def test_function_transforms_take_it_as_a_tree():
@@ -331,6 +337,7 @@ def test_a_sorted_packed_sequence():
     assert isinstance(packed([1, 2]).to_packed_sequence(), PackedSequence)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 def test_nested_tensors():
     p = packed(grad=True)
     nested = p.to_nested()
@@ -341,12 +348,39 @@ def test_nested_tensors():
     assert back.values.data_ptr() == p.values.data_ptr()
     back.values.sum().backward()
     assert p.grad is not None
-    holes = torch.nested.nested_tensor_from_jagged(p.values.detach(), p.offsets, lengths=torch.tensor([1, 0, 2, 1]))
-    some = PackedTensor.from_nested(holes)
-    assert some.lens.tolist() == [1, 0, 2, 1]
-    assert torch.equal(some.values, p.values.detach()[[0, 3, 4, 7]])
+    strided = PackedTensor.from_nested(torch.nested.as_nested_tensor(list(p.unbind())))
+    assert strided.lens.tolist() == MIXED
+    assert torch.equal(strided.values, p.values)
+    narrow = torch.nested.nested_tensor_from_jagged(p.values, p.offsets.to(torch.int32))
+    assert PackedTensor.from_nested(narrow).lens.tolist() == MIXED
     with pytest.raises(TypeError, match="expected a nested tensor"):
         PackedTensor.from_nested(p.values)
+    with pytest.raises(ValueError, match="nested tensor without rows has no feature dims"):
+        PackedTensor.from_nested(torch.nested.nested_tensor([]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lens", "taken"),
+    [
+        ([0, 3, 3, 7, 8], [1, 0, 2, 1], [0, 3, 4, 7]),  # the ends of rows left out
+        ([0, 3, 3, 7], [3, 0, 4], [0, 1, 2, 3, 4, 5, 6]),  # values behind the last row
+        ([2, 5, 5, 8], None, [2, 3, 4, 5, 6, 7]),  # values before the first
+        ([1, 2, 6], None, [1, 2, 3, 4, 5]),  # both
+        ([2, 5, 8], [1, 2], [2, 5, 6]),
+    ],
+    ids=str,
+)
+def test_nested_tensors_that_leave_values_out(offsets: list[int], lens: list[int] | None, taken: list[int]):
+    values = torch.randn(2, 8, requires_grad=True)
+    lengths = None if lens is None else torch.tensor(lens)
+    nested = torch.nested.nested_tensor_from_jagged(values.T, torch.tensor(offsets), lengths=lengths)
+    p = PackedTensor.from_nested(nested)
+    assert p.lens.tolist() == (torch.tensor(offsets).diff().tolist() if lens is None else lens)
+    assert torch.equal(p.values, values.T[taken])
+    (grad,) = torch.autograd.grad((p.values * p.values).sum(), values)
+    wanted = torch.zeros_like(values)
+    wanted[:, taken] = 2 * values.detach()[:, taken]
+    assert torch.equal(grad, wanted)
 
 
 def test_document_mask():
@@ -356,6 +390,22 @@ def test_document_mask():
         got = p.document_mask(causal)(torch.tensor(0), torch.tensor(0), n[:, None], n)
         want = torch.block_diag(*(torch.ones(k, k) for k in MIXED if k)).bool()
         assert torch.equal(got, want.tril() if causal else want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_document_mask_makes_flex_attention_that_of_each_row(causal: bool):
+    lens = [70, 0, 150, 1, 40]  # FlexAttention's blocks are of 128
+    q, k, v = torch.randn(3, sum(lens), 2, 16)
+    p = PackedTensor(q, lens)
+    mask = create_block_mask(p.document_mask(causal), None, None, len(q), len(q), device="cpu")
+    with torch.no_grad(), warnings.catch_warnings():  # it warns, once a process, that it runs without a compiler
+        warnings.simplefilter("ignore")
+        a, b, c = (x.transpose(0, 1)[None] for x in (q, k, v))
+        found: Any = flex_attention(a, b, c, block_mask=mask)
+    wanted = reference.attention_packed(q, k, v, lens, lens, causal=causal)
+    torch.testing.assert_close(found[0].transpose(0, 1), wanted)
+    ours = tl.attention(p, PackedTensor(k, lens), PackedTensor(v, lens), causal=causal)
+    torch.testing.assert_close(ours.values, wanted)
 
 
 def examples() -> list[tuple[Tensor, dict[str, Tensor], int, str]]:

@@ -145,6 +145,23 @@ def test_the_input_of_a_ctc_loss(model: str):
     assert_same_gradients(net, a, b)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("blank", [0, 3])
+def test_a_ctc_loss_packed_and_padded(reduction: str, blank: int):
+    lens, wanted = torch.tensor([5, 1, 4, 2]), [2, 0, 2, 3]  # the last row is too short for its targets
+    targets = PackedTensor(torch.tensor([1, 1, 2, 1, 1, 2, 1]), wanted)
+    scores = torch.randn(4, 5, 4, dtype=torch.float64, requires_grad=True)
+
+    def loss(x: Any) -> Tensor:
+        time_first = x.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(time_first, targets.values, lens, targets.lens, blank, reduction, zero_infinity=True)
+
+    found, padded = loss(pack_padded(scores, lens)), loss(scores)
+    assert bool((padded > 0).any())
+    torch.testing.assert_close(found, padded)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), scores)[0] for x in (found, padded)))
+
+
 def test_nothing_of_the_size_of_the_padding_is_kept():
     lens = torch.tensor([64] + [1] * 15)
     p = pack_padded(torch.randint(0, 11, (16, 64)), lens)

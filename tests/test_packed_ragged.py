@@ -1,7 +1,6 @@
-"""Ragged operations on plain tensors: the eager kernels and the differentiable layer above, against loops over rows."""
+"""Ragged operations on plain tensors: the eager kernels and the differentiable layer above, against the reference."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from tensorloop import _ragged
+from tensorloop import _ragged, _ragged_reduce, reference
 from tensorloop.kernels import eager
+from tensorloop.reference import offsets_of
 
 LENS = st.lists(st.integers(0, 5), max_size=5)
 MIXED = [3, 0, 4, 1]
@@ -20,39 +20,22 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 
 
-def offsets_of(lens: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lens)])
+Op = Callable[[Tensor, Tensor], Tensor]
+Spec = Callable[[Tensor, list[int]], Tensor]
 
-
-def by_row(values: Tensor, offsets: Tensor, fn: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The reference: `fn` of each row alone. Named `segments` in a specification."""
-    return [fn(values[a:b]) for a, b in itertools.pairwise(offsets.tolist())]
-
-
-def stacked(rows: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack(rows) if rows else like.new_zeros(0, *like.shape[1:])
-
-
-def joined(rows: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(rows) if rows else like[:0]
-
-
-REDUCTIONS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "sum": (_ragged.sum, lambda x: x.sum(0)),
-    "mean": (_ragged.mean, lambda x: x.mean(0)),
-    "logsumexp": (_ragged.logsumexp, lambda x: x.logsumexp(0)),
-    "amax": (_ragged.amax, lambda x: x.amax(0) if len(x) else x.new_zeros(x.shape[1:])),
-    "amin": (lambda x, o: _ragged.amax(x, o, "min"), lambda x: x.amin(0) if len(x) else x.new_zeros(x.shape[1:])),
-    "max": (
-        lambda x, o: _ragged.extreme(x, o, "max")[0],
-        lambda x: x.max(0)[0] if len(x) else x.new_zeros(x.shape[1:]),
-    ),
+REDUCTIONS: dict[str, tuple[Op, Spec]] = {
+    "sum": (_ragged.sum, reference.segment_sum),
+    "mean": (_ragged.mean, reference.segment_mean),
+    "logsumexp": (_ragged_reduce.logsumexp, reference.segment_logsumexp),
+    "amax": (_ragged_reduce.amax, reference.segment_max),
+    "amin": (lambda x, o: _ragged_reduce.amax(x, o, "min"), reference.segment_min),
+    "max": (lambda x, o: _ragged_reduce.extreme(x, o, "max")[0], reference.segment_max),
 }
-SHAPED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "softmax": (_ragged.softmax, lambda x: x.softmax(0)),
-    "log_softmax": (_ragged.log_softmax, lambda x: x.log_softmax(0)),
-    "cumsum": (_ragged.cumsum, lambda x: x.cumsum(0)),
-    "flip": (_ragged.flip, lambda x: x.flip(0)),
+SHAPED: dict[str, tuple[Op, Spec]] = {
+    "softmax": (_ragged_reduce.softmax, reference.segment_softmax),
+    "log_softmax": (_ragged_reduce.log_softmax, reference.segment_log_softmax),
+    "cumsum": (_ragged.cumsum, reference.segment_cumsum),
+    "flip": (_ragged.flip, reference.flip),
 }
 ALL = {name: fn for name, (fn, _) in (REDUCTIONS | SHAPED).items()} | {
     "pad": lambda x, o: _ragged.pad(x, o, 5),
@@ -63,12 +46,12 @@ ALL = {name: fn for name, (fn, _) in (REDUCTIONS | SHAPED).items()} | {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", REDUCTIONS | SHAPED)
 @given(lens=LENS)
-def test_reductions_are_those_of_each_row(name: str, dtype: torch.dtype, lens: list[int]):
-    fn, row = REDUCTIONS[name]
-    offsets, x = offsets_of(lens), torch.randn(sum(lens), 2, 3, dtype=dtype, requires_grad=True)
-    got, want = fn(x, offsets), stacked(by_row(x, offsets, row), x)
+def test_operations_are_those_of_each_row(name: str, dtype: torch.dtype, lens: list[int]):
+    fn, spec = (REDUCTIONS | SHAPED)[name]
+    x = torch.randn(sum(lens), 2, 3, dtype=dtype, requires_grad=True)
+    got, want = fn(x, offsets_of(lens)), spec(x, lens)
     torch.testing.assert_close(got, want, equal_nan=True)
     weight = torch.randn_like(got)
     weight[got.isnan()] = 0
@@ -77,28 +60,32 @@ def test_reductions_are_those_of_each_row(name: str, dtype: torch.dtype, lens: l
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("fill", [0, -2.0])
 @given(lens=LENS)
-def test_running_operations_are_those_of_each_row(name: str, dtype: torch.dtype, lens: list[int]):
-    fn, row = SHAPED[name]
-    offsets, x = offsets_of(lens), torch.randn(sum(lens), 2, 3, dtype=dtype, requires_grad=True)
-    got, want = fn(x, offsets), joined(by_row(x, offsets, row), x)
-    torch.testing.assert_close(got, want)
-    weight = torch.randn_like(got)
-    if sum(lens):
-        torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (got, want)))
-
-
-@given(lens=LENS)
-def test_pack_and_pad(lens: list[int]):
-    offsets, x = offsets_of(lens), torch.randn(sum(lens), 3)
+def test_pack_and_pad(fill: float, lens: list[int]):
+    x = torch.randn(sum(lens), 3, requires_grad=True)
     steps = max(lens, default=0) + 1
-    padded = _ragged.pad(x, offsets, steps, -2.0)
-    assert padded.shape == (len(lens), steps, 3)
-    assert torch.equal(_ragged.pack(padded, offsets, len(x)), x)
-    behind = torch.arange(steps) >= offsets.diff()[:, None]
-    assert bool((padded[behind] == -2).all())
+    padded, want = _ragged.pad(x, offsets_of(lens), steps, fill), reference.pad(x, lens, steps, fill)
+    assert torch.equal(padded, want)
+    back, same = _ragged.pack(padded, offsets_of(lens), len(x)), reference.pack(want, lens)
+    assert torch.equal(back, same)
+    if sum(lens):
+        weight, other = torch.randn_like(padded), torch.randn_like(back)
+        pairs = ((padded, back), (want, same))
+        grads = (torch.autograd.grad((a * weight).sum() + (b * other).sum(), x)[0] for a, b in pairs)
+        torch.testing.assert_close(*grads)
+
+
+@given(lens=LENS, data=st.data())
+def test_spread_and_gather(lens: list[int], data: st.DataObject):
+    rows, x = torch.randn(len(lens), 3, requires_grad=True), torch.randn(sum(lens), 3, requires_grad=True)
+    index = data.draw(st.lists(st.integers(0, sum(lens) - 1), max_size=9)) if sum(lens) else []
+    spread, gathered = _ragged.spread(rows, offsets_of(lens), sum(lens)), _ragged.gather(x, torch.tensor(index).long())
+    pairs = ((spread, reference.spread(rows, lens)), (gathered, reference.gather_rows(x, index)))
+    for (got, want), leaf in zip(pairs, (rows, x), strict=True):
+        assert torch.equal(got, want)
+        weight = torch.randn_like(want)
+        torch.testing.assert_close(*(torch.autograd.grad((y * weight).sum(), leaf)[0] for y in (got, want)))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -170,25 +157,25 @@ def test_forward_mode_of_the_softmax_gradient():
     y, dy = torch.randn(2, 8, 2, dtype=torch.float64)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(y, dy)
-        out = _ragged._softmax_grad(dual, dual, offsets)
+        out = _ragged_reduce._softmax_grad(dual, dual, offsets)
         _, tangent = forward_ad.unpack_dual(out)
     step = 1e-6
-    ends = [_ragged._softmax_grad(y + s * dy, y + s * dy, offsets) for s in (step, -step)]
+    ends = [_ragged_reduce._softmax_grad(y + s * dy, y + s * dy, offsets) for s in (step, -step)]
     torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), atol=1e-7, rtol=1e-6)
 
 
 def test_equal_entries_share_the_gradient_of_amax_and_max_takes_the_first():
     offsets = offsets_of([3, 1])
     x = torch.tensor([2.0, 2.0, 1.0, 5.0], requires_grad=True)
-    (shared,) = torch.autograd.grad(_ragged.amax(x, offsets).sum(), x)
-    (first,) = torch.autograd.grad(_ragged.extreme(x, offsets, "max")[0].sum(), x)
+    (shared,) = torch.autograd.grad(_ragged_reduce.amax(x, offsets).sum(), x)
+    (first,) = torch.autograd.grad(_ragged_reduce.extreme(x, offsets, "max")[0].sum(), x)
     assert shared.tolist() == [0.5, 0.5, 0, 1]
     assert first.tolist() == [1, 0, 0, 1]
 
 
 def test_an_infinite_maximum_has_its_gradient():
     x = torch.tensor([torch.inf, 1.0, -torch.inf], requires_grad=True)
-    out = _ragged.amax(x, offsets_of([2, 1]))
+    out = _ragged_reduce.amax(x, offsets_of([2, 1]))
     assert out.tolist() == [torch.inf, -torch.inf]
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [1, 0, 1]
 
@@ -196,17 +183,17 @@ def test_an_infinite_maximum_has_its_gradient():
 def test_a_row_of_minus_infinity():
     offsets = offsets_of([2, 2])
     x = torch.tensor([-torch.inf, -torch.inf, 0.0, -torch.inf], requires_grad=True)
-    out = _ragged.logsumexp(x, offsets)
+    out = _ragged_reduce.logsumexp(x, offsets)
     assert out.tolist() == [-torch.inf, 0]
     (grad,) = torch.autograd.grad(out[1] + out[0], x)
     assert grad.tolist() == [0, 0, 1, 0]
-    assert _ragged.softmax(x, offsets).isnan().tolist() == [True, True, False, False]
+    assert _ragged_reduce.softmax(x, offsets).isnan().tolist() == [True, True, False, False]
 
 
 def test_large_scores_keep_their_digits():
     x = torch.tensor([1e5, 1e5 + 1.0, 3.0])
     torch.testing.assert_close(
-        _ragged.log_softmax(x, offsets_of([2, 1])), torch.cat([x[:2].log_softmax(0), x.new_zeros(1)])
+        _ragged_reduce.log_softmax(x, offsets_of([2, 1])), torch.cat([x[:2].log_softmax(0), x.new_zeros(1)])
     )
 
 
@@ -215,33 +202,28 @@ def test_nothing_of_one_row_reaches_another():
     x = torch.tensor([torch.nan, torch.inf, 1.0, 2.0, 3.0])
     assert _ragged.cumsum(x, offsets)[2:].tolist() == [1, 3, 6]
     assert _ragged.sum(x, offsets)[1] == 6
-    assert bool(_ragged.softmax(x, offsets)[2:].isfinite().all())
+    assert bool(_ragged_reduce.softmax(x, offsets)[2:].isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool])
 @pytest.mark.parametrize("lens", [MIXED, [], [0, 0], [6]], ids=str)
 def test_eager_kernels_take_every_dtype(dtype: torch.dtype, lens: list[int]):
-    offsets = offsets_of(lens)
+    at = offsets_of(lens)
     x = (torch.randn(sum(lens), 2) * 3).to(dtype)
-    best, where = eager.segment_max(x, offsets, 0)
-    least, _ = eager.segment_min(x, offsets, 0)
-    for b, row in enumerate(by_row(x, offsets, lambda x: x)):
-        if not len(row):
-            assert where[b].tolist() == [-1, -1]
-            assert not best[b].any()
-            continue
-        wide = row.to(torch.float64)
-        assert torch.equal(best[b].double(), wide.amax(0))
-        assert torch.equal(least[b].double(), wide.amin(0))
-        for f in range(2):
-            assert where[b, f] - offsets[b] == int((wide[:, f] == wide[:, f].max()).nonzero()[0])
-    assert torch.equal(eager.pack_rows(eager.pad_rows(x, offsets, 6, 0), offsets, len(x)), x)
+    best, where = eager.segment_max(x, at, 0)
+    least, _ = eager.segment_min(x, at, 0)
+    assert torch.equal(best.double(), reference.segment_max(x.double(), lens))
+    assert torch.equal(least.double(), reference.segment_min(x.double(), lens))
+    for b, row in enumerate(x.split(lens)):
+        first = [int((row[:, f] == row[:, f].max()).nonzero()[0]) + int(at[b]) if len(row) else -1 for f in range(2)]
+        assert where[b].tolist() == first
+    assert torch.equal(eager.pack_rows(eager.pad_rows(x, at, 6, 0), at, len(x)), x)
     assert torch.equal(eager.gather_rows(x, torch.arange(len(x))), x)
     if dtype is not torch.bool:
-        total = stacked(by_row(x, offsets, lambda x: x.double().sum(0).to(dtype)), x)
-        torch.testing.assert_close(eager.segment_sum(x, offsets), total)
-        running = joined(by_row(x, offsets, lambda x: x.cumsum(0).to(dtype)), x)
-        torch.testing.assert_close(eager.segment_cumsum(x, offsets), running)
+        total = reference.segment_sum(x.to(torch.float64), lens).to(dtype)
+        torch.testing.assert_close(eager.segment_sum(x, at), total)
+        running = reference.within(lambda row: row.cumsum(0).to(dtype), x, lens)
+        torch.testing.assert_close(eager.segment_cumsum(x, at), running)
 
 
 def test_sums_of_half_precision_are_taken_in_float32():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tensorloop import reference
 from tensorloop.packed import PackedTensor
 
 LENS = st.lists(st.integers(0, 4), max_size=4)
@@ -20,20 +21,10 @@ def packed(lens: list[int], *features: int) -> PackedTensor:
     return PackedTensor(torch.randn(sum(lens), *features, dtype=torch.float64, requires_grad=True), lens)
 
 
-def columns(p: PackedTensor) -> list[Tensor]:
-    """The entries at each t, (rows that reach t, *F): what the batch dim holds there."""
-    rows = p.unbind()
-    return [torch.stack([row[t] for row in rows if len(row) > t]) for t in range(p.max_len)]
-
-
-def reduced(p: PackedTensor, dim: tuple[int, ...], fn: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """The reference: `fn` over each row, or over the entries at each t, and the feature dims in `dim`."""
-    parts = columns(p) if 0 in dim else p.unbind()
-    inner = (0, *(d - 1 for d in dim if d > 1))
+def reduced(p: PackedTensor, dim: tuple[int, ...], fn: reference.Reduction) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # std of an empty row
-        outs = [fn(x, inner) for x in parts]
-    return torch.stack(outs) if outs else fn(p.values.new_zeros(2, *p.values.shape[1:]), inner)[None][:0]
+        return reference.reduce(fn, p.values, p.lens.tolist(), dim)
 
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -95,7 +86,7 @@ def test_extremes_and_where_they_are(name: str, lens: list[int]):
     assert torch.equal(got.indices, torch.stack([w.indices for w in want]))
     assert torch.equal(getattr(torch, f"arg{name}")(p, 1), got.indices)
     best, row = getattr(p, name)(0)
-    assert torch.equal(best, torch.stack([getattr(x, name)(0).values for x in columns(p)]))
+    assert torch.equal(best, torch.stack([getattr(x, name)(0).values for x in reference.at_steps(p.values, lens)]))
     for t in range(p.max_len):
         for f in range(2):
             assert p[int(row[t, f]), t][f] == best[t, f]
@@ -167,13 +158,7 @@ RUNNING: dict[str, Callable[[Any, int], Any]] = {
 def test_running(name: str, dim: int, lens: list[int]):
     fn, p = RUNNING[name], packed(lens, 2)
     got = fn(p, dim)
-    if dim == 1:
-        rows = [fn(row, 0) for row in p.unbind()]
-    else:
-        done = [fn(x, 0) for x in columns(p)]
-        rank = [[sum(n > t for n in lens[:b]) for t in range(n)] for b, n in enumerate(lens)]
-        rows = [torch.stack([done[t][r] for t, r in enumerate(row)]) for row in rank if row]
-    want = torch.cat(rows) if rows else got.values
+    want = reference.within(lambda x: fn(x, 0), p.values, lens, dim)
     torch.testing.assert_close(got.values, want)
     if want.numel():
         weight = torch.randn_like(want)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import grad
 
 import tensorloop as tl
+from tensorloop import reference
 from tensorloop.packed import Dim, PackedTensor
 from tests.loop_cases import cotangents, randn, rotate, with_and_without_checkpoints
 
@@ -26,23 +27,6 @@ def cell(w: Tensor) -> Any:
     return body
 
 
-def alone(lens: list[int], values: Tensor, h: Tensor, body: Any, reverse: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The last h and n of each row, and its ys, by a Python loop for each row."""
-    hs, ns, ys, start = [], [], [], 0
-    for b, length in enumerate(lens):
-        carry, outs = (h[b : b + 1], torch.zeros(1, dtype=torch.int64)), [None] * length
-        for t in reversed(range(length)) if reverse else range(length):
-            carry, y = body(carry, values[start + t][None])
-            outs[t] = y
-        hs.append(carry[0])
-        ns.append(carry[1])
-        ys += outs
-        start += length
-    wide = torch.cat([y[0] for y in ys]) if ys else values.new_zeros(0, F)
-    narrow = torch.cat([y[1] for y in ys]) if ys else values.new_zeros(0)
-    return torch.cat(hs), torch.cat(ns), [wide, narrow]
-
-
 @with_and_without_checkpoints
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lens", [LENS, [1], [4, 4], [0, 2, 0], [1, 2, 3, 4, 5, 6, 7]])
@@ -50,7 +34,7 @@ def test_each_row_is_as_if_alone(lens: list[int], reverse: bool, checkpoints: An
     values, h, w = randn(sum(lens), F), randn(len(lens), F, seed=1), randn(F, seed=2)
     init = h, torch.zeros(len(lens), dtype=torch.int64)
     (last, n), ys = tl.scan(cell(w), init, PackedTensor(values, lens), reverse=reverse, checkpoints=checkpoints)
-    true_last, true_n, true_ys = alone(lens, values, h, cell(w), reverse)
+    (true_last, true_n), true_ys = reference.scan_packed(cell(w), init, values, lens, reverse)
     assert all(type(y) is PackedTensor and torch.equal(y.lens, torch.tensor(lens)) for y in ys)
     outs, true = [last, *(y.values for y in ys)], [true_last, *true_ys]
     torch.testing.assert_close((outs, n), (true, true_n))
@@ -80,10 +64,10 @@ def test_context_shrinks_along(checkpoints: Any) -> None:
     _, ys = tl.scan(body, init, PackedTensor(values, LENS), context=(scale, array), checkpoints=checkpoints)
     row_ids = PackedTensor(values, LENS).row_ids
     each = values * scale[row_ids] + array[1][row_ids]
-    _, _, true = alone(LENS, each, init, lambda c, x: ((rotate(c[0]) + x, c[1]), (rotate(c[0]) + x, x[0, :1])), False)
-    torch.testing.assert_close(ys.values, true[0])
+    _, true = reference.scan_packed(lambda c, x: (rotate(c) + x, rotate(c) + x), init, each, LENS)
+    torch.testing.assert_close(ys.values, true)
     given = cotangents([ys.values])
-    torch.testing.assert_close(grad([ys.values], (values, scale), given), grad([true[0]], (values, scale), given))
+    torch.testing.assert_close(grad([ys.values], (values, scale), given), grad([true], (values, scale), given))
 
 
 @with_and_without_checkpoints
@@ -113,7 +97,7 @@ def test_second_order(checkpoints: Any) -> None:
         if packed:
             (last, _), ys = tl.scan(cell(w), init, PackedTensor(values, LENS), checkpoints=checkpoints)
             return last.sin().sum() + ys[0].values.square().sum()
-        last, _, true = alone(LENS, values, h, cell(w), False)
+        (last, _), true = reference.scan_packed(cell(w), init, values, LENS)
         return last.sin().sum() + true[0].square().sum()
 
     found = []

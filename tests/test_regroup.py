@@ -1,4 +1,4 @@
-"""regroup and RegroupPlan: values and gradients beside ten lines of torch. Errors are in test_regroup_errors.py."""
+"""regroup and RegroupPlan: values and gradients beside the reference. Errors are in test_regroup_errors.py."""
 
 import copy
 import pickle
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.func import functional_call, jacfwd, jacrev, jvp, vjp, vmap
 
+from tensorloop import reference
 from tensorloop.memory import saved
 from tensorloop.regroup import RegroupPlan, regroup
 from tensorloop.testing import assert_matches_reference, assert_no_leak, assert_saved_bytes
@@ -23,15 +24,6 @@ GROUPS = [["f1", "f3"], ["f2"], ["f4", "f1", "f6"], ["f1", "f5"]]
 Lists = Sequence[Sequence[str]]
 
 
-def reference(values: Sequence[Tensor], keys: Lists, lengths: Sequence[Sequence[int]], groups: Lists) -> list[Tensor]:
-    """The columns of each key by `split`, put together by `cat`."""
-    columns = {}
-    for x, names, widths in zip(values, keys, lengths, strict=True):
-        columns.update(zip(names, x.split(list(widths), -1), strict=True))
-    nothing = values[0][..., :0]
-    return [torch.cat([nothing, *(columns[key] for key in group)], -1) for group in groups]
-
-
 def inputs(*batch: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[Tensor]:
     return [torch.randn(*batch, sum(n), dtype=dtype, requires_grad=requires_grad) for n in LENGTHS]
 
@@ -41,7 +33,7 @@ def seed_case(*values: Tensor) -> tuple[Tensor, ...]:
 
 
 def seed_reference(*values: Tensor) -> tuple[Tensor, ...]:
-    return tuple(reference(values, KEYS, LENGTHS, GROUPS))
+    return tuple(reference.regroup(values, KEYS, LENGTHS, GROUPS))
 
 
 @pytest.mark.parametrize("batch", [(4,), (1,), (0,), (2, 3), (2, 0, 3), ()])
@@ -67,7 +59,7 @@ def test_keys_twice_nowhere_and_groups_without_keys(groups: Lists) -> None:
     def found(*values: Tensor) -> list[Tensor]:
         return regroup(values, KEYS, LENGTHS, groups)
 
-    assert_matches_reference(found, lambda *v: reference(v, KEYS, LENGTHS, groups), *inputs(3))
+    assert_matches_reference(found, lambda *v: reference.regroup(v, KEYS, LENGTHS, groups), *inputs(3))
 
 
 def test_zero_length_keys_and_tensors() -> None:
@@ -75,7 +67,7 @@ def test_zero_length_keys_and_tensors() -> None:
     groups = [["a"], ["c", "b", "a", "d"], ["d", "d"]]
     values = [torch.randn(3, n, requires_grad=True) for n in (2, 0, 0)]
     plan = RegroupPlan(keys, lengths, groups)
-    assert_matches_reference(lambda *v: plan(v), lambda *v: reference(v, keys, lengths, groups), *values)
+    assert_matches_reference(lambda *v: plan(v), lambda *v: reference.regroup(v, keys, lengths, groups), *values)
     assert [tuple(x.shape) for x in plan(values)] == [(3, 0), (3, 2), (3, 0)]
 
 
@@ -244,7 +236,7 @@ def test_drawn_plans(data: st.DataObject) -> None:
     values = [torch.randn(batch, sum(n)).to(dtype).requires_grad_() for n in lengths]
     plan = RegroupPlan(keys, lengths, groups)
     # Integers: sums of copies are exact in any order, and so is the comparison.
-    found, expected = plan(values), reference(values, keys, lengths, groups)
+    found, expected = plan(values), reference.regroup(values, keys, lengths, groups)
     assert len(found) == len(groups)
     assert all(map(torch.equal, found, expected))
     if not groups:

@@ -8,10 +8,12 @@ neither read nor written. Rows are moved in any dtype, segments are reduced in f
 
 from tensorloop_cuda._moves import SUMMED, regroup
 from tensorloop_cuda._ready import why_not
-from tensorloop_cuda._rows import gather_rows, pack_rows, pad_rows, spread_rows, write_rows
+from tensorloop_cuda._rows import gather_rows, pack_rows, pad_rows, spread_rows, take_rows, write_rows
 from tensorloop_cuda._segments import (
     segment_cumsum,
+    segment_extreme_grad,
     segment_logsumexp,
+    segment_logsumexp_grad,
     segment_max,
     segment_min,
     segment_softmax,
@@ -26,13 +28,16 @@ __all__ = [
     "pad_rows",
     "regroup",
     "segment_cumsum",
+    "segment_extreme_grad",
     "segment_logsumexp",
+    "segment_logsumexp_grad",
     "segment_max",
     "segment_min",
     "segment_softmax",
     "segment_softmax_grad",
     "segment_sum",
     "spread_rows",
+    "take_rows",
     "why_not",
     "write_rows",
 ]

@@ -69,6 +69,19 @@ def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
         _per_row(_write, slots, x, features, batch, args)
 
 
+def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
+    """slots[pos[b], b] of (n, B, F), which is 0 afterwards, in row b of (B, F); 0 where `where` (B,) bool is false.
+
+    A `pos` outside [0, n) is not followed: its row is 0.
+    """
+    count, batch, features = slots.shape
+    out = slots.new_empty(batch, features)
+    if out.numel():
+        args = out.data_ptr(), slots.data_ptr(), pos.data_ptr(), where.data_ptr(), count, batch
+        _per_row(_take, slots, out, features, batch, args)
+    return out
+
+
 def _per_row(kernel: Any, out: Tensor, source: Tensor, features: int, rows: int, args: tuple[int, ...]) -> None:
     size = features * out.element_size()
     word = _word(size, out, source)
@@ -169,3 +182,15 @@ def _write(x: Any, slots: Any, pos: Any, where: Any, n: Any, batch: Any, row: An
         slot = load(pos, b, INT)
         if load(where, b, BOOL) and 0 <= slot < n:
             _copy(slots + (slot * batch + b) * row, x + b * row, words, like)
+
+
+@cuda.jit(cache=True)
+def _take(out: Any, slots: Any, pos: Any, where: Any, n: Any, batch: Any, row: Any, words: Any, like: Any) -> None:
+    for b in range(_first_row(), batch, _stride()):
+        slot = load(pos, b, INT)
+        if load(where, b, BOOL) and 0 <= slot < n:
+            source = slots + (slot * batch + b) * row
+            _copy(out + b * row, source, words, like)
+            _fill(source, 0, 0, words, like)  # each thread what it has copied
+        else:
+            _fill(out + b * row, 0, 0, words, like)

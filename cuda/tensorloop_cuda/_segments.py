@@ -60,10 +60,26 @@ def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def segment_logsumexp_grad(values: Tensor, out: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(N, F), (B, F), (B, F) -> (N, F): grad * exp(values - out), 0 in segments that are -inf throughout."""
+    return _spread_grad(_logsumexp_grad, values, out, grad, offsets)
+
+
+def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(N, F), (B, F), (B, F) -> (N, F): grad in equal shares to the entries that equal `best`, 0 in the others."""
+    return _spread_grad(_extreme_grad, values, best, grad, offsets)
+
+
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F): sums from the start of the segment. Nothing of one segment reaches another, NaN included."""
     out = torch.empty_like(values)
     _per_segment(_cumsum, values, offsets, values.data_ptr(), out.data_ptr())
+    return out
+
+
+def _spread_grad(kernel: Any, values: Tensor, reduced: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    out = torch.empty_like(values)
+    _per_segment(kernel, values, offsets, values.data_ptr(), reduced.data_ptr(), grad.data_ptr(), out.data_ptr())
     return out
 
 
@@ -243,6 +259,43 @@ def _softmax_grad(y: Any, dy: Any, out: Any, offsets: Any, batch: Any, n: Any, f
             for i in range(first + cuda.threadIdx.y, last, cuda.blockDim.y):
                 at = i * features + d
                 store(out, at, load(y, at, like) * (load(dy, at, like) - mean), like)
+
+
+@cuda.jit(cache=True)
+def _logsumexp_grad(
+    values: Any, top: Any, grad: Any, out: Any, offsets: Any, batch: Any, n: Any, features: Any, like: Any
+) -> None:
+    for task in range(cuda.blockIdx.x, _tasks(batch, features), cuda.gridDim.x):
+        b, d = _strip(task, features)
+        first, last = bounds_of(offsets, b, n)
+        if d < features:
+            base, scale = load(top, b * features + d, like), load(grad, b * features + d, like)
+            if base == -math.inf:
+                base = cast(_WIDE, like)
+            for i in range(first + cuda.threadIdx.y, last, cuda.blockDim.y):
+                at = i * features + d
+                store(out, at, math.exp(load(values, at, like) - base) * scale, like)
+
+
+@cuda.jit(cache=True)
+def _extreme_grad(
+    values: Any, best: Any, grad: Any, out: Any, offsets: Any, batch: Any, n: Any, features: Any, like: Any
+) -> None:
+    shared = cuda.shared.array(THREADS, np.float64)
+    for task in range(cuda.blockIdx.x, _tasks(batch, features), cuda.gridDim.x):
+        b, d = _strip(task, features)
+        first, last = bounds_of(offsets, b, n)
+        own, top = _WIDE, cast(_WIDE, like)
+        if d < features:
+            top = load(best, b * features + d, like)
+            for i in range(first + cuda.threadIdx.y, last, cuda.blockDim.y):
+                own += load(values, i * features + d, like) == top
+        equal = _column_sum(own, shared)
+        if d < features:
+            share = load(grad, b * features + d, like) / max(equal, 1.0)
+            for i in range(first + cuda.threadIdx.y, last, cuda.blockDim.y):
+                at = i * features + d
+                store(out, at, share if load(values, at, like) == top else 0.0, like)
 
 
 @cuda.jit(cache=True)

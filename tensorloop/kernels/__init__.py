@@ -15,6 +15,7 @@ from torch import Tensor
 MOVED = None  # any dtype: bytes are moved, whatever they stand for
 SINGLE = frozenset({torch.float32})
 REAL = frozenset({torch.float32, torch.float64})
+TOKENS = frozenset({torch.int64})
 
 # operation -> (module here, dtypes). On the CPU, by numba; milliseconds beside torch's, 2 threads, (33610, 256) float32
 # in 64 segments of up to 1000 rows. What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
@@ -24,15 +25,25 @@ CPU: dict[str, tuple[str, frozenset[torch.dtype] | None]] = {
     "pad_rows": ("cpu_rows", MOVED),  # 31 : 136
     "spread_rows": ("cpu_rows", MOVED),  # 12 : 24
     "gather_rows": ("cpu_rows", MOVED),  # 15 : 16; few or narrow rows are handed to torch there
+    "write_rows": ("cpu_slots", MOVED),  # 0.0024 : 0.038 in B = 32 rows of 256
+    "take_rows": ("cpu_slots", MOVED),
     "segment_sum": ("cpu_segments", REAL),  # 1.7 : 2.0
     "segment_max": ("cpu_segments", REAL),  # 3 : 190
     "segment_min": ("cpu_segments", REAL),  # 3 : 190
     "segment_logsumexp": ("cpu_segments", SINGLE),  # 10 : 130; the exp of a float64 is libm's, as slow as torch's
+    "segment_logsumexp_grad": ("cpu_segments", SINGLE),
+    "segment_extreme_grad": ("cpu_segments", REAL),
     "segment_softmax": ("cpu_segments", SINGLE),  # 14 : 36
     "segment_softmax_grad": ("cpu_segments", REAL),  # 12 : 44
     "segment_cumsum": ("cpu_segments", REAL),  # 11 : 340
+    "edit_distance": ("cpu_edits", TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
+    "edit_cost": ("cpu_edits", TOKENS),  # 7.5 : 80
+    "edit_paths": ("cpu_edits", TOKENS),  # 16 : 170
 }
-EAGER = {"regroup": "eager_moves"}  # those that are not in `eager`
+EAGER = {  # those that are not in `eager`
+    "regroup": "eager_moves",
+    **dict.fromkeys(("edit_distance", "edit_cost", "edit_paths"), "eager_edits"),
+}
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FAKES = torch._C._TorchDispatchModeKey.FAKE

@@ -58,11 +58,33 @@ def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def segment_logsumexp_grad(values: Tensor, out: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(N, F), (B, F), (B, F) -> (N, F): grad * exp(values - out), 0 in segments that are -inf throughout."""
+    return _spread_grad(_logsumexp_grad, values, out, grad, offsets, "segment_logsumexp_grad")
+
+
+def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(N, F), (B, F), (B, F) -> (N, F): grad in equal shares to the entries that equal `best`, 0 in the others."""
+    return _spread_grad(_extreme_grad, values, best, grad, offsets, "segment_extreme_grad")
+
+
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F): sums from the start of the segment. Nothing of one segment reaches another, NaN included."""
     bounds = _bounds(values, offsets, "segment_cumsum")
     out = values.new_empty(values.shape)
     _over_segments(_cumsum, bounds, 2, values, out)
+    return out
+
+
+def _spread_grad(
+    kernel: Callable[..., Any], values: Tensor, reduced: Tensor, grad: Tensor, offsets: Tensor, name: str
+) -> Tensor:
+    bounds = _bounds(values, offsets, name)
+    if not reduced.shape == grad.shape == (len(bounds) - 1, values.shape[1]):
+        wanted = len(bounds) - 1, values.shape[1]
+        raise ValueError(f"{name}: expected a row for each segment, {wanted}, got {reduced.shape} and {grad.shape}")
+    out = values.new_empty(values.shape)
+    _over_segments(kernel, bounds, 2, values, reduced, grad, out)
     return out
 
 
@@ -252,3 +274,36 @@ def _cumsum(begin: int, end: int, bounds: Any, values: Any, out: Any) -> None:
             for d in range(size):
                 total[d] += row[d]
                 to[d] = total[d]
+
+
+@compiled
+def _logsumexp_grad(begin: int, end: int, bounds: Any, values: Any, top: Any, grad: Any, out: Any) -> None:
+    base = np.empty(BLOCK, np.float32)
+    for task in range(begin, end):
+        b, first, last, low, size = _task(task, bounds, values.shape[1])
+        for d in range(size):
+            base[d] = np.float32(0) if top[b, low + d] == -np.inf else top[b, low + d]
+        scale = grad[b, low : low + size]
+        for n in range(first, last):
+            row, to = values[n, low : low + size], out[n, low : low + size]
+            for d in range(size):
+                to[d] = _exp(row[d] - base[d]) * scale[d]
+
+
+@compiled
+def _extreme_grad(begin: int, end: int, bounds: Any, values: Any, best: Any, grad: Any, out: Any) -> None:
+    equal, share = np.empty(BLOCK, np.int64), np.empty(BLOCK, values.dtype)
+    for task in range(begin, end):
+        b, first, last, low, size = _task(task, bounds, values.shape[1])
+        top = best[b, low : low + size]
+        equal[:size] = 0
+        for n in range(first, last):
+            row = values[n, low : low + size]
+            for d in range(size):
+                equal[d] += row[d] == top[d]
+        for d in range(size):
+            share[d] = grad[b, low + d] / max(equal[d], 1)
+        for n in range(first, last):
+            row, to = values[n, low : low + size], out[n, low : low + size]
+            for d in range(size):
+                to[d] = share[d] if row[d] == top[d] else 0

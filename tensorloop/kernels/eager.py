@@ -39,6 +39,22 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index)
 
 
+def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
+    """Row b of x (B, *F) to slots[pos[b], b] of (n, B, *F), in place, where `where` (B,) bool is true."""
+    rows = torch.arange(len(pos), device=slots.device)
+    old = slots[pos, rows]
+    slots[pos, rows] = torch.where(where.view(-1, *[1] * (old.dim() - 1)), x, old)
+
+
+def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
+    """slots[pos[b], b] of (n, B, *F), which is 0 afterwards, in row b of (B, *F); 0 where `where` (B,) is false."""
+    rows = torch.arange(len(pos), device=slots.device)
+    old = slots[pos, rows]
+    takes, zero = where.view(-1, *[1] * (old.dim() - 1)), old.new_zeros(())
+    slots[pos, rows] = torch.where(takes, zero, old)
+    return torch.where(takes, old, zero)
+
+
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); 0 for an empty segment."""
     wide = values.float() if values.dtype in _HALVES else values
@@ -76,6 +92,21 @@ def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
 def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (N, F) -> (N, F): the gradient of what y is the softmax of, y * (dy - sum(y * dy))."""
     return y * (dy - spread_rows(segment_sum(y * dy, offsets), offsets, len(y)))
+
+
+def segment_logsumexp_grad(values: Tensor, out: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(N, F), (B, F), (B, F) -> (N, F): grad * exp(values - out), 0 in segments that are -inf throughout."""
+    n = len(values)
+    base = spread_rows(out.masked_fill(out == -torch.inf, 0), offsets, n)
+    return (values - base).exp() * spread_rows(grad, offsets, n)
+
+
+def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """(N, F), (B, F), (B, F) -> (N, F): grad in equal shares to the entries that equal `best`, 0 in the others."""
+    n = len(values)
+    equal = values == spread_rows(best, offsets, n)
+    shares = grad / segment_sum(equal.to(torch.int64), offsets).clamp_min_(1)
+    return spread_rows(shares.to(grad.dtype), offsets, n) * equal
 
 
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""Rows of a loop buffer on the CPU, each at a slot of its own. Bytes are moved, so any dtype will do."""
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tensorloop.kernels import eager
+from tensorloop.kernels._compiled import compiled
+from tensorloop.kernels._pointers import copy_short, pointer
+from tensorloop.kernels._threads import share
+
+
+def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
+    """Row b of x (B, *F) to slots[pos[b], b] of (n, B, *F), in place, where `where` (B,) bool is true."""
+    if slots.is_contiguous():
+        _each_row(_write, slots, pos, x.contiguous(), where)
+    else:
+        eager.write_rows(slots, pos, x, where)
+
+
+def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
+    """slots[pos[b], b] of (n, B, *F), which is 0 afterwards, in row b of (B, *F); 0 where `where` (B,) is false."""
+    if not slots.is_contiguous():
+        return eager.take_rows(slots, pos, where)
+    out = slots.new_empty(slots.shape[1:])
+    _each_row(_take, slots, pos, out, where)
+    return out
+
+
+def _each_row(kernel: Any, slots: Tensor, pos: Tensor, rows: Tensor, where: Tensor) -> None:
+    """A `pos` outside [0, n) is not followed."""
+    pos, where = pos.contiguous(), where.contiguous()
+    batch, size = len(rows), rows.nbytes
+    args = slots.data_ptr(), pos.data_ptr(), rows.data_ptr(), where.data_ptr(), len(slots), batch, size // max(batch, 1)
+    share(kernel, batch, 2 * size, args, (slots, pos, rows, where))
+
+
+@compiled
+def _write(begin: int, end: int, slots: int, pos: int, x: int, where: int, n: int, batch: int, row: int) -> None:
+    at, writes = pointer(pos, np.int64(0)), pointer(where, np.uint8(0))
+    for b in range(begin, end):
+        if writes[b] and 0 <= at[b] < n:
+            copy_short(slots + (at[b] * batch + b) * row, x + b * row, row, 0)
+
+
+@compiled
+def _take(begin: int, end: int, slots: int, pos: int, out: int, where: int, n: int, batch: int, row: int) -> None:
+    at, writes = pointer(pos, np.int64(0)), pointer(where, np.uint8(0))
+    for b in range(begin, end):
+        target = out + b * row
+        if writes[b] and 0 <= at[b] < n:
+            source = slots + (at[b] * batch + b) * row
+            copy_short(target, source, row, 0)
+            target = source
+        zeros = pointer(target, np.uint8(0))
+        for j in range(row):
+            zeros[j] = np.uint8(0)
