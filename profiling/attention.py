@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import plots
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,12 +22,20 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tensorloop.attention import attention
 from tensorloop.packed import Dim, PackedTensor
 
+NAME = "attention"
 HEADS, WIDTH, INNER = 4, 64, 1024  # heads, D of a head, the layer's hidden width
 ROWS = {"causal": 16, "cross": 16, "encoder": 32}
 WINDOW = 256
 SIZES = {"causal": [16, 256, 1000], "cross": [16, 256, 1000], "window": [1024, 4096], "encoder": [64, 256]}
 QUICK = {"causal": [20], "cross": [20], "window": [300], "encoder": [20]}
 REPEATS, APART = 5, 1e-10
+ENCODER = 0.6  # of the padded time
+TITLES = {
+    "causal": f"causal self-attention, B={ROWS['causal']}",
+    "cross": f"attention to other rows, B={ROWS['cross']}",
+    "window": f"one row, each token sees the last {WINDOW}",
+    "encoder": f"encoder layer, B={ROWS['encoder']}",
+}
 
 
 class Trial(NamedTuple):
@@ -191,48 +200,124 @@ def cells(sizes: dict[str, list[int]]) -> list[harness.Cell]:
     ]
 
 
+def figures(entries: Sequence[harness.Entry]) -> dict[tuple[str, str, int], dict[str, float]]:
+    """(workload, variant, T) -> what was measured: seconds of forward and of both, bytes at the peak."""
+    found: dict[tuple[str, str, int], dict[str, float]] = {}
+    for entry in entries:
+        cell = entry["cell"]
+        for key in ("forward_s", "total_s", "peak_bytes"):
+            if (value := harness.median(entry, key)) is not None:
+                found.setdefault((cell["workload"], cell["variant"], cell["T"]), {})[key] = value
+    return found
+
+
+def ratio(entries: Sequence[harness.Entry], workload: str, T: int, key: str) -> float | None:
+    """Ours over the padded or dense way, the second one of each workload."""
+    found = figures(entries)
+    ours, other = (found.get((workload, variant, T), {}).get(key) for variant in VARIANTS[workload][:2])
+    return ours / other if ours and other else None
+
+
 def text(entries: Sequence[harness.Entry]) -> str:
     """A table: forward, forward + backward and peak of each way, and the time against the first way's."""
-    by_cell = {tuple(e["cell"].values()): e for e in entries}
-    lines = []
-    for kind, workload, variant, T in by_cell:
-        if kind != "time":
-            continue
-        forward, total = (harness.median(by_cell[kind, workload, variant, T], f"{x}_s") for x in ("forward", "total"))
-        first = harness.median(by_cell[kind, workload, VARIANTS[workload][0], T], "total_s")
-        peak = harness.median(by_cell.get(("memory", workload, variant, T)), "peak_bytes")
-        figures = [
+    found, lines = figures(entries), []
+    shown = set()
+    for workload, variant, T in found:
+        own = found[workload, variant, T]
+        first = found.get((workload, VARIANTS[workload][0], T), {}).get("total_s")
+        forward, total, peak = (own.get(key) for key in ("forward_s", "total_s", "peak_bytes"))
+        columns = [
             "-" if forward is None else f"{forward * 1e3:.1f} ms",
             "-" if total is None else f"{total * 1e3:.1f} ms",
             "-" if total is None or not first else f"{total / first:.2f}",
             "-" if peak is None else f"{peak / 1e6:.1f} MB",
         ]
-        lines.append([workload, str(T), variant, *figures])
-    return harness.table(["workload", "T", "way", "forward", "both", "ratio", "peak"], lines, text_columns=3)
+        title = "" if (workload, T) in shown else TITLES[workload]
+        shown.add((workload, T))
+        name = f"**{variant}**" if variant == VARIANTS[workload][0] else variant
+        lines.append([title, str(T) if title else "", name, *columns])
+    return harness.table(["", "T", "way", "forward", "both", "time / ours", "peak"], lines, text_columns=3)
 
 
-def main(arguments: Sequence[str]) -> int:
+def benchmarks(result: dict[str, Any], picture: str) -> str:
+    """The section of the document."""
+    about = result["about"]
+    lines = [
+        f"{HEADS} heads of {WIDTH}, float32, {about['threads']} threads, median of {about['rounds']} rounds of "
+        f"{REPEATS} runs on {about['machine']['processor']}; torch {about['versions']['torch']}, {about['date']}. "
+        "Rows have lengths uniform in 1..T; the padded ways pad them to the longest. *Peak* is the growth of resident "
+        f"memory over forward and backward. Made by `{about['command']}`.",
+        "",
+        text(result["entries"]),
+        "",
+        *(f"- {line}" for line in targets(result["entries"])),
+        "",
+        f"![Time against the padded way]({picture})",
+    ]
+    return "\n".join(lines)
+
+
+def targets(entries: Sequence[harness.Entry]) -> list[str]:
+    lines = []
+    for T in SIZES["encoder"]:
+        if (found := ratio(entries, "encoder", T, "total_s")) is not None:
+            reached = "reached" if found <= ENCODER else "missed"
+            lines.append(f"encoder layer, T={T}: at most {ENCODER} of the padded time: {found:.2f}, {reached}.")
+    for workload in ("causal", "cross", "window"):
+        T = SIZES[workload][-1]
+        time, peak = (ratio(entries, workload, T, key) for key in ("total_s", "peak_bytes"))
+        if time and peak:
+            lines.append(f"{TITLES[workload]}, T={T}: {time:.2f} of the time, {peak:.2f} of the memory of padded SDPA.")
+    return lines
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    found, groups = figures(result["entries"]), {}
+    for workload, Ts in SIZES.items():
+        for T in Ts:
+            times = {v: found.get((workload, v, T), {}).get("total_s") for v in VARIANTS[workload]}
+            other = times[VARIANTS[workload][1]]
+            ours = VARIANTS[workload][0]
+            bars = [plots.Ratio(v, t / other, v == ours) for v, t in times.items() if t and other]
+            groups[f"{TITLES[workload]}, T={T}"] = bars
+    drawn, axes = plt.subplots(figsize=(8, 9), layout="constrained")
+    plots.ratios(axes, groups, "forward + backward, against the padded or dense way (less is faster)")
+    drawn.savefig(path, dpi=120)
+    plt.close(drawn)
+
+
+def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="the smallest sizes alone")
-    parser.add_argument("--out", type=Path, default=harness.results("attention"))
+    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture from --out")
+    parser.add_argument("--out", type=Path, default=harness.results(NAME))
     parser.add_argument("--cell", help="carry out one cell and print its answer")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.cell:
         harness.answer(run_cell, options.cell)
         return 0
-    sizes = QUICK if options.quick else SIZES
-    about = harness.about(options.rounds, heads=HEADS, width=WIDTH, window=WINDOW, rows=ROWS)
-    checks = [{"kind": "check", "workload": workload, "T": QUICK[workload][0]} for workload in sizes]
-    checked = harness.measure(Path(__file__), checks, 1)
-    wrong = [e for e in checked if not e["raw"][0].get("apart", 1.0) <= APART]
-    if wrong:
-        print(f"gradients differ: {json.dumps(wrong)}", file=sys.stderr)
-        return 1
-    entries = harness.measure(Path(__file__), cells(sizes), options.rounds)
-    options.out.write_text(json.dumps({"about": about, "checks": checked, "entries": entries}, indent=1) + "\n")
-    print(text(entries))
-    for line in harness.failures(entries):
+    options.out = options.out.resolve()
+    if options.report:
+        result = json.loads(options.out.read_text())
+    else:
+        sizes = QUICK if options.quick else SIZES
+        about = harness.about(options.rounds, heads=HEADS, width=WIDTH, window=WINDOW, rows=ROWS)
+        checks = [{"kind": "check", "workload": workload, "T": QUICK[workload][0]} for workload in sizes]
+        checked = harness.measure(Path(__file__), checks, 1)
+        wrong = [e for e in checked if not e["raw"][0].get("apart", 1.0) <= APART]
+        if wrong:
+            print(f"gradients differ: {json.dumps(wrong)}", file=sys.stderr)
+            return 1
+        entries = harness.measure(Path(__file__), cells(sizes), options.rounds)
+        result = {"about": about, "checks": checked, "entries": entries}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    page = ("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))
+    harness.publish(NAME, options.out, lambda path: draw(result, path), [page])
+    print(benchmarks(result, options.out.with_suffix(".png").name))
+    for line in harness.failures(result["entries"]):
         print(f"no figure: {line}", file=sys.stderr)
     return 0
 

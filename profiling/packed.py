@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +63,23 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((found - expected).detach().abs().max() / expected.detach().abs().max())
 
 
-def copy(case: str, source: list[Tensor] = []) -> Tensor:  # noqa: B006
+def copy(case: str) -> Tensor:
     """Reads as many bytes as the case, and writes as many into memory that is as fresh."""
-    r = packed_ways.ragged()
-    if not source:
-        source.append(torch.randn(r.n, FEATURES))
+    r, values = packed_ways.ragged(), source()
     if case == "pack":
-        return source[0].clone()
+        return values.clone()
     out = torch.empty(ROWS * r.steps, FEATURES)
-    out[: r.n].copy_(source[0])
+    out[: r.n].copy_(values)
     out[r.n :].zero_()
     return out
+
+
+@cache
+def source() -> Tensor:
+    return torch.randn(packed_ways.ragged().n, FEATURES)
 
 
 def measure(names: Sequence[str], rounds: int, runs: int, fbgemm_python: str | None) -> list[harness.Entry]:

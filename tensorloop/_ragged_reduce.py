@@ -70,7 +70,7 @@ class _SoftmaxGrad(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], y: Tensor, dy: Tensor, offsets: Tensor) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y, dy = _batchedlast(in_dims, (y, dy))
+        y, dy = _batched_last(in_dims, (y, dy))
         return last(_softmax_grad(y, dy, offsets))
 
 
@@ -150,7 +150,8 @@ class _LogSumExpGrad(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return last(_logsumexp_grad(*_batchedlast(in_dims, args[:-1]), args[-1]))
+        x, out, grad = _batched_last(in_dims, args[:-1])
+        return last(_logsumexp_grad(x, out, grad, args[-1]))
 
 
 def _logsumexp_grad(x: Tensor, out: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ def _spread_kernel(operation: str, x: Tensor, reduced: Tensor, grad: Tensor, off
     return find(operation, *flat)(*flat, offsets).view(x.shape)
 
 
-def _batchedlast(in_dims: tuple[Any, ...], args: Any) -> list[Tensor]:
+def _batched_last(in_dims: tuple[Any, ...], args: Any) -> list[Tensor]:
     """Under vmap: the batch dim of each, last; what has none gets one by expansion."""
     size = next(x.shape[d] for x, d in zip(args, in_dims, strict=False) if d is not None)
     dims = zip(args, in_dims, strict=False)
@@ -279,7 +280,8 @@ class _AmaxGrad(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return last(_amax_grad(*_batchedlast(in_dims, args[:-1]), args[-1]))
+        x, best, grad = _batched_last(in_dims, args[:-1])
+        return last(_amax_grad(x, best, grad, args[-1]))
 
 
 def _amax_grad(x: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
