@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes, _tree
+from tensorloop._array_buffer import plain_mode
 from tensorloop._carry import describe, dtype_of_number
 from tensorloop.tensor_array import TensorArray
 
@@ -115,11 +116,12 @@ class Values:
 class Column:
     """One tensor of each step. What needs no gradient is copied at once; the rest waits and is checked when stacked."""
 
-    __slots__ = ("copies", "dim", "name", "versions", "waiting")
+    __slots__ = ("copied", "copies", "dim", "length", "name", "versions", "waiting")
 
     def __init__(self, name: str, dim: int, length: int | None) -> None:
-        self.name, self.dim = name, dim
-        self.copies: TensorArray | None = TensorArray(capacity=length)
+        self.name, self.dim, self.length = name, dim, length
+        self.copies: Tensor | None = None  # (slots, *F), of which the first `copied` are filled
+        self.copied = 0
         self.waiting: list[Tensor] = []
         self.versions: list[int | None] = []
 
@@ -129,22 +131,35 @@ class Column:
             kept = _modes.maybe_level() is None and not y.is_inference()
             self.waiting.append(y if kept else y.clone())
             self.versions.append(y._version if kept else None)
-        elif self.copies is not None:
-            self.copies.append(y.detach())
-        else:
+        elif self.waiting:
             self.waiting.append(y.detach().clone())
             self.versions.append(None)
+        else:
+            self._room(y)[self.copied].copy_(y.detach())
+            self.copied += 1
+
+    def _room(self, y: Tensor) -> Tensor:
+        """The copies, with room for another one."""
+        old = self.copies
+        if old is not None and self.copied < len(old):
+            return old
+        with plain_mode():
+            room = self.length if old is None and self.length else max(2 * self.copied, 4)
+            self.copies = torch.empty((room, *y.shape), dtype=y.dtype, device=y.device)
+            if old is not None:
+                self.copies[: self.copied].copy_(old)
+        return self.copies
 
     def _spill(self) -> None:
         """From the first y with a gradient on, a list: autograd stacks it without a second copy."""
         if self.copies is not None:
-            self.waiting = list(self.copies)
-            self.versions = [None] * len(self.waiting)
+            self.waiting = list(self.copies[: self.copied].unbind(0))
+            self.versions = [None] * self.copied
             self.copies = None
 
     def stack(self, reverse: bool) -> Tensor:
         if self.copies is not None:
-            out = self.copies.stack()
+            out = self.copies[: self.copied]
             out = out.flip(0) if reverse else out
             return out.movedim(0, place(self.dim, out.dim() - 1))
         check_unchanged(self.waiting, self.versions, self.name)
