@@ -23,6 +23,11 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
     if not is_packed(input):
         raise refused(name, "only the state is packed", "a state is (layers, B, H)")
     states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    rows, steps = len(input._dim), input._dim.max_len
+    if steps and rows * steps == input._dim.total:  # rows of one length: a padded tensor without padding
+        whole = input.values.unflatten(0, (rows, steps))
+        out, *ended = func(whole, hx, params, has_biases, *settings, True)
+        return (input._with(out.flatten(0, 1)), *ended)
     order = time_order(input._dim)
     if not len(order.rows):  # nothing to run on: no entry, and every state stays
         size = states[0].shape[-1] * (2 if settings[-1] else 1)

@@ -117,6 +117,8 @@ class Loop:
         leading_rows(state, self.carry.tree.paths, size, self.name, "carry")
         if self.context_tree is not None:
             leading_rows(self.context, self.context_tree.paths, size, self.name, "context")
+        if not rows.cuts:  # all rows take all steps
+            return
         self.rows, self.compact, self.context_trees = rows, True, []
         self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
 

@@ -133,12 +133,12 @@ def test_an_epoch_deals_out_every_example_once():
     assert not torch.equal(torch.cat(order), torch.cat(examples.order(8, seed=2)))
 
 
-def test_a_batch_is_padded_and_ends_with_eos():
-    examples = Examples({"AB": [("P", "Q", "R")], "CAD": [("S",)]}, LETTERS)
-    batch = examples.batch(torch.tensor([0, 1]))
-    assert batch.letters.tolist() == [[0, 2], [1, 0], [0, 3]]
-    assert batch.lens.tolist() == [2, 3]
-    assert batch.phones.T.tolist() == [[0, 1, 2, LETTERS.eos_id], [3, LETTERS.eos_id, data.IGNORE, data.IGNORE]]
+def test_a_batch_is_packed_and_its_rows_end_with_eos():
+    examples = Examples({"AB": [("P", "Q", "R")], "CAD": [("S",)], "D": [("T",)]}, LETTERS)
+    letters, phones = examples.batch(torch.tensor([1, 0]))
+    assert [row.tolist() for row in letters] == [[2, 0, 3], [0, 1]]
+    assert [row.tolist() for row in phones] == [[3, LETTERS.eos_id], [0, 1, 2, LETTERS.eos_id]]
+    assert examples.phones(torch.tensor([1, 0])) == 6
 
 
 # --- scoring ------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def plain_scores(model: G2P, word: Tensor, tokens: list[int]) -> tuple[Tensor, T
     """The last state and the log-probabilities (T, V) of one word after tokens, bos first; no loop buffers."""
     states = model.embed(word)
     for lstm in model.encoder:
-        states = lstm(states[:, None])[0][:, 0]
+        states = lstm(states)[0]
     h1, c1, h2, c2 = model.bridge(states.mean(0)).chunk(4)
     h1, h2 = h1.tanh(), h2.tanh()
     past, feed, rows = h2[None], torch.zeros_like(h2), []
@@ -231,7 +231,7 @@ def plain_greedy(model: G2P, word: list[int]) -> list[int]:
 def test_greedy_is_the_plain_decode_of_each_word_alone(seed: int):
     model = small_model(seed)
     ids = [LETTERS.encode_word(word) for word in WORDS]
-    rows = greedy(model, *data.pad_words(ids))
+    rows = greedy(model, data.pack(ids))
     assert rows == [plain_greedy(model, word) for word in ids]
 
 
@@ -239,7 +239,7 @@ def test_the_words_of_that_test_end_at_different_steps():
     lengths = {
         len(row)
         for seed in range(4)
-        for row in greedy(small_model(seed), *data.pad_words([LETTERS.encode_word(word) for word in WORDS]))
+        for row in greedy(small_model(seed), data.pack([LETTERS.encode_word(word) for word in WORDS]))
     }
     assert len(lengths) > 3
 
@@ -257,11 +257,10 @@ def test_a_word_does_not_depend_on_its_batch(seed: int):
 def test_teacher_forcing_has_the_values_and_gradients_of_plain_pytorch():
     model = small_model(scale=1.5).double()
     lexicon = {"BCA": [("P", "Q")], "D": [("S", "R", "T", "P")], "ACBD": [("T",)]}
-    batch = Examples(lexicon, LETTERS).batch(torch.arange(3))
-    scores = model(batch.letters, batch.lens, batch.phones)
+    letters, phones = Examples(lexicon, LETTERS).batch(torch.arange(3))
+    scores = model(letters, phones).values
     assert scores.exp().sum(-1).allclose(torch.ones_like(scores[..., 0]))
-    goals = batch.phones.flatten()
-    loss = F.nll_loss(scores.flatten(0, 1), goals, ignore_index=data.IGNORE, reduction="sum")
+    loss = F.nll_loss(scores, phones.values, reduction="sum")
     ours = torch.autograd.grad(loss, list(model.parameters()))
 
     plain = torch.zeros((), dtype=torch.float64)
@@ -284,8 +283,7 @@ def test_padding_gets_no_attention():
 
 def test_the_past_grows_by_a_state_a_step():
     model = small_model()
-    letters, lens = data.pad_words([[0, 1], [2]])
-    context, carry = model.encode(letters, lens)
+    context, carry = model.encode(data.pack([[0, 1], [2]]))
     initial = carry.upper[0]
     for t in range(3):
         assert len(carry.past) == carry.t + 1 == t + 1
@@ -302,7 +300,7 @@ def test_every_row_ends_without_a_maximum_length(reluctance: float, least: int):
     model = small_model()
     with torch.no_grad():
         model.output.bias[-1] -= reluctance  # the end is this much less likely than it was
-    rows = greedy(model, *data.pad_words([LETTERS.encode_word(word) for word in WORDS]))
+    rows = greedy(model, data.pack([LETTERS.encode_word(word) for word in WORDS]))
     assert all(len(row) <= model.longest(len(word)) for row, word in zip(rows, WORDS, strict=True))
     assert max(map(len, rows)) >= least  # the bound is no accident: reluctant models do write long words
 
@@ -313,7 +311,7 @@ def test_the_bound_is_reached_by_the_worst_output_layer():
         model.output.weight.zero_()
         model.output.bias.zero_()
         model.output.bias[0] = 2.1  # the end must make up for 2.1: nine phones of 0.25 beyond the letters
-    (row,) = greedy(model, *data.pad_words([[0, 1, 2]]))
+    (row,) = greedy(model, data.pack([[0, 1, 2]]))
     assert row == [0] * (3 + 9)
     assert len(row) == model.longest(3)
 
@@ -323,12 +321,12 @@ def test_damaged_weights_are_an_error_and_no_endless_loop():
     with torch.no_grad():
         model.readout.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="greedy: the scores of step 0 are not finite"):
-        greedy(model, *data.pad_words([[0, 1]]))
+        greedy(model, data.pack([[0, 1]]))
 
 
 def test_decoding_in_training_mode_is_refused():
     with pytest.raises(RuntimeError, match=r"greedy: model is in training mode.*call model\.eval\(\)"):
-        greedy(small_model().train(), *data.pad_words([[0]]))
+        greedy(small_model().train(), data.pack([[0]]))
 
 
 def test_an_odd_width_is_refused():
@@ -338,7 +336,7 @@ def test_an_odd_width_is_refused():
 
 def test_dropout_is_one_mask_for_all_steps():
     model = small_model().train()
-    context, _ = model.encode(*data.pad_words([[0, 1, 2]]))
+    context, _ = model.encode(data.pack([[0, 1, 2]]))
     assert context.masks is not None
     keep = 1 - model.config.dropout
     assert all(set(mask.flatten().tolist()) <= {0.0, torch.tensor(1 / keep).item()} for mask in context.masks)

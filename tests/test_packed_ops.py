@@ -342,7 +342,7 @@ def test_padding_that_is_not_a_number_never_shows():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("lens", [MIXED, [2, 3], [0, 0], [1]], ids=str)
+@pytest.mark.parametrize("lens", [MIXED, [2, 3], [3, 3, 3], [0, 0], [1]], ids=str)
 def test_recurrent_layers_see_rows_alone(kind: Any, lens: list[int]):
     layer = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True).double()
     p = packed(lens, 3)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending
 from numba.core import cgutils, types
@@ -55,6 +56,22 @@ def copy_block(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, count), codegen
 
 
+@intrinsic(prefer_literal=True)
+def zero_block(typingctx: Any, target: Any, count: Any) -> Any:
+    """Zeros in a literal number of bytes; the address needs no alignment."""
+    if not isinstance(count, types.IntegerLiteral):
+        raise RequireLiteralValue("the number of bytes of a block must be a literal")
+    block = ir.VectorType(_BYTE, count.literal_value)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # Volatile, or the compiler makes a memset of the loop around it.
+        store = builder.store(ir.Constant(block, None), builder.inttoptr(args[0], block.as_pointer()), align=1)
+        store.volatile = True
+        return context.get_dummy_value()
+
+    return types.void(types.int64, count), codegen
+
+
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Asks for the cache line at an address, which need not be one's own: nothing is read, and no fault is raised."""
@@ -99,4 +116,36 @@ def copy_short(target: Any, source: Any, count: Any, ahead: Any) -> None:
         j += 4
     while j < count:
         copy_block(target + j, source + j, 1)
+        j += 1
+
+
+# From this many bytes on malloc maps memory afresh for each tensor (glibc; smaller freed blocks are given out again).
+FRESH = 32 << 20
+
+
+@inlined
+def copy_run(target: Any, source: Any, count: Any, fresh: Any) -> None:
+    """Copies many bytes. memcpy moves them by string instructions, which pages that are not there yet slow down.
+
+    34 MB in runs of 500 KB, one thread: into fresh memory 18.8 ms by memcpy, 15.4 so; into other memory 4.6 and 5.0.
+    """
+    j = 0
+    if fresh:
+        while count - j >= 64:
+            copy_block(target + j, source + j, 64)
+            j += 64
+    copy_bytes(target + j, source + j, count - j)
+
+
+@inlined
+def zero_run(target: Any, count: Any, fresh: Any) -> None:
+    """Zeros in many bytes; as `copy_run`, and memset."""
+    j = 0
+    if fresh:
+        while count - j >= 64:
+            zero_block(target + j, 64)
+            j += 64
+    rest = pointer(target, np.uint8(0))
+    while j < count:
+        rest[j] = np.uint8(0)
         j += 1

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels._compiled import compiled
-from tensorloop.kernels._pointers import copy_bytes, copy_short, pointer
+from tensorloop.kernels._pointers import FRESH, copy_bytes, copy_run, copy_short, zero_run
 from tensorloop.kernels._threads import share
 
 # Below this many bytes, or in shorter rows, `index_select` is faster: 21 : 80 us at (4096, 64) float32, 2.4 : 5.4 us at
@@ -25,7 +25,7 @@ def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     bounds = _bounds(offsets, n, steps, "pack_rows")
     out = padded.new_empty(n, features)
     row = features * out.element_size()
-    args = padded.data_ptr(), out.data_ptr(), bounds, steps * row, row
+    args = padded.data_ptr(), out.data_ptr(), bounds, steps * row, row, out.nbytes >= FRESH
     share(_pack, n, 2 * n * row, args, (padded, out))
     return out
 
@@ -41,7 +41,7 @@ def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor
     filled = values.new_full((features,), fill)
     size = (batch * steps + n) * row
     zero = not filled.count_nonzero() and not _has_sign(fill)
-    args = values.data_ptr(), out.data_ptr(), bounds, steps, row, filled.data_ptr(), zero
+    args = values.data_ptr(), out.data_ptr(), bounds, steps, row, filled.data_ptr(), zero, out.nbytes >= FRESH
     share(_pad, batch * steps, size, args, (values, out, filled))
     return out
 
@@ -97,30 +97,40 @@ def _are_bounds(bounds: Any, n: int, longest: int) -> bool:
 
 
 @compiled
-def _pack(begin: int, end: int, padded: int, out: int, bounds: Any, step: int, row: int) -> None:
+def _pack(begin: int, end: int, padded: int, out: int, bounds: Any, step: int, row: int, fresh: bool) -> None:
     b = np.searchsorted(bounds, begin, side="right") - 1
     while begin < end:
         stop = min(bounds[b + 1], end)
         if stop > begin:
-            copy_bytes(out + begin * row, padded + b * step + (begin - bounds[b]) * row, (stop - begin) * row)
+            source = padded + b * step + (begin - bounds[b]) * row
+            copy_run(out + begin * row, source, (stop - begin) * row, fresh)
             begin = stop
         b += 1
 
 
 @compiled
-def _pad(begin: int, end: int, values: int, out: int, bounds: Any, steps: int, row: int, fill: int, zero: bool) -> None:
+def _pad(
+    begin: int,
+    end: int,
+    values: int,
+    out: int,
+    bounds: Any,
+    steps: int,
+    row: int,
+    fill: int,
+    zero: bool,
+    fresh: bool,
+) -> None:
     while begin < end:
         b, t = begin // steps, begin % steps
         length = min(bounds[b + 1] - bounds[b], steps)
         stop = min(end, b * steps + length)
         if begin < stop:
-            copy_bytes(out + begin * row, values + (bounds[b] + t) * row, (stop - begin) * row)
+            copy_run(out + begin * row, values + (bounds[b] + t) * row, (stop - begin) * row, fresh)
             begin = stop
         stop = min(end, (b + 1) * steps)
         if zero:
-            rest = pointer(out + begin * row, np.uint8(0))
-            for j in range((stop - begin) * row):
-                rest[j] = np.uint8(0)
+            zero_run(out + begin * row, (stop - begin) * row, fresh)
         else:
             for n in range(begin, stop):
                 copy_bytes(out + n * row, fill, row)

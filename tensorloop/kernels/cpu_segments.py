@@ -1,7 +1,8 @@
 """Reductions over the segments of packed rows on the CPU, float32 and float64.
 
 A task is a segment and a block of columns: few long segments are shared among threads too, and what is summed up stays
-in the first cache. Sums run in float64, in the order of the rows: the same bits whatever the number of threads.
+in the first cache. Sums run in float64, a few rows at a time, in the order of the rows: the same bits whatever the
+number of threads.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tensorloop.kernels._compiled import compiled, inlined
 from tensorloop.kernels._threads import share
 
 BLOCK = 256  # columns of a task; its sums are 2 KiB
+FEW = 4  # rows
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
@@ -162,10 +164,18 @@ def _sum(begin: int, end: int, bounds: Any, values: Any, out: Any) -> None:
     for task in range(begin, end):
         b, first, last, low, size = _task(task, bounds, values.shape[1])
         total[:size] = 0
-        for n in range(first, last):
+        n = first
+        while n + FEW <= last:  # a few rows at once: in float64 only their sum
+            r0, r1 = values[n, low : low + size], values[n + 1, low : low + size]
+            r2, r3 = values[n + 2, low : low + size], values[n + 3, low : low + size]
+            for d in range(size):
+                total[d] += (r0[d] + r1[d]) + (r2[d] + r3[d])
+            n += FEW
+        while n < last:
             row = values[n, low : low + size]
             for d in range(size):
                 total[d] += row[d]
+            n += 1
         for d in range(size):
             out[b, low + d] = total[d]
 
@@ -210,15 +220,19 @@ def _top(values: Any, first: Any, last: Any, low: Any, size: Any, top: Any) -> N
 
 @compiled
 def _logsumexp(begin: int, end: int, bounds: Any, values: Any, out: Any) -> None:
-    top, total = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float64)
+    top, part, total = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float64)
     for task in range(begin, end):
         b, first, last, low, size = _task(task, bounds, values.shape[1])
         _top(values, first, last, low, size, top)
         total[:size] = 0
-        for n in range(first, last):
-            row = values[n, low : low + size]
+        for n in range(first, last, FEW):
+            part[:size] = 0
+            for i in range(n, min(n + FEW, last)):
+                row = values[i, low : low + size]
+                for d in range(size):
+                    part[d] += _exp(row[d] - top[d])
             for d in range(size):
-                total[d] += _exp(row[d] - top[d])
+                total[d] += part[d]
         for d in range(size):  # where the maximum is infinite, so is the result; inf - inf above was NaN
             out[b, low + d] = top[d] if np.isinf(top[d]) else np.log(total[d]) + top[d]
 

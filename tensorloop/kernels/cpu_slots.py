@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tensorloop.kernels import eager
 from tensorloop.kernels._compiled import compiled
-from tensorloop.kernels._pointers import copy_short, pointer
+from tensorloop.kernels._pointers import copy_short, pointer, zero_run
 from tensorloop.kernels._threads import share
 
 
@@ -53,6 +53,4 @@ def _take(begin: int, end: int, slots: int, pos: int, out: int, where: int, n: i
             source = slots + (at[b] * batch + b) * row
             copy_short(target, source, row, 0)
             target = source
-        zeros = pointer(target, np.uint8(0))
-        for j in range(row):
-            zeros[j] = np.uint8(0)
+        zero_run(target, row, False)

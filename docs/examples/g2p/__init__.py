@@ -1,1 +1,1 @@
-"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder whose loops run over TensorArrays."""
+"""Grapheme-to-phoneme conversion on CMUdict: an attention decoder that loops over packed words and a TensorArray."""

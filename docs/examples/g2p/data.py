@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tensorloop import PackedTensor
+
 DATA_DIR = Path(__file__).parent / "data"
 TRAIN_FILE = DATA_DIR / "g014b2b.train.gz"
 TEST_FILE = DATA_DIR / "g014b2b.test.gz"
 DEV_WORDS = 2670
-IGNORE = -100  # what cross_entropy leaves out by default
 
 Phones = tuple[str, ...]
 Lexicon = dict[str, list[Phones]]
@@ -128,19 +129,10 @@ class Vocabulary:
         return tuple(self.phones[i] for i in ids)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """letters (S, B) int64, padded with 0; lens (B,) their counts; phones (T, B): ids, eos, then IGNORE."""
-
-    letters: Tensor
-    lens: Tensor
-    phones: Tensor
-
-
-def pad_words(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Letter ids of B words as (letters (S, B), lens (B,))."""
-    lens = torch.tensor([len(row) for row in rows])
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows]), lens
+def pack(rows: Sequence[Sequence[int]]) -> PackedTensor:
+    """Ids of B words as one packed tensor (B, S*), int64."""
+    lens = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return PackedTensor(torch.tensor([i for row in rows for i in row], dtype=torch.int64), lens)
 
 
 class Examples:
@@ -148,14 +140,12 @@ class Examples:
 
     def __init__(self, lexicon: Lexicon, vocabulary: Vocabulary) -> None:
         pairs = [(word, phones) for word, entries in lexicon.items() for phones in entries]
-        self._words = [vocabulary.encode_word(word) for word, _ in pairs]
-        self._phones = [[*vocabulary.encode_phones(phones), vocabulary.eos_id] for _, phones in pairs]
-        widest = max(len(phones) for phones in self._phones) + 1
-        sizes = [len(w) * widest + len(p) for w, p in zip(self._words, self._phones, strict=True)]
-        self._size = torch.tensor(sizes)
+        self._letters = pack([vocabulary.encode_word(word) for word, _ in pairs])
+        self._phones = pack([[*vocabulary.encode_phones(phones), vocabulary.eos_id] for _, phones in pairs])
+        self._size = self._letters.lens * (self._phones.max_len + 1) + self._phones.lens
 
     def __len__(self) -> int:
-        return len(self._words)
+        return len(self._size)
 
     def order(self, batch_size: int, seed: int) -> list[Tensor]:
         """Indices of one epoch's batches: sorted by letters and phones; ties and batches shuffled by seed."""
@@ -167,18 +157,15 @@ class Examples:
 
     def phones(self, indices: Tensor) -> int:
         """How many phones and ends these examples have: what a batch's mean is taken over."""
-        return sum(len(self._phones[i]) for i in indices.tolist())
+        return int(self._phones.lens[indices].sum())
 
-    def batch(self, indices: Tensor) -> Batch:
-        """The padded batch of these examples."""
-        rows = indices.tolist()
-        letters, lens = pad_words([self._words[i] for i in rows])
-        phones = [torch.tensor(self._phones[i]) for i in rows]
-        return Batch(letters, lens, torch.nn.utils.rnn.pad_sequence(phones, padding_value=IGNORE))
+    def batch(self, indices: Tensor) -> tuple[PackedTensor, PackedTensor]:
+        """Of these examples the letters (B, S*) and the phones (B, T*), each row's end its last."""
+        return self._letters[indices], self._phones[indices]
 
 
 def word_batches(words: Sequence[str], batch_size: int) -> Iterator[list[int]]:
-    """Positions of the words, shortest first, batch by batch: little padding, and rows that end together."""
+    """Positions of the words, shortest first, batch by batch: rows that end together."""
     order = sorted(range(len(words)), key=lambda i: len(words[i]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

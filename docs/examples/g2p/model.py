@@ -1,9 +1,12 @@
 """The model: a bidirectional LSTM reads the letters, an LSTM with two attentions writes the phones.
 
-At every step the decoder attends to the letters and to all of its own earlier states. Both live in TensorArrays:
-the letters' states in one that is never written again, its own in one that grows by a slot a step and is read
-back as a prefix. In plain PyTorch the second is a ``torch.cat`` a step, O(T^2) bytes held for backward; here it is
-O(T).
+At every step the decoder attends to the letters and to all of its own earlier states. These live in a TensorArray
+that grows by a slot a step and is read back as a prefix. In plain PyTorch that is a ``torch.cat`` a step, O(T^2) bytes
+held for backward; here it is O(T).
+
+Words of unequal length come packed, and nothing computes on padding: not the encoder, not the decoder, whose batch
+shrinks as words end, not the output layer nor the loss. Only the letters' states are padded, once a batch, as slots to
+attend to.
 
 Ending. There is no maximum length. The score of the end grows by ``END_SLOPE`` with every phone beyond the number
 of letters, in training and decoding alike, so the model learns to write "W" (eight phones) against it. The
@@ -13,14 +16,16 @@ phones, trained or not (``G2P.longest``). Finite weights imply an end.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tensorloop import TensorArray, scan, while_loop
+from tensorloop import PackedTensor, TensorArray, scan, while_loop
 
 END_SLOPE = 0.25
+
+Rows = TypeVar("Rows", Tensor, PackedTensor)
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class Masks(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What stays the same while a batch of words is decoded. Every leaf has B leading rows, or is an array of them."""
+    """What stays the same while a batch of words is decoded. Every leaf has B leading rows."""
 
-    memory: TensorArray  # S slots (B, H): the letters' states
+    memory: Tensor  # (B, S, H): the letters' states
     mask: Tensor  # (B, S): 0 for a letter, -inf for padding
     lens: Tensor  # (B,): letters
     masks: Masks | None  # None when decoding
@@ -119,7 +124,7 @@ class G2P(nn.Module):
             raise ValueError(f"G2P: hidden must be even (two directions of half of it), got {width}")
         self.embed = nn.Embedding(config.letters, config.embed)
         self.encoder = nn.ModuleList(
-            nn.LSTM(inputs, width // 2, bidirectional=True) for inputs in (config.embed, width)
+            nn.LSTM(inputs, width // 2, bidirectional=True, batch_first=True) for inputs in (config.embed, width)
         )
         self.bridge = nn.Linear(width, 4 * width)
         self.token_gates = nn.Embedding(config.phones + 2, 4 * width)
@@ -139,30 +144,24 @@ class G2P(nn.Module):
         widths = (config.embed, *(4 * [config.hidden]))
         return Masks(*(self.output.weight.new_empty(rows, n).bernoulli_(keep).div_(keep) for n in widths))
 
-    def encode(self, letters: Tensor, lens: Tensor, masks: Masks | None = None) -> tuple[Context, Carry]:
-        """letters (S, B) int64 and lens (B,) to the decoder's context and its first carry.
+    def encode(self, letters: PackedTensor, masks: Masks | None = None) -> tuple[Context, Carry]:
+        """letters (B, S*) int64 to the decoder's context and its first carry.
 
         A model in training mode draws ``masks`` where none are given.
         """
         if masks is None and self.training:
-            masks = self.masks(len(lens))
-        states = self.embed(letters) if masks is None else self.embed(letters) * masks.embedded
-        ragged = bool((lens != letters.shape[0]).any())
-        for depth, lstm in enumerate(self.encoder):
-            if ragged:
-                packed = nn.utils.rnn.pack_padded_sequence(states, lens, enforce_sorted=False)
-                states = nn.utils.rnn.pad_packed_sequence(lstm(packed)[0])[0]
-            else:
-                states = lstm(states)[0]
-            if depth == 0 and masks is not None:
-                states = states * masks.encoded
-        padding = torch.arange(letters.shape[0])[None, :] >= lens[:, None]
-        mask = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
-        mean = states.sum(0) / lens[:, None]  # padding states are zero
+            masks = self.masks(len(letters.lens))
+        states: PackedTensor = self.embed(letters)
+        first, second = self.encoder
+        states, _ = first(states if masks is None else states * masks.embedded[:, None])
+        states, _ = second(states if masks is None else states * masks.encoded[:, None])
+        mean = states.mean(1)
         h_lower, c_lower, h_upper, c_upper = self.bridge(mean).chunk(4, 1)
         lower, upper = (torch.tanh(h_lower), c_lower), (torch.tanh(h_upper), c_upper)
         carry = Carry(0, lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
-        return Context(TensorArray.unstack(states), mask, lens, masks), carry
+        # The one place with slots behind the ends of words: a step attends to all words at once.
+        mask = PackedTensor(states.values.new_zeros(len(states.values)), letters.dims[0]).pad(float("-inf"))
+        return Context(states.pad(), mask, letters.lens, masks), carry
 
     def step(self, carry: Carry, tokens: Tensor, context: Context) -> Carry:
         """One step after ``tokens`` (B,) int64, bos_id at first; the new ``feed`` is the readout (B, H).
@@ -175,28 +174,35 @@ class G2P(nn.Module):
         upper = self.upper(lower[0] if masks is None else lower[0] * masks.lower, carry.upper)
         top = upper[0] if masks is None else upper[0] * masks.upper
         to_letters, to_past = self.queries(top).chunk(2, 1)
-        letters = attend(to_letters, context.memory.stack(), context.mask)
+        letters = attend(to_letters, context.memory.transpose(0, 1), context.mask)
         feed = torch.tanh(self.readout(torch.cat((top, letters, attend(to_past, past)), 1)))
         return Carry(carry.t + 1, lower, upper, feed, carry.past.append(upper[0]))
 
-    def scores(self, readout: Tensor, t: Tensor, context: Context) -> Tensor:
-        """Log-probabilities (..., B, V) of readout (..., B, H) after t (..., 1) phones; V is phones and eos."""
-        logits = self.output(readout if context.masks is None else readout * context.masks.readout)
-        end = END_SLOPE * (t - context.lens).clamp(min=0)
-        return torch.log_softmax(torch.cat((logits[..., :-1], logits[..., -1:] + end[..., None]), -1), -1)
+    def scores(self, readout: Rows, beyond: Rows) -> Rows:
+        """Log-probabilities (..., V) of readout (..., H), packed or a step's; V is phones and eos.
 
-    def forward(self, letters: Tensor, lens: Tensor, phones: Tensor, masks: Masks | None = None) -> Tensor:
-        """Log-probabilities (T, B, V) of each phone given the true ones before it; phones (T, B) end with eos."""
-        context, carry = self.encode(letters, lens, masks)
-        first = torch.full_like(phones[:1], self.config.bos_id)
-        given = torch.cat((first, phones[:-1].clamp(min=0)))  # IGNORE: any id will do, nothing there is scored
+        ``beyond`` (...) counts the phones before beyond the number of letters, below 0 where they are fewer.
+        """
+        logits = self.output(readout)
+        end = logits[..., -1:] + END_SLOPE * beyond.clamp(min=0)[..., None]
+        all_scores: Any = torch.cat((logits[..., :-1], end), -1)
+        return all_scores.log_softmax(-1)
 
-        def read_on(carry: Carry, tokens: Tensor) -> tuple[Carry, Tensor]:
+    def forward(self, letters: PackedTensor, phones: PackedTensor, masks: Masks | None = None) -> PackedTensor:
+        """Log-probabilities (B, T*, V) of each phone given the true ones before it; phones (B, T*) end with eos."""
+        context, carry = self.encode(letters, masks)
+        time = phones.dims[0]
+        # The start takes the place of the end that rolls in from the row before.
+        given = phones.values.roll(1).index_fill_(0, phones.offsets[:-1], self.config.bos_id)
+
+        def read_on(carry: Carry, tokens: Tensor, context: Context) -> tuple[Carry, Tensor]:
             carry = self.step(carry, tokens, context)
             return carry, carry.feed
 
-        _, readouts = scan(read_on, carry, given)
-        return self.scores(readouts, torch.arange(len(phones))[:, None], context)
+        _, readouts = scan(read_on, carry, PackedTensor(given, time), context=context)
+        if context.masks is not None:
+            readouts = readouts * context.masks.readout[:, None]
+        return self.scores(readouts, PackedTensor(phones.positions, time) - letters.lens[:, None])
 
     def longest(self, letters: int) -> int:
         """The most phones (eos not counted) that greedy decoding can write for a word of so many letters."""
@@ -206,10 +212,10 @@ class G2P(nn.Module):
 
 
 @torch.no_grad()
-def greedy(model: G2P, letters: Tensor, lens: Tensor) -> list[list[int]]:
+def greedy(model: G2P, letters: PackedTensor) -> list[list[int]]:
     """The best phone at every step until every row has ended: phone ids of each row, without eos.
 
-    letters (S, B) and lens (B,) int64. A row's phones do not depend on its batch. Raises RuntimeError for a model
+    letters (B, S*) int64. A row's phones do not depend on its batch. Raises RuntimeError for a model
     in training mode, and FloatingPointError when the scores are not finite, as no end would then be chosen.
     """
     if model.training:
@@ -222,13 +228,13 @@ def greedy(model: G2P, letters: Tensor, lens: Tensor) -> list[list[int]]:
     def write(written: Written, context: Context) -> Written:
         t = written.carry.t
         carry = model.step(written.carry, written.tokens, context)
-        scores = model.scores(carry.feed, torch.tensor([t]), context)
+        scores = model.scores(carry.feed, t - context.lens)
         if not bool(scores.isfinite().all()):
             raise FloatingPointError(f"greedy: the scores of step {t} are not finite; are the weights damaged?")
         tokens = scores.argmax(1)
         return Written(carry, tokens, written.phones.append(tokens))
 
-    context, carry = model.encode(letters, lens)
-    first = Written(carry, torch.full_like(lens, model.config.bos_id), TensorArray())
+    context, carry = model.encode(letters)
+    first = Written(carry, torch.full_like(letters.lens, model.config.bos_id), TensorArray())
     rows = while_loop(runs, write, first, context=context, compact=True).phones.stack().T.tolist()
     return [row[: row.index(eos_id)] for row in rows]

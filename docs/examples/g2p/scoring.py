@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from docs.examples.g2p.data import Lexicon, Phones, Vocabulary, pad_words, word_batches
+from docs.examples.g2p.data import Lexicon, Phones, Vocabulary, pack, word_batches
 from docs.examples.g2p.model import G2P, greedy
 
 
@@ -70,6 +70,6 @@ def pronounce(
     ids = [vocabulary.encode_word(word) for word in words]
     found: dict[str, Phones] = dict.fromkeys(words, ())
     for positions in progress(list(word_batches(words, batch_size))):
-        rows = greedy(model, *pad_words([ids[i] for i in positions]))
+        rows = greedy(model, pack([ids[i] for i in positions]))
         found.update((words[i], vocabulary.decode_phones(row)) for i, row in zip(positions, rows, strict=True))
     return found

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from docs.examples.g2p import checkpoint, processes
-from docs.examples.g2p.data import IGNORE, Examples, Lexicon, Vocabulary
+from docs.examples.g2p.data import Examples, Lexicon, Vocabulary
 from docs.examples.g2p.model import G2P, Config
 from docs.examples.g2p.scoring import pronounce, score
 
@@ -133,16 +133,11 @@ class Trainer:
         mine = list(range(processes.rank(), len(indices), processes.world()))
         share = self.examples.phones(indices[mine]) / self.examples.phones(indices)
         mine = mine or [0]  # more processes than rows: DDP needs a loss of each, and this one counts for nothing
-        batch = self.examples.batch(indices[mine])
+        letters, phones = self.examples.batch(indices[mine])
         # Masks for the whole batch, so that every process moves its generator as one process would.
         masks = self.model.masks(len(indices)).of_rows(mine)
-        scores = self.forward(batch.letters, batch.lens, batch.phones, masks)
-        return share * F.cross_entropy(
-            scores.flatten(0, 1),
-            batch.phones.flatten(),
-            ignore_index=IGNORE,
-            label_smoothing=self.settings.label_smoothing,
-        )
+        scores = self.forward(letters, phones, masks)
+        return share * F.cross_entropy(scores.values, phones.values, label_smoothing=self.settings.label_smoothing)
 
     @torch.no_grad()
     def _average_weights(self) -> None:
