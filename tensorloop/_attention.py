@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]
 
 from tensorloop import _modes
 from tensorloop._attention_strips import BlockTable, Bucket, Span, Strip, Task, bucket, row_mask, shorter, strips
@@ -33,8 +34,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     Gradient: to q, k and v, twice differentiable. Cost: time of the pairs that meet; keeps q, k, v, the output and
     one number for each query and head.
     """
+    for x, offsets in ((q, task.q_offsets), (k, task.k_offsets), (v, task.k_offsets)):
+        if (
+            offsets is not None and offsets[-1] != x.shape[1]
+        ):  # the kernels would divide by zero, which ends the process
+            raise ValueError(f"attention: lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
     if _modes.maybe_level() is not None or _modes.forward_mode():
         return whole(q, k, v, task)
+    if task.causal and task.scale <= 0:  # kernels hide keys by a score of -inf before they multiply with the scale
+        q, task = q * task.scale, task._replace(scale=1.0)
     if q.device.type != "cpu":
         return _Attend.apply(q, k, v, task)  # pyright: ignore[reportReturnType]
     width, of_values = q.shape[-1], v.shape[-1]
@@ -58,7 +66,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         with _as_it_is(q):
-            if torch.is_grad_enabled() or _modes.maybe_level() is not None:
+            if torch.is_grad_enabled() or _modes.maybe_level() is not None or is_legacy_batchedtensor(grad):
                 return *_gradient_of_whole(q, k, v, grad, ctx.task), None
             return *_backward(_unit_stride(grad), q, k, v, out, lse, ctx.task), None
 

@@ -175,9 +175,9 @@ def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
     if isinstance(lens, Dim):
         return lens.lens
     if not isinstance(lens, Tensor):
-        lens = torch.tensor([_checks.as_int(n, name, "lens") for n in _checks.items(lens, name, "lens")] or [0])[
-            : len(lens)
-        ]
+        numbers = [_checks.as_int(n, name, "lens") for n in _checks.items(lens, name, "lens")]
+        with _lasting():
+            lens = torch.tensor(numbers, dtype=torch.int64)
     elif lens.dtype is not torch.int64:
         raise TypeError(f"{name}: lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
     elif _modes.is_batched(lens):

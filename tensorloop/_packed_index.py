@@ -17,8 +17,10 @@ def getitem(p: Packed, key: Any) -> Any:
     if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
         return _by_mask(p, key)
     rows, times, features = _parts(p, key)
-    if isinstance(rows, Tensor) and isinstance(times, Tensor):
-        return _features(_pairs(p, rows, times), features)
+    if isinstance(rows, Tensor) and (isinstance(times, Tensor) or (isinstance(times, int) and _lists(features))):
+        return p.values[(_pairs(p, rows, times), *features)]
+    if isinstance(rows, Tensor) and _lists(features):
+        raise refused("indexing", "lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
     if isinstance(rows, int):
         return _in_row(p, rows, times, features)
     if rows != _ALL if isinstance(rows, slice) else True:
@@ -26,7 +28,12 @@ def getitem(p: Packed, key: Any) -> Any:
     if isinstance(times, slice):
         p = p if times == _ALL else _crop(p, times)
         return p._with(_features(p.values, features)) if features else p
-    return _features(_at(p, times), features)
+    return _at(p, times, features)
+
+
+def _lists(features: tuple[Any, ...]) -> list[Any]:
+    """Those of the feature indices that are taken in pairs with other lists."""
+    return [k for k in features if isinstance(k, list) or (isinstance(k, Tensor) and k.dim())]
 
 
 def _parts(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -88,7 +95,7 @@ def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
         return p.values[(start + times % (end - start), *features)]
     if isinstance(times, Tensor):
         _checks.in_range(times, start - end, end - start, "indexing", "times")
-    return _features(p.values[start:end][times], features)
+    return p.values[start:end][(times, *features)]
 
 
 def slice_rows(p: Packed, a: int, b: int) -> Packed:
@@ -124,8 +131,8 @@ def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
     return p._with(_ragged.permute(p.values, index, inverse), dim)
 
 
-def _at(p: Packed, times: Any) -> Tensor:
-    """p[:, t] (B, *F) and p[:, ts] (B, M, *F): every row must be long enough."""
+def _at(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
+    """p[:, t] (B, *F) and p[:, ts] (B, M, *F), and features of it: every row must be long enough."""
     lens, offsets = p._dim.lens, p._dim.offsets
     ts = times if isinstance(times, Tensor) else torch.tensor([times], device=lens.device)
     if ts.dim() != 1:
@@ -137,13 +144,23 @@ def _at(p: Packed, times: Any) -> Tensor:
         raise IndexError(f"indexing: t = {int(ts[i])} is out of range for row {b} of length {int(lens[b])}")
     # On a device nothing is asked: an index past the end of a row is kept inside the values.
     index = (index + offsets[:-1, None]).clamp_(0, max(len(p.values) - 1, 0))
+    lists = _lists(features) if isinstance(times, Tensor) else []
+    if lists:
+        before_last = features[: next(i for i, k in enumerate(features) if k is lists[-1])]
+        if any(k is None or isinstance(k, slice) for k in before_last):
+            raise refused("indexing", "lists of steps and features apart", "index twice: p[:, times][:, :, ...]")
+        pairs = max(torch.as_tensor(k).dim() for k in lists)
+        return p.values[(index.view(len(lens), *[1] * (pairs - 1), len(ts)), *features)]
     out = p.values.index_select(0, index.view(-1))
-    return out.view(len(lens), len(ts), *out.shape[1:]) if isinstance(times, Tensor) else out
+    if not isinstance(times, Tensor):
+        return _features(out, features)
+    out = out.view(len(lens), len(ts), *out.shape[1:])
+    return out[(_ALL, _ALL, *features)] if features else out
 
 
-def _pairs(p: Packed, rows: Tensor, times: Tensor) -> Tensor:
-    """p[rows, times]: one entry for each pair."""
-    rows, times = torch.broadcast_tensors(rows, times)
+def _pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
+    """The entry that each pair of p[rows, times] is."""
+    rows, times = torch.broadcast_tensors(rows, torch.as_tensor(times, device=rows.device))
     n = len(p._dim)
     if _checks.must_check(None, rows):
         _checks.in_range(rows, -n, n, "indexing", "rows")
@@ -152,7 +169,7 @@ def _pairs(p: Packed, rows: Tensor, times: Tensor) -> Tensor:
     if _checks.must_check(None, times):
         _checks.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing", "times")
     times = torch.where(times < 0, times + lens, times)
-    return p.values[p._dim.offsets[:-1][rows] + times]
+    return p._dim.offsets[:-1][rows] + times
 
 
 def _crop(p: Packed, times: slice) -> Packed:

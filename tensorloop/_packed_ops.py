@@ -37,7 +37,7 @@ _ALSO_POINTWISE = frozenset(
         *("subtract", "tanhshrink", "true_divide", "zeros_like", "ones_like", "full_like"),
         *("empty_like", "rand_like", "randn_like", "randint_like", "clone", "contiguous", "detach", "float"),
         *("double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble"),
-        *("dropout", "alpha_dropout", "bernoulli", "positive", "resolve_conj", "rsub", "radd", "rmul"),
+        *("dropout", "alpha_dropout", "bernoulli", "positive", "conj", "resolve_conj", "rsub", "radd", "rmul"),
         *("rtruediv", "rdiv", "rpow", "rfloordiv", "rmod", "truediv", "floordiv", "mod", "invert", "neg", "pos"),
         *("and", "or", "xor", "lshift", "rshift", "rand", "ror", "rxor", "rlshift", "rrshift", "one_hot"),
         *("isreal", "type", "expit", "gammaln", "psi"),
@@ -86,6 +86,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "out" in kwargs and kwargs.pop("out") is not None:
         raise refused(name, "out= is not taken with packed tensors", "use the result")
     if handler is not None:
+        for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
+            if alias in kwargs:
+                kwargs[known] = kwargs.pop(alias)
         return handler(func, *args, **kwargs)
     if name in _INSTEAD:
         raise refused(name, "it does not take packed tensors", _INSTEAD[name])
@@ -249,6 +252,8 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
             input = align(input, other, "matmul")
         return other._with(torch.matmul(input, other.values))
     _needs_features(input, 1, "matmul")
+    if input.ndim == 3 and other.dim() == 3 and other.shape[0] == 1:
+        other = other[0]
     if other.dim() > max(2, input.ndim - 2):
         if input.ndim == 3 and other.dim() == 3 and other.shape[0] == len(input._dim):
             return fall_back("matmul", input, lambda x: torch.matmul(x, other))

@@ -50,6 +50,16 @@ def _kept_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return out
 
 
+def _wide(values: Tensor) -> Tensor:
+    """In the dtype of sums: counts and squares of half precision overflow, or lose their digits, before the result."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _root(square: Tensor) -> Tensor:
+    """The square root, with the slope 0 at 0, as torch's norms and deviations have it."""
+    return torch.where(square == 0, 0, torch.where(square == 0, 1, square).sqrt())
+
+
 def _over(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwargs: dict[str, Any]) -> Any:
     """A reduction over `dim`: torch's own where no dim, all dims or only feature dims are reduced."""
     name = func.__name__
@@ -84,10 +94,12 @@ def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
         values = s.values if dtype is None else s.values.to(dtype)
         if not values.is_floating_point() and not values.is_complex():
             raise TypeError(f"{name}: a mean needs floating point, got {values.dtype}; give dtype=")
+        wide = _wide(values)
         if name == "mean":
-            return _ragged.mean(values, s.offsets)
-        there = values.isnan().logical_not().to(values.dtype)
-        return _ragged.sum(values.nan_to_num(0, torch.inf, -torch.inf), s.offsets) / _ragged.sum(there, s.offsets)
+            return _ragged.mean(wide, s.offsets).to(values.dtype)
+        there = wide.isnan().logical_not().to(wide.dtype)
+        total = _ragged.sum(wide.nan_to_num(0, torch.inf, -torch.inf), s.offsets)
+        return (total / _ragged.sum(there, s.offsets)).to(values.dtype)
 
     return _over(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
@@ -160,12 +172,17 @@ def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
     return _over(func, input, dim, keepdim, lambda s: _ragged_reduce.logsumexp(s.values, s.offsets), {})
 
 
+def _square(x: Tensor) -> Tensor:
+    """|x|^2"""
+    return torch.real(x * torch.conj(x)) if x.is_complex() else x * x
+
+
 def _variance(s: _Segments, correction: float) -> tuple[Tensor, Tensor]:
     """(variance, mean): NaN where a segment has no more than `correction` entries, or is empty."""
     mean = _ragged.mean(s.values, s.offsets)
     centred = s.values - _ragged.spread(mean, s.offsets, len(s.values))
-    number = _ragged.counts(s.offsets, s.values)
-    total = _ragged.sum(centred * centred, s.offsets)
+    total = _ragged.sum(_square(centred), s.offsets)
+    number = _ragged.counts(s.offsets, total)
     return total / torch.where(number > correction, number - correction, torch.nan), mean
 
 
@@ -186,11 +203,12 @@ def _std(
         if not whole:
             return rewrap(input, out)
         return tuple(_kept_dims(x, dims, keepdim) for x in out) if "_" in name else _kept_dims(out, dims, keepdim)
-    var, mean = _variance(_segments(input, dims), correction)
-    spread = var.sqrt() if "std" in name else var
-    if "_" in name:
-        return _kept_dims(spread, dims, keepdim), _kept_dims(mean, dims, keepdim)
-    return _kept_dims(spread, dims, keepdim)
+    if not input.is_floating_point() and not input.is_complex():
+        raise TypeError(f"{name}: a deviation needs floating point, got {input.dtype}; convert with .float()")
+    var, mean = _variance(_segments(input._with(_wide(input.values)), dims), correction)
+    spread = _root(var) if "std" in name else var
+    spread, mean = _kept_dims(spread, dims, keepdim).to(input.dtype.to_real()), _kept_dims(mean, dims, keepdim)
+    return (spread, mean.to(input.dtype)) if "_" in name else spread
 
 
 @handles("any", "all")
@@ -214,6 +232,8 @@ def _norm(
 ) -> Any:
     p = {"fro": 2, None: 2}.get(p if ord is None else ord, p if ord is None else ord)
     x = input if dtype is None else input.to(dtype)
+    if not x.is_floating_point() and not x.is_complex():
+        raise TypeError(f"norm: it needs floating point, got {x.dtype}; convert with .float()")
     dims = dim_numbers(x, dim, "norm")
     if not {0, 1} & set(dims):
         inner = tuple(d - 1 for d in dims)
@@ -223,9 +243,7 @@ def _norm(
     if p == 1:
         return torch.sum(torch.abs(x), dims, keepdim)
     if p == 2:
-        square = torch.sum(x * x, dims, keepdim)
-        # The square root has no slope at 0; torch's norm has the slope 0 there.
-        return torch.where(square == 0, 0, torch.where(square == 0, 1, square).sqrt())
+        return _root(torch.sum(x._with(_square(_wide(x.values))), dims, keepdim)).to(x.dtype.to_real())
     raise refused("norm", f"order {p!r} over the batch or ragged dim", "use 1, 2 or inf")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorloop._packed_base import Packed, dim_number, is_packed, refused, same_rows
 from tensorloop._packed_dim import Dim
 from tensorloop._packed_index import select_rows, slice_rows
-from tensorloop._packed_ops import feature_dim, handles, rewrap
+from tensorloop._packed_ops import align, feature_dim, handles, rewrap
 from tensorloop._packed_time_first import TimeFirst
 
 _STAYS = "the batch and the ragged dim stay where they are; for attention use tensorloop.attention, else .pad()"
@@ -116,7 +116,9 @@ def _view_as(func: Any, input: Any, other: Any) -> Any:
 
 @handles("expand", "expand_as")
 def _expand(func: Any, input: Any, *sizes: Any) -> Any:
-    if func.__name__ == "expand_as" or is_packed(sizes[0]):
+    if not is_packed(input):
+        return sizes[0]._with(align(input, sizes[0], "expand_as").expand(sizes[0].values.shape))
+    if func.__name__ == "expand_as":
         sizes = sizes[0].shape
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
     sizes = tuple(None if isinstance(n, Dim) else n for n in sizes)
@@ -131,6 +133,8 @@ def _along_features(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     name = func.__name__
     place = {"unbind": 0, "select": 0, "narrow": 0, "index_select": 0, "glu": 0, "gather": 0, "sort": 0}.get(name, 1)
     default = {"chunk": 0, "tensor_split": 0, "unbind": 0, "glu": -1, "topk": -1, "sort": -1}.get(name)
+    if not is_packed(input):
+        raise refused(name, "only another argument than its input is packed", "pack the input: pack_padded(x, p.lens)")
     many = list(args)
     given = kwargs.pop("dims", kwargs.pop("dim", None))
     if given is None and len(many) > place and not (name in ("topk", "sort") and isinstance(many[place], bool)):
@@ -142,10 +146,15 @@ def _along_features(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     if name in ("unbind", "select", "index_select") and dim_number(input, given, name) == 0:
         return input.unbind() if name == "unbind" else input[many[0] if many else kwargs["index"]]
     dim = feature_dim(input, given, name)
+    for x in filter(is_packed, (*many, *kwargs.values())):
+        same_rows(input, x, name)
     many = [x.values if is_packed(x) else x for x in many]
     kwargs = {k: x.values if is_packed(x) else x for k, x in kwargs.items()}
     plain = getattr(torch, name, None) or getattr(torch.nn.functional, name)
-    many.insert(min(place, len(many)), dim)
+    if len(many) < place:  # what comes before it has a name, too
+        kwargs["dims" if name == "roll" else "dim"] = dim
+    else:
+        many.insert(place, dim)
     return rewrap(input, plain(input.values, *many, **kwargs))
 
 
@@ -170,7 +179,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
     if not all(is_packed(x) for x in tensors):
         raise refused("cat", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
     first = tensors[0]
-    d = dim_number(first, kwargs.get("axis", dim), "cat")
+    d = dim_number(first, dim, "cat")
     if d > 1:
         for x in tensors[1:]:
             same_rows(first, x, "cat")

@@ -109,7 +109,7 @@ class PackedOutputs(Outputs):
         return self.slices.part(ys, 0, t)
 
     def of_no_steps(self, ys: Any) -> Any:
-        return _pytree.tree_map(lambda y: PackedTensor(y[:, 0], self.slices.ragged) if y.dim() > 1 else y, ys)
+        return _pytree.tree_map(lambda y: PackedTensor(y.flatten(0, 1), self.slices.ragged) if y.dim() > 1 else y, ys)
 
     def stack(self, reverse: bool) -> Any:
         slices = self.slices

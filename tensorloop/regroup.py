@@ -25,6 +25,8 @@ from tensorloop.kernels.moves import Move, Moves
 Keys = tuple[tuple[str, ...], ...]
 Lengths = tuple[tuple[int, ...], ...]
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 KEPT_PLANS = 128  # plans that `regroup` remembers; the one longest unused goes first
 
 
@@ -122,7 +124,10 @@ class _Route(torch.autograd.Function):
         batch = values[0].shape[:-1]
         rows = [_as_rows(x) for x in values]
         out = find("regroup", *values)(rows, moves)
-        return tuple(x.view(*batch, width) for x, width in zip(out, moves.targets, strict=True))
+        if len(batch) == 1:
+            return tuple(out)
+        # No views: autograd would refuse to change them in place.
+        return tuple(_unsafe_view(x, (*batch, width)) for x, width in zip(out, moves.targets, strict=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -122,6 +122,19 @@ def test_scale():
     torch.testing.assert_close(attention(q, k, v), attention(q, k, v, scale=3**-0.5))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("lens", [[5], [3, 7, 0, 4], [40, 2]])
+def test_causal_with_a_scale_that_is_not_positive(strip_kernel: str, scale: float, lens: list[int]):
+    q, k, v = tensors(*[(sum(lens), 2, 3)] * 3)
+    out = attention(*(PackedTensor(x, lens) for x in (q, k, v)), causal=True, scale=scale).unbind()
+    rows = zip(*(x.split(lens) for x in (q, k, v)), strict=True)
+    wanted = [reference.attention(*(x[None] for x in row), causal=True, scale=scale)[0] for row in rows]
+    weights = [torch.randn_like(x) for x in wanted]
+    torch.testing.assert_close(list(out), wanted)
+    losses = (sum((x * w).sum() for x, w in zip(found, weights, strict=True)) for found in (out, wanted))
+    torch.testing.assert_close(*(torch.autograd.grad(loss, (q, k, v)) for loss in losses))  # pyright: ignore
+
+
 def test_the_output_has_the_rows_of_the_queries():
     time = Dim("time", [3, 0, 4])
     q, k = PackedTensor(torch.randn(7, 2, 3), time), PackedTensor(torch.randn(9, 2, 3), [2, 2, 5])
@@ -285,9 +298,14 @@ def test_recorded_gradients_are_those_of_an_ordinary_backward(strip_kernel: str,
         torch.testing.assert_close(torch.autograd.grad(out, leaves, create_graph=True), wanted)
 
 
-def test_batched_gradients():
-    leaves = tensors((1, 3, 2, 2), (1, 3, 1, 2), (1, 3, 1, 2))
-    out = attention(*leaves, causal=True)
+@pytest.mark.parametrize("lens", [None, [2, 1], [2, 0, 1, 3, 40]])
+def test_batched_gradients(lens: list[int] | None):
+    if lens is None:
+        leaves = tensors((1, 3, 2, 2), (1, 3, 1, 2), (1, 3, 1, 2))
+        out = attention(*leaves, causal=True)
+    else:
+        leaves = tensors((sum(lens), 2, 2), (sum(lens), 1, 2), (sum(lens), 1, 2))
+        out = packed_values(*leaves, q_lens=lens, k_lens=lens, causal=True)
     basis = torch.eye(out.numel(), dtype=out.dtype).view(-1, *out.shape)
     found = torch.autograd.grad(out, leaves, basis, is_grads_batched=True, retain_graph=True)
     one_by_one = [torch.autograd.grad(out, leaves, row, retain_graph=True) for row in basis]

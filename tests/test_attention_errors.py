@@ -140,3 +140,11 @@ def test_nothing_is_broken_by_a_refusal():
     assert (len(k), len(v)) == (5, 6)
     out: Tensor = attention(X[0, 0], k, k)
     assert out.shape == (4, 3)
+
+
+def test_values_that_do_not_fit_the_lens_never_reach_a_kernel():
+    p = PackedTensor(torch.randn(11, 2, 3), [3, 1, 5, 2])
+    bad = p._with(torch.randn(3, 2, 3))
+    for q, k, v in ((bad, bad, bad), (p, p, bad), (p, bad, p)):
+        with pytest.raises(ValueError, match="attention: lens sum to 11, but there are 3 values"):
+            attention(q, k, v)

@@ -152,3 +152,11 @@ def test_lengths_on_a_device_are_looked_at_when_asked():
 def test_batched_lengths_are_refused():
     with pytest.raises(TypeError, match="lens is batched by vmap"):
         torch.vmap(lambda n: PackedTensor(torch.ones(3), n).sum(1))(torch.tensor([[1, 2], [2, 1]]))
+
+
+@pytest.mark.parametrize("lens", [[4, 4], torch.tensor([4, 4])])
+def test_a_ctc_loss_of_more_steps_than_a_row_has(lens: Any):
+    scores: Any = PackedTensor(torch.randn(7, 5).log_softmax(-1), [4, 3]).transpose(0, 1)
+    with pytest.raises(ValueError, match=r"ctc_loss: input_lengths\[1\] is 4, but row 1 has 3 entries"):
+        F.ctc_loss(scores, torch.tensor([1, 2, 1]), lens, torch.tensor([2, 1]))
+    assert F.ctc_loss(scores, torch.tensor([1, 2, 1]), torch.tensor([3, 3]), torch.tensor([2, 1])).isfinite()

@@ -93,6 +93,42 @@ def test_pairs():
     assert torch.equal(full[torch.arange(3), full.lens - 1], full[:, -1])
 
 
+def test_features_of_lists_of_steps_and_rows():
+    lens = [3, 2, 4, 3]
+    p = PackedTensor(torch.randn(12, 3, 4, requires_grad=True), lens)
+    padded, every = p.pad(), slice(None)
+    two, three, pairs = torch.tensor([0, 1]), [2, 0, 1], torch.tensor([[0, 1], [1, 0]])
+    rows, times, numbers = torch.arange(4), torch.tensor(lens) - 1, torch.tensor([0, 2, 1, 1])
+    keys = [
+        *((every, two, 0), (every, two, every, 0), (every, two, slice(1, 3)), (every, two, 0, slice(1, 3))),
+        *((every, two, ..., -1), (every, two, None), (every, two, two), (every, two, pairs), (every, two, 0, two)),
+        *((rows, times, numbers), (rows, times, 1), (rows, times, every, numbers), (rows, times, numbers, numbers)),
+        *(
+            (rows, 0, numbers),
+            (rows[:, None], two, 0),
+            (rows[:, None], two[None], every, slice(1)),
+            (rows, 1, every, 0),
+        ),
+        *(
+            (1, two, 0),
+            (1, two, two),
+            (1, slice(2), two),
+            (1, two, every, two),
+            (every, 0, three),
+            (every, 1, every, two),
+        ),
+    ]
+    for key in keys:
+        got, want = p[key], padded[key]
+        weight = torch.randn_like(want)
+        assert torch.equal(got, want), key
+        grads = (torch.autograd.grad((x * weight).sum(), p.values, retain_graph=True)[0] for x in (got, want))
+        torch.testing.assert_close(*grads)
+    for key in ((every, two, every, two), (rows, every, numbers), (rows, slice(2), [0, 1, 2, 0])):
+        with pytest.raises(TypeError, match="indexing: lists of"):
+            p[key]
+
+
 def test_masks_of_entries():
     p = packed()
     assert torch.equal(p[p > 0], p.values[p.values > 0])

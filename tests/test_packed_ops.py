@@ -227,6 +227,35 @@ def test_broadcasting_one_value_a_step(lens: list[int], rows: bool):
             torch.testing.assert_close(a, b)
 
 
+def test_arguments_by_name():
+    p = packed([3, 4, 1], 4)
+    calls: list[Op] = [
+        lambda x: torch.topk(x, k=2, dim=-1).values,
+        lambda x: torch.cat(x.chunk(chunks=2, dim=-1)[::-1], dim=-1),
+        lambda x: torch.roll(x, shifts=1, dims=-1),
+        lambda x: x.sum(axis=-1, keepdims=True),
+        lambda x: torch.matmul(x, torch.arange(8.0, dtype=x.dtype).view(1, 4, 2)),
+        lambda x: torch.matmul(x[..., :1], torch.ones(1, 1, 1, dtype=x.dtype)),
+    ]
+    for call in calls:
+        assert_same_by_row(call, p)
+    assert_same_by_row(lambda x: x.mean(axis=1), p, keeps_time=False)
+
+
+def test_an_index_needs_the_rows_of_its_input():
+    p, index = packed([3, 5], 4), PackedTensor(torch.zeros(8, 1, dtype=torch.int64), [5, 3])
+    with pytest.raises(ValueError, match="gather: packed tensors of different lens; the first row that differs is 0"):
+        torch.gather(p, 2, index)  # pyright: ignore
+    with pytest.raises(TypeError, match="gather: only another argument"):
+        torch.gather(torch.zeros(2, 5, 4), 2, index)  # pyright: ignore
+
+
+def test_a_tensor_expanded_as_a_packed_one():
+    p, x = packed(MIXED, 2), torch.randn(4, 1, 2)
+    got: Any = x.expand_as(p)  # pyright: ignore
+    assert torch.equal(got.values, x[:, 0].repeat_interleave(p.lens, 0))
+
+
 def test_equal_lens_in_separate_objects():
     p, q = packed(MIXED, 3), packed(MIXED, 3)
     assert p.dims[0] is not q.dims[0]

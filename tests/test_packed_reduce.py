@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -187,6 +188,42 @@ def test_integers_and_dtypes():
     assert half.softmax(1, dtype=torch.float32).dtype is torch.float32
     for dtype in (torch.float16, torch.bfloat16):
         assert half.to(dtype).logsumexp(1).dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_wide_inside(dtype: torch.dtype):
+    p = PackedTensor(torch.full((3000, 2), 100, dtype=dtype) * torch.rand(3000, 2).to(dtype), [2000, 1000])
+    functions: Any = torch.mean, torch.std, torch.norm, lambda x, dim: F.normalize(x, dim=dim).sum(dim)
+    for fn in functions:
+        got, want = fn(p, dim=1), torch.stack([fn(row, dim=0) for row in p.unbind()])
+        assert got.dtype is dtype
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0)
+    ones = PackedTensor(torch.ones(70_000, 1, dtype=dtype), [70_000])
+    assert ones.mean(1).item() == 1
+
+
+def test_complex_numbers():
+    p = PackedTensor(torch.randn(8, 2, dtype=torch.complex128, requires_grad=True), [3, 0, 5])
+    rows = [row for row in p.unbind() if len(row)]
+    functions: Any = torch.mean, torch.std, torch.var, torch.norm
+    for fn in functions:
+        got = torch.stack(list(fn(p, dim=1)[[0, 2]]))
+        want = torch.stack([fn(row, dim=0) for row in rows])
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(x.abs().sum(), p.values)[0] for x in (got, want)))
+
+
+def test_deviation_of_equal_entries_has_slope_0():
+    p = PackedTensor(torch.zeros(8, 2, requires_grad=True), [3, 4, 1])
+    (grad,) = torch.autograd.grad(p.std(1, correction=0).sum() + p.norm(2, 1).sum(), p.values)
+    assert grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("name", ["std", "var", "norm", "mean"])
+def test_whole_numbers_are_refused_where_torch_does(name: str):
+    p = PackedTensor(torch.ones(8, 2, dtype=torch.int64), MIXED)
+    with pytest.raises(TypeError, match="floating point"):
+        getattr(p, name)(dim=1)
 
 
 def test_second_order():

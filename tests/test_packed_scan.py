@@ -128,13 +128,14 @@ def test_work_is_n_rows() -> None:
 
 
 @with_and_without_checkpoints
-def test_all_rows_empty(checkpoints: Any) -> None:
-    h = randn(3, F)
+@pytest.mark.parametrize("rows", [3, 0])
+def test_no_entries(rows: int, checkpoints: Any) -> None:
+    h, lens = randn(rows, F), [0] * rows
     carry, ys = tl.scan(
-        lambda c, x: (c + x, (c * x, x.sum(-1))), h, PackedTensor(torch.zeros(0, F), [0, 0, 0]), checkpoints=checkpoints
+        lambda c, x: (c + x, (c * x, x.sum(-1))), h, PackedTensor(torch.zeros(0, F), lens), checkpoints=checkpoints
     )
     assert torch.equal(carry, h)
-    assert (ys[0].values.shape, ys[0].lens.tolist()) == ((0, F), [0, 0, 0])
+    assert [(y.values.shape, y.lens.tolist()) for y in ys] == [((0, F), lens), ((0,), lens)]
 
 
 @pytest.mark.parametrize("name", ["grad", "vmap"])

@@ -330,3 +330,14 @@ def test_a_module_that_regroups() -> None:
     expected = torch.func.grad(lambda p: functional_call(module, p, x).square().sum())(dict(module.named_parameters()))
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_outputs_may_be_changed_in_place(batch: tuple[int, ...]):
+    x = torch.randn(*batch, 5, requires_grad=True)
+    first, second = regroup([x], [["a", "b"]], [[2, 3]], [["b", "a"], ["a"]])
+    wanted = torch.cat([first.detach(), second.detach()], -1).relu() * 2
+    assert torch.equal(torch.cat([first.relu_(), second.relu_()], -1) * 2, wanted)
+    (first.sum() + second.sum()).backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, (x > 0) * torch.tensor([2.0, 2, 1, 1, 1]))
