@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING, Any
 from tensorloop.tensor_array import TensorArray
 
 if TYPE_CHECKING:
+    from tensorloop import beam as beam
     from tensorloop import memory as memory
+    from tensorloop import risk as risk
     from tensorloop import schedule as schedule
     from tensorloop import testing as testing
     from tensorloop.attention import attention
+    from tensorloop.beam import beam_search
     from tensorloop.loop import Checkpoints, associative_scan, fori_loop, map, scan, while_loop
     from tensorloop.packed import Dim, PackedTensor, pack_padded
     from tensorloop.regroup import RegroupPlan, regroup
+    from tensorloop.risk import edit_distance, leave_one_out, minimum_risk, mwer, sentence_bleu
 
 __all__ = [
     "Checkpoints",
@@ -24,11 +28,17 @@ __all__ = [
     "TensorArray",
     "associative_scan",
     "attention",
+    "beam_search",
+    "edit_distance",
     "fori_loop",
+    "leave_one_out",
     "map",
+    "minimum_risk",
+    "mwer",
     "pack_padded",
     "regroup",
     "scan",
+    "sentence_bleu",
     "while_loop",
 ]
 __version__ = "0.1.0"
@@ -36,12 +46,14 @@ __version__ = "0.1.0"
 # Names that load their module when first touched, so that `import tensorloop` stays quick.
 _LATER = {
     "attention": ("attention",),
+    "beam": ("beam_search",),
     "loop": ("Checkpoints", "associative_scan", "fori_loop", "map", "scan", "while_loop"),
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),
+    "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
 _HOMES = {name: module for module, names in _LATER.items() for name in names}
-_SUBMODULES = ("memory", "schedule", "testing")
+_SUBMODULES = ("beam", "memory", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):

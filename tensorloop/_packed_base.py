@@ -5,6 +5,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from tensorloop import _checks
 from tensorloop._packed_dim import Dim, differ
@@ -95,6 +96,11 @@ def unsupported(name: str) -> TypeError:
 def is_packed(x: Any) -> bool:
     """Whether `x` is a packed tensor."""
     return isinstance(x, Packed)
+
+
+def any_packed(tree: Any) -> bool:
+    """Whether one of the leaves of a tree is a packed tensor."""
+    return any(is_packed(x) for x in _pytree.tree_leaves(tree, is_leaf=is_packed))
 
 
 def is_tensor(x: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _checks, _modes
+from tensorloop._compile import runs_eagerly
 
 
 @contextmanager
@@ -20,6 +21,7 @@ def _lasting() -> Iterator[None]:
         yield
 
 
+@runs_eagerly
 class Dim(int):
     """A ragged dim of B rows, row b lens[b] long, that may have a name: `Dim("time", lens)`.
 

@@ -22,11 +22,6 @@ from tensorloop._ys import Outputs, check_unchanged
 from tensorloop.packed import PackedTensor
 
 
-def any_packed(xs: Any) -> bool:
-    """Whether one of the leaves is a packed tensor."""
-    return any(is_packed(x) for x in _pytree.tree_leaves(xs, is_leaf=is_packed))
-
-
 class PackedSlices(Slices):
     """The entries of packed xs, step by step."""
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from tensorloop import _checks
 from tensorloop._carry import describe
 from tensorloop._fake import fake_tensors
+from tensorloop._packed_base import any_packed
 from tensorloop._tree import Tree, leaves_with_paths, structure
-from tensorloop._ys import place
+from tensorloop._ys import no_packed, place
 from tensorloop.tensor_array import TensorArray
 
 Xs = TypeVar("Xs")
@@ -53,6 +54,8 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
     dim = _checks.as_int(dim, name, "dim")
     if not isinstance(reverse, bool):
         raise TypeError(f"{name}: reverse must be True or False, got {_checks.describe(reverse)}")
+    if any_packed(xs):
+        raise TypeError(f"{name}: xs is packed, and would be combined across its rows; scan .pad() along dim=1")
     tree = Tree(xs)
     leaves = _loop_dim_first(leaves_with_paths(xs), dim, name)
 
@@ -178,6 +181,7 @@ class _Element:
         return tuple(torch.as_tensor(y) for y in ys if y is not None)
 
     def _learn(self, out: Any) -> None:
+        no_packed(out, f"{self._name}: y")
         named = leaves_with_paths(out)
         for path, y in named:
             if not (y is None or isinstance(y, Tensor | int | float | complex)):

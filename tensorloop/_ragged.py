@@ -20,6 +20,8 @@ from torch import Tensor
 from tensorloop import _modes
 from tensorloop.kernels import find
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 
 class _Pair(NamedTuple):
     """A linear map on plain tensors, and its adjoint."""
@@ -68,7 +70,8 @@ def run_kernel(operation: str, x: Tensor, lead: int, *args: Any) -> Tensor:
     features = x.shape[lead:]
     flat = x.reshape(*x.shape[:lead], prod(features)).contiguous()
     out = find(operation, flat)(flat, *args)
-    return out.view(*out.shape[:-1], *features)
+    # No view, which autograd would not let anybody change in place.
+    return out if len(features) == 1 else _unsafe_view(out, (*out.shape[:-1], *features))
 
 
 def pack(padded: Tensor, offsets: Tensor, n: int) -> Tensor:

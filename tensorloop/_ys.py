@@ -9,6 +9,7 @@ from torch import Tensor
 from tensorloop import _modes, _tree
 from tensorloop._array_buffer import plain_mode
 from tensorloop._carry import describe, dtype_of_number
+from tensorloop._packed_base import any_packed
 from tensorloop.tensor_array import TensorArray
 
 _NUMBERS = (bool, int, float, complex)
@@ -57,6 +58,7 @@ class Outputs:
         return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
 
     def _begin(self, y: Any, step: int) -> _tree.Tree:
+        no_packed(y, f"{self.name}: y")
         self.tree = tree = _tree.Tree(y)
         for path, leaf in zip(tree.paths, tree.flatten(y) or (), strict=True):
             self.columns.append(self._column(path, leaf))
@@ -174,6 +176,12 @@ def check_unchanged(ys: Sequence[Tensor], versions: Sequence[int | None], name: 
             raise RuntimeError(
                 f"{name}: the output of step {step} was changed in place at a later step; return y.clone()"
             )
+
+
+def no_packed(y: Any, name: str) -> None:
+    """Raises where an output is packed: stacked values would no longer be those of its rows."""
+    if any_packed(y):
+        raise TypeError(f"{name} holds a PackedTensor, which does not stack; return its .values, or y.pad()")
 
 
 def place(dim: int, rank: int) -> int:

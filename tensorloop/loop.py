@@ -13,7 +13,8 @@ from torch import Tensor
 from tensorloop import _active, _checks, _no_steps, replay
 from tensorloop._carry import describe
 from tensorloop._compile import called_eagerly
-from tensorloop._packed_steps import PackedSlices, any_packed
+from tensorloop._packed_base import any_packed
+from tensorloop._packed_steps import PackedSlices
 from tensorloop._parallel import associative_scan, map_in_chunks
 from tensorloop._progress import Progress
 from tensorloop._steps import Loop, run

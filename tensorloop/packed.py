@@ -363,6 +363,11 @@ def _flatten_with_keys(p: PackedTensor) -> tuple[list[tuple[Any, Any]], Dim]:
 
 def _unflatten(children: Iterable[Any], dim: Dim) -> PackedTensor:
     (values,) = children
+    if type(values) is Tensor and values.shape[:1] != (dim.total,):
+        raise ValueError(
+            f"PackedTensor: the leaf of its tree must be values ({dim.total}, ...), got {tuple(values.shape)}; what "
+            f"adds a dim to leaves, as vmap does to outputs, needs p.values in place of p"
+        )
     return _rebuilt(PackedTensor, values, dim)
 
 

@@ -414,3 +414,25 @@ def test_a_named_dim_goes_along():
     joined: Any = (torch.cat([p, p]), torch.cat([p, p], 1))
     for q in (p + 1, p.softmax(1), p[1:], p[:, :2], *joined, p[[0, 2]], p.to(torch.float64)):
         assert q.dims[0].name == "time"
+
+
+def test_results_can_be_changed_in_place():
+    """As those of torch's own operations can: no view of something else is handed out."""
+    x = torch.randn(4, 5, 2, 3, requires_grad=True)
+    p = pack_padded(x, MIXED)
+    for out in (p.values, p.pad(), p.sum(1), p.flip(1).values, p.cumsum(1).values, p[[2, 0]].values):
+        (grad,) = torch.autograd.grad(out.clone().relu_().square().sum(), x, retain_graph=True)
+        (same,) = torch.autograd.grad(nn.ReLU(inplace=True)(out).square().sum(), x, retain_graph=True)
+        assert torch.equal(grad, same)
+
+
+def test_compiled_code_packs_and_reduces():
+    x, time = torch.randn(4, 5, 3), Dim("time", MIXED)
+    with warnings.catch_warnings():  # dynamo warns of what it has to break at
+        warnings.simplefilter("ignore")
+        packs = torch.compile(lambda v: pack_padded(v, MIXED).mean(1), backend="eager")
+        named = torch.compile(lambda v: PackedTensor(v, time).softmax(time).sum("time"), backend="eager")
+        values = pack_padded(x, MIXED).values
+        torch.testing.assert_close(packs(x), pack_padded(x, MIXED).mean(1), equal_nan=True)
+        torch.testing.assert_close(named(values), PackedTensor(values, time).softmax(1).sum(1))
+    torch._dynamo.reset()

@@ -181,3 +181,20 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
 def test_map_takes_no_packed_tensors() -> None:
     with pytest.raises(TypeError, match="map: xs is packed"):
         tl.map(lambda x: x, PackedTensor(torch.zeros(3), [1, 2]))
+
+
+def test_packed_outputs_of_a_plain_loop_are_refused() -> None:
+    """Stacked, the values of all steps would stand under the lens of one."""
+    p = tl.PackedTensor(torch.randn(11, 6), [3, 1, 5, 2])
+    xs = torch.randn(3, 6)
+    for run in (
+        lambda: tl.scan(lambda carry, x: (carry, {"y": p * x}), torch.zeros(1), xs),
+        lambda: tl.map(lambda x: p * x, xs),
+        lambda: tl.map(lambda x: p * x, xs, batch_size=2),
+    ):
+        with pytest.raises(TypeError, match=r"y holds a PackedTensor, which does not stack; return its \.values"):
+            run()
+    with pytest.raises(TypeError, match="associative_scan: xs is packed, and would be combined across its rows"):
+        tl.associative_scan(torch.add, p)
+    with pytest.raises(ValueError, match=r"the leaf of its tree must be values \(11, \.\.\.\), got \(3, 11, 6\)"):
+        torch.vmap(lambda x: p * x)(xs)

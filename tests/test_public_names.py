@@ -41,7 +41,10 @@ def heavy(names: frozenset[str]) -> set[str]:
 def test_public_names():
     classes = ["Checkpoints", "Dim", "PackedTensor", "RegroupPlan", "TensorArray"]
     loops = ["associative_scan", "fori_loop", "map", "scan", "while_loop"]
-    assert sorted(tl.__all__) == sorted([*classes, *loops, "attention", "pack_padded", "regroup"])
+    risks = ["edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"]
+    assert sorted(tl.__all__) == sorted(
+        [*classes, *loops, *risks, "attention", "beam_search", "pack_padded", "regroup"]
+    )
     for name in tl.__all__:
         assert getattr(tl, name).__module__.startswith("tensorloop."), name
 
