@@ -1,17 +1,21 @@
 """The grapheme-to-phoneme example on packed words: losses and gradients of a padded batch, and no work on padding."""
 
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from docs.examples.g2p import data
-from docs.examples.g2p.model import END_SLOPE, G2P, Carry, Config, Context, Masks
-from tensorloop import PackedTensor, TensorArray
+from docs.examples.g2p.model import G2P, Config, Masks
+from tensorloop import PackedTensor
 
-IGNORE = -100  # what cross_entropy leaves out
-EOS, BOS = 5, 6
+EOS = 5
 
 UNSORTED = [([0, 1], [2, 0, 1, 3]), ([2, 3, 1, 0, 1], [1]), ([3], [4, 4]), ([1, 1, 2], []), ([0, 2, 2, 1, 3], [0] * 7)]
 EQUAL = [([0, 1, 3], [2, 0]), ([2, 3, 1], [1, 4]), ([3, 3, 0], [4, 4])]
@@ -28,34 +32,19 @@ def double_model() -> G2P:
     return G2P(Config(letters=4, phones=5, embed=6, hidden=8, dropout=0.4)).double().train()
 
 
-def padded_encode(model: G2P, letters: PackedTensor, masks: Masks) -> tuple[Context, Carry]:
-    """What ``model.encode`` gives, from padded letters (B, S) and torch's own packing around each layer."""
-    lens, states = letters.lens, model.embed(letters.pad()) * masks.embedded[:, None]
-    for lstm, mask in zip(model.encoder, (masks.encoded, torch.ones_like(masks.encoded)), strict=True):
-        packed = pack_padded_sequence(states, lens, batch_first=True, enforce_sorted=False)
-        states = pad_packed_sequence(lstm(packed)[0], batch_first=True)[0] * mask[:, None]
-    mean = states.sum(1) / lens[:, None]
-    h_lower, c_lower, h_upper, c_upper = model.bridge(mean).chunk(4, 1)
-    behind = torch.arange(states.shape[1]) >= lens[:, None]
-    mask = torch.zeros(behind.shape, dtype=mean.dtype).masked_fill(behind, -torch.inf)
-    lower, upper = (h_lower.tanh(), c_lower), (h_upper.tanh(), c_upper)
-    carry = Carry(0, lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
-    return Context(states, mask, lens, masks), carry
+@pytest.fixture(scope="module")
+def padded() -> Iterator[Any]:
+    """profiling/g2p_padded.py: the same weights and steps on padded words."""
+    before = list(sys.path)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "profiling"))
+    yield importlib.import_module("g2p_padded")
+    sys.path[:] = before
+    sys.modules.pop("g2p_padded", None)
 
 
-def padded_loss(model: G2P, letters: PackedTensor, phones: PackedTensor, masks: Masks) -> Tensor:
-    """Cross entropy of a batch whose every row is as long as its longest, by a Python loop."""
-    context, carry = padded_encode(model, letters, masks)
-    goals = phones.pad(IGNORE)
-    given = torch.cat((torch.full_like(goals[:, :1], BOS), goals[:, :-1].clamp(min=0)), 1)
-    feeds = []
-    for tokens in given.unbind(1):
-        carry = model.step(carry, tokens, context)
-        feeds.append(carry.feed)
-    logits = model.output(torch.stack(feeds, 1) * masks.readout[:, None])
-    beyond = (torch.arange(goals.shape[1]) - letters.lens[:, None]).clamp(min=0)
-    logits = logits + END_SLOPE * beyond[..., None] * F.one_hot(torch.tensor(EOS), EOS + 1)
-    return F.cross_entropy(logits.flatten(0, 1), goals.flatten(), ignore_index=IGNORE, label_smoothing=0.1)
+def padded_loss(padded: Any, model: G2P, letters: PackedTensor, phones: PackedTensor, masks: Masks) -> Tensor:
+    rows = (list(x.values.split(x.lens.tolist())) for x in (letters, phones))
+    return padded.mean_loss(model, padded.pad(*rows), masks, label_smoothing=0.1)
 
 
 def packed_loss(model: G2P, letters: PackedTensor, phones: PackedTensor, masks: Masks) -> Tensor:
@@ -65,10 +54,11 @@ def packed_loss(model: G2P, letters: PackedTensor, phones: PackedTensor, masks: 
 
 
 @BATCHES
-def test_losses_and_gradients_are_those_of_a_padded_batch(words: list[tuple[list[int], list[int]]]):
+def test_losses_and_gradients_are_those_of_a_padded_batch(words: list[tuple[list[int], list[int]]], padded: Any):
     model, (letters, phones) = double_model(), batch_of(words)
     masks = model.masks(len(words))
-    ours, theirs = (loss(model, letters, phones, masks) for loss in (packed_loss, padded_loss))
+    ours = packed_loss(model, letters, phones, masks)
+    theirs = padded_loss(padded, model, letters, phones, masks)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     weights = list(model.parameters())
     found, expected = (torch.autograd.grad(loss, weights) for loss in (ours, theirs))

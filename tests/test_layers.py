@@ -225,7 +225,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.eager_beam": set(),
 }
 ON_THE_SIDE = {"memory", "testing", "reference"}
-THIRD_PARTY = {"torch", "tqdm"}  # tqdm where progress=True asks for it
+THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy", "tensorloop_cuda"}  # where kernels are
 
 

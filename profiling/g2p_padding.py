@@ -1,0 +1,316 @@
+"""The example g2p on packed words and on padded ones: CPU seconds of an epoch of training, in one thread.
+
+    python profiling/g2p_padding.py                               # both sizes, both orders, 2 rounds: some 7 minutes
+    python profiling/g2p_padding.py --size small --order random   # one row of the table, the others as they are
+    python profiling/g2p_padding.py --quick --out quick.json        # a few words, one round: to see that it runs
+    python profiling/g2p_padding.py --report                      # the table again, from the results there are
+
+Losses and gradients come first, in float64: if they differ by more than 1e-10, nothing is timed and the status is 1.
+Then both kinds train in one process, a batch each in turn, on batches that stand for all lengths of an epoch. Each has
+its own weights and optimizer, and both draw the same dropout. On the clock are making the batch, loss, backward,
+clipping and the optimizer. It counts the CPU's time, so that other work on the machine shows less. Results go to
+profiling/results/g2p_padding.json, the table between the markers of docs/examples/g2p/README.md. With
+`--out elsewhere.json` both go beside that file, and the document stays as it is.
+"""
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from g2p_padded import PaddedExamples, mean_loss
+from torch import Tensor
+from torch.nn import functional as F
+
+from docs.examples.g2p import data
+from docs.examples.g2p.cli import DEMO_WORDS, SIZES
+from docs.examples.g2p.model import G2P, Config, Masks
+from docs.examples.g2p.train import Settings
+
+NAME = "g2p_padding"
+DOCUMENT, MARKER = "docs/examples/g2p/README.md", "packing"
+ORDERS = {"length": "of similar length", "random": "in random order"}
+LIMITS = {"small": DEMO_WORDS, "full": None}  # words of the training file
+BATCHES = {("small", "length"): 60, ("full", "length"): 40, ("small", "random"): 30, ("full", "random"): 20}
+QUICK = {"limit": 1000, "batches": 2}
+APART = 1e-10
+
+
+class Deal(NamedTuple):
+    """One batch of an epoch."""
+
+    indices: Tensor
+    phones: int  # with the ends
+    steps: int  # phones of the longest word
+
+    @property
+    def slots(self) -> int:
+        """Phones and padding."""
+        return self.steps * len(self.indices)
+
+
+Loss = Callable[[G2P, Tensor, Masks, float], Tensor]  # of the model, indices of examples, dropout, label smoothing
+
+
+def padded(examples: data.Examples) -> Loss:
+    rows = PaddedExamples(examples)
+    return lambda model, indices, masks, smoothing: mean_loss(model, rows.batch(indices), masks, smoothing)
+
+
+def packed(examples: data.Examples) -> Loss:
+    def loss(model: G2P, indices: Tensor, masks: Masks, smoothing: float) -> Tensor:
+        letters, phones = examples.batch(indices)
+        return F.cross_entropy(model(letters, phones, masks).values, phones.values, label_smoothing=smoothing)
+
+    return loss
+
+
+WAYS = {"padded": padded, "packed": packed}
+
+
+class Run:
+    """Weights, always the same at first, and their training."""
+
+    def __init__(self, loss: Loss, settings: Settings, vocabulary: data.Vocabulary) -> None:
+        torch.manual_seed(settings.seed)
+        sizes = (len(vocabulary.letters), len(vocabulary.phones), settings.embed, settings.hidden)
+        self._loss, self._settings = loss, settings
+        self.model = G2P(Config(*sizes, settings.dropout)).train()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.learning_rate, fused=True)
+
+    def loss(self, indices: Tensor, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return self._loss(self.model, indices, self.model.masks(len(indices)), self._settings.label_smoothing)
+
+    def train_on(self, indices: Tensor, seed: int) -> tuple[float, float]:
+        """CPU seconds and the loss; garbage of the other kind is not on the clock."""
+        gc.collect()
+        start = time.process_time()
+        loss = self.loss(indices, seed)
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip)
+        self._optimizer.step()
+        value = loss.item()
+        del loss
+        return time.process_time() - start, value
+
+
+@cache
+def words(limit: int | None) -> tuple[data.Examples, data.Vocabulary]:
+    lexicon = data.read_lexicon(data.TRAIN_FILE)
+    train, _ = data.split_dev(lexicon)
+    vocabulary = data.Vocabulary.of(lexicon)
+    return data.Examples(data.sample(train, limit), vocabulary), vocabulary
+
+
+def epoch(examples: data.Examples, order: str, batch_size: int) -> list[Deal]:
+    if order == "length":
+        batches = examples.order(batch_size, seed=0)
+    else:
+        batches = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0)).split(batch_size)
+    lens = [examples.batch(indices)[1].lens for indices in batches]
+    return [Deal(indices, int(n.sum()), int(n.max())) for indices, n in zip(batches, lens, strict=True)]
+
+
+def extremes(deals: Sequence[Deal]) -> list[Deal]:
+    """The batch with the least padding, and the one with the most."""
+    by_padding = sorted(deals, key=lambda deal: deal.phones / deal.slots)
+    return [by_padding[-1], by_padding[0]]
+
+
+def spread(deals: Sequence[Deal], n: int) -> list[Deal]:
+    """n batches that stand for all of them, in the order of the epoch: every so-maniest by steps and padding."""
+    ranked = sorted(range(len(deals)), key=lambda i: (deals[i].steps, deals[i].slots - deals[i].phones))
+    n = min(n, len(deals))
+    return [deals[i] for i in sorted(ranked[(2 * k + 1) * len(deals) // (2 * n)] for k in range(n))]
+
+
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    """What a process of its own does."""
+    torch.set_num_threads(1)
+    settings, (examples, vocabulary) = SIZES[cell["size"]], words(cell["limit"])
+    runs = {way: Run(loss_of(examples), settings, vocabulary) for way, loss_of in WAYS.items()}
+    deals = epoch(examples, cell["order"], settings.batch_size)
+    if cell["kind"] == "check":
+        return {"apart": max(apart(runs, deal) for deal in extremes(deals))}
+    return {"words_a_batch": settings.batch_size, **timed(runs, deals, cell["batches"])}
+
+
+def apart(runs: dict[str, Run], deal: Deal) -> float:
+    """The largest relative distance between the losses, and between the gradients of each weight, in float64."""
+    found = {}
+    for way, run in runs.items():
+        run.model.double()
+        loss = run.loss(deal.indices, seed=0)
+        found[way] = [loss.detach(), *torch.autograd.grad(loss, list(run.model.parameters()))]
+    pairs = zip(found["packed"], found["padded"], strict=True)
+    distances = [float((x - y).abs().max() / y.abs().max()) for x, y in pairs]
+    return math.inf if any(map(math.isnan, distances)) else max(distances)
+
+
+def timed(runs: dict[str, Run], deals: Sequence[Deal], n: int) -> dict[str, Any]:
+    chosen = spread(deals, n)
+    for deal in extremes(deals):  # to warm up
+        for run in runs.values():
+            run.train_on(deal.indices, seed=0)
+    spent: dict[str, list[float]] = {way: [] for way in runs}
+    losses: dict[str, list[float]] = {way: [] for way in runs}
+    for number, deal in enumerate(chosen):
+        for way in list(runs)[:: 1 if number % 2 else -1]:
+            cpu, loss = runs[way].train_on(deal.indices, seed=number)
+            spent[way].append(cpu)
+            losses[way].append(loss)
+    return {
+        "batches_an_epoch": len(deals),
+        "without_padding": sum(deal.phones == deal.slots for deal in deals),
+        "padding": 1 - sum(deal.phones for deal in deals) / sum(deal.slots for deal in deals),
+        "losses_apart": max(abs(x - y) / y for x, y in zip(losses["packed"], losses["padded"], strict=True)),
+        "ragged": [deal.phones < deal.slots for deal in chosen],
+        **{f"{way}_s": found for way, found in spent.items()},
+    }
+
+
+# -- the report
+
+
+def entry_of(result: dict[str, Any], size: str, order: str) -> harness.Entry | None:
+    here = {"size": size, "order": order}.items()
+    return next((entry for entry in result["entries"] if here <= entry["cell"].items()), None)
+
+
+def seconds(entry: harness.Entry, way: str, ragged: bool | None = None) -> float:
+    """Of an epoch: each measured batch's median over the rounds. `ragged`: of such batches alone, unscaled."""
+    raws = [raw for raw in entry["raw"] if "error" not in raw]
+    medians = [statistics.median(spent) for spent in zip(*(raw[f"{way}_s"] for raw in raws), strict=True)]
+    if ragged is not None:
+        return sum(s for s, is_ragged in zip(medians, raws[0]["ragged"], strict=True) if is_ragged == ragged)
+    return sum(medians) * raws[0]["batches_an_epoch"] / len(medians)
+
+
+def row(result: dict[str, Any], size: str, order: str) -> list[str] | None:
+    """A line of the table; None for what was not measured."""
+    entry = entry_of(result, size, order)
+    if entry is None:
+        return None
+    limit = entry["cell"]["limit"]
+    title = f"{ORDERS[order]}, `--size {size}`, {'all' if limit is None else f'{limit:,}'} words"
+    raw = next((raw for raw in entry["raw"] if "error" not in raw), None)
+    if raw is None:
+        return [title, *5 * ["error"]]
+    found = [seconds(entry, way) for way in WAYS]
+    times = [f"{x:.0f}" if x >= 100 else f"{x:.1f}" for x in found]
+    return [title, str(raw["words_a_batch"]), f"{100 * raw['padding']:.0f} %", *times, f"{found[1] / found[0]:.2f}"]
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """How batches without padding do, and ragged ones, where the epoch has both."""
+    lines = []
+    for size in SIZES:
+        entry = entry_of(result, size, "length")
+        raw = next((raw for raw in entry["raw"] if "error" not in raw), None) if entry else None
+        if entry is None or raw is None or len(set(raw["ragged"])) < 2:
+            continue
+        even, ragged = (seconds(entry, "packed", r) / seconds(entry, "padded", r) for r in (False, True))
+        lines.append(
+            f"`--size {size}`, similar length: in {raw['without_padding']} of the {raw['batches_an_epoch']} batches "
+            f"all words have equally many phones. Packed : padded is {even:.2f} in those, {ragged:.2f} in the others."
+        )
+    return lines
+
+
+def report(result: dict[str, Any]) -> str:
+    """The section of the document."""
+    header = ["batches", "words a batch", "padding among the phones", "padded", "packed", "packed : padded"]
+    rows = [found for order in ORDERS for size in SIZES if (found := row(result, size, order))]
+    about = result["about"]
+    apart = [raw["losses_apart"] for entry in result["entries"] for raw in entry["raw"] if "error" not in raw]
+    lines = [
+        harness.table(header, rows),
+        "",
+        *(f"- {line}" for line in notes(result)),
+        *([f"- The losses of the two differ by {max(apart):.0e} at most, in float32."] if apart else []),
+        "",
+        f"One thread on {about['machine']['processor']}, torch {about['versions']['torch']}, {about['date']}; "
+        f"medians over the rounds ({about['rounds']}); load of the machine at the start {about['load_at_start']}. "
+        f"Made by `{about['command']}`.",
+    ]
+    return "\n".join(lines)
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), help="of the model and its batches (default: both)")
+    parser.add_argument("--order", choices=list(ORDERS), help="of the words (default: both)")
+    parser.add_argument("--limit", type=int, help="words of the training file (default: 24000 for small, else all)")
+    parser.add_argument("--batches", type=int, help="batches to measure (default: 20 to 60, by row)")
+    parser.add_argument("--rounds", type=int, default=2, help="processes a row (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one round, two batches, 1000 words")
+    parser.add_argument("--report", action="store_true", help="measure nothing: the table from --out")
+    parser.add_argument("--out", type=Path, default=harness.results(NAME), help="the file of results, JSON")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)  # JSON: what a process of its own is to do
+    args = parser.parse_args(given)
+    args.out = args.out.resolve()
+    return args
+
+
+def cells(args: argparse.Namespace) -> list[harness.Cell]:
+    quick = QUICK if args.quick else {}
+    return [
+        {
+            "kind": "time",
+            "size": size,
+            "order": order,
+            "limit": args.limit or quick.get("limit", LIMITS[size]),
+            "batches": args.batches or quick.get("batches", n),
+        }
+        for (size, order), n in BATCHES.items()
+        if args.size in (None, size) and args.order in (None, order)
+    ]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The new results, with those of the other rows kept; None if losses or gradients differ."""
+    script, wanted, rounds = Path(__file__).resolve(), cells(args), 1 if args.quick else args.rounds
+    about = harness.about(rounds, threads=1)
+    checks = harness.measure(script, [cell | {"kind": "check"} for cell in wanted], 1)
+    if wrong := [entry for entry in checks if not entry["raw"][0].get("apart", math.inf) <= APART]:
+        print(f"losses or gradients differ: {json.dumps(wrong)}", file=sys.stderr)
+        return None
+    old = json.loads(args.out.read_text()) if args.out.exists() else {"checks": [], "entries": []}
+    new = {"checks": checks, "entries": harness.measure(script, wanted, rounds)}
+    mine = {(cell["size"], cell["order"]) for cell in wanted}
+    for key, entries in new.items():
+        entries += [entry for entry in old[key] if (entry["cell"]["size"], entry["cell"]["order"]) not in mine]
+    return {"about": about, **new}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = arguments(given)
+    if args.cell:
+        harness.answer(run_cell, args.cell)
+        return 0
+    result = json.loads(args.out.read_text()) if args.report else measure(args)
+    if result is None:
+        return 1
+    if not args.report:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    harness.publish(NAME, args.out, lambda path: None, [(DOCUMENT, MARKER, lambda picture: report(result))])
+    for line in harness.failures(result["entries"]):
+        print("no figure:", line, file=sys.stderr)
+    print(report(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
