@@ -212,6 +212,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few runs")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="cases to measure")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every cell is measured; %(default)s")
     parser.add_argument("--report", action="store_true", help="measure nothing: tables and picture from --out")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the file of results, JSON")
     parser.add_argument("--fbgemm-python", default=os.environ.get("FBGEMM_PYTHON"), help="a Python with fbgemm_gpu")
@@ -230,7 +231,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.report:
         result = old
     else:
-        rounds, runs = (1, 5) if args.quick else (3, 25)
+        rounds, runs = (1, 5) if args.quick else (args.rounds, 25)
         about = harness.about(rounds, runs=runs)
         kept = [entry for entry in old["entries"] if entry["cell"]["case"] not in args.only]
         result = {"about": about, "entries": kept + measure(args.only, rounds, runs, args.fbgemm_python)}

@@ -225,7 +225,7 @@ def permute() -> dict[str, Way]:
     inverse = index.argsort()
 
     def gathers(x: Tensor) -> Tensor:
-        there = _ragged.permute(x[0], index, inverse)
+        there = _ragged.permute(x.squeeze(0), index, inverse)  # x[0] would have a gradient of its own, a copy
         return _ragged.permute(there, inverse, index)[None]
 
     return {

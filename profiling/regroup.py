@@ -253,6 +253,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few runs")
+    parser.add_argument("--rounds", type=int, default=5, help="how often every cell is measured; %(default)s")
     parser.add_argument("--report", action="store_true", help="measure nothing: table and picture from --out")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the file of results, JSON")
     parser.add_argument("--fbgemm-python", default=os.environ.get("FBGEMM_PYTHON"), help="a Python with fbgemm_gpu")
@@ -270,7 +271,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.report:
         result = json.loads(args.out.read_text())
     else:
-        result = measure(1 if args.quick else 5, 5 if args.quick else 40, args.fbgemm_python)
+        result = measure(1 if args.quick else args.rounds, 5 if args.quick else 40, args.fbgemm_python)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     pages = [("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))]

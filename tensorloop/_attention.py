@@ -102,7 +102,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     flash = _has_flash(q)
     sums = q.dtype if flash and not task.overlaps else _wide(q.dtype)
-    grads = [_Parts(x.shape, x, dtype) for x, dtype in ((q, q.dtype), (k, sums), (v, sums))]
+    meet = task.overlaps or not flash  # gradients of a key from several strips
+    grads = [_Parts(q.shape, q, q.dtype), *(_Parts(x.shape, x, sums, meet) for x in (k, v))]
     compute = _flash_backward if flash else _matmul_backward
     for strip in _strips_for(q, k, task):
         q_, k_, v_ = _taken(strip, q, k, v)
@@ -142,17 +143,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Parts:
-    """A tensor put together from parts; a part that is all of it is taken as it is."""
+    """A tensor put together from parts, which may `meet`; a part that is all of it is taken as it is."""
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype) -> None:
-        self._shape, self._like, self._dtype = shape, like, dtype
+    def __init__(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, meet: bool = False) -> None:
+        self._shape, self._like, self._dtype, self._meet = shape, like, dtype, meet
         self._whole: Tensor | None = None
 
     def add(self, place: Span | Bucket | None, part: Tensor) -> None:
         if place is None:
             self._whole = part.to(self._dtype)
-        else:
+        elif self._meet:
             place.add_(self.result(), part)
+        else:
+            place.put_(self.result(), part)
 
     def result(self) -> Tensor:
         if self._whole is None:

@@ -36,6 +36,10 @@ class Span(NamedTuple):
 
     take_padded = take
 
+    def put_(self, buffer: Tensor, part: Tensor) -> None:
+        """Writes `part` (G, L, H', D) to the place where `take` reads."""
+        buffer[self.batch, self.tokens, self.heads] = part.to(buffer.dtype)
+
     def add_(self, buffer: Tensor, part: Tensor) -> None:
         """Adds `part` (G, L, H', D) at the place where `take` reads."""
         if isinstance(self.tokens, slice):
@@ -61,9 +65,11 @@ class Bucket(NamedTuple):
         padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return padded.index_copy(0, self.places, x[0].index_select(0, self.tokens)).unflatten(0, self.shape)
 
-    def add_(self, buffer: Tensor, part: Tensor) -> None:
+    def put_(self, buffer: Tensor, part: Tensor) -> None:
         """Writes what belongs to tokens of `part` (G, L, heads, D); no other strip has them."""
         buffer[0].index_copy_(0, self.tokens, self.of_tokens(part).to(buffer.dtype))
+
+    add_ = put_
 
     def of_tokens(self, part: Tensor) -> Tensor:
         """(n, heads, D) of (G, L, heads, D)."""

@@ -43,6 +43,11 @@ def attention(
     Source: Vaswani et al. 2017; for how it stays within O(N), `_attention.py`.
     """
     scale = None if scale is None else _scale(scale)
+    attends = getattr(getattr(k, "_store", None), "attend", None)
+    if attends is not None and isinstance(v, TensorArray) and not causal and block_mask is None:
+        out = attends(q, k, v, scale)  # a store that needs no copy of what is seen
+        if out is not NotImplemented:
+            return out
     inputs = _inputs(q, k, v)
     inputs = inputs._replace(q=_autocast(inputs.q), k=_autocast(inputs.k), v=_autocast(inputs.v))
     _check_parts(inputs)

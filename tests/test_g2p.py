@@ -320,7 +320,7 @@ def test_damaged_weights_are_an_error_and_no_endless_loop():
     model = small_model()
     with torch.no_grad():
         model.readout.weight[0, 0] = torch.nan
-    with pytest.raises(FloatingPointError, match="greedy: the scores of step 0 are not finite"):
+    with pytest.raises(FloatingPointError, match="the scores of step 0 are not finite"):
         greedy(model, data.pack([[0, 1]]))
 
 

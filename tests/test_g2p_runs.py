@@ -331,12 +331,12 @@ def test_train_evaluate_say_and_resume(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads((run / "history.json").read_text())["settings"]["seed"] == 3
     model = ["--checkpoint", str(run / "model.pt")]
     assert cli.main(["evaluate", *model, "--data", lexicon, "--limit", "40"]) == 0
-    assert capsys.readouterr().out.startswith("test: PER ")
+    assert capsys.readouterr().out.startswith("test, greedy: PER ")
     assert cli.main(["evaluate", *model, "--data", lexicon, "--split", "dev"]) == 0
     assert "(12 words" in capsys.readouterr().out
     assert cli.main(["say", *model, "cab", "D"]) == 0
     spoken = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
-    assert spoken == ["CAB", "D"]
+    assert spoken == 4 * ["CAB"] + 4 * ["D"]
     assert_one_line(capsys, train, "holds a run; go on with --resume")
     assert cli.main([*train, "--resume"]) == 0
 

@@ -91,7 +91,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 @inlined
 def copy_short(target: Any, source: Any, count: Any, ahead: Any) -> None:
     """Copies bytes; short runs without a call, and with a hint that those at `source + ahead` are wanted next."""
-    if count > 4096:
+    if count > 1024:
         copy_bytes(target, source, count)
         return
     j = 0

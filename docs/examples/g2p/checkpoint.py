@@ -14,7 +14,7 @@ from docs.examples.g2p.data import Vocabulary
 from docs.examples.g2p.model import G2P, Config
 
 MODEL_FORMAT = "tensorloop-g2p-model-1"
-TRAINING_FORMAT = "tensorloop-g2p-training-1"
+TRAINING_FORMAT = "tensorloop-g2p-training-2"
 
 
 class CheckpointError(ValueError):

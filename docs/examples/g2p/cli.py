@@ -1,10 +1,10 @@
-"""The command line: train, evaluate, say, demo."""
+"""The command line: train, risk, evaluate, say, demo."""
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from docs.examples.g2p.checkpoint import CheckpointError, load_model
 from docs.examples.g2p.data import DataError, Lexicon, Vocabulary
 from docs.examples.g2p.model import G2P
 from docs.examples.g2p.plot import learning_curve
-from docs.examples.g2p.scoring import Score, pronounce, score
+from docs.examples.g2p.scoring import Score, n_best, pronounce, score
 from docs.examples.g2p.train import Settings, Trainer
 
 RUNS = Path("runs") / "g2p"
@@ -23,7 +23,8 @@ SIZES = {
     "small": Settings(epochs=8, hidden=128, embed=64, batch_size=128, learning_rate=4e-3, dropout=0.1),
     "full": Settings(),
 }
-DEMO_WORDS = 24_000  # about 100 s of training
+DEMO_WORDS = 24_000
+DEMO_EPOCHS = 5  # and one of minimum risk, which takes as long as four of them
 DEMO_DEV_WORDS = 500
 DEMO_TEST_WORDS = 1_000
 DEMO_SAYS = ("TENSOR", "BACKPROPAGATION", "GRADIENTLY", "KUBERNETES", "XYLOPHONIST", "O'BRIENESQUE")
@@ -48,10 +49,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _at_least_one(text: str) -> int:
+def _at_least_one(text: str, least: int = 1) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def _at_least_two(text: str) -> int:
+    return _at_least_one(text, 2)
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number and at least 0, got {text}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be above 0, got 0")
     return value
 
 
@@ -60,25 +79,31 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--threads", type=_at_least_one, help="threads of PyTorch (default: its own choice)")
-    train = commands.add_parser("train", parents=[shared], help="train a model on CMUdict")
-    train.add_argument("--run", type=Path, default=RUNS / "full", help="folder of the run (default: %(default)s)")
-    train.add_argument("--size", choices=SIZES, default="full", help="size of the model and the run")
-    train.add_argument("--epochs", type=_at_least_one, help="passes over the data (default: by size)")
-    train.add_argument("--limit", type=_at_least_one, help="train on so many words (default: all)")
-    train.add_argument("--seed", type=int, default=0)
-    train.add_argument("--resume", action="store_true", help="go on with the run in this folder")
-    train.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints")
-    train.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon to train on")
-    train.set_defaults(command=_train)
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--checkpoint", type=Path, default=RUNS / "full" / "model.pt", help="default: %(default)s")
+    run = _run_options()
+    train = commands.add_parser("train", parents=[shared, run], help="train a model on CMUdict")
+    train.add_argument("--run", type=Path, default=RUNS / "full", help="folder of the run (default: %(default)s)")
+    train.add_argument("--epochs", type=_at_least_one, help="passes over the data (default: by size)")
+    train.add_argument("--risk-epochs", type=_at_least_one, help="passes of minimum risk after them (default: none)")
+    train.set_defaults(command=_train)
+    risk = commands.add_parser("risk", parents=[shared, run, model], help="train a model on by minimum risk")
+    risk.add_argument("--run", type=Path, default=RUNS / "risk", help="folder of the run (default: %(default)s)")
+    risk.add_argument(
+        "--risk-epochs", type=_at_least_one, default=3, help="passes over the data (default: %(default)s)"
+    )
+    risk.set_defaults(command=_risk)
     evaluate = commands.add_parser("evaluate", parents=[shared, model], help="error rates of a model")
     evaluate.add_argument("--split", choices=("test", "dev"), default="test")
     evaluate.add_argument("--limit", type=_at_least_one, help="score a fixed sample of so many words (default: all)")
     evaluate.add_argument("--data", type=Path, help="lexicon to score on (default: that of the split)")
+    beams = {"nargs": "*", "type": _at_least_one, "default": [1, 4, 8], "metavar": "K"}
+    evaluate.add_argument("--beam", **beams, help="sizes of the beam searches to score beside greedy (default: 1 4 8)")
     evaluate.set_defaults(command=_evaluate)
     say = commands.add_parser("say", parents=[shared, model], help="pronounce words")
     say.add_argument("words", nargs="+", metavar="WORD")
+    say.add_argument("--beam", type=_at_least_one, default=8, metavar="K", help="default: %(default)s")
+    say.add_argument("--n-best", type=_at_least_one, default=4, metavar="N", help="so many each (default: %(default)s)")
     say.set_defaults(command=_say)
     demo = commands.add_parser("demo", help="train a small model and show what it does (3 minutes)")
     demo.add_argument("--run", type=Path, default=RUNS / "demo", help="folder of the run (default: %(default)s)")
@@ -87,6 +112,30 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--threads", type=_at_least_one, default=1, help="threads of PyTorch (default: %(default)s)")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _run_options() -> argparse.ArgumentParser:
+    """What every training run takes. Options that are not given (None) leave the settings as the size has them."""
+    run = argparse.ArgumentParser(add_help=False)
+    run.add_argument("--size", choices=SIZES, default="full", help="size of the model and the run")
+    run.add_argument("--limit", type=_at_least_one, help="train on so many words (default: all)")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--resume", action="store_true", help="go on with the run in this folder")
+    run.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints")
+    run.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon to train on")
+    risk = run.add_argument_group("the risk phase")
+    # The gold pronunciation is one of the list: with another to compare it with, there is something to learn.
+    risk.add_argument("--beam", type=_at_least_two, metavar="K", help="hypotheses of a search (default: 4)")
+    risk.add_argument("--alpha", type=_positive, help="sharpness of the probabilities (default: 1)")
+    risk.add_argument("--entropy", type=_not_negative, help="weight of cross entropy (default: by size)")
+    risk.add_argument("--risk-rate", type=_positive, help="learning rate, as a share of the other (default: by size)")
+    risk.add_argument("--per-phone", action="store_true", default=None, help="divide edits by the word's phones")
+    return run
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    given = {field.name: getattr(options, field.name, None) for field in fields(Settings)}
+    return replace(SIZES[options.size], **{name: value for name, value in given.items() if value is not None})
 
 
 def _split(path: Path, limit: int | None) -> tuple[Lexicon, Lexicon, Vocabulary]:
@@ -100,16 +149,34 @@ def _split(path: Path, limit: int | None) -> tuple[Lexicon, Lexicon, Vocabulary]
 
 
 def _train(options: argparse.Namespace) -> None:
-    settings = replace(SIZES[options.size], seed=options.seed)
-    if options.epochs is not None:
-        settings = replace(settings, epochs=options.epochs)
-    if not options.resume and (options.run / "training.pt").exists():
-        raise CheckpointError(f"{options.run}: holds a run; go on with --resume, or take another folder with --run")
+    _refuse_to_overwrite(options)
     with processes.joined():
-        trainer = Trainer(options.run, *_split(options.data, options.limit), settings)
+        trainer = Trainer(options.run, *_split(options.data, options.limit), _settings(options))
         if options.resume:
             trainer.resume()
         _fit(trainer, options.save_every)
+
+
+def _risk(options: argparse.Namespace) -> None:
+    _refuse_to_overwrite(options)
+    model, vocabulary = load_model(options.checkpoint)
+    sizes = {name: getattr(model.config, name) for name in ("hidden", "embed", "dropout")}
+    settings = replace(_settings(options), epochs=0, **sizes)
+    with processes.joined():
+        train, dev, found = _split(options.data, options.limit)
+        if found != vocabulary:
+            raise CheckpointError(f"{options.checkpoint}: has other letters or phones than {options.data}")
+        trainer = Trainer(options.run, train, dev, vocabulary, settings)
+        if options.resume:
+            trainer.resume()
+        else:
+            trainer.begin_from(model)
+        _fit(trainer, options.save_every)
+
+
+def _refuse_to_overwrite(options: argparse.Namespace) -> None:
+    if not options.resume and (options.run / "training.pt").exists():
+        raise CheckpointError(f"{options.run}: holds a run; go on with --resume, or take another folder with --run")
 
 
 def _fit(trainer: Trainer, save_every: float) -> None:
@@ -130,29 +197,41 @@ def _evaluate(options: argparse.Namespace) -> None:
     else:
         lexicon = data.read_lexicon(options.data or data.TEST_FILE)
     lexicon = data.sample(lexicon, options.limit)
-    print(f"{options.split}: {_result(model, vocabulary, lexicon)}")
+    for beam in (None, *options.beam):
+        print(f"{options.split}, {_named(beam)}: {_result(model, vocabulary, lexicon, beam)}")
 
 
 def _say(options: argparse.Namespace) -> None:
     model, vocabulary = load_model(options.checkpoint)
     words = [word.upper() for word in options.words]
-    for word, phones in pronounce(model, vocabulary, words).items():
-        print(f"{word}\t{' '.join(phones)}")
+    for word, found in n_best(model, vocabulary, words, options.beam, options.n_best).items():
+        for log_prob, phones in found:
+            print(f"{word}\t{log_prob:.2f}\t{' '.join(phones)}")
 
 
 def _demo(options: argparse.Namespace) -> None:
     started = time.monotonic()
     train, dev, vocabulary = _split(data.TRAIN_FILE, options.limit)
     print(f"Training a small model on {len(train)} of CMUdict's words; the full one is `train` without options.")
-    _fit(Trainer(options.run, train, data.sample(dev, DEMO_DEV_WORDS), vocabulary, SIZES["small"]), 60.0)
-    model, vocabulary = load_model(options.run / "model.pt")
+    print("First by cross entropy, then by minimum risk: the edits that a beam search is expected to make.")
+    settings = replace(SIZES["small"], epochs=DEMO_EPOCHS, risk_epochs=1)
+    _fit(Trainer(options.run, train, data.sample(dev, DEMO_DEV_WORDS), vocabulary, settings), 60.0)
     test = data.sample(data.read_lexicon(data.TEST_FILE), DEMO_TEST_WORDS)
-    print("\nA fixed sample of the test words, none of them seen in training:")
-    print(f"  {_result(model, vocabulary, test)}\n")
-    for word, phones in pronounce(model, vocabulary, DEMO_SAYS).items():
-        print(f"  {word:<16} {' '.join(phones)}")
+    print(f"\n{len(test)} of the test words, none of them seen in training:")
+    for title, name in (("before the risk phase", "before_risk.pt"), ("after it", "model.pt")):
+        model, vocabulary = load_model(options.run / name)
+        for beam in (None, 4):
+            print(f"  {title + ', ' + _named(beam):<33} {_result(model, vocabulary, test, beam)}")
+    print("\nWords that no dictionary has, with log-probabilities:")
+    for word, found in n_best(model, vocabulary, DEMO_SAYS, beam=8, n=3).items():
+        for log_prob, phones in found:
+            print(f"  {word:<16} {log_prob:6.2f}  {' '.join(phones)}")
     print(f"\nLearning curve: {options.run / 'learning_curve.png'}  ({time.monotonic() - started:.0f} s in all)")
 
 
-def _result(model: G2P, vocabulary: Vocabulary, lexicon: Lexicon) -> Score:
-    return score(pronounce(model, vocabulary, list(lexicon), progress=tqdm), lexicon)
+def _named(beam: int | None) -> str:
+    return "greedy" if beam is None else f"beam {beam}"
+
+
+def _result(model: G2P, vocabulary: Vocabulary, lexicon: Lexicon, beam: int | None) -> Score:
+    return score(pronounce(model, vocabulary, list(lexicon), progress=tqdm, beam=beam), lexicon)

@@ -143,6 +143,10 @@ class Examples:
         self._letters = pack([vocabulary.encode_word(word) for word, _ in pairs])
         self._phones = pack([[*vocabulary.encode_phones(phones), vocabulary.eos_id] for _, phones in pairs])
         self._size = self._letters.lens * (self._phones.max_len + 1) + self._phones.lens
+        self._spoken = pack([vocabulary.encode_phones(phones) for _, phones in pairs])
+        counts = torch.tensor([len(entries) for entries in lexicon.values()])
+        self._alternatives = counts.repeat_interleave(counts)
+        self._first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # of the examples of the same word
 
     def __len__(self) -> int:
         return len(self._size)
@@ -162,6 +166,16 @@ class Examples:
     def batch(self, indices: Tensor) -> tuple[PackedTensor, PackedTensor]:
         """Of these examples the letters (B, S*) and the phones (B, T*), each row's end its last."""
         return self._letters[indices], self._phones[indices]
+
+    def gold(self, indices: Tensor) -> PackedTensor:
+        """The phones of these examples (B, T*), without ends."""
+        return self._spoken[indices]
+
+    def references(self, indices: Tensor) -> tuple[PackedTensor, Tensor]:
+        """All pronunciations of these examples' words (R, T*), without ends, and how many each has (B,)."""
+        counts = self._alternatives[indices]
+        ranges = PackedTensor(self._first[indices].repeat_interleave(counts), counts)
+        return self._spoken[ranges.values + ranges.positions], counts
 
 
 def word_batches(words: Sequence[str], batch_size: int) -> Iterator[list[int]]:

@@ -4,6 +4,9 @@ At every step the decoder attends to the letters and to all of its own earlier s
 that grows by a slot a step and is read back as a prefix. In plain PyTorch that is a ``torch.cat`` a step, O(T^2) bytes
 held for backward; here it is O(T).
 
+A step is written once for all its uses. Training and greedy decoding call it with tensors (B, F), a beam search with
+(B, K, F), for K hypotheses of each word; what belongs to the word, its letters' states and masks, stays (B, ...).
+
 Words of unequal length come packed, and nothing computes on padding: not the encoder, not the decoder, whose batch
 shrinks as words end, not the output layer nor the loss. Only the letters' states are padded, once a batch, as slots to
 attend to.
@@ -71,7 +74,7 @@ class Context(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from one decoder step to the next. ``t`` counts the phones written."""
+    """What goes from one decoder step to the next. ``t`` counts the phones written. In a beam search B is B, K."""
 
     t: int
     lower: tuple[Tensor, Tensor]  # h, c (B, H)
@@ -88,11 +91,19 @@ class Written(NamedTuple):
     phones: TensorArray  # a slot (B,) a step
 
 
+def of_words(x: Tensor, like: Tensor) -> Tensor:
+    """What belongs to words, (B, *F), beside what belongs to their hypotheses, (B, K, *F): (B, 1, *F)."""
+    return x if x.dim() == like.dim() else x[:, None]
+
+
 def attend(query: Tensor, slots: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Dot attention of query (B, H) over slots (T, B, H): (B, H). ``mask`` (B, T) is added to the scores."""
-    scores = torch.einsum("bh,tbh->bt", query, slots) * query.shape[-1] ** -0.5
-    weights = torch.softmax(scores if mask is None else scores + mask, dim=1)
-    return torch.einsum("bt,tbh->bh", weights, slots)
+    """Dot attention of query (B, H) over slots (T, B, H): (B, H). ``mask`` (B, T) is added to the scores.
+
+    The same for query (B, K, H) over slots (T, B, K, H), or (T, B, 1, H) that all K share.
+    """
+    scores = torch.einsum("...h,t...h->...t", query, slots) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+    return torch.einsum("...t,t...h->...h", weights, slots)
 
 
 class Cell(nn.Module):
@@ -104,11 +115,11 @@ class Cell(nn.Module):
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor], extra: Tensor | None = None) -> tuple[Tensor, Tensor]:
         h, c = state
-        gates = self.linear(torch.cat((x, h), 1))
+        gates = self.linear(torch.cat((x, h), -1))
         if extra is not None:
             gates = gates + extra
-        forget_in_out, new = gates.split((3 * h.shape[1], h.shape[1]), 1)
-        f, i, o = torch.sigmoid(forget_in_out).chunk(3, 1)
+        forget_in_out, new = gates.split((3 * h.shape[-1], h.shape[-1]), -1)
+        f, i, o = torch.sigmoid(forget_in_out).chunk(3, -1)
         c = f * c + i * torch.tanh(new)
         return o * torch.tanh(c), c
 
@@ -164,18 +175,18 @@ class G2P(nn.Module):
         return Context(states.pad(), mask, letters.lens, masks), carry
 
     def step(self, carry: Carry, tokens: Tensor, context: Context) -> Carry:
-        """One step after ``tokens`` (B,) int64, bos_id at first; the new ``feed`` is the readout (B, H).
+        """One step after ``tokens`` (B,) or (B, K) int64, bos_id at first; the new ``feed`` is the readout.
 
         A step appends to ``carry.past``: a carry is used once.
         """
-        masks = context.masks
+        masks, memory = context.masks, of_words(context.memory, carry.feed[..., None])
         past = carry.past[: carry.t + 1]
         lower = self.lower(carry.feed, carry.lower, self.token_gates(tokens))
-        upper = self.upper(lower[0] if masks is None else lower[0] * masks.lower, carry.upper)
-        top = upper[0] if masks is None else upper[0] * masks.upper
-        to_letters, to_past = self.queries(top).chunk(2, 1)
-        letters = attend(to_letters, context.memory.transpose(0, 1), context.mask)
-        feed = torch.tanh(self.readout(torch.cat((top, letters, attend(to_past, past)), 1)))
+        upper = self.upper(lower[0] if masks is None else lower[0] * of_words(masks.lower, lower[0]), carry.upper)
+        top = upper[0] if masks is None else upper[0] * of_words(masks.upper, upper[0])
+        to_letters, to_past = self.queries(top).chunk(2, -1)
+        letters = attend(to_letters, memory.movedim(-2, 0), of_words(context.mask, to_letters))
+        feed = torch.tanh(self.readout(torch.cat((top, letters, attend(to_past, past)), -1)))
         return Carry(carry.t + 1, lower, upper, feed, carry.past.append(upper[0]))
 
     def scores(self, readout: Rows, beyond: Rows) -> Rows:
@@ -187,6 +198,19 @@ class G2P(nn.Module):
         end = logits[..., -1:] + END_SLOPE * beyond.clamp(min=0)[..., None]
         all_scores: Any = torch.cat((logits[..., :-1], end), -1)
         return all_scores.log_softmax(-1)
+
+    def write(self, carry: Carry, tokens: Tensor, context: Context) -> tuple[Carry, Tensor]:
+        """A step of decoding after ``tokens``: the next carry and the log-probabilities (..., V) of what comes next.
+
+        Raises FloatingPointError when these are not finite, as no end would then be chosen.
+        """
+        beyond = carry.t - of_words(context.lens, tokens)
+        carry, masks = self.step(carry, tokens, context), context.masks
+        readout = carry.feed if masks is None else carry.feed * of_words(masks.readout, carry.feed)
+        scores = self.scores(readout, beyond)
+        if not bool(scores.isfinite().all()):
+            raise FloatingPointError(f"the scores of step {carry.t - 1} are not finite; are the weights damaged?")
+        return carry, scores
 
     def forward(self, letters: PackedTensor, phones: PackedTensor, masks: Masks | None = None) -> PackedTensor:
         """Log-probabilities (B, T*, V) of each phone given the true ones before it; phones (B, T*) end with eos."""
@@ -226,11 +250,7 @@ def greedy(model: G2P, letters: PackedTensor) -> list[list[int]]:
         return written.tokens != eos_id
 
     def write(written: Written, context: Context) -> Written:
-        t = written.carry.t
-        carry = model.step(written.carry, written.tokens, context)
-        scores = model.scores(carry.feed, t - context.lens)
-        if not bool(scores.isfinite().all()):
-            raise FloatingPointError(f"greedy: the scores of step {t} are not finite; are the weights damaged?")
+        carry, scores = model.write(written.carry, written.tokens, context)
         tokens = scores.argmax(1)
         return Written(carry, tokens, written.phones.append(tokens))
 

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from docs.examples.g2p.data import Lexicon, Phones, Vocabulary, pack, word_batches
 from docs.examples.g2p.model import G2P, greedy
+from docs.examples.g2p.search import best, search
 
 
 def edit_distance(a: Sequence[object], b: Sequence[object]) -> int:
@@ -65,11 +68,30 @@ def pronounce(
     words: Sequence[str],
     batch_size: int = 256,
     progress: Callable[[list[list[int]]], Iterable[list[int]]] = lambda batches: batches,
+    beam: int | None = None,
 ) -> dict[str, Phones]:
-    """Greedy pronunciations of words, in their order. ``progress`` may wrap the list of batches."""
+    """Pronunciations of words, in their order: greedy ones, or the best of a search with so many hypotheses.
+
+    ``progress`` may wrap the list of batches.
+    """
     ids = [vocabulary.encode_word(word) for word in words]
     found: dict[str, Phones] = dict.fromkeys(words, ())
     for positions in progress(list(word_batches(words, batch_size))):
-        rows = greedy(model, pack([ids[i] for i in positions]))
+        letters = pack([ids[i] for i in positions])
+        rows = greedy(model, letters) if beam is None else best(model, letters, beam)
         found.update((words[i], vocabulary.decode_phones(row)) for i, row in zip(positions, rows, strict=True))
+    return found
+
+
+def n_best(
+    model: G2P, vocabulary: Vocabulary, words: Sequence[str], beam: int, n: int
+) -> dict[str, list[tuple[float, Phones]]]:
+    """The n best pronunciations of each word with their log-probabilities, best first."""
+    letters = pack([vocabulary.encode_word(word) for word in words])
+    with torch.no_grad():
+        hyps = search(model, letters, beam, n)
+    rows = [vocabulary.decode_phones(row.tolist()) for row in hyps.tokens.unbind()]
+    found: dict[str, list[tuple[float, Phones]]] = {}
+    for b, (word, scores, valid) in enumerate(zip(words, hyps.scores.tolist(), hyps.valid.tolist(), strict=True)):
+        found[word] = [(scores[j], rows[b * n + j]) for j in range(n) if valid[j]]
     return found

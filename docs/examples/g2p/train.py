@@ -1,4 +1,7 @@
-"""Training: cross entropy, AdamW, one learning-rate cycle, averaged weights, and a stop at any moment."""
+"""Training: cross entropy, then minimum risk. AdamW, a learning-rate cycle each, averaged weights, a stop at any time.
+
+The risk phase (``risk.py``) begins from the averaged weights of the phase before it, with an optimizer of its own.
+"""
 
 import math
 import time
@@ -9,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from docs.examples.g2p import checkpoint, processes
 from docs.examples.g2p.data import Examples, Lexicon, Vocabulary
-from docs.examples.g2p.model import G2P, Config
+from docs.examples.g2p.model import G2P, Config, Masks
+from docs.examples.g2p.risk import losses
 from docs.examples.g2p.scoring import pronounce, score
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what a run computes, but for the data and the number of threads."""
+    """Everything that decides what a run computes, but for the data, a model to begin from, and the threads."""
 
     epochs: int = 28
     batch_size: int = 256
@@ -36,6 +40,12 @@ class Settings:
     clip: float = 2.0  # the gradient's norm
     average: float = 0.998  # decay of the averaged weights, a step
     seed: int = 0
+    risk_epochs: int = 0  # after the others
+    risk_rate: float = 0.1  # the learning rate of that phase, as a share of the other
+    beam: int = 4
+    alpha: float = 1.0  # sharpness of the risk's probabilities
+    entropy: float = 0.1  # the weight of cross entropy beside the risk
+    per_phone: bool = False  # edits divided by the phones of the word
 
 
 def one_cycle(step: int, steps: int, peak: float, warmup: float) -> float:
@@ -46,8 +56,21 @@ def one_cycle(step: int, steps: int, peak: float, warmup: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
 
 
+class _Called(nn.Module):
+    """Calls a function with the model: what DistributedDataParallel can wrap, whatever the loss is made of."""
+
+    def __init__(self, model: G2P) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, *arguments)
+
+
 class Trainer:
     """A run in a folder: ``training.pt`` to go on from, ``model.pt`` the best model, ``history.json``.
+
+    Where there is a risk phase, ``before_risk.pt`` is the model that it began from.
 
     All that a later step depends on is in ``state()``: weights, averaged weights, optimizer, random generator,
     and the position in the run. A run that is stopped and resumed gives the same numbers, on the same number of
@@ -64,22 +87,37 @@ class Trainer:
         sizes = (len(vocabulary.letters), len(vocabulary.phones), settings.embed, settings.hidden)
         self.model = G2P(Config(*sizes, settings.dropout))
         self.average = deepcopy(self.model).eval().requires_grad_(False)
-        self.forward = self.model if processes.world() == 1 else DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-        )
+        called = _Called(self.model)
+        self.forward = called if processes.world() == 1 else DistributedDataParallel(called)
+        self.optimizer = self._new_optimizer()
         self.steps_per_epoch = math.ceil(len(self.examples) / settings.batch_size)
         self.step = 0
-        self.loss_sum = 0.0  # over the batches of the current epoch
+        self.loss_sum = self.risk_sum = 0.0  # over the batches of the current epoch
         self.seconds = 0.0
         self.history: list[dict[str, float]] = []
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        rate, decay = self.settings.learning_rate, self.settings.weight_decay
+        return torch.optim.AdamW(self.model.parameters(), lr=rate, weight_decay=decay, fused=True)
+
+    @property
+    def risk_begins(self) -> int:
+        """The first step of the risk phase."""
+        return self.settings.epochs * self.steps_per_epoch
+
+    def begin_from(self, model: G2P) -> None:
+        """Take the weights of a trained model of the same sizes, before the first step."""
+        for mine in (self.model, self.average):
+            mine.load_state_dict(model.state_dict())
 
     def run(self, save_every: float = 60.0, stop: Callable[[int], bool] = lambda step: False) -> bool:
         """Train to the end; True if it was reached. Saves every ``save_every`` seconds and after each epoch.
 
         ``stop(step)`` is asked before every step; True saves and returns False.
         """
-        for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs):
+        for epoch in range(self.step // self.steps_per_epoch, self.settings.epochs + self.settings.risk_epochs):
+            if self.step == self.risk_begins:
+                self._begin_risk()
             if not self._epoch(epoch, save_every, stop):
                 self.save()
                 return False
@@ -90,15 +128,16 @@ class Trainer:
         order = self.examples.order(self.settings.batch_size, seed=self.settings.seed * 1_000_003 + epoch)
         started = saved = time.monotonic()
         self.model.train()
-        title, silent = f"epoch {epoch + 1}/{self.settings.epochs}", not processes.is_first()
+        epochs = self.settings.epochs + self.settings.risk_epochs
+        title, silent = f"epoch {epoch + 1}/{epochs}", not processes.is_first()
         with tqdm(total=len(order), initial=done, desc=title, disable=silent) as bar:
             for indices in order[done:]:
                 if stop(self.step):
                     self.seconds += time.monotonic() - started
                     return False
-                loss = self._train_on(indices)
+                shown = self._train_on(indices)
                 bar.update()
-                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+                bar.set_postfix({what: f"{value:.3f}" for what, value in shown.items()}, refresh=False)
                 now = time.monotonic()
                 if now - saved > save_every:
                     self.seconds, started, saved = self.seconds + now - started, now, now
@@ -106,17 +145,28 @@ class Trainer:
         self._finish_epoch(epoch, started)
         return True
 
-    def _train_on(self, indices: Tensor) -> float:
-        rate = one_cycle(
-            self.step,
-            self.settings.epochs * self.steps_per_epoch,
-            self.settings.learning_rate,
-            self.settings.warmup,
-        )
+    def _begin_risk(self) -> None:
+        # Nothing here depends on the generator or on a step, so that it may be done again after a stop.
+        self.begin_from(self.average)
+        self.optimizer = self._new_optimizer()
+        if processes.is_first():
+            checkpoint.save_model(self.folder / "before_risk.pt", self.average, self.vocabulary)
+        if not self.history:
+            self._note({"epoch": 0}, time.monotonic())
+
+    def _rate(self) -> float:
+        settings, step = self.settings, self.step - self.risk_begins
+        if step < 0:
+            return one_cycle(self.step, self.risk_begins, settings.learning_rate, settings.warmup)
+        steps, peak = settings.risk_epochs * self.steps_per_epoch, settings.risk_rate * settings.learning_rate
+        return one_cycle(step, steps, peak, settings.warmup)
+
+    def _train_on(self, indices: Tensor) -> dict[str, float]:
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        part = self._part_of_loss(indices)
-        loss = processes.total(part).item()
+            group["lr"] = self._rate()
+        in_risk = self.step >= self.risk_begins
+        part, risk = self._parts_of_losses(indices, self._risk if in_risk else self._entropy)
+        loss, risk = processes.total(torch.stack((part.detach(), risk))).tolist()
         if not math.isfinite(loss):
             raise FloatingPointError(f"train: the loss of step {self.step} is {loss}; lower the learning rate")
         self.optimizer.zero_grad()
@@ -125,47 +175,68 @@ class Trainer:
         self.optimizer.step()
         self._average_weights()
         self.step += 1
-        self.loss_sum += loss
-        return loss
+        self.loss_sum, self.risk_sum = self.loss_sum + loss, self.risk_sum + risk
+        return {"risk": risk} if in_risk else {"loss": loss}
 
-    def _part_of_loss(self, indices: Tensor) -> Tensor:
-        """What this process' rows add to the mean loss of the batch."""
+    def _parts_of_losses(
+        self, indices: Tensor, objective: Callable[[Tensor, Tensor, Masks], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """What this process' rows add to the mean loss of the batch, and to its mean risk."""
         mine = list(range(processes.rank(), len(indices), processes.world()))
-        share = self.examples.phones(indices[mine]) / self.examples.phones(indices)
+        counts = float(bool(mine))
         mine = mine or [0]  # more processes than rows: DDP needs a loss of each, and this one counts for nothing
-        letters, phones = self.examples.batch(indices[mine])
         # Masks for the whole batch, so that every process moves its generator as one process would.
         masks = self.model.masks(len(indices)).of_rows(mine)
-        scores = self.forward(letters, phones, masks)
-        return share * F.cross_entropy(scores.values, phones.values, label_smoothing=self.settings.label_smoothing)
+        loss, risk = objective(indices, indices[mine], masks)
+        return counts * loss, counts * risk
+
+    def _entropy(self, batch: Tensor, rows: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        letters, phones = self.examples.batch(rows)
+        scores = self.forward(G2P.__call__, letters, phones, masks)
+        share = len(phones.values) / self.examples.phones(batch)
+        loss = share * F.cross_entropy(scores.values, phones.values, label_smoothing=self.settings.label_smoothing)
+        return loss, torch.zeros_like(loss)
+
+    def _risk(self, batch: Tensor, rows: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        letters, _ = self.examples.batch(rows)
+        gold, references = self.examples.gold(rows), self.examples.references(rows)
+        settings = self.settings
+        options = (settings.beam, settings.alpha, settings.per_phone)
+        found = self.forward(losses, letters, gold, references, masks, *options)
+        risk = found.risk / len(batch)
+        return risk + settings.entropy * found.entropy / self.examples.phones(batch), risk.detach()
 
     @torch.no_grad()
     def _average_weights(self) -> None:
-        # The first steps are averaged over a shorter past, so that the random start is soon forgotten.
-        decay = min(self.settings.average, (1 + self.step) / (10 + self.step))
+        decay = self.settings.average
+        if self.step < self.risk_begins:  # the first steps over a shorter past: the random start is soon forgotten
+            decay = min(decay, (1 + self.step) / (10 + self.step))
         for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
             mean.lerp_(weight, 1 - decay)
 
     def _finish_epoch(self, epoch: int, started: float) -> None:
+        entry = {"epoch": epoch + 1, "loss": self.loss_sum / self.steps_per_epoch}
+        if self.step > self.risk_begins:
+            entry["risk"] = self.risk_sum / self.steps_per_epoch
+        self.loss_sum = self.risk_sum = 0.0
+        self._note(entry, started)
+
+    def _note(self, entry: dict[str, float], started: float) -> None:
+        """Score the averaged weights, and keep them where they are the best; an entry of the history."""
         words = list(self.dev)[processes.rank() :: processes.world()]
         parts = processes.gathered(pronounce(self.average, self.vocabulary, words))
         result = score({word: phones for part in parts for word, phones in part.items()}, self.dev)
         self.seconds += time.monotonic() - started
-        entry = {
-            "epoch": epoch + 1,
-            "loss": self.loss_sum / self.steps_per_epoch,
-            "dev_per": result.per,
-            "dev_wer": result.wer,
-            "seconds": self.seconds,
-        }
+        entry |= {"dev_per": result.per, "dev_wer": result.wer, "seconds": self.seconds}
         best = entry["dev_wer"] < min((past["dev_wer"] for past in self.history), default=math.inf)
         if best and processes.is_first():
             checkpoint.save_model(self.folder / "model.pt", self.average, self.vocabulary)
         self.history.append(entry)
-        self.loss_sum = 0.0
         self.save()
         if processes.is_first():
-            tqdm.write("epoch {epoch}: loss {loss:.4f}  dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry))
+            figures = "  ".join(f"{what} {entry[what]:.4f}" for what in ("loss", "risk") if what in entry)
+            rates = "dev PER {dev_per:.2f} %  WER {dev_wer:.2f} %".format(**entry)
+            tqdm.write(f"epoch {entry['epoch']}: {figures}{'  ' if figures else ''}{rates}")
 
     def state(self) -> dict[str, Any]:
         """Everything that later steps depend on, as tensors and plain values."""
@@ -179,6 +250,7 @@ class Trainer:
             "random": torch.get_rng_state(),
             "step": self.step,
             "loss_sum": self.loss_sum,
+            "risk_sum": self.risk_sum,
             "seconds": self.seconds,
             "history": self.history,
         }
@@ -206,8 +278,8 @@ class Trainer:
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        self.step, self.loss_sum, self.seconds = state["step"], state["loss_sum"], state["seconds"]
-        self.history = state["history"]
+        self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+        self.loss_sum, self.risk_sum = state["loss_sum"], state["risk_sum"]
 
 
 def _difference(saved: Any, ours: Any) -> str:

@@ -1,0 +1,370 @@
+"""Beam search that one can train through, of hypotheses of unknown length, with a certificate.
+
+How it works, in the order to read it:
+
+1. The search is a `while_loop` whose rows stop on their own. A step calls `step_fn`, lets the log decide
+   (`_beam_log`, `_beam_choice`), and takes the carry of the hypotheses that run on, by row selection.
+2. Ended hypotheses are in a pool apart from those that run (`_beam_log`). A row stops when no running hypothesis can
+   reach the n-th of its pool, which a length model bounds (`_beam_length`).
+3. Decisions have no gradient and stand in the log, outside of the loop's state. What has one is the carry, and a
+   TensorArray of the log-probabilities of the tokens chosen and of the eos after each hypothesis. At the end the
+   hypotheses are traced back through the log, and their scores are sums of what that array holds (`_beam_result`): so
+   one backward pass reaches the model, as forced decoding of the same hypotheses would.
+4. With `checkpoints` steps are done again in backward. A step that was decided is told what was decided; it searches
+   for nothing and draws nothing, so ties and roundings cannot change it.
+5. TensorArrays in the carry grow and are not reordered: they are read through the lineage of each hypothesis
+   (`_beam_arrays`, `_beam_lineage`).
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import _active, _checks, _modes, _tree
+from tensorloop._beam_arrays import Family, grown_of, inherited
+from tensorloop._beam_choice import Sample, StochasticBeam, TopK
+from tensorloop._beam_length import GNMT, BoundedReward, Power, Sum, bound_of, check_bound, check_model
+from tensorloop._beam_lineage import Lineage
+from tensorloop._beam_log import Gold, Log, Rules
+from tensorloop._beam_result import Hypotheses, Lattice, hypotheses
+from tensorloop._beam_scores import linear_log_softmax
+from tensorloop._carry import Carry, describe
+from tensorloop._compile import called_eagerly
+from tensorloop._progress import Progress
+from tensorloop.loop import Checkpoints, while_loop
+from tensorloop.packed import PackedTensor
+from tensorloop.schedule import Schedule
+from tensorloop.tensor_array import TensorArray
+
+__all__ = [
+    "GNMT",
+    "BoundedReward",
+    "Hypotheses",
+    "Lattice",
+    "Power",
+    "Sample",
+    "StochasticBeam",
+    "Sum",
+    "TopK",
+    "beam_search",
+    "linear_log_softmax",
+]
+
+_NAME = "beam_search"
+_STOPS = ("exact", "first_n", "hf", "never")
+_EOS = ("always", "top_k", "top_2k")
+
+
+@called_eagerly
+def beam_search(
+    step_fn: Callable[..., tuple[Any, Tensor]],
+    init_carry: Any,
+    *,
+    batch_size: int,
+    beam_size: int,
+    bos_id: int,
+    eos_id: int,
+    context: Any = None,
+    max_steps: int | None = None,
+    n_best: int | None = None,
+    length: Any = None,
+    choose: Any = None,
+    stop: str = "exact",
+    eos: str = "always",
+    gold: PackedTensor | None = None,
+    checkpoints: int | Schedule | Checkpoints | None = None,
+    compact: bool | None = None,
+    check: bool = False,
+    progress: bool = False,
+) -> Hypotheses:
+    """The n best token sequences of each row under a step-by-step model, with the gradient of their scores.
+
+        carry, log_probs = step_fn(carry, tokens)      # tokens (B, K) int64, bos_id first; log_probs (B, K, V)
+        carry, log_probs = step_fn(carry, tokens, context)
+        carry, log_probs = step_fn(carry, tokens, history=history)   # (B, K, t): each hypothesis' own tokens so far
+
+    Shapes: leaves of init_carry (B, *F) come to step_fn as (B, K, *F); 0-d tensors and numbers are shared. A
+    TensorArray gets elements (B, K, *F) by its first append, grows, and shows each hypothesis its own past; one that
+    has slots of (B, *F) already shows them to all hypotheses of the row. `context` stays (B, ...).
+    `length`: a length model, `Sum()` by default; see `tl.beam`. `choose`: `TopK()`, `Sample(...)`, `StochasticBeam()`.
+    `stop`: "exact" ends a row when nothing can come that belongs to its n best; "first_n" when n have ended; "hf" when
+    the best running sum, scored at its length of now, is no better than the n-th; "never" at `max_steps`.
+    `eos`: which hypotheses may end in a step: "always" all of them; "top_k" and "top_2k" those whose end is among the
+    K or 2K best continuations. `max_steps` counts the eos; what has not ended then comes after what has.
+    `gold` (B rows, without bos and eos) are hypotheses that are followed beside the others, in a place K of their own
+    (step_fn then gets K + 1), and returned among the n best. `compact` drops rows that have stopped, by default where
+    there is a context: a step_fn that closes over tensors with B rows cannot shrink. `check` refuses log_probs that do
+    not sum to one. `progress` shows steps and rows that run.
+    Ties: the hypothesis that ended first, then the smaller beam index, then the smaller token.
+    Gradient: of `scores`, `final` and `token_scores`, as forced decoding of the same hypotheses has it, to init_carry,
+    context, and all that step_fn closes over. Decisions are constants.
+    Cost: a step selects K of K * V continuations, and reorders the carry at a cost that does not grow; it keeps what
+    step_fn's operations save, and O(K) numbers a row. `checkpoints` as in `while_loop`; decisions are not made again.
+    One sync a step on a device, or a few.
+    Raises: ValueError (sizes, ids, NaN, all tokens forbidden, a length model without a bound), TypeError.
+    Sources: Huang et al. 2017 (1809.00069) for the optimal stop; `docs/beam.md` for the others.
+    """
+    batch_size, beam_size = _int(batch_size, "batch_size", 0), _int(beam_size, "beam_size", 1)
+    bos_id, eos_id = _int(bos_id, "bos_id", 0), _int(eos_id, "eos_id", 0)
+    max_steps = None if max_steps is None else _int(max_steps, "max_steps", 1)
+    n_best = beam_size if n_best is None else _int(n_best, "n_best", 1)
+    length, choose = Sum() if length is None else length, TopK() if choose is None else choose
+    rules = Rules(beam_size, n_best, eos_id, max_steps, length, choose, stop, eos, check)
+    search = _Search(step_fn, init_carry, context, batch_size, bos_id, gold, rules)
+    _check_rules(rules, batch_size, search.device)
+    search.log = Log(rules, batch_size, search.gold, search.device)
+    search.lineage = Lineage(search.log)
+    compact = context is not None if compact is None else bool(compact)
+    with Progress(progress, _NAME, max_steps) as search.bar:
+        return search.run(checkpoints, compact)
+
+
+class _Search:
+    """One search: what `while_loop` is given, and what becomes of its result."""
+
+    log: Log
+    lineage: Lineage
+    bar: Progress
+
+    def __init__(
+        self,
+        step_fn: Callable[..., Any],
+        init_carry: Any,
+        context: Any,
+        rows: int,
+        bos_id: int,
+        gold: PackedTensor | None,
+        rules: Rules,
+    ) -> None:
+        if not callable(step_fn):
+            raise TypeError(f"{_NAME}: step_fn must be callable, got {_checks.describe(step_fn)}")
+        self.step_fn, self.context = step_fn, context
+        self.rows, self.size = rows, rules.size + (gold is not None)
+        self.bos_id, self.eos_id = bos_id, rules.eos_id
+        self.tree = _tree.Tree(init_carry)
+        leaves = self.tree.flatten(init_carry)
+        assert leaves is not None
+        self.device = _device_of([*leaves, *(x for _, x in _tree.leaves_with_paths(context))])
+        self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
+        self.leaves = [self._for_all(x, path) for x, path in zip(leaves, self.tree.paths, strict=True)]
+        self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
+        self.births: dict[int, list[int]] = {i: [] for i in self.arrays}
+        self.takes_history = _takes_history(step_fn)
+        self.gold = None if gold is None else _gold(gold, rows, rules.eos_id, rules.max_steps, self.device)
+        self.carry: Carry | None = None
+        self.carry_rows = -1
+        self.vocabulary: int | None = None
+        self.places = (torch.empty(0), torch.empty(0))
+
+    def _for_all(self, x: Any, path: str) -> Any:
+        """A leaf of init_carry as the loop carries it: with K hypotheses, without the slots that they share."""
+        shape: Any = x.shape if isinstance(x, Tensor) else ()
+        if isinstance(x, TensorArray) and len(x):
+            shape = x.element_shape or ()
+        if len(shape) and shape[0] != self.rows:
+            raise ValueError(f"{_NAME}: init_carry{path} is {describe(x)}; expected {self.rows} leading rows, or 0-d")
+        if isinstance(x, Tensor):
+            return x[:, None].expand(-1, self.size, *x.shape[1:]) if x.dim() else x
+        if not isinstance(x, TensorArray) or not len(x):
+            return x
+        if not shape:
+            raise ValueError(f"{_NAME}: elements of init_carry{path} are 0-d; expected ({self.rows}, ...)")
+        return TensorArray()
+
+    # -- the loop
+
+    def run(self, checkpoints: Any, compact: bool) -> Hypotheses:
+        tokens = torch.full((self.rows, self.size), self.bos_id, dtype=torch.int64, device=self.device)
+        ids = torch.arange(self.rows, device=self.device)
+        state = (0, ids, tokens, TensorArray(), self.leaves)
+        if self.rows:
+            context = (self.context, list(self.prefixes.values()))
+            state, steps = while_loop(
+                self._goes_on,
+                self._step,
+                state,
+                context=context,
+                max_steps=self.log.rules.max_steps,
+                compact=compact,
+                return_steps=True,
+                checkpoints=checkpoints,
+            )
+        else:
+            steps = ids
+        return hypotheses(self.log, state[3], steps)
+
+    def _goes_on(self, state: Any, context: Any) -> Tensor:
+        ids = state[1]
+        running = self.log.running
+        return running if len(ids) == self.rows else running[ids]
+
+    def _step(self, state: Any, context: Any) -> Any:
+        t, ids, tokens, picked, leaves = state
+        with _active.quietly():
+            count = len(ids)
+            rows = None if count == self.rows else ids.clone()
+        given = self._given(t, rows, count, leaves, context[1])
+        options = {"history": self._history(t, rows)} if self.takes_history else {}
+        user = () if self.context is None else (context[0],)
+        out = self.step_fn(self.tree.unflatten(given), tokens, *user, **options)
+        returned, log_probs = self._checked(out, given, t, count)
+        with _active.quietly(), torch.no_grad():
+            first, ends = self._places(count)
+            parents, tokens = self.log.step(t, rows, log_probs)
+            parents = parents + first
+            chosen = torch.cat([torch.add(tokens, parents, alpha=log_probs.shape[2]), ends], 1).flatten()
+            parents = parents.flatten()
+            if t + 1 == self.log.steps:
+                self._show()
+        # Not gather: it would keep log_probs for its backward.
+        picked.append(log_probs.reshape(-1).index_select(0, chosen).view(count, -1))
+        return t + 1, ids, tokens, picked, [self._reordered(x, i, parents) for i, x in enumerate(returned)]
+
+    def _given(
+        self, t: int, ids: Tensor | None, rows: int, leaves: list[Any], prefixes: list[TensorArray]
+    ) -> list[Any]:
+        """The carry for step_fn: arrays read through the lineage."""
+        if not self.arrays:
+            return leaves
+        family = Family(self.lineage, t, ids, rows, self.size)
+        shared = dict(zip(self.prefixes, prefixes, strict=True))
+        given = list(leaves)
+        for i in self.arrays:
+            given[i] = inherited(leaves[i], shared.get(i), self.births[i], family, self.tree.paths[i])
+        return given
+
+    def _history(self, t: int, ids: Tensor | None) -> Tensor:
+        """(B, K, t): the tokens of each hypothesis so far."""
+        with _active.quietly(), torch.no_grad():
+            places = self.lineage.at(t, ids).whole(1) if t else None
+            tokens = self.log.tokens[:t] if ids is None else self.log.tokens[:t].index_select(1, ids)
+            tokens = tokens.clone() if places is None else tokens.gather(2, places)
+            return tokens.permute(1, 2, 0).contiguous()
+
+    def _places(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of `count` rows: the number of each one's first hypothesis, and where flat log_probs have the ends."""
+        if len(self.places[0]) != count:
+            assert self.vocabulary is not None
+            first = torch.arange(count * self.size, device=self.device).view(count, self.size)
+            self.places = first[:, :1], first * self.vocabulary + self.eos_id
+        return self.places
+
+    def _reordered(self, x: Any, i: int, parents: Tensor) -> Any:
+        if isinstance(x, TensorArray):
+            return grown_of(x, self.tree.paths[i])
+        if not isinstance(x, Tensor) or not x.dim():
+            return x
+        return x.reshape(len(parents), *x.shape[2:]).index_select(0, parents).view(x.shape)
+
+    # -- checks and progress
+
+    def _checked(self, out: Any, given: list[Any], t: int, rows: int) -> tuple[list[Any], Tensor]:
+        """The leaves of the carry that step_fn returned, and log_probs."""
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
+            raise TypeError(f"{_NAME}: step_fn must return (carry, log_probs), got {got}")
+        if self.carry is None:
+            self.carry = Carry(self.tree.unflatten(given), _NAME)
+        if rows != self.carry_rows:
+            self.carry.expect(given)
+            self.carry_rows = rows
+        leaves, log_probs = self.carry.check(out[0], t), out[1]
+        if not isinstance(log_probs, Tensor) or not log_probs.is_floating_point():
+            raise TypeError(f"{_NAME}: log_probs must be a floating tensor (B, K, V), got {describe(log_probs)}")
+        wanted = (rows, self.size, self.vocabulary or log_probs.shape[-1] if log_probs.dim() else 0)
+        if tuple(log_probs.shape) != wanted:
+            shown = str(wanted) if self.vocabulary else f"({rows}, {self.size}, V)"
+            raise ValueError(f"{_NAME}: log_probs must be {shown} at step {t}, got {tuple(log_probs.shape)}")
+        if _modes.is_batched(log_probs):
+            raise RuntimeError(f"{_NAME}: vmap hides what decisions need to see; put its dim into the batch")
+        if self.vocabulary is None:
+            self._begin(log_probs)
+        return leaves, log_probs
+
+    def _begin(self, log_probs: Tensor) -> None:
+        """What is known once the first log_probs have come."""
+        vocabulary = log_probs.shape[2]
+        if self.eos_id >= vocabulary:
+            raise ValueError(f"{_NAME}: eos_id is {self.eos_id}, but log_probs have {vocabulary} tokens")
+        if self.gold is not None and self.gold.largest >= vocabulary:
+            raise ValueError(f"{_NAME}: gold has the token {self.gold.largest}, but log_probs have {vocabulary} tokens")
+        if log_probs.device != self.device:
+            raise ValueError(
+                f"{_NAME}: log_probs are on {log_probs.device}, but init_carry and context are on {self.device}"
+            )
+        self.vocabulary = vocabulary
+
+    def _show(self) -> None:
+        if self.bar.bar is not None:
+            self.bar.update()
+            self.bar.bar.set_postfix(
+                rows=int(self.log.running.sum()), hypotheses=int((self.log.keys > -torch.inf).sum())
+            )
+
+
+def _int(n: Any, what: str, least: int) -> int:
+    if (n := _checks.as_int(n, _NAME, what)) < least:
+        raise ValueError(f"{_NAME}: {what} must be at least {least}, got {n}")
+    return n
+
+
+def _check_rules(rules: Rules, rows: int, device: torch.device) -> None:
+    check_model(rules.length, _NAME)
+    for what, value, known in (("stop", rules.stop, _STOPS), ("eos", rules.eos, _EOS)):
+        if value not in known:
+            raise ValueError(f"{_NAME}: {what} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    if not all(hasattr(rules.choose, name) for name in ("start", "choose", "by_key", "repeats")) or isinstance(
+        rules.choose, type
+    ):
+        raise TypeError(f"{_NAME}: choose must be TopK(), Sample(...) or StochasticBeam(), got {rules.choose!r}")
+    if rules.choose.by_key:
+        if type(rules.length) is not Sum or rules.eos != "always" or rules.stop not in ("exact", "never"):
+            raise ValueError(f"{_NAME}: {rules.choose!r} ranks by its keys: leave length, eos and stop as they are")
+        if rules.n_best > rules.size:
+            raise ValueError(f"{_NAME}: {rules.choose!r} draws {rules.size} sequences, not n_best={rules.n_best}")
+    if isinstance(rules.choose, Sample):
+        return
+    if rules.stop == "never" and rules.max_steps is None:
+        raise ValueError(f"{_NAME}: stop='never' needs max_steps")
+    if rules.stop == "exact":
+        bound = bound_of(rules.length, rules.max_steps)
+        check_bound(rules.length, bound, rows, rules.max_steps, device, _NAME)
+
+
+def _device_of(leaves: list[Any]) -> torch.device:
+    for x in leaves:
+        device = getattr(x, "device", None)
+        if isinstance(device, torch.device):
+            return device
+    return torch.get_default_device()
+
+
+def _takes_history(step_fn: Any) -> bool:
+    try:
+        parameter = inspect.signature(step_fn).parameters.get("history")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+
+
+def _gold(gold: Any, rows: int, eos_id: int, max_steps: int | None, device: torch.device) -> Gold:
+    if not isinstance(gold, PackedTensor):
+        raise TypeError(f"{_NAME}: gold must be a PackedTensor of tokens, got {_checks.describe(gold)}")
+    if gold.dtype not in _checks.INTEGERS or gold.values.dim() != 1:
+        raise TypeError(f"{_NAME}: gold must hold integers (N,), got {_checks.describe(gold.values)}")
+    if len(gold.lens) != rows:
+        raise ValueError(f"{_NAME}: gold has {len(gold.lens)} rows, batch_size is {rows}")
+    if max_steps is not None and gold.max_len >= max_steps:
+        row = int(gold.lens.argmax())
+        raise ValueError(
+            f"{_NAME}: gold row {row} has {gold.max_len} tokens and needs as many steps and one for its eos, "
+            f"max_steps is {max_steps}"
+        )
+    if bool((gold.values == eos_id).any()):
+        raise ValueError(f"{_NAME}: gold has the eos_id {eos_id} among its tokens; leave bos and eos out")
+    padded = torch.full((rows, gold.max_len + 1), eos_id, dtype=torch.int64, device=device)
+    padded[:, : gold.max_len] = gold.pad(eos_id).to(device)
+    return Gold(padded, gold.lens.to(device), int(padded.max()) if rows else 0)

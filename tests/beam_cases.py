@@ -1,0 +1,181 @@
+"""What the tests of beam search share: models of a few tokens, a search in plain Python, and enumeration."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop import beam
+
+BOS, EOS = 0, 1
+
+Scores = Callable[[tuple[int, ...]], Sequence[float]]
+
+
+class Table(NamedTuple):
+    """A model whose next token depends on the last two: (B, V, V, V) log-probabilities by row, last but one, last."""
+
+    logits: Tensor
+
+    @classmethod
+    def random(cls, rows: int, vocabulary: int, seed: int = 0, spread: float = 1.0, eos: float = 0.0) -> "Table":
+        generator = torch.Generator().manual_seed(seed)
+        logits = spread * torch.randn(rows, *[vocabulary] * 3, dtype=torch.float64, generator=generator)
+        logits[..., EOS] += eos
+        return cls(logits)
+
+    @property
+    def rows(self) -> int:
+        return len(self.logits)
+
+    def search(self, size: int, **options: Any) -> beam.Hypotheses:
+        """Our search, with the table as context."""
+        init = torch.full((self.rows,), BOS)
+        arguments: dict[str, Any] = {"bos_id": BOS, "eos_id": EOS, "context": self.logits} | options
+        return beam.beam_search(table_step, init, batch_size=self.rows, beam_size=size, **arguments)
+
+    def scores(self, row: int) -> Scores:
+        table = torch.log_softmax(self.logits[row], -1)
+
+        def of(prefix: tuple[int, ...]) -> list[float]:
+            last = (BOS, BOS, *prefix)[-2:]
+            return table[last].tolist()
+
+        return of
+
+
+def table_step(before: Tensor, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows = torch.arange(len(tokens))[:, None]
+    return tokens, torch.log_softmax(logits[rows, before, tokens], -1)
+
+
+class Found(NamedTuple):
+    """A hypothesis as the references give it."""
+
+    final: float
+    score: float
+    tokens: tuple[int, ...]
+    finished: bool = True
+
+
+def plain_search(
+    scores: Scores,
+    size: int,
+    steps: int,
+    *,
+    n_best: int | None = None,
+    model: Any = None,
+    longest: int | None = None,
+    stop: str = "exact",
+    eos: str = "always",
+) -> tuple[list[Found], int]:
+    """The n best of one row and the steps taken, by lists and sorting: the definition of the search."""
+    model, n = model or beam.Sum(), n_best or size
+    running, pool = [(0.0, ())], []
+    for t in range(steps):
+        offers = [
+            (total + step, k, token, prefix)
+            for k, (total, prefix) in enumerate(running)
+            for token, step in enumerate(scores(prefix))
+            if total + step > -math.inf
+        ]
+        offers.sort(key=lambda offer: (-offer[0], offer[1], offer[2]))
+        high = {"always": len(offers), "top_k": size, "top_2k": 2 * size}[eos]
+        ended = sorted((o for o in offers[:high] if o[2] == EOS), key=lambda offer: offer[1])
+        pool += [Found(final(model, o[0], t + 1), o[0], o[3]) for o in ended]
+        pool = sorted(pool, key=lambda found: -found.final)[:n]
+        running = [(o[0], (*o[3], o[2])) for o in offers if o[2] != EOS][:size]
+        if not running or (len(pool) == n and _stops(model, pool, running, t + 1, longest, stop)):
+            return pool, t + 1
+    late = [Found(final(model, total, steps), total, prefix, False) for total, prefix in running]
+    return (pool + sorted(late, key=lambda found: -found.final))[:n], steps
+
+
+def final(model: Any, total: float, length: int) -> float:
+    return model.final(torch.tensor([[total]], dtype=torch.float64), torch.tensor([[length]])).item()
+
+
+def _stops(model: Any, pool: Any, running: Any, t: int, longest: int | None, stop: str) -> bool:
+    if stop == "exact":
+        bound = beam.bound_of(model, longest)
+        most = max(bound(torch.tensor([[total]], dtype=torch.float64), t).item() for total, _ in running)
+        return pool[-1].final >= most
+    return stop == "first_n" or (stop == "hf" and pool[-1].final >= final(model, running[0][0], t))
+
+
+def every_sequence(scores: Scores, vocabulary: int, steps: int, model: Any = None) -> list[Found]:
+    """All that end within `steps`, eos counted, best first."""
+    model, found = model or beam.Sum(), []
+    others = [token for token in range(vocabulary) if token != EOS]
+    for length in range(steps):
+        for tokens in itertools.product(others, repeat=length):
+            total = sum(scores(tokens[:i])[token] for i, token in enumerate((*tokens, EOS)))
+            found.append(Found(final(model, total, length + 1), total, tokens))
+    return sorted(found, key=lambda one: -one.final)
+
+
+def rows_of(hyps: beam.Hypotheses) -> list[list[Found]]:
+    """The result in the form of the references."""
+    return [
+        [
+            Found(
+                hyps.final[b, j].item(),
+                hyps.scores[b, j].item(),
+                tuple(hyps.tokens[b * hyps.n_best + j].tolist()),
+                bool(hyps.finished[b, j]),
+            )
+            for j in range(hyps.n_best)
+            if hyps.valid[b, j]
+        ]
+        for b in range(hyps.batch_size)
+    ]
+
+
+def assert_same(ours: Sequence[Found], theirs: Sequence[Found]) -> None:
+    assert [(x.tokens, x.finished) for x in ours] == [(x.tokens, x.finished) for x in theirs]
+    for x, y in zip(ours, theirs, strict=True):
+        assert math.isclose(x.score, y.score, abs_tol=1e-9)
+        assert math.isclose(x.final, y.final, abs_tol=1e-9)
+
+
+class Recurrent(torch.nn.Module):
+    """A decoder with a state, a context and weights: something to differentiate. It does not contract."""
+
+    def __init__(self, vocabulary: int = 6, width: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def weight(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype))
+
+        rotation = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
+        self.turn = torch.nn.Parameter(rotation.to(dtype))
+        self.embedding, self.readout, self.mix = (
+            weight(vocabulary, width),
+            weight(width, vocabulary),
+            weight(width, width),
+        )
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """(init_carry, context) from (B, width)."""
+        return torch.sin(source @ self.mix), torch.cos(source @ self.mix)
+
+    def step(self, h: Tensor, tokens: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.sin(h @ self.turn + self.embedding[tokens]) + 0.3 * context[:, None]
+        return h, torch.log_softmax(h @ self.readout, -1)
+
+    def forced(self, h: Tensor, context: Tensor, tokens: tl.PackedTensor, rows: int, n: int, ended: Tensor) -> Tensor:
+        """(rows, n) scores of given hypotheses, in a second pass of plain Python, token by token."""
+        totals = []
+        for i in range(rows * n):
+            b, state, last, total = i // n, h[i // n].view(1, 1, -1), BOS, h.new_zeros(())
+            given = tokens[i].tolist()
+            for token in [*given, EOS] if bool(ended.flatten()[i]) else given:
+                state, scores = self.step(state, torch.tensor([[last]]), context[b : b + 1])
+                total, last = total + scores[0, 0, token], token
+            totals.append(total)
+        return torch.stack(totals).view(rows, n)

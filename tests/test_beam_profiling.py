@@ -1,0 +1,86 @@
+"""The profiling script of beam search: its ways agree, its report holds. No time is looked at."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "profiling"
+NAMES = ("beam", "beam_models", "harness", "plots", "resident")
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    """profiling/beam.py, with small models."""
+    before = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    module = importlib.import_module("beam")
+    sys.path[:] = before
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"HIDDEN": 8, "WORDS": 13, "ROWS": 3, "BEAMS": 4}.items():
+            patch.setattr(module.models, name, value)
+        patch.setattr(module.models.Short, "ROWS", 5)
+        yield module
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("what", ["gru", "attends", "step"])
+def test_the_ways_agree(script: Any, what: str) -> None:
+    assert script.run_cell({"kind": "check", "what": what})["apart"] <= script.CHECKS[what]
+
+
+def test_ways_that_are_apart_are_seen(script: Any) -> None:
+    x = torch.randn(3, requires_grad=True)
+    assert script.apart_by([x.square().sum(), x.square().sum()], [x]) == 0
+    assert script.apart_by([x.square().sum(), 1.01 * x.square().sum()], [x]) > 0.005
+
+
+def test_a_run_without_transformers(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        script.harness, "spawn", lambda path, cell: json.loads(json.dumps(script.run_cell({**cell, "runs": 1})))
+    )
+    monkeypatch.delenv("HF_PYTHON", raising=False)
+    out = tmp_path / "quick.json"
+    assert script.main(["--quick", "--out", str(out)]) == 0
+    for entry in json.loads(out.read_text())["entries"]:
+        assert ("error" in entry["raw"][0]) == (entry["cell"]["kind"] == "speed")
+    assert (
+        "a step of minimum risk, time against search and second pass: at most 0.6" in out.with_suffix(".md").read_text()
+    )
+
+
+def test_the_report(script: Any, tmp_path: Path) -> None:
+    entries = [
+        {"cell": {"kind": "speed", "way": way, "steps": steps}, "raw": [{"total_s": [2.0 + k], "model_s": [1.9]}]}
+        for steps in script.STEPS
+        for k, way in enumerate(["search", "HF"])
+    ]
+    entries += [
+        {
+            "cell": {"kind": "held", "decoder": decoder, "way": way, "T": t},
+            "raw": [{"held_bytes": t * 2**20 * size, "total_s": [0.1]}],
+        }
+        for decoder in script.DECODERS
+        for t in script.T
+        for way, size in zip(script.WAYS, (2, 1, 0.9, 0.2), strict=True)
+    ]
+    entries += [
+        {"cell": {"kind": "step", "way": way}, "raw": [{"forward_s": [0.1], "total_s": [0.2 * (k + 1)]}]}
+        for k, way in enumerate(["through the search", "a second pass"])
+    ]
+    out = tmp_path / "beam.json"
+    out.write_text(json.dumps({"about": script.harness.about(1), "checks": [], "entries": entries}))
+    assert script.main(["--report", "--out", str(out)]) == 0
+    text = out.with_suffix(".md").read_text()
+    assert "64 tokens, against `generate`: at least 1.6x: 1.5x, missed." in text
+    assert "256 tokens, share of the time outside the model: at most 0.07: 0.05, reached." in text
+    assert "a GRU decoder, T=128, held: at most 206 MiB: 128 MiB, reached." in text
+    assert "a GRU decoder, T=128, held with checkpoints against without: at most 0.25: 0.2, reached." in text
+    assert "a step of minimum risk, time against search and second pass: at most 0.6: 0.5, reached." in text
+    assert out.with_suffix(".png").stat().st_size > 10_000
