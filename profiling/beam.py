@@ -1,6 +1,6 @@
 """Beam search beside Hugging Face's `generate`, a loop that reorders by copying, and training by a second pass.
 
-    python profiling/beam.py                        # some 10 minutes
+    python profiling/beam.py                        # some 15 minutes
     python profiling/beam.py --quick                # every cell once, few steps: to see that it runs
     python profiling/beam.py --report               # tables and picture again, from the results there are
     python profiling/beam.py --hf-python PATH       # a Python that has transformers, numba and torch of this version
@@ -134,7 +134,7 @@ def cells(quick: bool) -> list[harness.Cell]:
     return found
 
 
-def measure(quick: bool, hf_python: str | None) -> dict[str, Any]:
+def measure(quick: bool, rounds: int, hf_python: str | None) -> dict[str, Any]:
     script = Path(__file__).resolve()
 
     def process(script: Path, cell: harness.Cell) -> dict[str, Any]:
@@ -149,7 +149,6 @@ def measure(quick: bool, hf_python: str | None) -> dict[str, Any]:
             print(f"{what}: {entry['raw'][0]}", file=sys.stderr)
             if apart is not None:
                 raise SystemExit(1)
-    rounds = 1 if quick else 3
     about = harness.about(rounds, rows=models.ROWS, beams=models.BEAMS, words=models.WORDS, hidden=models.HIDDEN)
     return {"about": about, "checks": checked, "entries": harness.measure(script, cells(quick), rounds, process)}
 
@@ -280,6 +279,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few steps")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every cell is measured; %(default)s")
     parser.add_argument("--report", action="store_true", help="measure nothing: tables and picture from --out")
     parser.add_argument("--out", type=Path, default=harness.results(NAME), help="the file of results, JSON")
     parser.add_argument("--hf-python", default=os.environ.get("HF_PYTHON"), help="a Python with transformers")
@@ -297,7 +297,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.report:
         result = json.loads(args.out.read_text())
     else:
-        result = measure(args.quick, args.hf_python)
+        result = measure(args.quick, 1 if args.quick else args.rounds, args.hf_python)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     page = ("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))

@@ -141,6 +141,8 @@ def searched(step: Stepper, steps: int, clock: Clock) -> tuple[Tensor, Tensor]:
 class Recurrent(nn.Module):
     """A GRU cell and a readout over the vocabulary."""
 
+    bar: Tensor
+
     def __init__(self, dtype: torch.dtype, attends: bool, lean: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)

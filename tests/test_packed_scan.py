@@ -195,6 +195,6 @@ def test_packed_outputs_of_a_plain_loop_are_refused() -> None:
         with pytest.raises(TypeError, match=r"y holds a PackedTensor, which does not stack; return its \.values"):
             run()
     with pytest.raises(TypeError, match="associative_scan: xs is packed, and would be combined across its rows"):
-        tl.associative_scan(torch.add, p)
+        tl.associative_scan(torch.add, p)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"the leaf of its tree must be values \(11, \.\.\.\), got \(3, 11, 6\)"):
         torch.vmap(lambda x: p * x)(xs)
