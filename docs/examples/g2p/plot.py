@@ -18,11 +18,14 @@ TITLES = {
 
 
 def learning_curve(history: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Draw training losses and development error rates by epoch into a PNG file; a risk phase has a panel more."""
+    """Draw training losses and development error rates by epoch into a PNG file; a risk phase has a panel more.
+
+    A loss of one epoch alone is no curve, and has no panel.
+    """
     epochs = [entry["epoch"] for entry in history]
     risks = [entry for entry in history if "risk" in entry]
     losses = [entry for entry in history if "loss" in entry and "risk" not in entry]
-    shown = [kind for kind in ("loss", "risk") if (losses if kind == "loss" else risks)]
+    shown = [kind for kind in ("loss", "risk") if len(losses if kind == "loss" else risks) > 1]
     figure = Figure(figsize=(4.5 * (1 + len(shown)), 3.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     *left, errors = figure.subplots(1, 1 + len(shown), squeeze=False)[0]
