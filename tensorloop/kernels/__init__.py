@@ -23,21 +23,21 @@ TOKENS = frozenset({torch.int64})
 # in 64 segments of up to 1000 rows. What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
 CPU: dict[str, tuple[str, frozenset[torch.dtype] | None]] = {
     "regroup": ("cpu_moves", MOVED),
-    "pack_rows": ("cpu_rows", MOVED),  # 16 : 40
-    "pad_rows": ("cpu_rows", MOVED),  # 31 : 136
-    "spread_rows": ("cpu_rows", MOVED),  # 12 : 24
-    "gather_rows": ("cpu_rows", MOVED),  # 15 : 16; few or narrow rows are handed to torch there
-    "write_rows": ("cpu_slots", MOVED),  # 0.0024 : 0.038 in B = 32 rows of 256
-    "take_rows": ("cpu_slots", MOVED),
-    "segment_sum": ("cpu_segments", REAL),  # 1.7 : 2.0
-    "segment_max": ("cpu_segments", REAL),  # 3 : 190
-    "segment_min": ("cpu_segments", REAL),  # 3 : 190
-    "segment_logsumexp": ("cpu_segments", SINGLE),  # 10 : 130; the exp of a float64 is libm's, as slow as torch's
-    "segment_logsumexp_grad": ("cpu_segments", SINGLE),
-    "segment_extreme_grad": ("cpu_segments", REAL),
-    "segment_softmax": ("cpu_segments", SINGLE),  # 14 : 36
-    "segment_softmax_grad": ("cpu_segments", REAL),  # 12 : 44
-    "segment_cumsum": ("cpu_segments", REAL),  # 11 : 340
+    "pack_rows": ("cpu_rows", MOVED),  # 9.0 : 9.6
+    "pad_rows": ("cpu_rows", MOVED),  # 18 : 33
+    "spread_rows": ("cpu_rows", MOVED),  # 8.6 : 8.6; wakes no second pool of threads
+    "gather_rows": ("cpu_rows", MOVED),  # 9.9 : 10; few or narrow rows are handed to torch there
+    "write_rows": ("cpu_slots", MOVED),  # 0.004 : 0.034 in B = 32 rows of 256
+    "take_rows": ("cpu_slots", MOVED),  # 0.007 : 0.046
+    "segment_sum": ("cpu_segments", REAL),  # 1.0 : 1.1
+    "segment_max": ("cpu_segments", REAL),  # 1.5 : 66
+    "segment_min": ("cpu_segments", REAL),  # 1.6 : 57
+    "segment_logsumexp": ("cpu_segments", SINGLE),  # 4.8 : 24; the exp of a float64 is libm's, as slow as torch's
+    "segment_logsumexp_grad": ("cpu_segments", SINGLE),  # 12 : 50
+    "segment_extreme_grad": ("cpu_segments", REAL),  # 12 : 75
+    "segment_softmax": ("cpu_segments", SINGLE),  # 16 : 39
+    "segment_softmax_grad": ("cpu_segments", REAL),  # 13 : 42
+    "segment_cumsum": ("cpu_segments", REAL),  # 11 : 320
     "edit_distance": ("cpu_edits", TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
     "edit_cost": ("cpu_edits", TOKENS),  # 7.5 : 80
     "edit_paths": ("cpu_edits", TOKENS),  # 16 : 170
