@@ -153,13 +153,6 @@ def measure(quick: bool, rounds: int, hf_python: str | None) -> dict[str, Any]:
     return {"about": about, "checks": checked, "entries": harness.measure(script, cells(quick), rounds, process)}
 
 
-def figure(result: dict[str, Any], key: str, **cell: Any) -> float | None:
-    for entry in result["entries"]:
-        if cell.items() <= entry["cell"].items():
-            return harness.median(entry, key)
-    return None
-
-
 def benchmarks(result: dict[str, Any], picture: str) -> str:
     """The section of the document."""
     about = result["about"]
@@ -194,8 +187,10 @@ def speeds(result: dict[str, Any]) -> list[list[str]]:
     lines = []
     for steps in STEPS:
         for way, title in (("search", "**`beam_search`**"), ("HF", "`generate`")):
-            total, model = (figure(result, key, kind="speed", way=way, steps=steps) for key in ("total_s", "model_s"))
-            other = figure(result, "total_s", kind="speed", way="HF", steps=steps)
+            total, model = (
+                harness.figure(result, key, kind="speed", way=way, steps=steps) for key in ("total_s", "model_s")
+            )
+            other = harness.figure(result, "total_s", kind="speed", way="HF", steps=steps)
             if not total or not model or not other:
                 lines.append([str(steps), title, "error", "", "", ""])
                 continue
@@ -213,7 +208,8 @@ def helds(result: dict[str, Any]) -> list[list[str]]:
             row = []
             for t in T:
                 held, total = (
-                    figure(result, key, kind="held", decoder=decoder, way=way, T=t) for key in ("held_bytes", "total_s")
+                    harness.figure(result, key, kind="held", decoder=decoder, way=way, T=t)
+                    for key in ("held_bytes", "total_s")
                 )
                 row.append(f"{held / 2**20:.1f} MiB, {total:.2f} s" if held and total else "error")
             lines.append([title if way == "copies" else "", name, *row])
@@ -223,7 +219,7 @@ def helds(result: dict[str, Any]) -> list[list[str]]:
 def trained(result: dict[str, Any]) -> list[list[str]]:
     lines = []
     for way in ("through the search", "a second pass"):
-        forward, total = (figure(result, key, kind="step", way=way) for key in ("forward_s", "total_s"))
+        forward, total = (harness.figure(result, key, kind="step", way=way) for key in ("forward_s", "total_s"))
         lines.append([way, *(f"{x * 1e3:.1f} ms" if x else "error" for x in (forward, total))])
     return lines
 
@@ -239,21 +235,25 @@ def targets(result: dict[str, Any]) -> list[str]:
             lines.append(f"{text}: {bound} {most:g}{unit}: {found:.3g}{unit}, {'reached' if reached else 'missed'}.")
 
     for steps in STEPS:
-        ours, other = (figure(result, "total_s", kind="speed", way=way, steps=steps) for way in ("search", "HF"))
-        model = figure(result, "model_s", kind="speed", way="search", steps=steps)
+        ours, other = (
+            harness.figure(result, "total_s", kind="speed", way=way, steps=steps) for way in ("search", "HF")
+        )
+        model = harness.figure(result, "model_s", kind="speed", way="search", steps=steps)
         if ours and other and model:
             line(f"{steps} tokens, against `generate`", other / ours, SPEED[steps], "x", least=True)
             line(f"{steps} tokens, share of the time outside the model", 1 - model / ours, OUTSIDE)
     last = T[-1]
     for decoder, title in DECODERS.items():
-        _, ours, lean, kept = (figure(result, "held_bytes", kind="held", decoder=decoder, way=w, T=last) for w in WAYS)
+        _, ours, lean, kept = (
+            harness.figure(result, "held_bytes", kind="held", decoder=decoder, way=w, T=last) for w in WAYS
+        )
         if ours and lean and kept:
             if decoder == "gru":
                 line(f"{title}, T={last}, held", ours / 2**20, HELD, " MiB")
                 line(f"{title}, T={last}, with linear_log_softmax", lean / 2**20, WANTED, " MiB")
             line(f"{title}, T={last}, held with checkpoints against without", kept / ours, QUARTER)
     ways = ("through the search", "a second pass")
-    one, two = (figure(result, "total_s", kind="step", way=way) for way in ways)
+    one, two = (harness.figure(result, "total_s", kind="step", way=way) for way in ways)
     if one and two:
         line("a step of minimum risk, time against search and second pass", one / two, STEP)
     return lines
@@ -266,7 +266,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for axes, (decoder, title) in zip(both, DECODERS.items(), strict=True):
         lines = []
         for style, (way, name) in enumerate(WAYS.items()):
-            held = [figure(result, "held_bytes", kind="held", decoder=decoder, way=way, T=t) for t in T]
+            held = [harness.figure(result, "held_bytes", kind="held", decoder=decoder, way=way, T=t) for t in T]
             points = [(t, x / 2**20) for t, x in zip(T, held, strict=True) if x]
             if points:
                 ours = way != "copies"

@@ -155,6 +155,20 @@ def median(entry: Entry | None, key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def figure(result: dict[str, Any], key: str, **cell: Any) -> float | None:
+    """The median of the first entry whose cell has these settings; None where there is none."""
+    for entry in result["entries"]:
+        if cell.items() <= entry["cell"].items():
+            return median(entry, key)
+    return None
+
+
+def milliseconds(result: dict[str, Any], key: str, **cell: Any) -> float | None:
+    """`figure`, of seconds."""
+    value = figure(result, key, **cell)
+    return value and value * 1e3
+
+
 def about(rounds: int, **settings: Any) -> dict[str, Any]:
     """Where, when, with what and by which command a result was made."""
     import tensorloop

@@ -104,15 +104,6 @@ def ways_of(result: dict[str, Any], case: str) -> list[str]:
     return [way for way in dict.fromkeys(found) if way != "copy"]
 
 
-def figure(result: dict[str, Any], key: str, **cell: str) -> float | None:
-    """Milliseconds: the median over the rounds of their medians."""
-    for entry in result["entries"]:
-        if cell.items() <= entry["cell"].items():
-            value = harness.median(entry, key)
-            return value and value * 1e3
-    return None
-
-
 def benchmarks(result: dict[str, Any], picture: str) -> str:
     """The section of the document."""
     about = result["about"]
@@ -137,7 +128,9 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     for case in CASES:
         ways = ways_of(result, case)
         for way in ways:
-            ours, own = (figure(result, "total_s", kind="fresh", case=case, way=w) for w in (ways[0], way))
+            ours, own = (
+                harness.milliseconds(result, "total_s", kind="fresh", case=case, way=w) for w in (ways[0], way)
+            )
             title = TITLES.get(case, f"{case} over rows") if way == ways[0] else ""
             name = f"**`{way}`**" if way == ways[0] else way
             ratio = f"{own / ours:.2f}" if own and ours else "-"
@@ -146,7 +139,9 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def both(result: dict[str, Any], kind: str, case: str, way: str) -> str:
-    total, forward = (figure(result, key, kind=kind, case=case, way=way) for key in ("total_s", "forward_s"))
+    total, forward = (
+        harness.milliseconds(result, key, kind=kind, case=case, way=way) for key in ("total_s", "forward_s")
+    )
     if total is not None and forward is not None:
         return f"{total:.1f} ({forward:.1f})"
     errors = [
@@ -173,7 +168,9 @@ def targets(result: dict[str, Any]) -> list[str]:
     for case in ("pack", "pad"):
         way = next(iter(ways_of(result, case)), "")
         for kind in MEMORY:
-            own, copied = (figure(result, "forward_s", kind=kind, case=case, way=w) for w in (way, "copy"))
+            own, copied = (
+                harness.milliseconds(result, "forward_s", kind=kind, case=case, way=w) for w in (way, "copy")
+            )
             if own and copied:
                 reached = "reached" if copied / own >= BANDWIDTH else "missed"
                 lines.append(
@@ -185,11 +182,14 @@ def targets(result: dict[str, Any]) -> list[str]:
 
 def ours_of(result: dict[str, Any], case: str, kind: str) -> float | None:
     ways = ways_of(result, case)
-    return figure(result, "total_s", kind=kind, case=case, way=ways[0]) if ways else None
+    return harness.milliseconds(result, "total_s", kind=kind, case=case, way=ways[0]) if ways else None
 
 
 def fastest_peer(result: dict[str, Any], case: str, kind: str) -> tuple[str, float] | None:
-    times = [(way, figure(result, "total_s", kind=kind, case=case, way=way)) for way in ways_of(result, case)[1:]]
+    times = [
+        (way, harness.milliseconds(result, "total_s", kind=kind, case=case, way=way))
+        for way in ways_of(result, case)[1:]
+    ]
     return min(((way, t) for way, t in times if t), key=lambda found: found[1], default=None)
 
 
@@ -201,7 +201,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         groups = {}
         for case in CASES:
             peer, ways = fastest_peer(result, case, kind), ways_of(result, case)
-            found = [(way, figure(result, "total_s", kind=kind, case=case, way=way)) for way in ways]
+            found = [(way, harness.milliseconds(result, "total_s", kind=kind, case=case, way=way)) for way in ways]
             groups[case] = [plots.Ratio(way, t / peer[1], way == ways[0]) for way, t in found if t and peer]
         plots.ratios(axes, groups, f"{kind} memory: time against the fastest peer (less is faster)")
     drawn.savefig(path, dpi=120)

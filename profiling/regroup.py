@@ -174,15 +174,6 @@ def measure(rounds: int, runs: int, fbgemm_python: str | None) -> dict[str, Any]
     return {"about": about, "entries": harness.measure(Path(__file__).resolve(), cells, rounds, process)}
 
 
-def figure(result: dict[str, Any], key: str, **cell: str) -> float | None:
-    """Milliseconds: the median over the rounds of their medians."""
-    for entry in result["entries"]:
-        if cell.items() <= entry["cell"].items():
-            value = harness.median(entry, key)
-            return value and value * 1e3
-    return None
-
-
 def benchmarks(result: dict[str, Any], picture: str) -> str:
     """The section of the document."""
     header = ["", *(f"{case.title}, B = {case.batch}" for case in cases().values())]
@@ -205,12 +196,12 @@ def benchmarks(result: dict[str, Any], picture: str) -> str:
 
 
 def both(result: dict[str, Any], case: str, way: str) -> str:
-    total, forward = (figure(result, key, case=case, way=way) for key in ("total_s", "forward_s"))
+    total, forward = (harness.milliseconds(result, key, case=case, way=way) for key in ("total_s", "forward_s"))
     return "error" if total is None or forward is None else f"{total:.2f} ({forward:.2f})"
 
 
 def alone(result: dict[str, Any], case: str) -> str:
-    kernel, copy = (figure(result, key, case=case, kind="kernel") for key in ("kernel_s", "copy_s"))
+    kernel, copy = (harness.milliseconds(result, key, case=case, kind="kernel") for key in ("kernel_s", "copy_s"))
     return "error" if not kernel or not copy else f"{kernel:.2f}, {copy / kernel:.2f} of a copy"
 
 
@@ -218,11 +209,11 @@ def targets(result: dict[str, Any]) -> list[str]:
     """What was to be reached, and whether it was."""
     lines = []
     for name, case in cases().items():
-        ours, peer = figure(result, "total_s", case=name, way="RegroupPlan"), fastest_peer(result, name)
+        ours, peer = harness.milliseconds(result, "total_s", case=name, way="RegroupPlan"), fastest_peer(result, name)
         if ours and peer:
             reached = "reached" if ours <= peer[1] else "missed"
             lines.append(f"{case.title}: at most the fastest peer's time ({peer[0]}): {ours / peer[1]:.2f}, {reached}.")
-    kernel, copy = (figure(result, key, case="few", kind="kernel") for key in ("kernel_s", "copy_s"))
+    kernel, copy = (harness.milliseconds(result, key, case="few", kind="kernel") for key in ("kernel_s", "copy_s"))
     if kernel and copy:
         reached = "reached" if copy / kernel >= BANDWIDTH_TARGET else "missed"
         lines.append(
@@ -232,7 +223,7 @@ def targets(result: dict[str, Any]) -> list[str]:
 
 
 def fastest_peer(result: dict[str, Any], case: str) -> tuple[str, float] | None:
-    times = {way: figure(result, "total_s", case=case, way=way) for way in list(WAYS)[2:]}
+    times = {way: harness.milliseconds(result, "total_s", case=case, way=way) for way in list(WAYS)[2:]}
     return min(((way, t) for way, t in times.items() if t), key=lambda found: found[1], default=None)
 
 
@@ -242,7 +233,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     groups = {}
     for name, case in cases().items():
         peer = fastest_peer(result, name)
-        found = [(way, figure(result, "total_s", case=name, way=way)) for way in WAYS]
+        found = [(way, harness.milliseconds(result, "total_s", case=name, way=way)) for way in WAYS]
         groups[case.title] = [plots.Ratio(way, t / peer[1], way in list(WAYS)[:2]) for way, t in found if t and peer]
     drawn, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     plots.ratios(axes, groups, "regroup: forward + backward, against the fastest peer (less is faster)")

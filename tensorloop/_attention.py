@@ -35,9 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     one number for each query and head.
     """
     for x, offsets in ((q, task.q_offsets), (k, task.k_offsets), (v, task.k_offsets)):
-        if (
-            offsets is not None and offsets[-1] != x.shape[1]
-        ):  # the kernels would divide by zero, which ends the process
+        if offsets is not None and offsets[-1] != x.shape[1]:  # kernels would divide by zero, which ends the process
             raise ValueError(f"attention: lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
     if _modes.maybe_level() is not None or _modes.forward_mode():
         return whole(q, k, v, task)
