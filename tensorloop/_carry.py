@@ -137,7 +137,7 @@ def _hint(was: str, kind: Any, x: Any) -> str:
     return "Return leaves of the same kind as in init."
 
 
-def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str) -> None:
+def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str, why: str) -> None:
     """Raises unless every tensor of rank 1 or more, and every element of an array, has `rows` leading rows."""
     for path, x in zip(paths, leaves, strict=True):
         shape = x.shape if isinstance(x, Tensor) else x.element_shape if isinstance(x, TensorArray) else None
@@ -146,7 +146,7 @@ def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: s
             continue
         if not shape or shape[0] not in (rows, None):
             raise ValueError(
-                f"{name}: cond_fn gave a bool for each of {rows} rows, but {what}{path} is {describe(x)}; "
+                f"{name}: {why} {rows} rows, but {what}{path} is {describe(x)}; "
                 f"give it {rows} leading rows, or make it 0-d where all rows share it"
             )
 

@@ -94,9 +94,7 @@ class Loop:
             if t:
                 raise TypeError(f"{self.name}: cond_fn gave one bool before, and at step {t} {_said(answer)}")
             if answer.dim():
-                leading_rows(state, self.carry.tree.paths, len(answer), self.name, "carry")
-                if self.context_tree is not None and self.compact:
-                    leading_rows(self.context, self.context_tree.paths, len(answer), self.name, "context")
+                self._need_rows(state, len(answer), "cond_fn gave a bool for each of", context=self.compact)
             self.rows = Rows(answer, self.compact)
             if self.compact:
                 self.context_trees = []
@@ -114,13 +112,16 @@ class Loop:
     def known_rows(self, rows: Rows, state: State) -> None:
         """Before the first step: rows stop after known numbers of steps, and leave the batch at once."""
         size = len(rows.steps)
-        leading_rows(state, self.carry.tree.paths, size, self.name, "carry")
-        if self.context_tree is not None:
-            leading_rows(self.context, self.context_tree.paths, size, self.name, "context")
+        self._need_rows(state, size, "packed xs have", context=True)
         if not rows.cuts:  # all rows take all steps
             return
         self.rows, self.compact, self.context_trees = rows, True, []
         self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
+
+    def _need_rows(self, state: State, rows: int, why: str, *, context: bool) -> None:
+        leading_rows(state, self.carry.tree.paths, rows, self.name, "carry", why)
+        if context and self.context_tree is not None:
+            leading_rows(self.context, self.context_tree.paths, rows, self.name, "context", why)
 
     def _cut_context(self, t: int) -> None:
         assert self.rows is not None

@@ -86,13 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--run", type=Path, default=RUNS / "full", help="folder of the run (default: %(default)s)")
     train.add_argument("--epochs", type=_at_least_one, help="passes over the data (default: by size)")
     train.add_argument("--risk-epochs", type=_at_least_one, help="passes of minimum risk after them (default: none)")
+    train.add_argument("--checkpoint", type=Path, metavar="MODEL", help="train this model on (default: a new one)")
     train.set_defaults(command=_train)
     risk = commands.add_parser("risk", parents=[shared, run, model], help="train a model on by minimum risk")
     risk.add_argument("--run", type=Path, default=RUNS / "risk", help="folder of the run (default: %(default)s)")
     risk.add_argument(
         "--risk-epochs", type=_at_least_one, default=3, help="passes over the data (default: %(default)s)"
     )
-    risk.set_defaults(command=_risk)
+    risk.set_defaults(command=_train, epochs=0)
     evaluate = commands.add_parser("evaluate", parents=[shared, model], help="error rates of a model")
     evaluate.add_argument("--split", choices=("test", "dev"), default="test")
     evaluate.add_argument("--limit", type=_at_least_one, help="score a fixed sample of so many words (default: all)")
@@ -121,6 +122,7 @@ def _run_options() -> argparse.ArgumentParser:
     run.add_argument("--limit", type=_at_least_one, help="train on so many words (default: all)")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--resume", action="store_true", help="go on with the run in this folder")
+    run.add_argument("--learning-rate", type=_positive, metavar="RATE", help="the highest (default: by size)")
     run.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints")
     run.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon to train on")
     risk = run.add_argument_group("the risk phase")
@@ -149,27 +151,21 @@ def _split(path: Path, limit: int | None) -> tuple[Lexicon, Lexicon, Vocabulary]
 
 
 def _train(options: argparse.Namespace) -> None:
+    """Train from random weights, or on from those of ``options.checkpoint``."""
     _refuse_to_overwrite(options)
-    with processes.joined():
-        trainer = Trainer(options.run, *_split(options.data, options.limit), _settings(options))
-        if options.resume:
-            trainer.resume()
-        _fit(trainer, options.save_every)
-
-
-def _risk(options: argparse.Namespace) -> None:
-    _refuse_to_overwrite(options)
-    model, vocabulary = load_model(options.checkpoint)
-    sizes = {name: getattr(model.config, name) for name in ("hidden", "embed", "dropout")}
-    settings = replace(_settings(options), epochs=0, **sizes)
-    with processes.joined():
-        train, dev, found = _split(options.data, options.limit)
+    settings, model = _settings(options), None
+    train, dev, vocabulary = _split(options.data, options.limit)
+    if options.checkpoint:
+        model, found = load_model(options.checkpoint)
         if found != vocabulary:
             raise CheckpointError(f"{options.checkpoint}: has other letters or phones than {options.data}")
+        settings = replace(settings, **{name: getattr(model.config, name) for name in ("hidden", "embed", "dropout")})
+    with processes.joined():
         trainer = Trainer(options.run, train, dev, vocabulary, settings)
+        trainer.folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before an epoch is spent
         if options.resume:
             trainer.resume()
-        else:
+        elif model:
             trainer.begin_from(model)
         _fit(trainer, options.save_every)
 
@@ -181,7 +177,7 @@ def _refuse_to_overwrite(options: argparse.Namespace) -> None:
 
 def _fit(trainer: Trainer, save_every: float) -> None:
     folder = trainer.folder
-    folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before an epoch is spent
+    folder.mkdir(parents=True, exist_ok=True)
     trainer.run(save_every)
     if not processes.is_first():
         return

@@ -106,7 +106,11 @@ class Trainer:
         return self.settings.epochs * self.steps_per_epoch
 
     def begin_from(self, model: G2P) -> None:
-        """Take the weights of a trained model of the same sizes, before the first step."""
+        """Take the weights of a trained model of the same sizes, before the first step; its scores are epoch 0."""
+        self._take(model)
+        self._note({"epoch": 0}, time.monotonic())
+
+    def _take(self, model: G2P) -> None:
         for mine in (self.model, self.average):
             mine.load_state_dict(model.state_dict())
 
@@ -147,12 +151,10 @@ class Trainer:
 
     def _begin_risk(self) -> None:
         # Nothing here depends on the generator or on a step, so that it may be done again after a stop.
-        self.begin_from(self.average)
+        self._take(self.average)
         self.optimizer = self._new_optimizer()
         if processes.is_first():
             checkpoint.save_model(self.folder / "before_risk.pt", self.average, self.vocabulary)
-        if not self.history:
-            self._note({"epoch": 0}, time.monotonic())
 
     def _rate(self) -> float:
         settings, step = self.settings, self.step - self.risk_begins
@@ -208,9 +210,9 @@ class Trainer:
 
     @torch.no_grad()
     def _average_weights(self) -> None:
-        decay = self.settings.average
-        if self.step < self.risk_begins:  # the first steps over a shorter past: the random start is soon forgotten
-            decay = min(decay, (1 + self.step) / (10 + self.step))
+        # At the start of a phase over a shorter past: what the phase began with is soon forgotten.
+        done = self.step if self.step < self.risk_begins else self.step - self.risk_begins
+        decay = min(self.settings.average, (1 + done) / (10 + done))
         for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
             mean.lerp_(weight, 1 - decay)
 
