@@ -348,6 +348,12 @@ def test_train_risk_evaluate_and_say(
     spoken = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert [word for word, _, _ in spoken] == ["CAB", "CAB", "D", "D"]
     assert float(spoken[0][1]) >= float(spoken[1][1])
+    on = ["train", *common, "--run", str(tmp_path / "on"), *model, "--epochs", "1", "--learning-rate", "0.001"]
+    assert cli.main(on) == 0
+    before, after = json.loads((tmp_path / "on" / "history.json").read_text())["epochs"]
+    assert before["epoch"] == 0
+    assert before["dev_wer"] == json.loads((second / "history.json").read_text())["epochs"][-1]["dev_wer"]
+    assert 0 < after["loss"] < math.inf
 
 
 @pytest.mark.parametrize("option", [["--alpha", "0"], ["--entropy", "-1"], ["--beam", "1"], ["--risk-rate", "nan"]])
