@@ -20,9 +20,9 @@ format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# The short set of every script in profiling/; peers are found by JAX_PYTHON and the like: see profiling/README.md.
 bench: $(STAMP)
-	$(PY) profiling/tensor_array.py
-	$(PY) profiling/loops.py
+	$(PY) profiling/bench.py
 
 # The documents are plain Markdown: every Python block in them is run and every link between them followed.
 docs: $(STAMP)

@@ -4,9 +4,8 @@ Rows have lengths uniform in 1..T. Every way takes the same rows and gives the s
 tokens alone. Gradients are compared in float64 first; if they differ, nothing is timed.
 """
 
-import argparse
-import json
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import harness
 import plots
 import torch
+from script import Result, Script, Target, target_table
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
@@ -22,12 +22,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tensorloop.attention import attention
 from tensorloop.packed import Dim, PackedTensor
 
-NAME = "attention"
 HEADS, WIDTH, INNER = 4, 64, 1024  # heads, D of a head, the layer's hidden width
 ROWS = {"causal": 16, "cross": 16, "encoder": 32}
 WINDOW = 256
-SIZES = {"causal": [16, 256, 1000], "cross": [16, 256, 1000], "window": [1024, 4096], "encoder": [64, 256, 1000]}
-QUICK = {"causal": [20], "cross": [20], "window": [300], "encoder": [20]}
+SIZES = {
+    "quick": {"causal": [20], "cross": [20], "window": [300], "encoder": [20]},
+    "short": {"causal": [256], "window": [1024], "encoder": [256]},
+    "usual": {"causal": [16, 256, 1000], "cross": [16, 256, 1000], "window": [1024, 4096], "encoder": [64, 256, 1000]},
+}
 REPEATS, APART = 5, 1e-10
 ENCODER = 0.6  # of the padded time
 TITLES = {
@@ -190,10 +192,15 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     return harness.time_run(loss_of, leaves, 2, REPEATS)
 
 
-def cells(sizes: dict[str, list[int]]) -> list[harness.Cell]:
+def checks(args: Namespace) -> list[harness.Cell]:
+    smallest = SIZES["quick"]
+    return [{"kind": "check", "workload": w, "T": smallest[w][0], "at_most": APART} for w in SIZES[args.set]]
+
+
+def cells(args: Namespace) -> list[harness.Cell]:
     return [
         {"kind": kind, "workload": workload, "variant": variant, "T": T}
-        for workload, Ts in sizes.items()
+        for workload, Ts in SIZES[args.set].items()
         for T in Ts
         for variant in VARIANTS[workload]
         for kind in ("time", "memory")
@@ -239,88 +246,68 @@ def text(entries: Sequence[harness.Entry]) -> str:
     return harness.table(["", "T", "way", "forward", "both", "time / ours", "peak"], lines, text_columns=3)
 
 
-def benchmarks(result: dict[str, Any], picture: str) -> str:
-    """The section of the document."""
-    about = result["about"]
-    lines = [
-        f"{HEADS} heads of {WIDTH}, float32, {about['threads']} threads, median of {about['rounds']} rounds of "
-        f"{REPEATS} runs on {about['machine']['processor']}; torch {about['versions']['torch']}, {about['date']}. "
-        "Rows have lengths uniform in 1..T; the padded ways pad them to the longest. *Peak* is the growth of resident "
-        f"memory over forward and backward. Made by `{about['command']}`.",
-        "",
-        text(result["entries"]),
-        "",
-        *(f"- {line}" for line in targets(result["entries"])),
-        "",
-        f"![Time against the padded way]({picture})",
+def section(result: Result, picture: str) -> str:
+    entries = result["entries"]
+    return "\n\n".join(
+        [
+            f"{HEADS} heads of {WIDTH}, float32, medians of {REPEATS} runs. Rows have lengths uniform in 1..T; the "
+            "padded ways pad them to the longest. *Peak* is the growth of resident memory over forward and backward.",
+            text(entries),
+            target_table(targets(result)),
+            "\n".join(f"- {line}" for line in notes(entries)),
+            f"![Time against the padded way]({picture})",
+        ]
+    )
+
+
+def sizes(entries: Sequence[harness.Entry]) -> dict[str, list[int]]:
+    """What was measured: workload -> rising T."""
+    found = {(cell["workload"], cell["T"]) for cell in (entry["cell"] for entry in entries)}
+    return {workload: Ts for workload in VARIANTS if (Ts := sorted(T for w, T in found if w == workload))}
+
+
+def targets(result: Result) -> list[Target]:
+    found = [
+        (T, ratio(result["entries"], "encoder", T, "total_s")) for T in sizes(result["entries"]).get("encoder", [])
     ]
-    return "\n".join(lines)
+    return [Target(f"encoder layer, T={T}: time / padded", x, ENCODER) for T, x in found if x is not None]
 
 
-def targets(entries: Sequence[harness.Entry]) -> list[str]:
+def notes(entries: Sequence[harness.Entry]) -> list[str]:
+    """How attention alone does at the largest size, time and memory."""
     lines = []
-    for T in SIZES["encoder"]:
-        if (found := ratio(entries, "encoder", T, "total_s")) is not None:
-            reached = "reached" if found <= ENCODER else "missed"
-            lines.append(f"encoder layer, T={T}: at most {ENCODER} of the padded time: {found:.2f}, {reached}.")
-    for workload in ("causal", "cross", "window"):
-        T = SIZES[workload][-1]
+    for workload, Ts in sizes(entries).items():
+        T = Ts[-1]
         time, peak = (ratio(entries, workload, T, key) for key in ("total_s", "peak_bytes"))
-        if time and peak:
+        if workload != "encoder" and time and peak:
             lines.append(f"{TITLES[workload]}, T={T}: {time:.2f} of the time, {peak:.2f} of the memory of padded SDPA.")
     return lines
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
+def draw(result: Result, path: Path) -> None:
     found, groups = figures(result["entries"]), {}
-    for workload, Ts in SIZES.items():
+    for workload, Ts in sizes(result["entries"]).items():
         for T in Ts:
             times = {v: found.get((workload, v, T), {}).get("total_s") for v in VARIANTS[workload]}
-            other = times[VARIANTS[workload][1]]
-            ours = VARIANTS[workload][0]
+            ours, other = VARIANTS[workload][0], times[VARIANTS[workload][1]]
             bars = [plots.Ratio(v, t / other, v == ours) for v, t in times.items() if t and other]
             groups[f"{TITLES[workload]}, T={T}"] = bars
-    drawn, axes = plt.subplots(figsize=(8, 9), layout="constrained")
-    plots.ratios(axes, groups, "time against the padded or dense way (less is faster)")
-    drawn.savefig(path, dpi=120)
-    plt.close(drawn)
+    with plots.drawing(path, (8, 9)) as drawn:
+        plots.ratios(drawn.subplots(), groups, "time against the padded or dense way (less is faster)")
 
 
-def main(given: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="the smallest sizes alone")
-    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture from --out")
-    parser.add_argument("--out", type=Path, default=harness.results(NAME))
-    parser.add_argument("--cell", help="carry out one cell and print its answer")
-    options = parser.parse_args(given)
-    if options.cell:
-        harness.answer(run_cell, options.cell)
-        return 0
-    options.out = options.out.resolve()
-    if options.report:
-        result = json.loads(options.out.read_text())
-    else:
-        sizes = QUICK if options.quick else SIZES
-        about = harness.about(options.rounds, heads=HEADS, width=WIDTH, window=WINDOW, rows=ROWS)
-        checks = [{"kind": "check", "workload": workload, "T": QUICK[workload][0]} for workload in sizes]
-        checked = harness.measure(Path(__file__), checks, 1)
-        wrong = [e for e in checked if not e["raw"][0].get("apart", 1.0) <= APART]
-        if wrong:
-            print(f"gradients differ: {json.dumps(wrong)}", file=sys.stderr)
-            return 1
-        entries = harness.measure(Path(__file__), cells(sizes), options.rounds)
-        result = {"about": about, "checks": checked, "entries": entries}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-    page = ("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))
-    harness.publish(NAME, options.out, lambda path: draw(result, path), [page])
-    print(benchmarks(result, options.out.with_suffix(".png").name))
-    for line in harness.failures(result["entries"]):
-        print(f"no figure: {line}", file=sys.stderr)
-    return 0
-
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 1},
+    checks=checks,
+    targets=targets,
+    draw=draw,
+    settings=lambda args: {"heads": HEADS, "width": WIDTH, "window": WINDOW, "rows": ROWS},
+)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(SCRIPT.main())

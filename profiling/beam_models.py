@@ -4,6 +4,7 @@ Nothing ends before its time where speed and memory are measured: the score of t
 has as many tokens as there are steps. So all ways do the same work, and find the same hypotheses.
 """
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -100,29 +101,38 @@ class Stepper:
         names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         self.layers = [Layer(*(pair(f"transformer.h.{i}.{name}") for name in names)) for i in range(LAYERS)]
         self.tokens, self.places = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
-        self.norm = pair("transformer.ln_f")
+        self.norm, self.readout = pair("transformer.ln_f"), self.tokens.T
 
     def begin(self) -> dict[str, Any]:
         return {"t": 0, "past": [(tl.TensorArray(), tl.TensorArray()) for _ in range(LAYERS)]}
 
     def __call__(self, carry: dict[str, Any], tokens: Tensor) -> tuple[dict[str, Any], Tensor]:
         """tokens (B, K) -> log-probabilities (B, K, V)"""
-        x = self.tokens[tokens] + self.places[carry["t"]]
+        x = F.embedding(tokens.flatten(), self.tokens).add_(self.places[carry["t"]])
         for layer, (keys, values) in zip(self.layers, carry["past"], strict=True):
-            q, k, v = _linear(F.layer_norm(x, (WIDTH,), *layer.norm), layer.qkv).split(WIDTH, -1)
-            keys.append(k.unflatten(-1, (HEADS, -1)))
-            values.append(v.unflatten(-1, (HEADS, -1)))
-            seen = tl.attention(q.unflatten(-1, (HEADS, -1)), keys, values).flatten(-2)
-            x = x + _linear(seen, layer.out)
-            inner = F.gelu(_linear(F.layer_norm(x, (WIDTH,), *layer.norm_2), layer.up), approximate="tanh")
-            x = x + _linear(inner, layer.down)
-        scores = (F.layer_norm(x, (WIDTH,), *self.norm) @ self.tokens.T).log_softmax(-1)
-        scores[..., EOS] = -torch.inf
+            qkv = _linear(_norm(x, layer.norm), layer.qkv).view(*tokens.shape, 3, HEADS, WIDTH // HEADS)
+            q, k, v = qkv.unbind(2)
+            keys.append(k)
+            values.append(v)
+            x += _linear(tl.attention(q, keys, values).view(x.shape), layer.out)
+            x += _linear(_gelu(_linear(_norm(x, layer.norm_2), layer.up)), layer.down)
+        scores = (_norm(x, self.norm) @ self.readout).log_softmax(-1).view(*tokens.shape, -1)
+        scores.select(-1, EOS).fill_(-torch.inf)
         return {"t": carry["t"] + 1, "past": carry["past"]}, scores
 
 
+def _norm(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.layer_norm(x, (WIDTH,), *weight)
+
+
 def _linear(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
-    return torch.addmm(weight[1], x.flatten(0, -2), weight[0]).view(*x.shape[:-1], -1)
+    return torch.addmm(weight[1], x, weight[0])
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """gelu(x, approximate="tanh"), which is a sigmoid: in half the time."""
+    scale = 2 * math.sqrt(2 / math.pi)
+    return x.square().mul_(0.044715 * scale).add_(scale).mul_(x).sigmoid_().mul_(x)
 
 
 def searched(step: Stepper, steps: int, clock: Clock) -> tuple[Tensor, Tensor]:
@@ -218,39 +228,46 @@ def by_hand(model: Recurrent, steps: int) -> Tensor:
 
 
 class Short(nn.Module):
-    """A decoder whose hypotheses end: what a word's phones would be."""
+    """A decoder whose hypotheses end: the phones of words, as long as the words are."""
 
-    ROWS, BEAMS, SYMBOLS = 64, 4, 42
+    ROWS, BEAMS, SYMBOLS, LENGTHS = 64, 4, 42, (3, 12)
+    is_end: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(self.SYMBOLS, HIDDEN)
-        self.cells = nn.ModuleList(nn.GRUCell(HIDDEN, HIDDEN) for _ in range(2))
-        self.readout = nn.Linear(HIDDEN, self.SYMBOLS)
+        self.embed = nn.Embedding(self.SYMBOLS, HIDDEN, dtype=dtype)
+        self.cells = nn.ModuleList(nn.GRUCell(HIDDEN, HIDDEN, dtype=dtype) for _ in range(2))
+        self.readout = nn.Linear(HIDDEN, self.SYMBOLS, dtype=dtype)
         with torch.no_grad():
             self.readout.weight.mul_(4)
-            self.readout.bias[EOS] = 1.0
+        self.register_buffer("is_end", F.one_hot(torch.tensor(EOS), self.SYMBOLS).to(dtype))
 
     def step(self, carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+        *states, left = carry
         shape = tokens.shape
         x, after = self.embed(tokens).flatten(0, -2), []
-        for cell, h in zip(self.cells, carry, strict=True):
+        for cell, h in zip(self.cells, states, strict=True):
             x = cell(x, h.flatten(0, -2))
             after.append(x.view(*shape, HIDDEN))
-        return tuple(after), self.readout(x).log_softmax(-1).view(*shape, -1)
+        logits = self.readout(x).view(*shape, -1) - 3 * left[..., None] * self.is_end
+        return (*after, left - 1), logits.log_softmax(-1)
 
-    def begin(self) -> tuple[Tensor, Tensor]:
+    def begin(self) -> tuple[Tensor, ...]:
+        """Two states, and how many tokens it is to the likely end."""
         draw = torch.Generator().manual_seed(2)
-        return torch.randn(self.ROWS, HIDDEN, generator=draw), torch.randn(self.ROWS, HIDDEN, generator=draw)
+        given = [torch.randn(self.ROWS, HIDDEN, generator=draw) for _ in range(2)]
+        given.append(torch.randint(*self.LENGTHS, (self.ROWS,), generator=draw))
+        return tuple(x.to(self.is_end.dtype) for x in given)
 
     def search(self) -> Hypotheses:
         return beam_search(
-            self.step, self.begin(), batch_size=self.ROWS, beam_size=self.BEAMS, bos_id=BOS, eos_id=EOS, max_steps=16
-        )
+            self.step, self.begin(), batch_size=self.ROWS, beam_size=self.BEAMS, bos_id=BOS, eos_id=EOS, max_steps=24,
+            compact=True,
+        )  # fmt: skip
 
     def risk(self, hyps: Hypotheses, scores: Tensor) -> Tensor:
-        return tl.risk.minimum_risk(scores, hyps.lens.float(), valid=hyps.valid & hyps.finished)
+        return tl.risk.minimum_risk(scores, hyps.lens.to(scores.dtype), valid=hyps.valid & hyps.finished)
 
     def through_search(self) -> Tensor:
         hyps = self.search()

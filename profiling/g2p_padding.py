@@ -2,32 +2,28 @@
 
     python profiling/g2p_padding.py                               # both sizes, both orders, 2 rounds: some 7 minutes
     python profiling/g2p_padding.py --size small --order random   # one row of the table, the others as they are
-    python profiling/g2p_padding.py --quick --out quick.json        # a few words, one round: to see that it runs
-    python profiling/g2p_padding.py --report                      # the table again, from the results there are
 
 Losses and gradients come first, in float64: if they differ by more than 1e-10, nothing is timed and the status is 1.
 Then both kinds train in one process, a batch each in turn, on batches that stand for all lengths of an epoch. Each has
 its own weights and optimizer, and both draw the same dropout. On the clock are making the batch, loss, backward,
-clipping and the optimizer. It counts the CPU's time, so that other work on the machine shows less. Results go to
-profiling/results/g2p_padding.json, the table between the markers of docs/examples/g2p/README.md. With
-`--out elsewhere.json` both go beside that file, and the document stays as it is.
+clipping and the optimizer. It counts the CPU's time, so that other work on the machine shows less. The table goes
+between the markers of docs/examples/g2p/README.md.
 """
 
-import argparse
 import gc
-import json
 import math
 import statistics
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
 import torch
 from g2p_padded import PaddedExamples, mean_loss
+from script import Result, Script
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -36,12 +32,10 @@ from docs.examples.g2p.cli import DEMO_WORDS, SIZES
 from docs.examples.g2p.model import G2P, Config, Masks
 from docs.examples.g2p.train import Settings
 
-NAME = "g2p_padding"
-DOCUMENT, MARKER = "docs/examples/g2p/README.md", "packing"
 ORDERS = {"length": "of similar length", "random": "in random order"}
 LIMITS = {"small": DEMO_WORDS, "full": None}  # words of the training file
 BATCHES = {("small", "length"): 60, ("full", "length"): 40, ("small", "random"): 30, ("full", "random"): 20}
-QUICK = {"limit": 1000, "batches": 2}
+FEW = {"quick": {"limit": 1000, "batches": 2}, "short": {"limit": 6000, "batches": 6}}
 APART = 1e-10
 
 
@@ -183,7 +177,7 @@ def timed(runs: dict[str, Run], deals: Sequence[Deal], n: int) -> dict[str, Any]
 # -- the report
 
 
-def entry_of(result: dict[str, Any], size: str, order: str) -> harness.Entry | None:
+def entry_of(result: Result, size: str, order: str) -> harness.Entry | None:
     here = {"size": size, "order": order}.items()
     return next((entry for entry in result["entries"] if here <= entry["cell"].items()), None)
 
@@ -197,7 +191,7 @@ def seconds(entry: harness.Entry, way: str, ragged: bool | None = None) -> float
     return sum(medians) * raws[0]["batches_an_epoch"] / len(medians)
 
 
-def row(result: dict[str, Any], size: str, order: str) -> list[str] | None:
+def row(result: Result, size: str, order: str) -> list[str] | None:
     """A line of the table; None for what was not measured."""
     entry = entry_of(result, size, order)
     if entry is None:
@@ -212,7 +206,7 @@ def row(result: dict[str, Any], size: str, order: str) -> list[str] | None:
     return [title, str(raw["words_a_batch"]), f"{100 * raw['padding']:.0f} %", *times, f"{found[1] / found[0]:.2f}"]
 
 
-def notes(result: dict[str, Any]) -> list[str]:
+def notes(result: Result) -> list[str]:
     """How batches without padding do, and ragged ones, where the epoch has both."""
     lines = []
     for size in SIZES:
@@ -228,89 +222,52 @@ def notes(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def report(result: dict[str, Any]) -> str:
-    """The section of the document."""
+def section(result: Result, picture: str) -> str:
     header = ["batches", "words a batch", "padding among the phones", "padded", "packed", "packed : padded"]
     rows = [found for order in ORDERS for size in SIZES if (found := row(result, size, order))]
-    about = result["about"]
+    lines = notes(result)
     apart = [raw["losses_apart"] for entry in result["entries"] for raw in entry["raw"] if "error" not in raw]
-    lines = [
-        harness.table(header, rows),
-        "",
-        *(f"- {line}" for line in notes(result)),
-        *([f"- The losses of the two differ by {max(apart):.0e} at most, in float32."] if apart else []),
-        "",
-        f"One thread on {about['machine']['processor']}, torch {about['versions']['torch']}, {about['date']}; "
-        f"medians over the rounds ({about['rounds']}); load of the machine at the start {about['load_at_start']}. "
-        f"Made by `{about['command']}`.",
-    ]
-    return "\n".join(lines)
+    if apart:
+        lines.append(f"The losses of the two differ by {max(apart):.0e} at most, in float32.")
+    return "\n".join([harness.table(header, rows), "", *(f"- {line}" for line in lines)])
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(parser: ArgumentParser) -> None:
     parser.add_argument("--size", choices=list(SIZES), help="of the model and its batches (default: both)")
     parser.add_argument("--order", choices=list(ORDERS), help="of the words (default: both)")
     parser.add_argument("--limit", type=int, help="words of the training file (default: 24000 for small, else all)")
     parser.add_argument("--batches", type=int, help="batches to measure (default: 20 to 60, by row)")
-    parser.add_argument("--rounds", type=int, default=2, help="processes a row (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="one round, two batches, 1000 words")
-    parser.add_argument("--report", action="store_true", help="measure nothing: the table from --out")
-    parser.add_argument("--out", type=Path, default=harness.results(NAME), help="the file of results, JSON")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)  # JSON: what a process of its own is to do
-    args = parser.parse_args(given)
-    args.out = args.out.resolve()
-    return args
 
 
-def cells(args: argparse.Namespace) -> list[harness.Cell]:
-    quick = QUICK if args.quick else {}
+def cells(args: Namespace) -> list[harness.Cell]:
+    few = FEW.get(args.set, {})
     return [
         {
             "kind": "time",
             "size": size,
             "order": order,
-            "limit": args.limit or quick.get("limit", LIMITS[size]),
-            "batches": args.batches or quick.get("batches", n),
+            "limit": args.limit or few.get("limit", LIMITS[size]),
+            "batches": args.batches or few.get("batches", n),
         }
         for (size, order), n in BATCHES.items()
         if args.size in (None, size) and args.order in (None, order)
+        if args.set != "short" or size == "small"
     ]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The new results, with those of the other rows kept; None if losses or gradients differ."""
-    script, wanted, rounds = Path(__file__).resolve(), cells(args), 1 if args.quick else args.rounds
-    about = harness.about(rounds, threads=1)
-    checks = harness.measure(script, [cell | {"kind": "check"} for cell in wanted], 1)
-    if wrong := [entry for entry in checks if not entry["raw"][0].get("apart", math.inf) <= APART]:
-        print(f"losses or gradients differ: {json.dumps(wrong)}", file=sys.stderr)
-        return None
-    old = json.loads(args.out.read_text()) if args.out.exists() else {"checks": [], "entries": []}
-    new = {"checks": checks, "entries": harness.measure(script, wanted, rounds)}
-    mine = {(cell["size"], cell["order"]) for cell in wanted}
-    for key, entries in new.items():
-        entries += [entry for entry in old[key] if (entry["cell"]["size"], entry["cell"]["order"]) not in mine]
-    return {"about": about, **new}
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    args = arguments(given)
-    if args.cell:
-        harness.answer(run_cell, args.cell)
-        return 0
-    result = json.loads(args.out.read_text()) if args.report else measure(args)
-    if result is None:
-        return 1
-    if not args.report:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    harness.publish(NAME, args.out, lambda path: None, [(DOCUMENT, MARKER, lambda picture: report(result))])
-    for line in harness.failures(result["entries"]):
-        print("no figure:", line, file=sys.stderr)
-    print(report(result))
-    return 0
-
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 2},
+    checks=lambda args: [cell | {"kind": "check", "at_most": APART} for cell in cells(args)],
+    page=("docs/examples/g2p/README.md", "packing"),
+    options=options,
+    group=lambda cell: f"{cell['size']}, {cell['order']}",
+    settings=lambda args: {"threads": 1},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCRIPT.main())

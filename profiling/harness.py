@@ -74,7 +74,7 @@ def measure(
 ) -> list[Entry]:
     """Every cell once a round; every other round goes backwards, so that neighbours change places."""
     entries = [{"cell": cell, "raw": []} for cell in cells]
-    with tqdm(total=rounds * len(cells), unit="cell", dynamic_ncols=True) as bar:
+    with tqdm(total=rounds * len(cells), unit="cell", dynamic_ncols=True, disable=not cells) as bar:
         for number in range(rounds):
             for entry in entries if number % 2 == 0 else entries[::-1]:
                 bar.set_description(" ".join(str(v) for v in list(entry["cell"].values())[:4]))
@@ -228,8 +228,50 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: in
     return "\n".join(line(row) for row in [header, rule, *rows])
 
 
+def digits(x: float | None, unit: str = "") -> str:
+    """Three significant digits, without an exponent where the number is of an ordinary size; "-" for None."""
+    if x is None:
+        return "-"
+    text = f"{x:.3g}" if x < 1000 and (x >= 1e-3 or x == 0) else f"{x:,.0f}" if x >= 1000 else f"{x:.1e}"
+    return f"{text} {unit}".strip()
+
+
+def why_not(result: dict[str, Any], **cell: Any) -> str:
+    """What stands in a table where the first entry whose cell has these settings has no figure."""
+    for entry in result["entries"]:
+        if cell.items() <= entry["cell"].items():
+            if any("absent" in raw for raw in entry["raw"]):
+                return "not installed"
+            errors = [raw["error"] for raw in entry["raw"] if "error" in raw]
+            return "wrong" if any(error.startswith("wrong") for error in errors) else "error" if errors else "-"
+    return "-"
+
+
+def circumstances(result: dict[str, Any]) -> str:
+    """By which command, when, where and with what the results were made."""
+    about, machine = result["about"], result["about"]["machine"]
+    versions = {name: about["versions"][name] for name in ("torch", "python", "tensorloop")}
+    found = about.get("peers", {})
+    for peer in found.values():
+        versions |= peer
+    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
+    where = f"{machine['processor']}, {machine['cores']} cores, {threads}"
+    text = (
+        f"Made by `{about['command']}`, {about['date']}, on {where}. "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}. "
+        f"Rounds: {about['rounds']}; load of the machine at the start: {about['load_at_start']}."
+    )
+    if about.get("set") == "short":
+        text += " This is the short set: few sizes, measured once."
+    if missing := [name for name, peer in found.items() if not peer]:
+        text += f" Not installed: {', '.join(missing)}."
+    for group, later in result.get("again", {}).items():
+        text += f" {group}: made by `{later['command']}`, {later['date']}, rounds: {later['rounds']}."
+    return text
+
+
 def publish(
-    name: str, out: Path, draw: Callable[[Path], None], pages: Sequence[tuple[str, str, Callable[[str], str]]]
+    name: str, out: Path, draw: Callable[[Path], None] | None, pages: Sequence[tuple[str, str, Callable[[str], str]]]
 ) -> None:
     """Picture and tables: of the project's own results into the documents, of others beside `out`.
 
@@ -237,11 +279,13 @@ def publish(
     beside `out`.
     """
     if out != results(name):
-        draw(out.with_suffix(".png"))
+        if draw is not None:
+            draw(out.with_suffix(".png"))
         out.with_suffix(".md").write_text(pages[0][2](out.with_suffix(".png").name) + "\n")
         return
     picture = ROOT / "docs" / "images" / f"{name}.png"
-    draw(picture)
+    if draw is not None:
+        draw(picture)
     for document, marker, text in pages:
         path = ROOT / document
         address = Path(os.path.relpath(picture, path.parent)).as_posix()
@@ -250,9 +294,10 @@ def publish(
             print(f"{document} is unchanged: it lacks the lines {lacks}", file=sys.stderr)
 
 
-def results(name: str) -> Path:
-    """The project's own results of a script."""
-    return ROOT / "profiling" / "results" / f"{name}.json"
+def results(name: str, short: bool = False) -> Path:
+    """The project's own results of a script; those of its short set have a folder of their own."""
+    folder = ROOT / "profiling" / "results"
+    return (folder / "short" if short else folder) / f"{name}.json"
 
 
 def replace_between(path: Path, name: str, text: str) -> bool:

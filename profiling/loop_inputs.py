@@ -1,8 +1,8 @@
-"""Inputs of the loops that are compared across frameworks: numpy alone, so that every peer can import it.
+"""Inputs of the loops: numpy alone, so that every peer can import it.
 
+W1, W3 and ring: as in workloads.py.
 W2, an LSTM: z = x_t Wx + h Wh + b in the order i, f, g, o; c = sigmoid(f) c + sigmoid(i) tanh(g);
   h = sigmoid(o) tanh(c); the loss is sum(h**2) / T over all steps.
-W3, a cache that trains: as in workloads.py.
 W4, a loop of unknown length: x = 0.9 tanh(x W + b) + 0.1 x0 from x = x0, while n < N, where N is data; the loss is
   sum(x**2) at the end.
 W5, rows that stop on their own: h = tanh(x_t Wx + h Wh) while t < lens[b], frozen after; the loss is the sum of h**2
@@ -13,12 +13,15 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 
-SEQUENCES = {"W2": (32, 256), "W3": (8, 64), "W4": (64, 256), "W5": (32, 128)}  # (B, F) of a step
+# (B, F) of a step
+SEQUENCES = {"W1": (10, 5), "W2": (32, 256), "W3": (8, 64), "W4": (64, 256), "W5": (32, 128), "ring": (8, 64)}
 WEIGHTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "W1": {},
     "W2": {"Wx": (256, 1024), "Wh": (256, 1024), "b": (1024,)},
     "W3": dict.fromkeys(("Wx", "Wo", "Wq", "Wk", "Wv"), (64, 64)),
     "W4": {"W": (256, 256), "b": (256,)},
     "W5": dict.fromkeys(("Wx", "Wh"), (128, 128)),
+    "ring": dict.fromkeys(("W", "U"), (64, 64)),
 }
 
 

@@ -5,34 +5,17 @@ peers/jax_loops.py. Shapes: T time, B batch, F features, H hidden; N is W4's num
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
-import loop_inputs
 import torch
 import workloads
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from workloads import Leaves, Loop, differentiated, leaves
 
 import tensorloop as tl
 from tensorloop import TensorArray
-
-Leaves = dict[str, Tensor]
-Loop = Callable[[Leaves], Tensor]
-
-
-def leaves(workload: str, T: int, dtype: torch.dtype = torch.float32) -> Leaves:
-    """The inputs as tensors; the floating ones get a gradient."""
-    return {
-        name: torch.from_numpy(values).to(dtype).requires_grad_() if values.dtype.kind == "f" else torch.tensor(values)
-        for name, values in loop_inputs.make(workload, T).items()
-    }
-
-
-def differentiated(d: Leaves) -> list[Tensor]:
-    return [x for x in d.values() if x.requires_grad]
-
 
 # ---- W2: an LSTM ----
 
@@ -250,17 +233,3 @@ PEERS = {  # those of peers/jax_loops.py
 PLAIN = {"W2": "list_unbind", "W3": "cat", "W4": "plain", "W5": "masked"}  # what ratios are taken against
 # Variants whose memory does not grow with T: a short loop warms up all they will touch.
 FLAT = {f"while_loop_{K}" for K in CHECKPOINTS}
-
-
-def gradients(workload: str, variant: str, d: Leaves) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the gradients by name."""
-    loss = VARIANTS[workload][variant](d)
-    grads = torch.autograd.grad(loss, differentiated(d))
-    return loss.item(), dict(zip((name for name, x in d.items() if x.requires_grad), grads, strict=True))
-
-
-def apart(found: tuple[float, dict[str, Any]], right: tuple[float, dict[str, Any]]) -> dict[str, float]:
-    """Relative differences: of the loss, and of the gradients max|a - b| / max|b|, the largest over the leaves."""
-    worst = [(torch.as_tensor(found[1][name]) - grad).abs().max() / grad.abs().max() for name, grad in right[1].items()]
-    # torch's max keeps a NaN, where Python's may lose it.
-    return {"loss": abs(found[0] - right[0]) / abs(right[0]), "gradient": torch.stack(worst).max().item()}

@@ -1,9 +1,7 @@
 """Packing, padding, reductions over rows and permutations beside PyTorch's ways and FBGEMM's: forward + backward.
 
     python profiling/packed.py                         # 3 rounds, some 20 minutes
-    python profiling/packed.py --quick                 # every cell once: to see that it runs
-    python profiling/packed.py --only pack pad         # these cases alone, the others from the results there are
-    python profiling/packed.py --report                # tables and picture again, from the results there are
+    python profiling/packed.py --only pack pad         # these cases alone, the others stay as they are
     python profiling/packed.py --fbgemm-python PATH    # a Python that has fbgemm_gpu beside the same torch
 
 Every way is timed twice. *Fresh*: blocks above some 32 MiB come from the system, a page at a time, as glibc's malloc
@@ -11,11 +9,8 @@ has it by default; most of the time goes there, whatever the kernel. *Kept*: mal
 Values and gradients come first: a way whose own differ from ours has `wrong` in place of a figure.
 """
 
-import argparse
-import json
-import os
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +20,16 @@ import packed_ways
 import plots
 import torch
 from packed_ways import CASES, FEATURES, PERMUTED, ROWS
+from script import Peer, Result, Script, Target, target_table
 from torch import Tensor
 
-NAME = "packed"
-DEFAULT_OUT = harness.results(NAME)
+RUNS = {"quick": 5, "short": 5, "usual": 25}
+SHORT = {  # cases, and what ours is held against in the short set: the fastest of the others where they were measured
+    "pack": ("index_select", "copy"),
+    "pad": ("index_copy_", "copy"),
+    "softmax": ("row by row",),
+    "permute": ("index_select",),
+}
 MEMORY = ("fresh", "kept")
 BANDWIDTH = 0.8  # of a copy's, fresh memory, forward: pack and pad
 SELECT = 0.4  # of index_select's time, there and back
@@ -82,48 +83,43 @@ def source() -> Tensor:
     return torch.randn(packed_ways.ragged().n, FEATURES)
 
 
-def measure(names: Sequence[str], rounds: int, runs: int, fbgemm_python: str | None) -> list[harness.Entry]:
-    cells = [
-        {"kind": kind, "case": case, "way": way, "runs": runs}
-        for case in names
-        for way in [*CASES[case](), *(["copy"] if case in ("pack", "pad") else [])]
+def cells(args: Namespace) -> list[harness.Cell]:
+    cases = SHORT if args.set == "short" else CASES
+    return [
+        {"kind": kind, "case": case, "way": way, "runs": RUNS[args.set]}
+        for case in args.only or cases
+        for way in ways_and_copy(case)
+        if args.set != "short" or way in (next(iter(CASES[case]())), *SHORT.get(case, ()))
         for kind in MEMORY
     ]
 
-    def process(script: Path, cell: harness.Cell) -> dict[str, Any]:
-        if cell["way"] != "FBGEMM":
-            return harness.spawn(script, cell)
-        return harness.spawn(script, cell, fbgemm_python) if fbgemm_python else {"error": "not installed"}
 
-    return harness.measure(Path(__file__).resolve(), cells, rounds, process)
+def ways_and_copy(case: str) -> list[str]:
+    """Ours first."""
+    return [*CASES[case](), *(["copy"] if case in ("pack", "pad") else [])]
 
 
-def ways_of(result: dict[str, Any], case: str) -> list[str]:
+def ways_of(result: Result, case: str) -> list[str]:
     """Ours first."""
     found = [entry["cell"]["way"] for entry in result["entries"] if entry["cell"]["case"] == case]
     return [way for way in dict.fromkeys(found) if way != "copy"]
 
 
-def benchmarks(result: dict[str, Any], picture: str) -> str:
-    """The section of the document."""
-    about = result["about"]
+def section(result: Result, picture: str) -> str:
     r = packed_ways.ragged()
-    lines = [
-        f"Milliseconds of forward + backward (of forward alone). B = {ROWS} rows of lengths uniform in 1..{r.steps}, "
-        f"N = {r.n}, D = {FEATURES}, float32, {about['threads']} threads, median of {about['rounds']} rounds of "
-        f"{about['runs']} runs on {about['machine']['processor']}; torch {about['versions']['torch']}, "
-        f"{about['date']}. *Fresh* memory is malloc's default, *kept* is malloc told to keep what was freed.",
-        "",
-        harness.table(["", "way", "fresh", "kept", "fresh / ours"], rows(result), text_columns=2),
-        "",
-        *(f"- {line}" for line in targets(result)),
-        "",
-        f"![forward + backward beside the fastest peer]({picture})",
-    ]
-    return "\n".join(lines)
+    return "\n\n".join(
+        [
+            f"Milliseconds of forward + backward (of forward alone). B = {ROWS} rows of lengths uniform in "
+            f"1..{r.steps}, N = {r.n}, D = {FEATURES}, float32, medians of {result['about']['runs']} runs. *Fresh* "
+            "memory is malloc's default, *kept* is malloc told to keep what was freed.",
+            harness.table(["", "way", "fresh", "kept", "fresh / ours"], rows(result), text_columns=2),
+            target_table(targets(result)),
+            f"![forward + backward beside the fastest peer]({picture})",
+        ]
+    )
 
 
-def rows(result: dict[str, Any]) -> list[list[str]]:
+def rows(result: Result) -> list[list[str]]:
     lines = []
     for case in CASES:
         ways = ways_of(result, case)
@@ -138,33 +134,23 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
-def both(result: dict[str, Any], kind: str, case: str, way: str) -> str:
+def both(result: Result, kind: str, case: str, way: str) -> str:
     total, forward = (
         harness.milliseconds(result, key, kind=kind, case=case, way=way) for key in ("total_s", "forward_s")
     )
     if total is not None and forward is not None:
         return f"{total:.1f} ({forward:.1f})"
-    errors = [
-        raw.get("error", "")
-        for entry in result["entries"]
-        if {"kind": kind, "case": case, "way": way}.items() <= entry["cell"].items()
-        for raw in entry["raw"]
-    ]
-    return "wrong" if any(error.startswith("wrong") for error in errors) else "error"
+    return harness.why_not(result, kind=kind, case=case, way=way)
 
 
-def targets(result: dict[str, Any]) -> list[str]:
-    """What was to be reached, and whether it was."""
-    lines = []
+def targets(result: Result) -> list[Target]:
+    found = []
     for case in CASES:
         for kind in MEMORY:
             ours, peer = ours_of(result, case, kind), fastest_peer(result, case, kind)
             if ours and peer:
-                most = SELECT if case == "permute" else 1.0
-                lines.append(
-                    f"{case}, {kind} memory: at most {most} of the fastest peer's time ({peer[0]}): "
-                    f"{ours / peer[1]:.2f}, {'reached' if ours <= most * peer[1] else 'missed'}."
-                )
+                what = f"{case}, {kind} memory: time / fastest peer"
+                found.append(Target(what, ours / peer[1], SELECT if case == "permute" else 1))
     for case in ("pack", "pad"):
         way = next(iter(ways_of(result, case)), "")
         for kind in MEMORY:
@@ -172,20 +158,17 @@ def targets(result: dict[str, Any]) -> list[str]:
                 harness.milliseconds(result, "forward_s", kind=kind, case=case, way=w) for w in (way, "copy")
             )
             if own and copied:
-                reached = "reached" if copied / own >= BANDWIDTH else "missed"
-                lines.append(
-                    f"{case}, {kind} memory, forward: at least {BANDWIDTH} of the bandwidth of a copy that reads and "
-                    f"writes as many bytes: {copied / own:.2f}, {reached}."
-                )
-    return lines
+                what = f"{case}, {kind} memory, forward: share of a copy's bandwidth"
+                found.append(Target(what, copied / own, BANDWIDTH, least=True))
+    return found
 
 
-def ours_of(result: dict[str, Any], case: str, kind: str) -> float | None:
+def ours_of(result: Result, case: str, kind: str) -> float | None:
     ways = ways_of(result, case)
     return harness.milliseconds(result, "total_s", kind=kind, case=case, way=ways[0]) if ways else None
 
 
-def fastest_peer(result: dict[str, Any], case: str, kind: str) -> tuple[str, float] | None:
+def fastest_peer(result: Result, case: str, kind: str) -> tuple[str, float] | None:
     times = [
         (way, harness.milliseconds(result, "total_s", kind=kind, case=case, way=way))
         for way in ways_of(result, case)[1:]
@@ -193,61 +176,36 @@ def fastest_peer(result: dict[str, Any], case: str, kind: str) -> tuple[str, flo
     return min(((way, t) for way, t in times if t), key=lambda found: found[1], default=None)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    drawn, both_axes = plt.subplots(1, 2, figsize=(13, 11), layout="constrained")
-    for axes, kind in zip(both_axes, MEMORY, strict=True):
-        groups = {}
-        for case in CASES:
-            peer, ways = fastest_peer(result, case, kind), ways_of(result, case)
-            found = [(way, harness.milliseconds(result, "total_s", kind=kind, case=case, way=way)) for way in ways]
-            groups[case] = [plots.Ratio(way, t / peer[1], way == ways[0]) for way, t in found if t and peer]
-        plots.ratios(axes, groups, f"{kind} memory: time against the fastest peer (less is faster)")
-    drawn.savefig(path, dpi=120)
-    plt.close(drawn)
+def draw(result: Result, path: Path) -> None:
+    with plots.drawing(path, (13, 11)) as drawn:
+        for axes, kind in zip(drawn.subplots(1, 2), MEMORY, strict=True):
+            groups = {}
+            for case in CASES:
+                peer, ways = fastest_peer(result, case, kind), ways_of(result, case)
+                found = [(way, harness.milliseconds(result, "total_s", kind=kind, case=case, way=way)) for way in ways]
+                groups[case] = [plots.Ratio(way, t / peer[1], way == ways[0]) for way, t in found if t and peer]
+            title = f"{kind} memory: time against the fastest peer (less is faster)"
+            plots.ratios(axes, {case: bars for case, bars in groups.items() if bars}, title)
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of few runs")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="cases to measure")
-    parser.add_argument("--rounds", type=int, default=3, help="how often every cell is measured; %(default)s")
-    parser.add_argument("--report", action="store_true", help="measure nothing: tables and picture from --out")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the file of results, JSON")
-    parser.add_argument("--fbgemm-python", default=os.environ.get("FBGEMM_PYTHON"), help="a Python with fbgemm_gpu")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)  # JSON: what a process of its own is to do
-    args = parser.parse_args(given)
-    args.out = args.out.resolve()
-    return args
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=list(CASES), help="cases to measure anew")
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    args = arguments(given)
-    if args.cell:
-        harness.answer(run_cell, args.cell)
-        return 0
-    old = json.loads(args.out.read_text()) if args.out.exists() else {"entries": []}
-    if args.report:
-        result = old
-    else:
-        rounds, runs = (1, 5) if args.quick else (args.rounds, 25)
-        about = harness.about(rounds, runs=runs)
-        kept = [entry for entry in old["entries"] if entry["cell"]["case"] not in args.only]
-        result = {"about": about, "entries": kept + measure(args.only, rounds, runs, args.fbgemm_python)}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    harness.publish(
-        NAME,
-        args.out,
-        lambda path: draw(result, path),
-        [("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))],
-    )
-    for line in harness.failures(result["entries"]):
-        print("no figure:", line, file=sys.stderr)
-    print(benchmarks(result, args.out.with_suffix(".png").name))
-    return 0
-
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 3},
+    targets=targets,
+    draw=draw,
+    peers=[Peer("fbgemm", ("fbgemm_gpu",), lambda cell: cell["way"] == "FBGEMM")],
+    options=options,
+    group=lambda cell: cell["case"],
+    settings=lambda args: {"runs": RUNS[args.set]},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCRIPT.main())

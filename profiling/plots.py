@@ -1,15 +1,20 @@
 """Pictures of measurements: curves over T on log axes, each named where it ends; ratios as bars from 1."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart with any kind of colour vision; without yellow, too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"  # the same order, so that no curve is known by its colour alone
+# In the same order, so that no curve is known by its colour alone: a picture may be printed in grey.
+MARKERS = "osD^vPX"
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (2, 1)))
 
 
 class Curve(NamedTuple):
@@ -26,11 +31,28 @@ class Ratio(NamedTuple):
     ours: bool
 
 
+@contextmanager
+def drawing(path: Path, size: tuple[float, float]) -> "Iterator[Figure]":
+    """A figure of so many inches to draw on, which is written to the path in the end; needs no display."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    drawn = pyplot.figure(figsize=size, layout="constrained")
+    try:
+        yield drawn
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path, dpi=120)
+    finally:
+        pyplot.close(drawn)
+
+
 def curves(
     axes: "Axes", lines: Sequence[Curve], unit: str, title: str, *, steps: str = "T (steps)", base: int = 2
 ) -> None:
     """Draws the curves on log axes; their names stand at the right, moved apart where they would overlap."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for line in lines:
         axes.plot(
@@ -38,6 +60,7 @@ def curves(
             line.values,
             color=COLOURS[line.style],
             marker=MARKERS[line.style],
+            linestyle=DASHES[line.style],
             markersize=6 if line.ours else 4.5,
             linewidth=2.8 if line.ours else 1.4,
             zorder=3 if line.ours else 2,
@@ -47,6 +70,9 @@ def curves(
     ticks = sorted({t for line in lines for t in line.T})
     axes.set_xticks(ticks, [f"{t:,}" for t in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())
+    values = [value for line in lines for value in line.values]
+    few = bool(values) and max(values) < 20 * min(values)  # powers of ten alone would be one or two ticks
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if few else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
@@ -69,7 +95,6 @@ def _label_ends(axes: "Axes", lines: Sequence[Curve]) -> None:
             xycoords="data",
             xytext=(1.07, height),
             textcoords="axes fraction",
-            color=COLOURS[line.style],
             fontsize=8.5,
             fontweight="bold" if line.ours else "normal",
             verticalalignment="center",

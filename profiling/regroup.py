@@ -1,19 +1,13 @@
 """regroup beside plain PyTorch and FBGEMM: forward + backward, and the kernel alone against the copy bandwidth.
 
     python profiling/regroup.py                        # 5 rounds, a few minutes
-    python profiling/regroup.py --quick                # every cell once, in seconds a cell: to see that it runs
-    python profiling/regroup.py --report               # tables and picture again, from the results there are
     python profiling/regroup.py --fbgemm-python PATH   # a Python that has fbgemm_gpu beside the same torch
 
-Values and gradients come first: where a way's differ from split + cat's, it has an error and no figure. Results go to
-profiling/results/regroup.json, the picture to docs/images/, the table between the markers of docs/benchmarks.md. With
-`--out elsewhere.json` all of it goes beside that file, and the documents stay as they are.
+Values and gradients come first: where a way's differ from split + cat's, it has an error and no figure.
 """
 
-import argparse
-import json
-import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -23,14 +17,15 @@ import harness
 import numpy as np
 import plots
 import torch
+from script import Peer, Result, Script, Target, target_table
 from torch import Tensor
 
 from tensorloop.kernels import cpu_moves
 from tensorloop.regroup import RegroupPlan, regroup
 
-NAME = "regroup"
-DEFAULT_OUT = harness.results(NAME)
 BANDWIDTH_TARGET = 0.8  # of a copy's, kernel alone, first case
+RUNS = {"quick": 5, "short": 10, "usual": 40}
+SHORT = ("few", "many")  # cases
 
 Way = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -159,119 +154,91 @@ def kernel_alone(case: Case, values: list[Tensor], runs: int) -> dict[str, Any]:
     return found
 
 
-def measure(rounds: int, runs: int, fbgemm_python: str | None) -> dict[str, Any]:
-    cells: list[harness.Cell] = []
-    for case in cases():
-        cells += [{"kind": "time", "case": case, "way": way, "runs": runs} for way in WAYS]
-        cells.append({"kind": "kernel", "case": case, "runs": runs})
-
-    def process(script: Path, cell: harness.Cell) -> dict[str, Any]:
-        if cell.get("way") != "FBGEMM":
-            return harness.spawn(script, cell)
-        return harness.spawn(script, cell, fbgemm_python) if fbgemm_python else {"error": "not installed"}
-
-    about = harness.about(rounds, runs=runs)
-    return {"about": about, "entries": harness.measure(Path(__file__).resolve(), cells, rounds, process)}
+def cells(args: Namespace) -> list[harness.Cell]:
+    found: list[harness.Cell] = []
+    for case in SHORT if args.set == "short" else cases():
+        found += [{"kind": "time", "case": case, "way": way, "runs": RUNS[args.set]} for way in WAYS]
+        found.append({"kind": "kernel", "case": case, "runs": RUNS[args.set]})
+    return found
 
 
-def benchmarks(result: dict[str, Any], picture: str) -> str:
-    """The section of the document."""
-    header = ["", *(f"{case.title}, B = {case.batch}" for case in cases().values())]
-    rows = [[f"`{way}`" if "egroup" in way else way, *(both(result, name, way) for name in cases())] for way in WAYS]
-    kernel = ["kernel alone", *(alone(result, name) for name in cases())]
-    about = result["about"]
-    lines = [
-        f"Milliseconds of forward + backward (of forward alone), float32, {about['threads']} threads, median of "
-        f"{about['rounds']} rounds of {about['runs']} runs on {about['machine']['processor']}; torch "
-        f"{about['versions']['torch']}, {about['date']}. The last line is the kernel without autograd into memory that "
-        "is there, and the share of a copy's bandwidth that it reaches.",
-        "",
-        harness.table(header, [*rows, kernel]),
-        "",
-        *(f"- {line}" for line in targets(result)),
-        "",
-        f"![forward + backward beside the fastest peer]({picture})",
-    ]
-    return "\n".join(lines)
+def measured(result: Result) -> dict[str, Case]:
+    found = {entry["cell"]["case"] for entry in result["entries"]}
+    return {name: case for name, case in cases().items() if name in found}
 
 
-def both(result: dict[str, Any], case: str, way: str) -> str:
+def section(result: Result, picture: str) -> str:
+    shown = measured(result)
+    header = ["", *(f"{case.title}, B = {case.batch}" for case in shown.values())]
+    rows = [[f"`{way}`" if "egroup" in way else way, *(both(result, name, way) for name in shown)] for way in WAYS]
+    kernel = ["kernel alone", *(alone(result, name) for name in shown)]
+    return "\n\n".join(
+        [
+            f"Milliseconds of forward + backward (of forward alone), float32, medians of {result['about']['runs']} "
+            "runs. The last line is the kernel without autograd into memory that is there, and the share of a copy's "
+            "bandwidth that it reaches.",
+            harness.table(header, [*rows, kernel]),
+            target_table(targets(result)),
+            f"![forward + backward beside the fastest peer]({picture})",
+        ]
+    )
+
+
+def both(result: Result, case: str, way: str) -> str:
     total, forward = (harness.milliseconds(result, key, case=case, way=way) for key in ("total_s", "forward_s"))
-    return "error" if total is None or forward is None else f"{total:.2f} ({forward:.2f})"
+    if total is None or forward is None:
+        return harness.why_not(result, case=case, way=way)
+    return f"{total:.2f} ({forward:.2f})"
 
 
-def alone(result: dict[str, Any], case: str) -> str:
+def alone(result: Result, case: str) -> str:
     kernel, copy = (harness.milliseconds(result, key, case=case, kind="kernel") for key in ("kernel_s", "copy_s"))
-    return "error" if not kernel or not copy else f"{kernel:.2f}, {copy / kernel:.2f} of a copy"
+    if not kernel or not copy:
+        return harness.why_not(result, case=case, kind="kernel")
+    return f"{kernel:.2f}, {copy / kernel:.2f} of a copy"
 
 
-def targets(result: dict[str, Any]) -> list[str]:
-    """What was to be reached, and whether it was."""
-    lines = []
-    for name, case in cases().items():
+def targets(result: Result) -> list[Target]:
+    found = []
+    for name, case in measured(result).items():
         ours, peer = harness.milliseconds(result, "total_s", case=name, way="RegroupPlan"), fastest_peer(result, name)
         if ours and peer:
-            reached = "reached" if ours <= peer[1] else "missed"
-            lines.append(f"{case.title}: at most the fastest peer's time ({peer[0]}): {ours / peer[1]:.2f}, {reached}.")
+            found.append(Target(f"{case.title}: time / fastest peer", ours / peer[1], 1))
     kernel, copy = (harness.milliseconds(result, key, case="few", kind="kernel") for key in ("kernel_s", "copy_s"))
     if kernel and copy:
-        reached = "reached" if copy / kernel >= BANDWIDTH_TARGET else "missed"
-        lines.append(
-            f"Kernel at {BANDWIDTH_TARGET} of the copy bandwidth on the first: {copy / kernel:.2f}, {reached}."
-        )
-    return lines
+        what = f"{cases()['few'].title}: kernel alone, share of a copy's bandwidth"
+        found.append(Target(what, copy / kernel, BANDWIDTH_TARGET, least=True))
+    return found
 
 
-def fastest_peer(result: dict[str, Any], case: str) -> tuple[str, float] | None:
+def fastest_peer(result: Result, case: str) -> tuple[str, float] | None:
     times = {way: harness.milliseconds(result, "total_s", case=case, way=way) for way in list(WAYS)[2:]}
     return min(((way, t) for way, t in times.items() if t), key=lambda found: found[1], default=None)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
+def draw(result: Result, path: Path) -> None:
     groups = {}
-    for name, case in cases().items():
+    for name, case in measured(result).items():
         peer = fastest_peer(result, name)
         found = [(way, harness.milliseconds(result, "total_s", case=name, way=way)) for way in WAYS]
         groups[case.title] = [plots.Ratio(way, t / peer[1], way in list(WAYS)[:2]) for way, t in found if t and peer]
-    drawn, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    plots.ratios(axes, groups, "regroup: forward + backward, against the fastest peer (less is faster)")
-    drawn.savefig(path, dpi=120)
-    plt.close(drawn)
+    with plots.drawing(path, (8, 5)) as drawn:
+        title = "regroup: forward + backward, against the fastest peer (less is faster)"
+        plots.ratios(drawn.subplots(), groups, title)
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of few runs")
-    parser.add_argument("--rounds", type=int, default=5, help="how often every cell is measured; %(default)s")
-    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture from --out")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="the file of results, JSON")
-    parser.add_argument("--fbgemm-python", default=os.environ.get("FBGEMM_PYTHON"), help="a Python with fbgemm_gpu")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)  # JSON: what a process of its own is to do
-    args = parser.parse_args(given)
-    args.out = args.out.resolve()
-    return args
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    args = arguments(given)
-    if args.cell:
-        harness.answer(run_cell, args.cell)
-        return 0
-    if args.report:
-        result = json.loads(args.out.read_text())
-    else:
-        result = measure(1 if args.quick else args.rounds, 5 if args.quick else 40, args.fbgemm_python)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    pages = [("docs/benchmarks.md", NAME, lambda picture: benchmarks(result, picture))]
-    harness.publish(NAME, args.out, lambda path: draw(result, path), pages)
-    for line in harness.failures(result["entries"]):
-        print("no figure:", line, file=sys.stderr)
-    print(benchmarks(result, args.out.with_suffix(".png").name))
-    return 0
-
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 5},
+    targets=targets,
+    draw=draw,
+    peers=[Peer("fbgemm", ("fbgemm_gpu",), lambda cell: cell.get("way") == "FBGEMM")],
+    settings=lambda args: {"runs": RUNS[args.set]},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCRIPT.main())

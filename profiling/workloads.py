@@ -13,8 +13,10 @@ features.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import loop_inputs
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,23 +26,21 @@ from tensorloop import TensorArray
 SLOTS = 64  # of the ring
 
 Leaves = dict[str, Tensor]
+Loop = Callable[[Leaves], Tensor]
 Prefixes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Gradients = tuple[float, dict[str, Any]]  # the loss, and the gradients by name
 
 
 def leaves(workload: str, T: int, dtype: torch.dtype = torch.float32) -> Leaves:
-    """The inputs, all of which get a gradient: standard normal, weights divided by sqrt(fan in).
-
-    The numbers are the same for every dtype (drawn in float64, rounded to float32) and every version of numpy
-    (`RandomState` is frozen), and the draws come in the order of the entries.
-    """
-    random = np.random.RandomState(0)
-    B, D = (10, 5) if workload == "W1" else (8, 64)
-    weights = {"W1": (), "W3": ("Wx", "Wo", "Wq", "Wk", "Wv"), "ring": ("W", "U")}[workload]
-    drawn = {"xs": random.randn(T, B, D)}
-    drawn |= {name: random.randn(D, D) / math.sqrt(D) for name in weights}
+    """The inputs as tensors; the floating ones get a gradient. The numbers are the same for every dtype."""
     return {
-        name: torch.from_numpy(values.astype(np.float32)).to(dtype).requires_grad_() for name, values in drawn.items()
+        name: torch.from_numpy(values).to(dtype).requires_grad_() if values.dtype.kind == "f" else torch.tensor(values)
+        for name, values in loop_inputs.make(workload, T).items()
     }
+
+
+def differentiated(d: Leaves) -> list[Tensor]:
+    return [x for x in d.values() if x.requires_grad]
 
 
 # ---- W1 ----
@@ -232,7 +232,7 @@ def ring_inplace_clone(d: Leaves) -> Tensor:
 
 
 # The first of each workload is ours, the second the peer that the ratios are taken against.
-VARIANTS: dict[str, dict[str, Callable[[Leaves], Tensor]]] = {
+VARIANTS: dict[str, dict[str, Loop]] = {
     "W1": {
         "tensor_array": w1_tensor_array,
         "list_unbind": w1_list_unbind,
@@ -262,24 +262,25 @@ def peer_of(workload: str) -> str:
     return list(VARIANTS[workload])[1]
 
 
-def differences(workload: str, T: int, variants: list[str]) -> dict[str, dict[str, float]]:
-    """How far losses and gradients of the variants lie from the named peer's, in float64.
+def gradients(loop: Loop, d: Leaves) -> Gradients:
+    loss = loop(d)
+    grads = torch.autograd.grad(loss, differentiated(d))
+    return loss.item(), dict(zip((name for name, x in d.items() if x.requires_grad), grads, strict=True))
 
-    A gradient's difference is max|a - b| / max|b|, the largest over the leaves; a loss's is |a - b| / |b|.
-    """
-    d = leaves(workload, T, torch.float64)
 
-    def run(variant: str) -> tuple[float, tuple[Tensor, ...]]:
-        loss = VARIANTS[workload][variant](d)
-        return loss.item(), torch.autograd.grad(loss, list(d.values()))
+def apart(found: Gradients, right: Gradients) -> dict[str, float]:
+    """Relative differences: of the loss, and of the gradients max|a - b| / max|b|, the largest over the leaves."""
+    worst = [(torch.as_tensor(found[1][name]) - grad).abs().max() / grad.abs().max() for name, grad in right[1].items()]
+    # torch's max keeps a NaN, where Python's may lose it.
+    return {"loss": abs(found[0] - right[0]) / abs(right[0]), "gradient": torch.stack(worst).max().item()}
 
-    right_loss, right = run(peer_of(workload))
-    found = {}
-    for variant in variants:
-        loss, grads = run(variant)
-        apart = [(a - b).abs().max() / b.abs().max() for a, b in zip(grads, right, strict=True)]
-        found[variant] = {
-            "loss": abs(loss - right_loss) / abs(right_loss),
-            "gradient": torch.stack(apart).max().item(),  # NaN if any is, where Python's max may lose it
-        }
+
+def compare(loops: Mapping[str, Loop], right: Gradients, d: Leaves) -> dict[str, dict[str, Any]]:
+    """How far each loop lies from the right loss and gradients, or its error."""
+    found: dict[str, dict[str, Any]] = {}
+    for variant, loop in loops.items():
+        try:
+            found[variant] = apart(gradients(loop, d), right)
+        except Exception as error:
+            found[variant] = {"error": f"{type(error).__name__}: {error}"[:500]}
     return found

@@ -99,10 +99,30 @@ class Block:
         return out.clone() if is_view else out
 
 
+class Present:
+    """The block of a buffer that only grows, for nodes that read it in backward: none keeps one that it has outgrown.
+
+    Nodes cannot hold the buffer itself, which holds them by its token.
+    """
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+    def slots(self, length: int, name: str) -> Tensor:
+        """The first slots; not to be changed."""
+        self.block.check(name)
+        return self.block.data[:length]
+
+
 class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
-    __slots__ = ("block", "born", "length", "masks", "overwritten", "reader", "rows", "token", "versions", "waiting")
+    __slots__ = (
+        *("block", "born", "length", "masks", "overwritten", "present", "reader", "rows", "token", "versions"),
+        "waiting",
+    )
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -115,6 +135,7 @@ class Buffer:
         self.born = _active.newest()
         self.overwritten = False  # ever, by this array
         self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
+        self.present: Present | None = None  # of slots that have not been overwritten since somebody asked
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
@@ -203,7 +224,7 @@ class Buffer:
             return
         self.flush(name)
         self.block.check(name)
-        self.rows = None
+        self.rows = self.present = None
         if not self.block.owned or _overlap(key, self.block.lent):
             self._move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
@@ -290,11 +311,14 @@ class Buffer:
             self._move(filled, max(length, 2 * filled))
 
     def _move(self, filled: int, capacity: int) -> None:
-        old = self.block.data
+        before, old = self.block, self.block.data
         data = _allocate(old, (capacity, *old.shape[1:]))
         data[:filled].copy_(old[:filled])
         self.block = Block(data, filled)
         self.rows = None
+        if self.present is not None and self.present.block is before:
+            self.present.block = self.block
+            self.block.lend(0, filled)
 
     def _begin(self, length: int) -> None:
         self.length = self.block.begun = length
@@ -342,6 +366,18 @@ class Buffer:
         self.flush(name)
         self.block.check(name)
         return self._read(slice(0, self.length))
+
+    @noted
+    def kept(self, name: str) -> Present:
+        """All slots as they are now, for backward passes to read, whatever is written later."""
+        self.flush(name)
+        self.block.check(name)
+        if self.block.copies:
+            return Present(Block(self.block.data[: self.length].clone(), self.length))
+        self.block.lend(0, self.length)
+        if self.present is None or self.present.block is not self.block:
+            self.present = Present(self.block)
+        return self.present
 
     @noted
     def gather(self, index: Tensor, name: str) -> Tensor:

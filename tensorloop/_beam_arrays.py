@@ -37,17 +37,21 @@ class Family(NamedTuple):
         """Where the ancestors are."""
         return self.lineage.at(self.t, self.ids)
 
-    def places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Where flat slots [start, stop), born in steps `births`, have what the hypotheses of now see.
+    def states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
 
         (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
         """
         paths = self.paths()
         c = len(paths.shared)
         split = bisect_left(births, c, start, stop)
-        shared, own = _born(paths.shared, births[start:split], 0), _born(paths.own, births[split:stop], c)
+        return _born(paths.shared, births[start:split], 0), _born(paths.own, births[split:stop], c)
+
+    def places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The same as places in flat slots [start, stop)."""
+        shared, own = self.states(births, start, stop)
         first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
-        return shared + first[: split - start], own + first[split - start :, :, None]
+        return shared + first[: len(shared)], own + first[len(shared) :, :, None]
 
 
 def _born(states: Tensor, births: list[int], first: int) -> Tensor:

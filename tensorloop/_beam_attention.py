@@ -1,18 +1,18 @@
 """Attention of running hypotheses to their own histories, gathered for the moment and never kept.
 
-The slots that a hypothesis sees are of three parts, and the softmax over all of them is put together from the three by
-their log-sum-exps, as flash attention puts its blocks together:
+The slots that a hypothesis sees are of three parts:
 
     prefix    slots (B, *F) that came with the search: one read for all K queries of a row
-    shared    slots whose ancestor is the same for all K: gathered once a row
-    own       the latest few: gathered for each hypothesis
+    shared    slots whose ancestor is the same for all K: one read for all of them, too
+    own       the latest few: read for each hypothesis
 
-Backward gathers them again, and adds to the gradient buffers of the two arrays only where they were read: a step costs
-what it saw, and keeps its output and a number for each query and head. The node passes the arrays' tokens on, as those
-of `_array_grad` do. A second derivative takes the gradient of the formula, over dense slots.
+The kernel `beam_attend` does the forward pass over all three. Backward makes the output again, gathers each part, and
+adds to the gradient buffers of the two arrays only where they were read: a step costs what it saw, and keeps its
+queries. The node passes the arrays' tokens on, as those of
+`_array_grad` do. A second derivative takes the gradient of the formula, over dense slots.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,12 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]
 
 from tensorloop import _active, _attention, _modes
-from tensorloop._array_buffer import Buffer
+from tensorloop._array_buffer import Buffer, Present
+from tensorloop._array_grad import Step
 from tensorloop._attention_strips import Task
+from tensorloop.kernels import find
+
+_NAME = "attention"
 
 
 class Part(NamedTuple):
@@ -32,6 +36,14 @@ class Part(NamedTuple):
     queries: int
 
 
+class Taken(NamedTuple):
+    """A part with its keys and values, (groups, S, heads_kv, D)."""
+
+    part: Part
+    k: Tensor
+    v: Tensor
+
+
 class Plan(NamedTuple):
     """What one step attends to. Places are found again when they are needed, and no array is held: it holds us."""
 
@@ -40,7 +52,11 @@ class Plan(NamedTuple):
     prefix: int  # slots
     slots: int
     scale: float
-    one: bool  # array, of keys and values
+    present: tuple[Present, ...]  # of keys and of values; one where they are the same array
+
+    def values(self) -> list[Tensor]:
+        """The slots of each array, (slots, B, K, *F)."""
+        return [x.slots(self.slots, _NAME) for x in self.present] if self.slots else []
 
     def parts(self) -> Iterator[Part]:
         rows, size = self.family.rows, self.family.size
@@ -64,20 +80,18 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
         return NotImplemented
     scale = _attention.default_scale(q.shape[-1]) if scale is None else scale
     slots = len(k.grown)
-    buffers = [_buffer(x.grown) if slots else None for x in (k, v)]
-    if slots and any(x is None for x in buffers):
+    buffers = [_buffer(x) for x in ([k.grown] if k.grown is v.grown else [k.grown, v.grown])] if slots else []
+    if any(x is None for x in buffers):
         return NotImplemented
     prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
-    spans = [x.grown.stack() if slots else None for x in (k, v)]
-    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, k.grown is v.grown)
+    present = tuple(x.kept(_NAME) for x in buffers if x is not None)
+    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, present)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with _active.unnoted():
         if not torch.is_grad_enabled():
-            return _Attend.apply(q, *prefix, *spans, None, None, plan)[0]
-        if plan.one:  # it has one token
-            buffers[1] = None
+            return _Attend.apply(plan, q, *prefix)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]
-        out, *after = _Attend.apply(q, *prefix, *spans, *tokens, plan)
+        out, *after = _Attend.apply(plan, q, *prefix, *tokens)
         for buffer, token in zip(buffers, after, strict=True):
             if buffer is not None and token is not None:
                 buffer.token = token
@@ -113,91 +127,69 @@ def _buffer(array: Any) -> Buffer | None:
 
 
 class _Attend(torch.autograd.Function):
-    """(q, prefix of k and v, slots of k and v, their tokens) -> (output, the next tokens).
+    """(q, prefix of k and v, tokens of the arrays) -> (output, the next tokens).
 
-    The gradient of slots goes into the gradients of the tokens, except where backward is itself differentiated.
+    The gradient of slots goes into the gradients of the tokens; into new ones where backward is itself differentiated.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        q: Tensor,
-        prefix_k: Tensor | None,
-        prefix_v: Tensor | None,
-        slots_k: Tensor | None,
-        slots_v: Tensor | None,
-        token_k: Tensor | None,
-        token_v: Tensor | None,
-        plan: Plan,
+        ctx: Any, plan: Plan, q: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, *tokens: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        out, lse = _forward(q, (prefix_k, prefix_v), (slots_k, slots_v), plan)
-        ctx.plan, ctx.tokens = plan, (token_k is not None, token_v is not None)
-        ctx.save_for_backward(q, prefix_k, prefix_v, slots_k, slots_v, out, lse)
-        return out, *(
-            None if token is None else token.new_zeros(()).expand(token.shape) for token in (token_k, token_v)
-        )
+        ctx.plan = plan
+        ctx.save_for_backward(q, prefix_k, prefix_v, *tokens)
+        out, _ = _output(q, (prefix_k, prefix_v), plan.values(), plan)
+        return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in tokens)
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor | None, grad_k: Tensor | None = None, grad_v: Tensor | None = None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return None, None, None, None, None, grad_k, grad_v, None
-        q, *others, out, lse = ctx.saved_tensors
-        prefix, slots = others[:2], others[2:]
-        batched = any(x is not None and is_legacy_batchedtensor(x) for x in (grad, grad_k, grad_v))
+            return None, None, None, None, *grads
+        plan: Plan = ctx.plan
+        q, *others = ctx.saved_tensors
+        prefix, tokens = others[:2], others[2:]
+        batched = any(x is not None and is_legacy_batchedtensor(x) for x in (grad, *grads))
         if torch.is_grad_enabled() or _modes.maybe_level() is not None or batched:
-            return *_gradient_of_whole(q, prefix, slots, grad, ctx.plan), grad_k, grad_v, None
+            *found, of_slots = _gradient_of_whole(q, prefix, tokens, grad, plan)
+            added = [
+                None if token is None else new if old is None else old + new
+                for old, new, token in zip(grads, of_slots, tokens, strict=True)
+            ]
+            return None, *found, *added
+        slots = plan.values()
         sums = [
-            None
-            if not has
-            else torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
-            if x is None
-            else x.contiguous()
-            for x, has, slot in zip((grad_k, grad_v), ctx.tokens, slots, strict=True)
+            None if token is None else torch.zeros_like(slot) if old is None else old.contiguous()
+            for old, slot, token in zip(grads, slots, tokens, strict=True)
         ]
-        both = [sums[0]] * 2 if ctx.plan.one else sums
-        found = _backward(grad, q, prefix, slots, out, lse, both, ctx.plan)
-        return *found, None, None, *sums, None
+        return None, *_backward(grad, q, prefix, slots, sums, plan), *sums
 
 
-def _forward(q: Tensor, prefix: Any, slots: Any, plan: Plan) -> tuple[Tensor, Tensor]:
+def _output(q: Tensor, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], plan: Plan) -> tuple[Tensor, Tensor]:
     """The output (B, K, heads, D), and the log-sum-exp of the scores (B, K, heads)."""
-    task, outs, logs = Task(plan.scale), [], []
-    for part in plan.parts():
-        k, v = _taken(part, prefix, slots)
-        out, lse = _attention._forward(_as(q, part), k, v, task)
-        outs.append(out.view_as(q))
-        logs.append(lse.reshape(q.shape[:-1]))
-    if len(outs) == 1:
-        return outs[0], logs[0]
-    lse = torch.stack(logs).logsumexp(0)
-    total = torch.zeros_like(q)
-    for out, log in zip(outs, logs, strict=True):
-        total.addcmul_(out, (log - lse).exp_()[..., None].to(q.dtype))
-    return total, lse
+    before = [x for x in prefix if x is not None]
+    shared, own = plan.family.states(plan.births, 0, plan.slots)
+    return find("beam_attend", q, *before, *slots)(q, before, slots, shared, own, plan.scale)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, prefix: Any, slots: Any, out: Tensor, lse: Tensor, sums: list[Any], plan: Plan
+    grad: Tensor, q: Tensor, before: Any, slots: Sequence[Tensor], sums: list[Tensor | None], plan: Plan
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of q and of the prefix; those of slots are added to `sums`."""
-    task, dq = Task(plan.scale), torch.zeros_like(q)
-    found: list[Tensor | None] = [None, None]
-    for part in plan.parts():
-        k, v = _taken(part, prefix, slots)
-        parts = (_as(x, part) for x in (grad.contiguous(), q))
-        grad_, q_ = parts
+    out, lse = _output(q, before, slots, plan)
+    task, dq, grad = Task(plan.scale), torch.zeros_like(q), grad.contiguous()
+    of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
+    for part, k, v in _taken(plan, before, slots):
         lse_ = lse.reshape(part.groups, part.queries, -1)
-        dq_, *dkv = _attention._backward(grad_, q_, k, v, _as(out, part), lse_, task)
+        dq_, dk, dv = _attention._backward(_as(grad, part), _as(q, part), k, v, _as(out, part), lse_, task)
         dq += dq_.view_as(q)
-        for i, d in enumerate(dkv):
-            if part.places is None:
-                found[i] = d.transpose(0, 1)
-            elif sums[i] is not None:
-                sums[i].flatten(0, 2).index_add_(0, part.places.flatten(), d.flatten(0, 1).to(sums[i].dtype))
-    return dq, found[0], found[1]
+        if part.places is None:
+            of_prefix = dk.transpose(0, 1), dv.transpose(0, 1)
+            continue
+        for into, d in zip(sums, [dk + dv] if len(sums) == 1 else [dk, dv], strict=True):
+            if into is not None:
+                into.flatten(0, 2).index_add_(0, part.places.flatten(), d.flatten(0, 1).to(into.dtype))
+    return dq, of_prefix[0], of_prefix[1]
 
 
 def _as(x: Tensor, part: Part) -> Tensor:
@@ -205,33 +197,45 @@ def _as(x: Tensor, part: Part) -> Tensor:
     return x.reshape(part.groups, part.queries, *x.shape[2:])
 
 
-def _taken(part: Part, prefix: Any, slots: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values (groups, S, heads_kv, D) of a part."""
-    if part.places is None:
-        k, v = (x.transpose(0, 1) for x in prefix)
-    else:
+def _taken(plan: Plan, prefix: Any, slots: Sequence[Tensor]) -> Iterator[Taken]:
+    """What the parts see."""
+    for part in plan.parts():
+        if part.places is None:
+            yield Taken(part, *(x.transpose(0, 1) for x in prefix))
+            continue
         place = part.places.flatten()
-        k, v = (x.flatten(0, 2).index_select(0, place).unflatten(0, part.places.shape) for x in slots)
-    return k, v
+        kv = [x.flatten(0, 2).index_select(0, place).unflatten(0, part.places.shape) for x in slots]
+        yield Taken(part, kv[0], kv[-1])
 
 
-def _gradient_of_whole(q: Tensor, prefix: Any, slots: Any, grad: Tensor, plan: Plan) -> tuple[Tensor | None, ...]:
-    """The gradients by autograd of the formula over all slots, as part of the graph where backward is recorded."""
+def _gradient_of_whole(
+    q: Tensor, prefix: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, plan: Plan
+) -> tuple[Any, ...]:
+    """The gradients by autograd of the formula over all slots, as part of the graph where backward is recorded.
+
+    Of q, of the prefix of k and v, and of the slots of each array.
+    """
     recorded = torch.is_grad_enabled()
-    given = [q, *prefix, *slots]
     with torch.enable_grad():
+        slots = [
+            Step.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
+            if recorded and token is not None
+            else x
+            for at, x, token in zip(plan.present, plan.values(), tokens, strict=True)
+        ]
         aliases: list[Any] = [
             None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()
-            for x in given
+            for x in (q, *prefix, *slots)
         ]
         out = _whole(aliases[0], aliases[1:3], aliases[3:], plan)
         wanted = [x for x in aliases if x is not None]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=recorded, materialize_grads=True))
-    return tuple(None if x is None else next(found) for x in aliases)
+    every = [None if x is None else next(found) for x in aliases]
+    return *every[:3], every[3:]
 
 
-def _whole(q: Tensor, prefix: Any, slots: Any, plan: Plan) -> Tensor:
+def _whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], plan: Plan) -> Tensor:
     """The output as the formula says, from keys and values gathered for each hypothesis."""
-    parts = [[x.repeat_interleave(part.queries, 0) for x in _taken(part, prefix, slots)] for part in plan.parts()]
+    parts = [[x.repeat_interleave(part.queries, 0) for x in kv] for part, *kv in _taken(plan, prefix, slots)]
     k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     return _attention.whole(q.reshape(-1, 1, *q.shape[2:]), k, v, Task(plan.scale)).view_as(q)

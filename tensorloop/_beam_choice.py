@@ -57,9 +57,7 @@ class TopK:
         """The best of keys + log_probs."""
         if offer.ends is not None:
             return _best_of(offer, offer.keys[:, :, None] + offer.log_probs)
-        choose = find("beam_best", offer.keys, offer.log_probs)
-        keys, parents, tokens, ends = choose(offer.keys, offer.log_probs, offer.keys.shape[1], offer.eos_id)
-        return Choice(parents, tokens, keys, ends, None)
+        return best(offer.keys, offer.log_probs, offer.eos_id)
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class StochasticBeam:
         keys = parent - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))
         possible = (offer.log_probs > -torch.inf) & (parent > -torch.inf)
         keys = torch.where(noisy == most, parent, keys)
-        return _best_of(offer, torch.where(possible, keys, -torch.inf).where(~sums.isnan(), torch.nan))
+        return _best_of(offer, torch.where(possible, keys, -torch.inf).where(sums < torch.inf, torch.nan))
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,13 @@ class Sample:
             outside = mass.cumsum(2) - mass >= self.top_p
             scaled = torch.empty_like(scaled).scatter_(2, places, values.masked_fill(outside, -torch.inf))
         return scaled
+
+
+def best(keys: Tensor, log_probs: Tensor, eos_id: int, ids: Tensor | None = None) -> Choice:
+    """The best of keys + log_probs; of `keys` (B, K) of all rows and `log_probs` of the rows `ids`: of all rows."""
+    choose = find("beam_best", keys, log_probs)
+    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos_id, ids)
+    return Choice(parents, tokens, values, ends, None)
 
 
 def _first_only(keys: Tensor, size: int) -> Tensor:

@@ -76,6 +76,9 @@ class Power:
     alpha: float
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        _at_least_0(self.floor, self)
+
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S / L ** alpha"""
         return S / L.to(S.dtype) ** self.alpha
@@ -95,6 +98,9 @@ class GNMT:
     alpha: float
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        _at_least_0(self.floor, self)
+
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S / ((5 + L) / 6) ** alpha"""
         return S / ((5 + L.to(S.dtype)) / 6) ** self.alpha
@@ -102,6 +108,11 @@ class GNMT:
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
         """`final` of the best length that is still open."""
         return _power_bound(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
+
+
+def _at_least_0(floor: float, model: Any) -> None:
+    if not floor >= 0:
+        raise ValueError(f"{type(model).__name__}: floor must be at least 0, got {floor}; it is what a token costs")
 
 
 def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: float, shift: int) -> Tensor:
@@ -120,7 +131,7 @@ def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
         return torch.maximum(at_once, s / last**alpha) if longest is not None else torch.full_like(s, torch.inf)
     if alpha >= 1:
         if longest is None:
-            at_last = torch.full_like(s, -floor if alpha == 1 else 0.0)
+            at_last = torch.full_like(s, -floor if alpha == 1 else torch.inf)
         else:
             at_last = (top - floor * last) / last**alpha
     else:
@@ -139,6 +150,23 @@ def check_model(model: Any, name: str) -> None:
             )
     if isinstance(model, type):
         raise TypeError(f"{name}: length is the class {model.__name__}; give an object, such as tl.beam.Sum()")
+
+
+def check_numbers(model: Any, bound: Bound, rows: int, device: torch.device, name: str) -> None:
+    """Refuses a model that has no number for each hypothesis of `rows`."""
+    S = torch.full((rows, 1), -1.0, device=device)
+    lens = torch.full_like(S, 2, dtype=torch.int64)
+    for method, call in (("final", lambda: model.final(S, lens)), ("bound", lambda: bound(S, 1))):
+        try:
+            out = call()
+        except RuntimeError as error:
+            raise ValueError(f"{name}: {model!r}.{method} failed for S of shape ({rows}, 1): {error}") from error
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            raise TypeError(f"{name}: {model!r}.{method} must give a floating tensor, got {_checks.describe(out)}")
+        if out.shape != S.shape:
+            raise ValueError(f"{name}: {model!r}.{method} of S ({rows}, 1) must be as large, got {tuple(out.shape)}")
+        if bool(out.isnan().any()):
+            raise ValueError(f"{name}: {model!r}.{method} gave NaN for a sum of -1")
 
 
 def bound_of(model: Any, longest: int | None) -> Bound:

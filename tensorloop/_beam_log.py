@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tensorloop._beam_choice import Offer, row_seeds
+from tensorloop._beam_choice import Choice, Offer, TopK, best, row_seeds
 from tensorloop._beam_length import Sum, bound_of
-from tensorloop.kernels.eager_beam import descending
+from tensorloop.kernels import find
+from tensorloop.kernels.eager_beam import widened
 
 _ENDS = {"always": None, "top_k": 1, "top_2k": 2}
 _NAME = "beam_search"
@@ -49,6 +51,7 @@ class Log:
     keys: Tensor
     sums: Tensor
     most: Tensor  # (B,) the best that a running hypothesis can still reach
+    left_out: Tensor  # (B,) the best key that the pool did not take in the step
 
     def __init__(self, rules: Rules, rows: int, gold: Gold | None, device: torch.device) -> None:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
@@ -56,8 +59,8 @@ class Log:
         self.bound = bound_of(rules.length, rules.max_steps)
         self.seeds = row_seeds(rules.choose, rows, device)
         self.steps = 0
-        self.parents = torch.empty(8, rows, self.size, dtype=torch.int64, device=device)
-        self.tokens = torch.empty_like(self.parents)
+        self.parents: list[Tensor] = []  # (B, size) int64, of each step
+        self.tokens: list[Tensor] = []
         self.places = torch.arange(rules.size, device=device).expand(rows, -1)
         self.sums_of: list[Tensor] = []  # (B, size) after each step
         self.searching = torch.ones(rows, dtype=torch.bool, device=device)
@@ -79,7 +82,7 @@ class Log:
         self.pool_sum = self.sums.new_full((self.rows, n), -torch.inf)
         self.pool_end = torch.zeros(self.rows, n, dtype=torch.int64, device=self.device)  # step * rules.size + place
         self.lost = self.keys.new_full((self.rows,), -torch.inf)
-        self.most = self.keys.new_full((self.rows,), torch.inf)
+        self.most, self.left_out = self.keys.new_full((2, self.rows), torch.inf)
 
     @property
     def running(self) -> Tensor:
@@ -88,55 +91,62 @@ class Log:
             return self.searching
         return self.searching | (self.steps <= self.gold.lens)
 
-    def step(self, t: int, ids: Tensor | None, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(parents, tokens) of step t, (rows, size) each: as decided, or decided now. `ids`: the rows in the batch."""
+    def step(self, t: int, ids: Tensor | None, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step t, as decided, or decided now: tokens and places, as `beam_chosen`. `ids`: the rows in the batch."""
         if t == self.steps:
             self._decide(t, ids, log_probs.detach())
         parents, tokens = self.parents[t], self.tokens[t]
-        if ids is None:  # whoever gets them may keep them: later steps write to the same tensors
-            return parents.clone(), tokens.clone()
-        return parents.index_select(0, ids), tokens.index_select(0, ids)
+        return find("beam_chosen", parents)(parents, tokens, ids, log_probs.shape[2], self.rules.eos_id)
 
     def _decide(self, t: int, ids: Tensor | None, log_probs: Tensor) -> None:
         rules = self.rules
-        wide = torch.promote_types(log_probs.dtype, torch.float32)
+        dtype, wide = log_probs.dtype, torch.promote_types(log_probs.dtype, torch.float32)
         if not t and wide is not self.sums.dtype:
             self._begin(wide)
         every = log_probs.to(wide)
         log_probs = every if self.gold is None else every[:, :-1]
-        ends = _ENDS[rules.eos]
-        sums, keys = _rows(self.sums, ids), _rows(self.keys, ids)
-        offer = Offer(
-            keys, sums, log_probs, rules.eos_id, None if ends is None else ends * rules.size, _rows(self.seeds, ids), t
-        )
-        choice = rules.choose.choose(offer)
-        self._refuse(choice, every, ids, t)
-        end_sums, sums = choice.ends, choice.keys
-        if rules.choose.by_key:
-            end_sums = offer.sums + log_probs[:, :, rules.eos_id]
-            picked = log_probs.flatten(1).gather(1, choice.parents * log_probs.shape[2] + choice.tokens)
-            sums = (offer.sums.gather(1, choice.parents) + picked).masked_fill(choice.keys == -torch.inf, -torch.inf)
-        self._keep(t, choice, ids)
+        choice, sums, end_sums = self._choose(t, ids, log_probs)
+        self._keep(t, choice)
         if self.gold is not None:
             self._follow_gold(t, choice, ids, every[:, -1])
-        self._pool(t, self._wide(choice.ends, ids), self._wide(end_sums, ids))
+        self.keys, self.sums = choice.keys, sums
+        said = self._pool(t, choice.ends, end_sums)
+        if said & 1 or self.gold is not None:
+            self._refuse(choice, every, ids, t)
+        if rules.check:
+            self._check_sums(every, ids, t, max(1e-3, 4 * torch.finfo(dtype).eps))
         if choice.lost is not None and rules.choose.by_key:
-            self._lose(self._wide(choice.lost, ids))
-        self.keys = self._wide(choice.keys, ids)
-        self.sums = self._wide(sums, ids) if rules.choose.by_key else self.keys
+            self._lose(choice.lost)
         self.sums_of.append(self._all_sums(t))
         self.steps = t + 1
-        self._stop(t)
+        if said & 2 or rules.stop == "hf":
+            self._stop(t)
 
-    def _keep(self, t: int, choice: Any, ids: Tensor | None) -> None:
+    def _choose(self, t: int, ids: Tensor | None, log_probs: Tensor) -> tuple[Choice, Tensor, Tensor]:
+        """What is chosen in step t, with the sums of what runs on and of what ends, in all rows."""
+        rules = self.rules
+        if type(rules.choose) is TopK and rules.eos == "always":
+            choice = best(self.keys, log_probs, rules.eos_id, ids)
+            return choice, choice.keys, choice.ends
+        ends = _ENDS[rules.eos]
+        before, keys, seeds = (_rows(x, ids) for x in (self.sums, self.keys, self.seeds))
+        many = None if ends is None else ends * rules.size
+        choice = rules.choose.choose(Offer(keys, before, log_probs, rules.eos_id, many, seeds, t))
+        sums, end_sums = choice.keys, choice.ends
+        if rules.choose.by_key:
+            end_sums = before + log_probs[:, :, rules.eos_id]
+            picked = log_probs.flatten(1).gather(1, choice.parents * log_probs.shape[2] + choice.tokens)
+            sums = (before.gather(1, choice.parents) + picked).masked_fill(choice.keys == -torch.inf, -torch.inf)
+        parents, tokens = (self._wide(x, ids, 0) for x in choice[:2])
+        keys, ends, lost = (None if x is None else self._wide(x, ids) for x in choice[2:])
+        choice = Choice(parents, tokens, keys, ends, lost)  # pyright: ignore[reportArgumentType]
+        return choice, self._wide(sums, ids), self._wide(end_sums, ids)
+
+    def _keep(self, t: int, choice: Choice) -> None:
         """Writes down parents and tokens. A row that has stopped goes on as the first of its hypotheses."""
-        if t == len(self.parents):
-            self.parents = torch.cat([self.parents, torch.empty_like(self.parents)])
-            self.tokens = torch.cat([self.tokens, torch.empty_like(self.tokens)])
-        k = self.rules.size
         for log, chosen in ((self.parents, choice.parents), (self.tokens, choice.tokens)):
-            chosen = self._wide(chosen, ids, 0)
-            log[t, :, :k] = chosen if self.all_search else chosen.masked_fill(~self.running[:, None], 0)
+            chosen = chosen if self.all_search else chosen.masked_fill(~self.running[:, None], 0)
+            log[t:] = [chosen if self.gold is None else F.pad(chosen, (0, 1))]
 
     def _follow_gold(self, t: int, choice: Any, ids: Tensor | None, log_probs: Tensor) -> None:
         """Step t of the gold hypotheses, whose last token is eos."""
@@ -150,7 +160,7 @@ class Log:
         taken = self._wide(log_probs.gather(1, _rows(column, ids)[:, None])[:, 0], ids, 0.0)
         self.gold_sum = self.gold_sum + taken.masked_fill(t > lens, 0)
         # What is over goes on as one that is not, so that step_fn sees nothing that cannot be.
-        runs = self._wide(choice.keys, ids).amax(1) > -torch.inf
+        runs = choice.keys.amax(1) > -torch.inf
         for log, gold in ((parents, torch.full_like(column, k)), (tokens, column)):
             log[:, :k] = torch.where(runs[:, None], log[:, :k], gold[:, None])
             log[:, k] = torch.where(runs & (t >= lens), log[:, 0], gold)
@@ -166,22 +176,26 @@ class Log:
         """The rows of the full batch, from those in the batch."""
         if ids is None:
             return x
-        return x.new_full((self.rows, *x.shape[1:]), fill).index_copy_(0, ids, x)
+        return widened(x, ids, self.rows, fill)
 
-    def _pool(self, t: int, keys: Tensor, sums: Tensor) -> None:
-        """Takes the ends of step t."""
-        rules, n = self.rules, self.rules.n_best
+    def _pool(self, t: int, ends: Tensor, end_sums: Tensor) -> int:
+        """Takes the ends of step t into the pool. What it says is told in `beam_pool`."""
+        rules = self.rules
+        bound = self.keys if rules.choose.by_key else self.bound(self.sums, t + 1)
         if not rules.choose.by_key and type(rules.length) is not Sum:
-            ranks = rules.length.final(sums, torch.full_like(sums, t + 1, dtype=torch.int64))
-            keys = torch.where(keys > -torch.inf, ranks, -torch.inf)
-        if not self.all_search:
-            keys = keys.masked_fill(~self.searching[:, None], -torch.inf)
-        keys, order = descending(torch.cat([self.pool_key, keys], 1))
+            ranks = rules.length.final(end_sums, torch.full_like(end_sums, t + 1, dtype=torch.int64))
+            spoilt = (ranks.isnan() & (ends.abs() < torch.inf)).any(1)
+            if bool(spoilt.any()):
+                row = int(spoilt.nonzero()[0, 0])
+                raise ValueError(f"{_NAME}: {rules.length!r} gave the score NaN at step {t}, row {row}")
+            ends = torch.where(ends > -torch.inf, ranks, ends)
+        pool = self.pool_key, self.pool_sum, self.pool_end, self.most, self.left_out
+        ends, bound = ends.to(self.pool_key.dtype), bound.to(self.pool_key.dtype)
+        take = find("beam_pool", self.pool_key, ends, bound)
+        said = take((ends, end_sums), (self.keys, bound), pool, self.searching, t, rules.stop)
         if rules.choose.by_key:
-            self._lose(keys[:, n])
-        order, self.pool_key = order[:, :n], keys[:, :n]
-        self.pool_sum = torch.cat([self.pool_sum, sums], 1).gather(1, order)
-        self.pool_end = torch.cat([self.pool_end, self.places + t * rules.size], 1).gather(1, order)
+            self._lose(self.left_out)
+        return said
 
     def _lose(self, keys: Tensor) -> None:
         """Notes the keys of what was left out, (B,)."""
@@ -189,17 +203,15 @@ class Log:
 
     def _stop(self, t: int) -> None:
         """Ends the rows whose rule says so, or in which nothing runs any more."""
-        rules, sums = self.rules, self.sums
-        bound = self.keys if rules.choose.by_key else self.bound(sums, t + 1)
-        self.most = torch.where(self.keys > -torch.inf, bound, -torch.inf).amax(1)
-        worst = self.pool_key[:, -1]
+        rules, worst = self.rules, self.pool_key[:, -1]
         ends = self.most == -torch.inf
         if rules.stop == "exact":
             ends = worst >= self.most
         elif rules.stop == "first_n":
             ends = ends | (worst > -torch.inf)
         elif rules.stop == "hf":
-            reached = rules.length.final(sums.amax(1, keepdim=True), torch.full_like(sums[:, :1], t + 1))
+            best = self.sums.amax(1, keepdim=True)
+            reached = rules.length.final(best, torch.full_like(best, t + 1, dtype=torch.int64))
             ends = ends | ((worst > -torch.inf) & (worst >= reached[:, 0]))
         ends = ends & self.searching
         if bool(ends.any()):
@@ -221,27 +233,26 @@ class Log:
     # -- what is refused
 
     def _refuse(self, choice: Any, log_probs: Tensor, ids: Tensor | None, t: int) -> None:
-        best = torch.maximum(choice.keys.amax(1), choice.ends.amax(1))
-        fine = best > -torch.inf  # not if it is NaN
-        if not self.all_search:
-            fine = fine | ~_rows(self.searching, ids)
+        top = torch.maximum(choice.keys.amax(1), choice.ends.amax(1))
+        fine = (top.abs() < torch.inf) | ~self.searching  # not if it is NaN
         if self.gold is not None:
-            fine = fine & ~(log_probs[:, -1].isnan().any(1) & _rows(t <= self.gold.lens, ids))
+            spoilt = self._wide(log_probs[:, -1].isnan().any(1), ids, False)
+            fine = fine & ~(spoilt & (t <= self.gold.lens))
         if not bool(fine.all()):
             row = int((~fine).nonzero()[0, 0])
-            where = f"step {t}, row {row if ids is None else int(ids[row])}"
-            if float(best[row]) != -torch.inf:
-                raise ValueError(f"{_NAME}: step_fn gave NaN log_probs at {where}")
+            where = f"step {t}, row {row}"
+            if float(top[row]) != -torch.inf:
+                given = log_probs[row if ids is None else int((ids == row).nonzero()[0, 0])]
+                what = "infinite" if bool((given == torch.inf).any()) else "NaN"
+                raise ValueError(f"{_NAME}: step_fn gave {what} log_probs at {where}")
             raise ValueError(
                 f"{_NAME}: at {where} every token of every hypothesis is forbidden (log_probs of -inf); "
                 f"let eos_id end those that cannot go on"
             )
-        if self.rules.check:
-            self._check_sums(log_probs, ids, t)
 
-    def _check_sums(self, log_probs: Tensor, ids: Tensor | None, t: int) -> None:
+    def _check_sums(self, log_probs: Tensor, ids: Tensor | None, t: int, tolerance: float) -> None:
         total = log_probs.logsumexp(2)
-        off = ((total.abs() > 1e-3) & _rows(self.running, ids)[:, None]).nonzero()
+        off = (~(total.abs() <= tolerance) & _rows(self.running, ids)[:, None]).nonzero()
         if len(off):
             row, place = off[0].tolist()
             raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _beam_show
+from tensorloop._beam_lineage import index_of
 from tensorloop._beam_log import Log
 from tensorloop.kernels import find
 from tensorloop.kernels.eager_beam import descending
@@ -105,14 +106,14 @@ class _Entries(NamedTuple):
         return _Entries(*(x.gather(1, order) for x in self))
 
 
-def hypotheses(log: Log, picked: TensorArray, steps: Tensor) -> Hypotheses:
+def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> Hypotheses:
     """The result. `picked` has (B, 2 * size) a step: log-probs of the tokens chosen, then those of every end."""
     log.finish()
     best = _entries(log)
     rules, n = log.rules, log.rules.n_best
     valid, finished = best.group > 0, best.group == 2
     count = log.steps
-    parents, tokens = log.parents[:count].clone(), log.tokens[:count].clone()
+    parents, tokens = (_stacked(x[:count], log) for x in (log.parents, log.tokens))
     trace = find("beam_trace", parents)(parents, best.lens, best.places)
     packed, token_scores = _read(tokens, trace, best, finished, picked)
     wide = log.sums.dtype
@@ -123,12 +124,17 @@ def hypotheses(log: Log, picked: TensorArray, steps: Tensor) -> Hypotheses:
     final = rules.length.final(scores, best.lens + finished)
     repeats = repeated(packed, best.lens, valid) if rules.choose.repeats else torch.zeros_like(valid)
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
-    kept = torch.stack(log.sums_of) if log.sums_of else log.pool_key.new_zeros(0, log.rows, log.size)
+    kept = _stacked(log.sums_of, log).to(wide)
     result = Hypotheses(
         packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished,
         _stopped(log), log.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
     )  # fmt: skip
     return _with_extras(result, log, best)
+
+
+def _stacked(log_of: list[Tensor], log: Log) -> Tensor:
+    """(T, B, size)"""
+    return torch.stack(log_of) if log_of else torch.zeros(0, log.rows, log.size, dtype=torch.int64, device=log.device)
 
 
 def _with_extras(result: Hypotheses, log: Log, best: _Entries) -> Hypotheses:
@@ -197,7 +203,7 @@ def _with_gold(entries: _Entries, log: Log) -> _Entries:
 
 
 def _read(
-    tokens: Tensor, trace: Tensor, best: _Entries, finished: Tensor, picked: TensorArray
+    tokens: Tensor, trace: Tensor, best: _Entries, finished: Tensor, picked: TensorArray | list[Tensor]
 ) -> tuple[PackedTensor, PackedTensor]:
     """The tokens, and the log-probability of each and of the eos."""
     steps, rows, size = tokens.shape
@@ -208,14 +214,15 @@ def _read(
     packed = PackedTensor(tokens[t, row, place], dim)
     # In `picked` all is (step, row, place), the eos of a place `size` behind.
     if not steps:
-        like = picked.dtype or torch.get_default_dtype()
+        like = getattr(picked, "dtype", None) or torch.get_default_dtype()
         return packed, PackedTensor(torch.zeros(0, dtype=like, device=tokens.device), longer)
     ends = (best.lens * rows + torch.arange(rows, device=tokens.device)[:, None]) * 2 * size + size + best.places
     index = torch.empty(longer.total, dtype=torch.int64, device=tokens.device)
     last = longer.offsets[1:] - 1
     index[last[finished.flatten()]] = ends.flatten()[finished.flatten()]
     index[longer.offsets[:-1][dim.row_ids] + t] = (t * rows + row) * 2 * size + place
-    return packed, PackedTensor(picked.stack().flatten().index_select(0, index), longer)
+    values = (torch.stack(picked) if isinstance(picked, list) else picked.stack()).flatten()
+    return packed, PackedTensor(values.index_select(0, index_of(index, len(values))), longer)
 
 
 def repeated(tokens: PackedTensor, lens: Tensor, valid: Tensor) -> Tensor:

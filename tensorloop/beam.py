@@ -26,14 +26,15 @@ from torch import Tensor
 from tensorloop import _active, _checks, _modes, _tree
 from tensorloop._beam_arrays import Family, grown_of, inherited
 from tensorloop._beam_choice import Sample, StochasticBeam, TopK
-from tensorloop._beam_length import GNMT, BoundedReward, Power, Sum, bound_of, check_bound, check_model
+from tensorloop._beam_length import GNMT, BoundedReward, Power, Sum, bound_of, check_bound, check_model, check_numbers
 from tensorloop._beam_lineage import Lineage
 from tensorloop._beam_log import Gold, Log, Rules
 from tensorloop._beam_result import Hypotheses, Lattice, hypotheses
 from tensorloop._beam_scores import linear_log_softmax
-from tensorloop._carry import Carry, describe
+from tensorloop._carry import Carry, describe, leading_rows
 from tensorloop._compile import called_eagerly
 from tensorloop._progress import Progress
+from tensorloop.kernels.eager_beam import widened
 from tensorloop.loop import Checkpoints, while_loop
 from tensorloop.packed import PackedTensor
 from tensorloop.schedule import Schedule
@@ -116,7 +117,7 @@ def beam_search(
     search = _Search(step_fn, init_carry, context, batch_size, bos_id, gold, rules)
     _check_rules(rules, batch_size, search.device)
     search.log = Log(rules, batch_size, search.gold, search.device)
-    search.lineage = Lineage(search.log)
+    search.lineage = Lineage(batch_size, search.size, search.device)
     compact = context is not None if compact is None else bool(compact)
     with Progress(progress, _NAME, max_steps) as search.bar:
         return search.run(checkpoints, compact)
@@ -147,17 +148,20 @@ class _Search:
         self.tree = _tree.Tree(init_carry)
         leaves = self.tree.flatten(init_carry)
         assert leaves is not None
-        self.device = _device_of([*leaves, *(x for _, x in _tree.leaves_with_paths(context))])
+        paths, given = ([pair[i] for pair in _tree.leaves_with_paths(context)] for i in (0, 1))
+        leading_rows(given, paths, rows, _NAME, "context", "there are")
+        self.device = _device_of([*leaves, *given])
         self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
         self.leaves = [self._for_all(x, path) for x, path in zip(leaves, self.tree.paths, strict=True)]
         self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
         self.births: dict[int, list[int]] = {i: [] for i in self.arrays}
         self.takes_history = _takes_history(step_fn)
+        # Log-probabilities of what was chosen; where they may need a gradient, an array of the loop's has them.
+        plain = not torch.is_grad_enabled() and _modes.maybe_level() is None and not _modes.forward_mode()
+        self.values: list[Tensor] | None = [] if plain else None
         self.gold = None if gold is None else _gold(gold, rows, rules.eos_id, rules.max_steps, self.device)
-        self.carry: Carry | None = None
-        self.carry_rows = -1
         self.vocabulary: int | None = None
-        self.places = (torch.empty(0), torch.empty(0))
+        self.dtype: torch.dtype | None = None
 
     def _for_all(self, x: Any, path: str) -> Any:
         """A leaf of init_carry as the loop carries it: with K hypotheses, without the slots that they share."""
@@ -194,7 +198,8 @@ class _Search:
             )
         else:
             steps = ids
-        return hypotheses(self.log, state[3], steps)
+        self.lineage.last = None
+        return hypotheses(self.log, state[3] if self.values is None else self.values, steps)
 
     def _goes_on(self, state: Any, context: Any) -> Tensor:
         ids = state[1]
@@ -206,21 +211,23 @@ class _Search:
         with _active.quietly():
             count = len(ids)
             rows = None if count == self.rows else ids.clone()
+            if self.arrays or self.takes_history:
+                self.lineage.follow(t, self.log.parents, rows)
         given = self._given(t, rows, count, leaves, context[1])
-        options = {"history": self._history(t, rows)} if self.takes_history else {}
+        options = {"history": self._history(t, rows, count)} if self.takes_history else {}
         user = () if self.context is None else (context[0],)
         out = self.step_fn(self.tree.unflatten(given), tokens, *user, **options)
         returned, log_probs = self._checked(out, given, t, count)
         with _active.quietly(), torch.no_grad():
-            first, ends = self._places(count)
-            parents, tokens = self.log.step(t, rows, log_probs)
-            parents = parents + first
-            chosen = torch.cat([torch.add(tokens, parents, alpha=log_probs.shape[2]), ends], 1).flatten()
-            parents = parents.flatten()
+            tokens, parents, chosen = self.log.step(t, rows, log_probs)
             if t + 1 == self.log.steps:
                 self._show()
         # Not gather: it would keep log_probs for its backward.
-        picked.append(log_probs.reshape(-1).index_select(0, chosen).view(count, -1))
+        values = log_probs.reshape(-1).index_select(0, chosen).view(count, -1)
+        if self.values is None:
+            picked.append(values)
+        else:
+            self.values.append(values if rows is None else widened(values, rows, self.rows, 0.0))
         return t + 1, ids, tokens, picked, [self._reordered(x, i, parents) for i, x in enumerate(returned)]
 
     def _given(
@@ -236,21 +243,15 @@ class _Search:
             given[i] = inherited(leaves[i], shared.get(i), self.births[i], family, self.tree.paths[i])
         return given
 
-    def _history(self, t: int, ids: Tensor | None) -> Tensor:
+    def _history(self, t: int, ids: Tensor | None, rows: int) -> Tensor:
         """(B, K, t): the tokens of each hypothesis so far."""
         with _active.quietly(), torch.no_grad():
             places = self.lineage.at(t, ids).whole(1) if t else None
-            tokens = self.log.tokens[:t] if ids is None else self.log.tokens[:t].index_select(1, ids)
-            tokens = tokens.clone() if places is None else tokens.gather(2, places)
-            return tokens.permute(1, 2, 0).contiguous()
-
-    def _places(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of `count` rows: the number of each one's first hypothesis, and where flat log_probs have the ends."""
-        if len(self.places[0]) != count:
-            assert self.vocabulary is not None
-            first = torch.arange(count * self.size, device=self.device).view(count, self.size)
-            self.places = first[:, :1], first * self.vocabulary + self.eos_id
-        return self.places
+            if places is None:
+                return torch.empty(rows, self.size, 0, dtype=torch.int64, device=self.device)
+            tokens = torch.stack(self.log.tokens[:t])
+            tokens = tokens if ids is None else tokens.index_select(1, ids)
+            return tokens.gather(2, places).permute(1, 2, 0).contiguous()
 
     def _reordered(self, x: Any, i: int, parents: Tensor) -> Any:
         if isinstance(x, TensorArray):
@@ -266,12 +267,9 @@ class _Search:
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
             raise TypeError(f"{_NAME}: step_fn must return (carry, log_probs), got {got}")
-        if self.carry is None:
-            self.carry = Carry(self.tree.unflatten(given), _NAME)
-        if rows != self.carry_rows:
-            self.carry.expect(given)
-            self.carry_rows = rows
-        leaves, log_probs = self.carry.check(out[0], t), out[1]
+        leaves, log_probs = self.tree.flatten(out[0]), out[1]
+        if leaves is None or not all(map(_alike, leaves, given)):
+            leaves = Carry(self.tree.unflatten(given), _NAME).check(out[0], t)
         if not isinstance(log_probs, Tensor) or not log_probs.is_floating_point():
             raise TypeError(f"{_NAME}: log_probs must be a floating tensor (B, K, V), got {describe(log_probs)}")
         wanted = (rows, self.size, self.vocabulary or log_probs.shape[-1] if log_probs.dim() else 0)
@@ -282,10 +280,13 @@ class _Search:
             raise RuntimeError(f"{_NAME}: vmap hides what decisions need to see; put its dim into the batch")
         if self.vocabulary is None:
             self._begin(log_probs)
+        elif log_probs.dtype is not self.dtype:
+            raise TypeError(f"{_NAME}: log_probs were {self.dtype} at step 0 and are {log_probs.dtype} at step {t}")
         return leaves, log_probs
 
     def _begin(self, log_probs: Tensor) -> None:
         """What is known once the first log_probs have come."""
+        _checks.dense_tensor(log_probs, f"{_NAME}: log_probs")
         vocabulary = log_probs.shape[2]
         if self.eos_id >= vocabulary:
             raise ValueError(f"{_NAME}: eos_id is {self.eos_id}, but log_probs have {vocabulary} tokens")
@@ -295,7 +296,7 @@ class _Search:
             raise ValueError(
                 f"{_NAME}: log_probs are on {log_probs.device}, but init_carry and context are on {self.device}"
             )
-        self.vocabulary = vocabulary
+        self.vocabulary, self.dtype = vocabulary, log_probs.dtype
 
     def _show(self) -> None:
         if self.bar.bar is not None:
@@ -303,6 +304,17 @@ class _Search:
             self.bar.bar.set_postfix(
                 rows=int(self.log.running.sum()), hypotheses=int((self.log.keys > -torch.inf).sum())
             )
+
+
+def _alike(new: Any, old: Any) -> bool:
+    """Whether a leaf of the carry is certainly what it must be."""
+    if new is old:
+        return True
+    if isinstance(new, Tensor):
+        return (
+            isinstance(old, Tensor) and new.shape == old.shape and new.dtype is old.dtype and new.device == old.device
+        )
+    return type(new) is type(old) and not isinstance(new, TensorArray)
 
 
 def _int(n: Any, what: str, least: int) -> int:
@@ -325,12 +337,13 @@ def _check_rules(rules: Rules, rows: int, device: torch.device) -> None:
             raise ValueError(f"{_NAME}: {rules.choose!r} ranks by its keys: leave length, eos and stop as they are")
         if rules.n_best > rules.size:
             raise ValueError(f"{_NAME}: {rules.choose!r} draws {rules.size} sequences, not n_best={rules.n_best}")
+    bound = bound_of(rules.length, rules.max_steps)
+    check_numbers(rules.length, bound, rows, device, _NAME)
     if isinstance(rules.choose, Sample):
         return
     if rules.stop == "never" and rules.max_steps is None:
         raise ValueError(f"{_NAME}: stop='never' needs max_steps")
     if rules.stop == "exact":
-        bound = bound_of(rules.length, rules.max_steps)
         check_bound(rules.length, bound, rows, rules.max_steps, device, _NAME)
 
 

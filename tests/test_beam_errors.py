@@ -1,7 +1,9 @@
 """What a search refuses, and how it says so."""
 
+import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import beam
+from tensorloop import _active, beam
+from tensorloop.memory import LiveStorages, collector_off
 from tests.beam_cases import BOS, EOS, Table
 
 
@@ -38,6 +41,14 @@ def search(step: Callable[..., Any] | None = None, **options: Any) -> beam.Hypot
         ({"stop": "never"}, ValueError, "stop='never' needs max_steps"),
         ({"length": 0.6}, TypeError, r"length must have the methods final\(S, L\) and bound\(s, t\), got float 0.6"),
         ({"length": beam.Sum}, TypeError, "length is the class Sum; give an object"),
+        ({"length": beam.Power(1.2, floor=0.1)}, ValueError, r"Power\(alpha=1.2, floor=0.1\) has no bound"),
+        ({"length": beam.Power(math.nan)}, ValueError, r"Power\(alpha=nan, floor=0.0\).final gave NaN"),
+        (
+            {"length": beam.BoundedReward(0.5, torch.ones(3))},
+            ValueError,
+            r"BoundedReward\(.*\).final failed for S of shape \(2, 1\): The size of tensor",
+        ),
+        ({"context": {"x": torch.zeros(3, 1)}}, ValueError, r"there are 2 rows, but context\['x'\] is Tensor \(3, 1\)"),
         ({"choose": "best"}, TypeError, "choose must be TopK"),
         ({"choose": beam.TopK}, TypeError, "choose must be TopK"),
         ({"choose": beam.StochasticBeam(), "n_best": 4}, ValueError, "draws 3 sequences, not n_best=4"),
@@ -88,6 +99,65 @@ def giving(out: Callable[[Any, Tensor], Any]) -> Callable[..., Any]:
 def test_what_step_fn_must_return(out: Callable[..., Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         search(giving(out))
+
+
+class Scored:
+    """A length model of somebody's own."""
+
+    def __init__(self, final: Callable[..., Any], bound: Callable[..., Any] = lambda s, t: s) -> None:
+        self.final, self.bound = final, bound
+
+    def __repr__(self) -> str:
+        return "Scored()"
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (Scored(lambda S, L: 1.0), TypeError, r"Scored\(\).final must give a floating tensor, got float 1.0"),
+        (Scored(lambda S, L: L), TypeError, r"Scored\(\).final must give a floating tensor, .*int64"),
+        (Scored(lambda S, L: S.sum(1)), ValueError, r"final of S \(2, 1\) must be as large, got \(2,\)"),
+        (Scored(lambda S, L: S, lambda s, t: s * math.nan), ValueError, "bound gave NaN for a sum of -1"),
+        (
+            Scored(lambda S, L: S.masked_fill(L == 3, math.nan)),
+            ValueError,
+            r"Scored\(\) gave the score NaN at step 2, row 0",
+        ),
+    ],
+)
+def test_a_length_model_that_gives_no_number(model: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        search(length=model, max_steps=4, stop="never")
+
+
+@pytest.mark.parametrize("model", [beam.Power, beam.GNMT])
+def test_a_floor_is_a_cost(model: Any):
+    with pytest.raises(ValueError, match=f"{model.__name__}: floor must be at least 0, got -0.1"):
+        model(0.5, floor=-0.1)
+
+
+def test_a_dtype_that_changes():
+    dtypes = iter([torch.float32, torch.float64])
+    with pytest.raises(TypeError, match=r"log_probs were torch.float32 at step 0 and are torch.float64 at step 1"):
+        search(lambda c, k: (c, torch.full((2, 3, 4), -2.0, dtype=next(dtypes))))
+
+
+def test_log_probs_that_are_not_dense():
+    with pytest.raises(TypeError, match=r"log_probs: expected a dense tensor, got layout torch.sparse_coo"):
+        search(lambda c, k: (c, torch.zeros(2, 3, 4).to_sparse()))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("token", [EOS, 2])
+@pytest.mark.parametrize("choose", [beam.TopK(), beam.Sample(), beam.StochasticBeam()], ids=repr)
+def test_infinite_scores_are_named_by_step_and_row(choose: Any, token: int, size: int):
+    def step(carry: Any, tokens: Tensor, *, history: Tensor) -> tuple[Any, Tensor]:
+        scores = torch.tensor([0.0, -9.0, 0.0, 0.0]).log_softmax(0).repeat(*tokens.shape, 1)
+        scores[1, :, token] = scores[1, :, token].where(torch.tensor(history.shape[2] < 2), math.inf)
+        return carry, scores
+
+    with pytest.raises(ValueError, match="step_fn gave infinite log_probs at step 2, row 1"):
+        search(step, choose=choose, beam_size=size, max_steps=5)
 
 
 def test_a_vocabulary_that_changes():
@@ -154,6 +224,14 @@ def test_log_probs_that_do_not_sum_to_one_are_refused_on_request():
     Table.random(2, 4).search(3, check=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_sum_to_one_as_well_as_they_can(dtype: torch.dtype):
+    logits = torch.randn(2, 3, 400, generator=torch.Generator().manual_seed(0))
+    search(lambda c, k: (c, logits.log_softmax(-1).to(dtype)), check=True, max_steps=2)
+    with pytest.raises(ValueError, match=r"sum to a probability of 1\.0[45]"):
+        search(lambda c, k: (c, (logits.log_softmax(-1) + 0.05).to(dtype)), check=True, max_steps=2)
+
+
 def test_sampling_options():
     with pytest.raises(ValueError, match="temperature must be above 0"):
         beam.Sample(temperature=0.0)
@@ -161,6 +239,52 @@ def test_sampling_options():
         beam.Sample(top_k=0)
     with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\]"):
         beam.Sample(top_p=0.0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kept", ["all", "some", "files"])
+def test_an_interrupted_search_leaves_nothing_behind(
+    kept: str, backward: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """No storage, no file, no loop that is thought to run; the bar is closed."""
+    checkpoints = {"all": None, "some": 2, "files": tl.Checkpoints(k=2, offload=tmp_path)}[kept]
+    weight, calls = torch.zeros(4, requires_grad=True), []
+    limit = math.inf if backward else 5
+
+    def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+        calls.append(1)
+        if len(calls) >= limit:
+            raise KeyboardInterrupt
+        h, past = carry
+        past.append(torch.sin(h))
+        h = torch.sin(h + past[:].sum(0))
+        return (h, past), torch.log_softmax(h[..., :4] + weight, -1)
+
+    def run(checkpoints: Any) -> Tensor:
+        init = (torch.ones(2, 5), tl.TensorArray())
+        hyps = search(step, init=init, max_steps=8, stop="never", checkpoints=checkpoints, progress=True)
+        return hyps.scores.sum()
+
+    before = vars(_active.here).copy()
+    with collector_off(), LiveStorages() as live:
+        if kept == "all" and backward:
+            limit = 7  # there nothing runs again
+        total = None
+        with contextlib.suppress(KeyboardInterrupt):
+            total = run(checkpoints)
+            assert (kept == "files") == any(tmp_path.rglob("*.pt"))
+            limit = len(calls) + 3
+            total.backward()
+            pytest.fail("was not interrupted")
+        del total
+        weight.grad = None
+        assert live.bytes == 0
+    assert not list(tmp_path.iterdir())
+    assert vars(_active.here) == before
+    assert capsys.readouterr().err.endswith("\n")
+    limit = math.inf
+    run(2).backward()
+    assert weight.grad is not None
 
 
 def test_an_error_in_a_step_says_which_and_leaves_nothing_behind():

@@ -1,12 +1,16 @@
 """The kernels of beam search against torch operations, which are against sorting in plain Python."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.kernels import cpu_beam, eager_beam, find
+from tensorloop.kernels import _threads, cpu_attend, cpu_beam, eager_beam, find
 
 MODULES = {"cpu": cpu_beam, "eager": eager_beam}
+INF = float("inf")
 SHAPES = [(1, 1, 1, 3), (3, 4, 5, 4), (3, 4, 5, 40), (2, 3, 200, 7), (0, 2, 3, 2), (4, 8, 129, 16)]
 
 
@@ -72,6 +76,189 @@ def test_memory_of_any_layout(module: str):
 
 
 @pytest.mark.parametrize("module", MODULES)
+def test_the_best_of_rows_in_the_batch(module: str):
+    keys, log_probs = inputs((6, 3, 90))
+    ids = torch.tensor([1, 2, 5])
+    whole = MODULES[module].beam_best(keys, log_probs, 4, 2)
+    got = MODULES[module].beam_best(keys, log_probs[ids], 4, 2, ids)
+    for x, y, fill in zip(got, whole, (-torch.inf, 0, 0, -torch.inf), strict=True):
+        expected = torch.full_like(y, fill)
+        expected[ids] = y[ids]
+        assert torch.equal(x, expected)
+
+
+RULES = ("exact", "first_n", "never")
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("module", MODULES)
+def test_the_pool(module: str, rule: str, coarse: bool):
+    rows, size, n = 4, 3, 5
+    generator = torch.Generator().manual_seed(3)
+    pool = [torch.full((rows, n), -torch.inf), torch.full((rows, n), -torch.inf).double(), torch.zeros(rows, n).long()]
+    pool += [torch.zeros(rows), torch.zeros(rows)]
+    searching = torch.tensor([True, True, False, True])
+    by_hand: list[list[tuple[float, float, int]]] = [[] for _ in range(rows)]
+    for t in range(6):
+        ends, running, bounds = -9 * torch.rand(3, rows, size, generator=generator)
+        ends = ends.round() if coarse else ends
+        ends[torch.rand(rows, size, generator=generator) < 0.3] = -torch.inf
+        running[torch.rand(rows, size, generator=generator) < 0.5] = -torch.inf
+        sums = 2 * ends.double()
+        said = MODULES[module].beam_pool((ends, sums), (running, bounds), pool, searching, t, rule)
+        empty = over = False
+        for b in range(rows):
+            top = max(
+                [float(x) for x, key in zip(bounds[b], running[b], strict=True) if key > -torch.inf], default=-INF
+            )
+            assert float(pool[3][b]) == top
+            if not searching[b]:
+                continue
+            new = [(float(ends[b, k]), float(sums[b, k]), t * size + k) for k in range(size) if ends[b, k] > -torch.inf]
+            by_hand[b] = sorted(by_hand[b] + new, key=lambda x: -x[0])
+            left, by_hand[b] = by_hand[b][n:], by_hand[b][:n]
+            assert float(pool[4][b]) == max([x[0] for x in left], default=-INF)
+            worst = by_hand[b][n - 1][0] if len(by_hand[b]) == n else -INF
+            empty |= not bool((running[b] > -torch.inf).any() | (ends[b] > -torch.inf).any())
+            over |= worst >= top if rule == "exact" else top == -INF or (rule == "first_n" and worst > -INF)
+        assert said == empty + 2 * over
+        for b in range(rows):
+            count = len(by_hand[b])
+            kept = zip(*(x[b, :count].tolist() for x in pool[:3]), strict=True)
+            assert list(kept) == by_hand[b]
+            assert bool((pool[0][b, count:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", ["ends", "running"])
+@pytest.mark.parametrize("module", MODULES)
+def test_no_number_and_nothing_are_told(module: str, place: str, spoilt: float):
+    given = {"ends": torch.zeros(3, 2), "running": torch.zeros(3, 2)}
+
+    def told(searching: list[bool]) -> int:
+        pool = [torch.full((3, 2), -torch.inf) for _ in range(2)]
+        pool += [torch.zeros(3, 2).long(), torch.zeros(3), torch.zeros(3)]
+        running, ends = given["running"], given["ends"]
+        return 1 & MODULES[module].beam_pool(
+            (ends, ends), (running, running), pool, torch.tensor(searching), 0, "never"
+        )
+
+    assert told([True] * 3) == 0
+    given[place][1, 1] = spoilt
+    assert (told([True] * 3), told([True, False, True])) == (1, 0)
+    for x in given.values():
+        x[1] = -torch.inf
+    assert (told([True] * 3), told([True, False, True])) == (1, 0)
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2, 3]])
+@pytest.mark.parametrize("module", MODULES)
+def test_where_the_chosen_are(module: str, ids: list[int] | None):
+    size, vocabulary, eos = 3, 7, 2
+    generator = torch.Generator().manual_seed(4)
+    parents = torch.randint(size, (5, size), generator=generator)
+    tokens = torch.randint(vocabulary, (5, size), generator=generator)
+    rows = list(range(5)) if ids is None else ids
+    log_probs = torch.randn(len(rows), size, vocabulary, generator=generator)
+    states = torch.randn(len(rows), size, generator=generator)
+    index = None if ids is None else torch.tensor(ids)
+    taken, places, chosen = MODULES[module].beam_chosen(parents, tokens, index, vocabulary, eos)
+    picked = log_probs.flatten()[chosen.long()].view(len(rows), 2 * size)
+    for i, b in enumerate(rows):
+        assert torch.equal(taken[i], tokens[b])
+        assert torch.equal(states.flatten()[places.long()].view_as(states)[i], states[i, parents[b]])
+        assert torch.equal(picked[i, :size], log_probs[i, parents[b], tokens[b]])
+        assert torch.equal(picked[i, size:], log_probs[i, :, eos])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+@pytest.mark.parametrize("ids", [None, [1, 2]])
+@pytest.mark.parametrize("module", MODULES)
+def test_ancestors(module: str, ids: list[int] | None, dtype: torch.dtype):
+    rows, size = 3, 4
+    generator = torch.Generator().manual_seed(5)
+    table = torch.zeros(16, rows, size, dtype=dtype)
+    table[0] = torch.arange(size)
+    every = [[[k] for k in range(size)] for _ in range(rows)]  # of each hypothesis: its ancestors, by hand
+    first = 0
+    for t in range(1, 12):
+        parents = torch.randint(size, (rows, size), generator=generator)
+        every = [[every[b][int(parents[b, k])] + [k] for k in range(size)] for b in range(rows)]
+        index = None if ids is None else torch.tensor(ids)
+        first = MODULES[module].beam_ancestors(table, parents, index, first, t)
+        looked_at = range(rows) if ids is None else ids
+        alike = [all(len({path[j] for path in every[b]}) == 1 for b in looked_at) for j in range(t)]
+        assert alike == [j < first for j in range(t)]
+        for b in looked_at:
+            assert table[: t + 1, b].t().tolist() == every[b]
+    assert first > 2
+
+
+def attention_inputs(heads: int, heads_kv: int, width: int, before: int, shared: int, own: int) -> list[Any]:
+    rows, size = 3, 4
+    generator = torch.Generator().manual_seed(6)
+    q = 3 * torch.randn(rows, size, heads, width, generator=generator)
+    prefix = [torch.randn(before, rows, heads_kv, width, generator=generator) for _ in range(2 * bool(before))]
+    slots = [torch.randn(shared + own, rows, size, heads_kv, width, generator=generator) for _ in range(2)]
+    table = torch.randint(size, (shared + own, rows, size), generator=generator).to(torch.uint8)
+    return [q, prefix, slots if shared + own else [], table[:shared, :, 0], table[shared:], 0.7]
+
+
+def attended(q: Tensor, prefix: list[Tensor], slots: list[Tensor], shared: Tensor, own: Tensor, scale: float) -> Any:
+    """Hypothesis by hypothesis and head by head, in float64."""
+    out, lse = torch.zeros_like(q).double(), torch.zeros(q.shape[:-1]).double()
+    for b, k, h in itertools.product(*map(range, q.shape[:-1])):
+        head = h // (q.shape[2] // (prefix or slots)[0].shape[-2])
+        k_seen, v_seen = (
+            [x[b, head] for x in (prefix[i] if prefix else [])]
+            + [slots[i][j, b, int(state[b]), head] for j, state in enumerate(shared)]
+            + [slots[i][len(shared) + j, b, int(state[b, k]), head] for j, state in enumerate(own)]
+            for i in (0, -1)
+        )
+        scores = scale * torch.stack(k_seen).double() @ q[b, k, h].double()
+        out[b, k, h], lse[b, k, h] = scores.softmax(0) @ torch.stack(v_seen).double(), scores.logsumexp(0)
+    return out, lse
+
+
+ATTEND = {"cpu": cpu_attend.beam_attend, "eager": eager_beam.beam_attend}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1, 0, 0, 1), (4, 2, 5, 3, 0, 2), (2, 2, 32, 0, 5, 3), (4, 1, 17, 2, 70, 66), (2, 1, 8, 129, 0, 0)],
+)
+@pytest.mark.parametrize("module", ATTEND)
+def test_attention(module: str, sizes: tuple[int, ...]):
+    args = attention_inputs(*sizes)
+    for x, y in zip(ATTEND[module](*args), attended(*args), strict=True):
+        assert x.dtype is torch.float32
+        torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("module", ATTEND)
+def test_attention_to_one_array_and_in_any_layout(module: str):
+    q, prefix, slots, shared, own, scale = attention_inputs(2, 2, 8, 3, 4, 2)
+    expected = ATTEND[module](q, [prefix[0]] * 2, [slots[0]] * 2, shared, own, scale)
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, prefix[0], slots[0], shared, own)]
+    got = ATTEND[module](turned[0], [turned[1]], [turned[2]], turned[3], turned[4], scale)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_attention_in_threads(monkeypatch: pytest.MonkeyPatch):
+    args = attention_inputs(2, 2, 8, 3, 40, 20)
+    alone = cpu_attend.beam_attend(*args)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(_threads, "PIECE", 1)
+    try:
+        torch.set_num_threads(3)
+        together = cpu_attend.beam_attend(*args)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for x, y in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_tracing_back(module: str):
     generator = torch.Generator().manual_seed(1)
     steps, rows, size, each = 9, 3, 4, 5
@@ -106,3 +293,6 @@ def test_which_kernel_is_found():
     assert find("beam_best", keys.to(torch.bfloat16)) is eager_beam.beam_best
     assert find("beam_best", keys.to("meta")) is eager_beam.beam_best
     assert find("beam_trace", keys.long()) is cpu_beam.beam_trace
+    assert find("beam_ancestors", keys.byte()) is cpu_beam.beam_ancestors
+    assert find("beam_attend", keys) is cpu_attend.beam_attend
+    assert find("beam_attend", keys.double()) is eager_beam.beam_attend

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("beam", "beam_models", "harness", "plots", "resident")
+NAMES = ("beam", "beam_models", "harness", "plots", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +47,19 @@ def test_a_run_without_transformers(script: Any, tmp_path: Path, monkeypatch: py
     )
     monkeypatch.delenv("HF_PYTHON", raising=False)
     out = tmp_path / "quick.json"
-    assert script.main(["--quick", "--out", str(out)]) == 0
+    assert script.SCRIPT.main(["--quick", "--out", str(out)]) == 0
     for entry in json.loads(out.read_text())["entries"]:
-        assert ("error" in entry["raw"][0]) == (entry["cell"]["kind"] == "speed")
-    assert (
-        "a step of minimum risk, time against search and second pass: at most 0.6" in out.with_suffix(".md").read_text()
-    )
+        assert ("absent" in entry["raw"][0]) == (entry["cell"]["kind"] == "speed")
+        assert "error" not in entry["raw"][0]
+    text = out.with_suffix(".md").read_text()
+    assert "a step of minimum risk: time / search and second pass" in text
+    assert "Not installed: hf." in text
 
 
 def test_the_report(script: Any, tmp_path: Path) -> None:
     entries = [
         {"cell": {"kind": "speed", "way": way, "steps": steps}, "raw": [{"total_s": [2.0 + k], "model_s": [1.9]}]}
-        for steps in script.STEPS
+        for steps in script.STEPS["usual"]
         for k, way in enumerate(["search", "HF"])
     ]
     entries += [
@@ -67,7 +68,7 @@ def test_the_report(script: Any, tmp_path: Path) -> None:
             "raw": [{"held_bytes": t * 2**20 * size, "total_s": [0.1]}],
         }
         for decoder in script.DECODERS
-        for t in script.T
+        for t in script.T["usual"]
         for way, size in zip(script.WAYS, (2, 1, 0.9, 0.2), strict=True)
     ]
     entries += [
@@ -76,11 +77,16 @@ def test_the_report(script: Any, tmp_path: Path) -> None:
     ]
     out = tmp_path / "beam.json"
     out.write_text(json.dumps({"about": script.harness.about(1), "checks": [], "entries": entries}))
-    assert script.main(["--report", "--out", str(out)]) == 0
-    text = out.with_suffix(".md").read_text()
-    assert "64 tokens, against `generate`: at least 1.6x: 1.5x, missed." in text
-    assert "256 tokens, share of the time outside the model: at most 0.07: 0.05, reached." in text
-    assert "a GRU decoder, T=128, held: at most 206 MiB: 128 MiB, reached." in text
-    assert "a GRU decoder, T=128, held with checkpoints against without: at most 0.25: 0.2, reached." in text
-    assert "a step of minimum risk, time against search and second pass: at most 0.6: 0.5, reached." in text
+    assert script.SCRIPT.main(["--report", "--out", str(out)]) == 0
+    assert [(t.what, t.value, t.met) for t in script.targets(json.loads(out.read_text()))] == [
+        ("64 tokens: speed / `generate`'s", 1.5, False),
+        ("64 tokens: share of the time outside the model", pytest.approx(0.05), True),
+        ("256 tokens: speed / `generate`'s", 1.5, True),
+        ("256 tokens: share of the time outside the model", pytest.approx(0.05), True),
+        ("a GRU decoder, T=128: held", 128, True),
+        ("a GRU decoder, T=128: with linear_log_softmax", pytest.approx(115.2), True),
+        ("a GRU decoder, T=128: held with checkpoints / without", pytest.approx(0.2), True),
+        ("a decoder that attends to its past, T=128: held with checkpoints / without", pytest.approx(0.2), True),
+        ("a step of minimum risk: time / search and second pass", 0.5, True),
+    ]
     assert out.with_suffix(".png").stat().st_size > 10_000

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("g2p_padded", "g2p_padding", "harness", "resident")
+NAMES = ("g2p_padded", "g2p_padding", "harness", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,9 @@ def script() -> Iterator[Any]:
     sizes = {n: replace(s, hidden=8, embed=6, batch_size=4, learning_rate=1e-4) for n, s in module.SIZES.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SIZES", sizes)
-        patch.setattr(module, "QUICK", {"limit": 30, "batches": 3})
+        patch.setattr(module, "FEW", {"quick": {"limit": 30, "batches": 3}})
         patch.setattr(module, "gc", SimpleNamespace(collect=int))  # there is much to collect in a process of tests
         patch.setattr(module.harness, "spawn", lambda path, cell: json.loads(json.dumps(module.run_cell(cell))))
-        patch.setattr(module.harness.measure, "__defaults__", (module.harness.spawn,))
         yield module
     for name in NAMES:
         sys.modules.pop(name, None)
@@ -43,7 +42,7 @@ def quick(out: Path, *options: str) -> list[str]:
 
 def test_a_run_and_its_report(script: Any, tmp_path: Path):
     out = tmp_path / "quick.json"
-    assert script.main(quick(out)) == 0
+    assert script.SCRIPT.main(quick(out)) == 0
     result = json.loads(out.read_text())
     assert len(result["checks"]) == len(result["entries"]) == 4
     assert all(entry["raw"][0]["apart"] <= 1e-10 for entry in result["checks"])
@@ -54,14 +53,14 @@ def test_a_run_and_its_report(script: Any, tmp_path: Path):
     text = out.with_suffix(".md").read_text()
     assert len(re.findall(r"^\| (of similar length|in random order), `--size (small|full)`, 30 words", text, re.M)) == 4
     out.with_suffix(".md").unlink()
-    assert script.main(["--report", "--out", str(out)]) == 0
+    assert script.SCRIPT.main(["--report", "--out", str(out)]) == 0
     assert out.with_suffix(".md").read_text() == text
 
 
 def test_rows_that_are_not_measured_again_are_kept(script: Any, tmp_path: Path):
     out = tmp_path / "some.json"
     for order in ("length", "random"):
-        assert script.main(quick(out, "--size", "small", "--order", order)) == 0
+        assert script.SCRIPT.main(quick(out, "--size", "small", "--order", order)) == 0
     entries = json.loads(out.read_text())["entries"]
     assert sorted(entry["cell"]["order"] for entry in entries) == ["length", "random"]
 
@@ -71,7 +70,7 @@ def test_nothing_is_timed_where_they_differ(script: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr(script, "mean_loss", lambda *given: right(*given) * (1 + 1e-9))
     monkeypatch.setattr(script, "timed", None)
     out = tmp_path / "wrong.json"
-    assert script.main(quick(out, "--size", "small")) == 1
+    assert script.SCRIPT.main(quick(out, "--size", "small")) == 1
     assert not out.exists()
 
 

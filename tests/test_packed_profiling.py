@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("attention", "harness", "packed", "packed_ways", "plots", "resident")
+NAMES = ("attention", "harness", "packed", "packed_ways", "plots", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +45,22 @@ def test_a_run_without_fbgemm(scripts: dict[str, Any], tmp_path: Path, monkeypat
     monkeypatch.setattr(script.harness, "spawn", spawn)
     monkeypatch.delenv("FBGEMM_PYTHON", raising=False)
     out = tmp_path / "quick.json"
-    assert script.main(["--quick", "--out", str(out)]) == 0
+    assert script.SCRIPT.main(["--quick", "--out", str(out)]) == 0
     entries = json.loads(out.read_text())["entries"]
     for entry in entries:
         (raw,) = entry["raw"]
         way = entry["cell"]["way"]
-        assert ("error" in raw) <= (way in ("FBGEMM", "torch.nested")), (entry["cell"], raw)
+        assert ("absent" in raw) == (way == "FBGEMM")
+        assert ("error" in raw) <= (way == "torch.nested"), (entry["cell"], raw)
     text = out.with_suffix(".md").read_text()
     # Each case against its fastest peer, and two against a copy, with both kinds of memory.
-    assert text.count("reached.") + text.count("missed.") == 2 * (len(script.CASES) + 2)
+    assert text.count(" met |") + text.count("**missed** |") == 2 * (len(script.CASES) + 2)
     assert out.with_suffix(".png").stat().st_size > 10_000
 
-    assert script.main(["--quick", "--only", "permute", "--out", str(out)]) == 0
-    assert len(json.loads(out.read_text())["entries"]) == len(entries)
+    assert script.SCRIPT.main(["--quick", "--only", "permute", "--out", str(out)]) == 0
+    again = json.loads(out.read_text())
+    assert len(again["entries"]) == len(entries)
+    assert list(again["again"]) == ["permute"]
 
 
 def test_a_way_that_is_wrong_has_no_figure(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +92,10 @@ def test_targets_of_packed(scripts: dict[str, Any]) -> None:
 
     entries = [entry("permute", "permute", 0.002), entry("permute", "index_select", 0.004)]
     entries += [entry("pack", "pack_padded", 0.002, 0.002), entry("pack", "x[mask]", 0.003), entry("pack", "copy", 1)]
-    assert scripts["packed"].targets({"entries": entries}) == [
-        "pack, kept memory: at most 1.0 of the fastest peer's time (x[mask]): 0.67, reached.",
-        "permute, kept memory: at most 0.4 of the fastest peer's time (index_select): 0.50, missed.",
-        "pack, kept memory, forward: at least 0.8 of the bandwidth of a copy that reads and writes as many bytes: "
-        "0.50, missed.",
+    assert [(t.what, t.value, t.met) for t in scripts["packed"].targets({"entries": entries})] == [
+        ("pack, kept memory: time / fastest peer", pytest.approx(2 / 3), True),
+        ("permute, kept memory: time / fastest peer", 0.5, False),
+        ("pack, kept memory, forward: share of a copy's bandwidth", 0.5, False),
     ]
 
 
@@ -105,7 +108,7 @@ def test_the_report_of_attention(scripts: dict[str, Any], tmp_path: Path) -> Non
     script = scripts["attention"]
     torch.manual_seed(0)
     entries = []
-    for workload, Ts in script.SIZES.items():
+    for workload, Ts in script.SIZES["usual"].items():
         for T in Ts:
             for k, variant in enumerate(script.VARIANTS[workload]):
                 cell = {"workload": workload, "variant": variant, "T": T}
@@ -116,8 +119,8 @@ def test_the_report_of_attention(scripts: dict[str, Any], tmp_path: Path) -> Non
     about = script.harness.about(1)
     out = tmp_path / "attention.json"
     out.write_text(json.dumps({"about": about, "checks": [], "entries": entries}))
-    assert script.main(["--report", "--out", str(out)]) == 0
+    assert script.SCRIPT.main(["--report", "--out", str(out)]) == 0
     text = out.with_suffix(".md").read_text()
-    assert "encoder layer, T=64: at most 0.6 of the padded time: 0.50, reached." in text
+    assert re.search(r"encoder layer, T=64: time / padded +\| +0.5 \| at most 0.6 \| +met \|", text)
     assert "T=4096: 0.50 of the time, 0.50 of the memory of padded SDPA." in text
     assert out.with_suffix(".png").stat().st_size > 10_000

@@ -44,55 +44,56 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of one run of the script, without a figure."""
-    out = tmp_path_factory.mktemp("profiling") / "tiny.json"
-    done = run("--tiny", "--rounds", "1", "--out", str(out))
+    out = tmp_path_factory.mktemp("profiling") / "quick.json"
+    done = run("--quick", "--rounds", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "no figure" not in done.stderr
     assert "### Targets" in done.stdout
     return out
 
 
-def test_the_results_tell_where_they_come_from(tiny: Path):
-    about = json.loads(tiny.read_text())["about"]
-    assert about["command"].startswith("python profiling/tensor_array.py --tiny")
+def test_the_results_tell_where_they_come_from(quick: Path):
+    about = json.loads(quick.read_text())["about"]
+    assert about["command"].startswith("python profiling/tensor_array.py --quick")
     assert set(about["versions"]) == {"python", "torch", "numpy", "tensorloop"}
     assert set(about["machine"]) == {"processor", "cores", "memory_gib", "system"}
     assert (about["threads"], about["rounds"], about["repeats"]) == (2, 1, 1)
     assert about["load_at_start"] >= 0
 
 
-def test_every_cell_has_its_raw_values(tiny: Path):
-    result = json.loads(tiny.read_text())
+def test_every_cell_has_its_raw_values(quick: Path):
+    result = json.loads(quick.read_text())
     fields = {
         "check": {"tensor_array", "cat"},
         "time": {"loss", "warmup_s", "forward_s", "total_s"},
         "memory": {"loss", "peak_bytes"},
         "micro": {"tensor_array forward", "tensor_array backward", "list forward", "list backward"},
     }
-    found = [(e["cell"]["kind"], set(e["raw"][0])) for e in result["entries"] if e["cell"]["kind"] != "pieces"]
+    entries = result["checks"] + result["entries"]
+    found = [(e["cell"]["kind"], set(e["raw"][0])) for e in entries if e["cell"]["kind"] != "pieces"]
     expected = ["check", "time", "time", "memory", "memory", "micro"]
     assert found == [(kind, fields[kind]) for kind in expected]
     (pieces,) = [e["raw"][0] for e in result["entries"] if e["cell"]["kind"] == "pieces"]
     assert all(value > 0 for values in pieces.values() for value in values)
 
 
-def test_processes_agree_on_the_loss(tiny: Path):
-    entries = json.loads(tiny.read_text())["entries"]
+def test_processes_agree_on_the_loss(quick: Path):
+    entries = json.loads(quick.read_text())["entries"]
     losses = [raw["loss"] for e in entries for raw in e["raw"] if "loss" in raw]
     assert len(losses) == 4
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
 
 
-def test_picture_and_tables_come_from_the_results(tiny: Path):
-    picture, tables = tiny.with_suffix(".png"), tiny.with_suffix(".md")
+def test_picture_and_tables_come_from_the_results(quick: Path):
+    picture, tables = quick.with_suffix(".png"), quick.with_suffix(".md")
     first = tables.read_text()
     assert "| torch.cat " in first
     assert picture.read_bytes().startswith(b"\x89PNG")
     picture.unlink()
     tables.unlink()
-    done = run("--report", "--out", str(tiny))
+    done = run("--report", "--out", str(quick))
     assert done.returncode == 0, done.stderr
     assert tables.read_text() == first
     assert picture.exists()
@@ -101,12 +102,12 @@ def test_picture_and_tables_come_from_the_results(tiny: Path):
 @pytest.mark.parametrize("workload", STEPS)
 def test_variants_agree(scripts: dict[str, Any], workload: str):
     workloads = scripts["workloads"]
-    names = list(workloads.VARIANTS[workload])
-    apart = workloads.differences(workload, STEPS[workload], names)
-    assert list(apart) == names
+    loops, d = workloads.VARIANTS[workload], workloads.leaves(workload, STEPS[workload], torch.float64)
+    right = workloads.gradients(loops[workloads.peer_of(workload)], d)
+    apart = workloads.compare(loops, right, d)
+    assert list(apart) == list(loops)
     assert max(x for both in apart.values() for x in both.values()) <= 1e-12
-    loss = workloads.VARIANTS[workload][names[0]](workloads.leaves(workload, STEPS[workload], torch.float64))
-    assert loss.abs() > 1
+    assert abs(right[0]) > 1
 
 
 @pytest.mark.parametrize(("workload", "T"), RECORDED_LOSS)
@@ -123,20 +124,25 @@ def test_the_ring_reads_older_slots(scripts: dict[str, Any]):
     assert all(0 <= slot < min(t, workloads.SLOTS) for t, slot in enumerate(rest, 1))
 
 
-def test_a_wrong_gradient_is_reported(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    workloads, report = scripts["workloads"], scripts["tensor_array_report"]
-    broken = workloads.VARIANTS["W1"] | {"cat": lambda d: workloads.w1_cat(d) + d["xs"].sum() - d["xs"].detach().sum()}
-    monkeypatch.setitem(workloads.VARIANTS, "W1", broken)
-    entry = {
-        "cell": {"workload": "W1", "T": 4, "peer": "list_unbind"},
-        "raw": [workloads.differences("W1", 4, ["tensor_array", "cat"])],
+def test_a_wrong_gradient_is_reported(scripts: dict[str, Any]):
+    workloads = scripts["workloads"]
+    d = workloads.leaves("W1", 4, torch.float64)
+    loops = {
+        "tensor_array": workloads.w1_tensor_array,
+        "cat": lambda d: workloads.w1_cat(d) + d["xs"].sum() - d["xs"].detach().sum(),
+        "list_index": lambda d: d["none"],
     }
-    (line,) = report.disagreements([entry])
-    assert line.startswith("W1, T=4, torch.cat: gradient")
-    nan = {"cell": entry["cell"], "raw": [{"cat": {"loss": 0.0, "gradient": float("nan")}}]}
-    assert len(report.disagreements([nan])) == 1
-    failed = {"cell": entry["cell"], "raw": [{"error": "RuntimeError: no"}]}
-    assert report.disagreements([failed]) == ["W1, T=4: RuntimeError: no"]
+
+    def lines(answers: Any) -> list[str]:
+        labels = scripts["tensor_array_report"].LABELS_OF
+        return scripts["tables"].disagreements([{"cell": {"workload": "W1", "T": 4}, "raw": [answers]}], labels, 1e-12)
+
+    wrong, failed = lines(workloads.compare(loops, workloads.gradients(workloads.w1_list_unbind, d), d))
+    assert wrong.startswith("W1, T=4, torch.cat: gradient off by")
+    assert failed == "W1, T=4, list + stack, xs[t]: KeyError: 'none'"
+    assert len(lines({"cat": {"loss": 0.0, "gradient": float("nan")}})) == 1
+    assert lines({"error": "RuntimeError: no"}) == ["W1, T=4: RuntimeError: no"]
+    assert lines({"cat": {"absent": "not installed"}}) == []
 
 
 def entries_of(values: dict[tuple[str, str, int, str], float]) -> list[dict[str, Any]]:
@@ -156,9 +162,9 @@ def test_targets_are_met_missed_or_not_measured(scripts: dict[str, Any]):
         ("time", "W1", 10000, "tensor_array"): 12.1,
         ("time", "W1", 1000, "tensor_array"): 1.0,
     }
-    found = scripts["tensor_array_report"].targets({"entries": entries_of(values)})
-    assert [t["met"] for t in found] == [True, False, None, False, None]
-    assert [t["at_most"] for t in found] == [0.05, 0.7, 1e-12, 12, 1.25]
+    found = scripts["tensor_array_report"].targets({"checks": [], "entries": entries_of(values)})
+    assert [t.met for t in found] == [True, False, None, False, None]
+    assert [t.bound for t in found] == [0.05, 0.7, 1e-12, 12, 1.25]
 
 
 def test_the_median_is_of_the_rounds(scripts: dict[str, Any]):

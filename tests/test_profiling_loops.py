@@ -41,24 +41,25 @@ def quick(scripts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("profiling") / "quick.json"
     loops = scripts["loops"]
 
-    def process(script: Path, cell: dict[str, Any]) -> dict[str, Any]:
-        peer = cell.get("variant") in {v for variants in scripts["loop_workloads"].PEERS.values() for v in variants}
-        return loops.run_peer(cell) if peer else json.loads(json.dumps(loops.run_cell(cell)))
+    def spawn(script: Path, cell: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(json.dumps(loops.run_cell(cell)))
 
     gc.freeze()  # every cell collects garbage: without all that pytest has made, a matter of milliseconds
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loops, "process", process)
-            patch.delenv(loops.JAX_PYTHON, raising=False)
-            assert loops.main(["--quick", "--out", str(out)]) == 0
+            patch.setattr(loops.harness, "spawn", spawn)
+            patch.delenv("JAX_PYTHON", raising=False)
+            assert loops.SCRIPT.main(["--quick", "--out", str(out)]) == 0
     finally:
         gc.unfreeze()
     return out
 
 
 def test_every_cell_answers(quick: Path):
-    entries = json.loads(quick.read_text())["entries"]
-    assert {e["cell"]["kind"] for e in entries} == {"check", "time", "memory", "bare", "count", "overhead"}
+    result = json.loads(quick.read_text())
+    entries = result["entries"]
+    assert {e["cell"]["kind"] for e in entries} == {"time", "memory", "bare", "count"}
+    assert {e["cell"]["workload"] for e in result["checks"]} == {"W2", "W3", "W4", "W5"}
     assert not [e for e in entries for raw in e["raw"] if "error" in raw]
     losses: dict[tuple[str, int], list[float]] = {}
     for e in entries:
@@ -76,25 +77,20 @@ def test_body_calls_are_the_schedule_s(quick: Path, scripts: dict[str, Any]):
 
 def test_peers_that_are_missing_say_so(quick: Path):
     tables = quick.with_suffix(".md").read_text()
-    assert "JAX and Equinox not installed" in tables
+    assert "Not installed: jax." in tables
     assert tables.count("not installed") > 6
     assert quick.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_python_without_the_peers_is_left_out(scripts: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    assert scripts["loops"].find_peers("no/such/python") == {}
-    assert "JAX and Equinox are left out: no/such/python: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workload", STEPS)
 def test_variants_agree(scripts: dict[str, Any], workload: str):
     workloads = scripts["loop_workloads"]
     d = workloads.leaves(workload, STEPS[workload], torch.float64)
-    right = workloads.gradients(workload, workloads.PLAIN[workload], d)
+    loops, compare = workloads.VARIANTS[workload], scripts["workloads"].compare
+    right = scripts["workloads"].gradients(loops[workloads.PLAIN[workload]], d)
     assert set(right[1]) == {name for name, x in d.items() if x.is_floating_point()}
     assert all(grad.abs().max() > 1e-3 for grad in right[1].values())
-    for variant in workloads.VARIANTS[workload]:
-        apart = workloads.apart(workloads.gradients(workload, variant, d), right)
+    for variant, apart in compare(loops, right, d).items():
         assert max(apart.values()) <= 1e-12, variant
 
 
@@ -115,25 +111,6 @@ def test_every_variant_has_a_label(scripts: dict[str, Any]):
     assert set(report.TITLES) == set(report.LABELS)
 
 
-def test_a_wrong_gradient_is_reported(scripts: dict[str, Any]):
-    report = scripts["loops_report"]
-    cell = {"workload": "W5", "T": 4}
-    answers = {
-        "masked": {"loss": 0.0, "gradient": 0.0},
-        "sorted": {"loss": 0.0, "gradient": 1e-3},
-        "while_loop": {"loss": float("nan"), "gradient": 0.0},
-        "while_loop_compact": {"error": "RuntimeError: no"},
-    }
-    lines = report.disagreements([{"cell": cell, "raw": [answers]}])
-    assert [line.split(":")[0] for line in lines] == [
-        "W5, T=4, plain loop, rows sorted, told lengths",
-        "W5, T=4, tl.while_loop",
-        "W5, T=4, tl.while_loop, compact",
-    ]
-    assert report.disagreements([{"cell": cell, "raw": [{"error": "no memory"}]}]) == ["W5, T=4: no memory"]
-    assert report.disagreements([{"cell": cell, "raw": [{"sorted": {"absent": "not installed"}}]}]) == []
-
-
 def entry(value: float, key: str, **cell: Any) -> dict[str, Any]:
     return {"cell": cell, "raw": [{key: value}]}
 
@@ -148,13 +125,14 @@ def test_the_budget_is_advances_and_steps(scripts: dict[str, Any]):
         entry(4e7, "peak_bytes", kind="memory", variant="while_loop_32", **w4),
         {"cell": {"kind": "count", "T": 10000}, "raw": [{"32": {"calls": 45001, "advances": 35000}}]},
     ]
-    result = {"entries": entries}
+    result = {"checks": [], "entries": entries}
     assert report.budget_ms(result, 10000, 32) == pytest.approx(6500)
-    found = {t["target"]: (t["value"], t["met"]) for t in report.targets(result)}
-    assert found["W4, N=10000, K=32: time / budget"] == (pytest.approx(1.2), True)
-    assert found["W4, N=10000, K=32: peak memory, MB"] == (pytest.approx(40), True)
-    assert found["W4: body calls beyond the schedule's, any N and K"] == (1, False)
-    assert found["W2, T=2048: time / best plain loop"] == (None, None)
+    found = {t.what: (t.value, t.met) for t in report.targets(result)}
+    assert found == {
+        "W4, N=10000, K=32: time / budget": (pytest.approx(1.2), True),
+        "W4, N=10000, K=32: peak memory": (pytest.approx(40), True),
+        "W4: body calls beyond the schedule's, any N and K": (1, False),
+    }
 
 
 def test_ratios_are_against_the_best_plain_loop(scripts: dict[str, Any]):
@@ -164,12 +142,39 @@ def test_ratios_are_against_the_best_plain_loop(scripts: dict[str, Any]):
     assert scripts["loops_report"].against(result, "time", "W2", 128, "scan", "list_unbind", "list_index") == 2.0
 
 
-def test_quick_figures_stay_out_of_the_documents(scripts: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        scripts["loops"].main(["--quick"])
-    assert "--quick needs --out" in capsys.readouterr().err
+@pytest.mark.parametrize(("loop", "known"), [("scan", True), ("while_loop", False)])
+def test_the_loops_of_the_overhead_agree(scripts: dict[str, Any], loop: str, known: bool):
+    overhead = scripts["loop_overhead"]
+    assert overhead.apart(loop, 40) <= overhead.APART
+    assert overhead.planned_advances(100, 8, known=True) == 248
+    costs = overhead.costs(loop, 40, 1)
+    assert set(costs) == {
+        f"{k} {w} {x}" for k in overhead.KEEPS for w in overhead.WAYS for x in ("ours", "bare", "over")
+    }
+    assert all(len(values) == 1 for values in costs.values())
 
 
-def test_the_document_has_the_markers():
+def test_the_overhead_s_report(scripts: dict[str, Any], tmp_path: Path):
+    overhead = scripts["loop_overhead"]
+    costs = {
+        f"{k} {w} {x}": [n] for k in overhead.KEEPS for w in overhead.WAYS for x, n in (("ours", 9), ("over", 2.5))
+    }
+    entries = [
+        {"cell": {"kind": "overhead", "loop": loop, "T": T}, "raw": [costs]}
+        for loop in overhead.LOOPS
+        for T in (100, 1000)
+    ]
+    out = tmp_path / "overhead.json"
+    about = overhead.harness.about(1, command="c")
+    out.write_text(json.dumps({"about": about, "checks": [], "entries": entries}))
+    assert overhead.SCRIPT.main(["--report", "--out", str(out)]) == 0
+    assert out.with_suffix(".md").read_text().count("| 9.0 (2.5) | 9.0 (2.5) |") == 8
+    targets = json.loads(out.read_text())["targets"]
+    assert [t["value"] for t in targets] == [2.5] * 4
+    assert targets[0]["what"] == "tl.scan, every step, T=1,000: a step beyond bare loops"
+
+
+@pytest.mark.parametrize("name", ["loops", "loop_overhead"])
+def test_the_document_has_the_markers(name: str):
     text = (FOLDER.parent / "docs" / "benchmarks.md").read_text()
-    assert 0 < text.index("<!-- loops:begin -->") < text.index("<!-- loops:end -->")
+    assert 0 < text.index(f"<!-- {name}:begin -->") < text.index(f"<!-- {name}:end -->")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("harness", "plots", "regroup", "resident")
+NAMES = ("harness", "plots", "regroup", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,17 @@ def test_a_run_without_fbgemm(script: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(script.harness, "spawn", lambda path, cell: spawn(script, cell))
     monkeypatch.delenv("FBGEMM_PYTHON", raising=False)
     out = tmp_path / "quick.json"
-    assert script.main(["--quick", "--out", str(out)]) == 0
+    assert script.SCRIPT.main(["--quick", "--out", str(out)]) == 0
     entries = json.loads(out.read_text())["entries"]
     assert len(entries) == len(script.cases()) * (len(script.WAYS) + 1)
     for entry in entries:
         (raw,) = entry["raw"]
-        assert ("error" in raw) == (entry["cell"].get("way") == "FBGEMM")
+        assert ("absent" in raw) == (entry["cell"].get("way") == "FBGEMM")
+        assert "error" not in raw
     text = out.with_suffix(".md").read_text()
     assert "of a copy" in text
-    assert re.search(r"^\| FBGEMM +\| +error \| +error \| +error \|$", text, re.MULTILINE)
-    assert text.count("reached.") + text.count("missed.") == len(script.cases()) + 1
+    assert re.search(r"^\| FBGEMM +\| +not installed \| +not installed \| +not installed \|$", text, re.MULTILINE)
+    assert text.count(" met |") + text.count("**missed** |") == len(script.cases()) + 1
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
@@ -69,9 +70,9 @@ def test_figures_and_targets(script: Any) -> None:
     kernel = {"cell": {"kind": "kernel", "case": "few"}, "raw": [{"kernel_s": [0.002], "copy_s": [0.001]}]}
     result = {"entries": [*times, kernel]}
     assert script.both(result, "few", "slice + cat") == "4.00 (1.00)"
-    assert script.both(result, "many", "slice + cat") == "error"
+    assert script.both(result, "many", "slice + cat") == "-"
     assert script.alone(result, "few") == "2.00, 0.50 of a copy"
-    assert script.targets(result) == [
-        "6 keys of 96 to 1024: at most the fastest peer's time (split + cat): 2.00, missed.",
-        "Kernel at 0.8 of the copy bandwidth on the first: 0.50, missed.",
+    assert [(t.what, t.value, t.met) for t in script.targets(result)] == [
+        ("6 keys of 96 to 1024: time / fastest peer", 2, False),
+        ("6 keys of 96 to 1024: kernel alone, share of a copy's bandwidth", 0.5, False),
     ]

@@ -1,35 +1,31 @@
-"""The loops of loop_inputs.py in JAX and Equinox: one cell, one process, one line of JSON.
-
-loops.py runs it with the Python of a venv that has jax, equinox and numpy (see README.md beside this file), with the
-folder profiling/ on the path, and one of these cells:
-
-    {"kind": "time", "workload": W, "variant": V, "T": T, "threads": n, "repeats": n, "slow": seconds}
-    {"kind": "memory", "workload": W, "variant": V, "T": T, "threads": n}
-    {"kind": "gradients", "workload": W, "variant": V, "T": T, "threads": n, "out": FILE}   in float64, into a .npz
-    {"kind": "versions"}
+"""The loops of loop_inputs.py in JAX and Equinox, run by a venv that has them: see README.md beside this file.
 
 W4's N is data to Equinox's loops, as it is to tensorloop's; `lax.scan` is told it.
 """
 
-import argparse
-import gc
-import json
 import os
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import equinox  # pyright: ignore[reportMissingImports]
+import answering
 import equinox.internal as eqxi  # pyright: ignore[reportMissingImports]
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import loop_inputs
 import numpy as np
-import resident
 from jax import lax  # pyright: ignore[reportMissingImports]
 
 Arrays = dict[str, Any]  # name -> jax array
+
+
+# ---- W1 ----
+
+
+def w1(p: Arrays, T: int) -> Any:
+    _, ys = lax.scan(lambda t, x: (t + 1, x * jnp.sqrt(t)), jnp.zeros((), p["xs"].dtype), p["xs"])
+    return jnp.sum(ys)
 
 
 # ---- W2 ----
@@ -52,18 +48,28 @@ def w2(scan: Callable[..., Any], p: Arrays, T: int) -> Any:
 # ---- W3 ----
 
 
-def w3_buffers(p: Arrays, T: int) -> Any:
-    """Keys and values in write-only buffers of T slots; a step attends to all slots, masked."""
-    slots = jnp.arange(T)
+def w3_step(p: Arrays, slots: Any, state: Any) -> Any:
+    """Keys and values are of T slots from the start; a step attends to all of them, masked."""
+    t, o, K, V, loss = state
+    h = jnp.tanh(p["xs"][t] @ p["Wx"] + o @ p["Wo"])
+    K, V = K.at[t].set(h @ p["Wk"]), V.at[t].set(h @ p["Wv"])
+    scores = jnp.einsum("bd,tbd->bt", h @ p["Wq"], K[...]) / np.sqrt(o.shape[-1])
+    weights = jax.nn.softmax(jnp.where(slots <= t, scores, -jnp.inf), axis=-1)
+    o = jnp.einsum("bt,tbd->bd", weights, V[...])
+    return t + 1, o, K, V, loss + jnp.sum(o**2)
 
-    def body(state: Any) -> Any:
-        t, o, K, V, loss = state
-        h = jnp.tanh(p["xs"][t] @ p["Wx"] + o @ p["Wo"])
-        K, V = K.at[t].set(h @ p["Wk"]), V.at[t].set(h @ p["Wv"])
-        scores = jnp.einsum("bd,tbd->bt", h @ p["Wq"], K[...]) / np.sqrt(o.shape[-1])
-        weights = jax.nn.softmax(jnp.where(slots <= t, scores, -jnp.inf), axis=-1)
-        o = jnp.einsum("bt,tbd->bd", weights, V[...])
-        return t + 1, o, K, V, loss + jnp.sum(o**2)
+
+def w3_carried(p: Arrays, T: int) -> Any:
+    """The slots are in the carry of a scan, which keeps them for every step."""
+    empty = jnp.zeros_like(p["xs"])
+    state = jnp.array(0), empty[0], empty, empty, jnp.zeros((), empty.dtype)
+    state, _ = lax.scan(lambda state, _: (w3_step(p, jnp.arange(T), state), None), state, None, length=T)
+    return state[-1]
+
+
+def w3_buffers(p: Arrays, T: int) -> Any:
+    """The slots are in Equinox's write-only buffers."""
+    body = partial(w3_step, p, jnp.arange(T))
 
     empty = jnp.zeros_like(p["xs"])
     state = jnp.array(0), empty[0], empty, empty, jnp.zeros((), empty.dtype)
@@ -95,26 +101,38 @@ def w4_told(p: Arrays, T: int) -> Any:
     return jnp.sum(x**2)
 
 
+# ---- W5 ----
+
+
+def w5_masked(p: Arrays, T: int) -> Any:
+    """All rows at every step."""
+
+    def body(carry: Any, x: Any) -> Any:
+        t, h = carry
+        running = (t < p["lens"])[:, None]
+        h = jnp.where(running, jnp.tanh(x @ p["Wx"] + h @ p["Wh"]), h)
+        return (t + 1, h), jnp.where(running, h, 0)
+
+    _, ys = lax.scan(body, (jnp.array(0), jnp.zeros_like(p["xs"][0])), p["xs"])
+    return jnp.sum(ys**2)
+
+
 LOOPS: dict[str, dict[str, Callable[[Arrays, int], Any]]] = {
+    "W1": {"lax_scan": w1},
     "W2": {"lax_scan": partial(w2, lax.scan), "eqx_scan": partial(w2, partial(eqxi.scan, kind="checkpointed"))},
-    "W3": {"eqx_buffers": w3_buffers},
+    "W3": {"eqx_buffers": w3_buffers, "lax_scan": w3_carried},
     "W4": {"lax_scan": w4_told, **{f"eqx_{K}": partial(w4_checkpointed, K) for K in (8, 32, 128)}},
+    "W5": {"lax_scan": w5_masked},
 }
 
-
-# ---- measuring ----
-
-
-Run = Callable[[], Any]
 WARM = 500  # steps that warm up a loop which reads N, as in loops.py
 
 
-def compiled(cell: dict[str, Any], dtype: Any) -> tuple[Run, Run, float]:
-    """Two calls that give loss and gradients when they are ready, and the seconds that compiling took.
-
-    The first is a warm-up: the same executable, given a smaller N where it reads one.
-    """
+def compiled(cell: dict[str, Any], double: bool) -> answering.Compiled:
+    """The warm-up is the same executable, given a smaller N where it reads one."""
+    jax.config.update("jax_enable_x64", double)
     arrays = {name: jnp.asarray(x) for name, x in loop_inputs.make(cell["workload"], cell["T"]).items()}
+    dtype = jnp.float64 if double else jnp.float32
     floating = {name: x.astype(dtype) for name, x in arrays.items() if x.dtype.kind == "f"}
     counts = {name: x for name, x in arrays.items() if x.dtype.kind != "f"}
     loop = LOOPS[cell["workload"]][cell["variant"]]
@@ -126,66 +144,17 @@ def compiled(cell: dict[str, Any], dtype: Any) -> tuple[Run, Run, float]:
     run = jax.jit(jax.value_and_grad(loss)).lower(floating, counts).compile()
     compile_s = time.perf_counter() - start
     few = {name: jnp.minimum(x, WARM) for name, x in counts.items()}
-    return (
+    return answering.Compiled(
         lambda: jax.block_until_ready(run(floating, few)),
         lambda: jax.block_until_ready(run(floating, counts)),
         compile_s,
     )
 
 
-def time_run(cell: dict[str, Any]) -> dict[str, Any]:
-    warm_up, run, compile_s = compiled(cell, jnp.float32)
-    warm_up()
-    total, value = [], 0.0
-    while len(total) < cell["repeats"] and sum(total) <= cell["slow"]:
-        gc.collect()
-        start = time.perf_counter()
-        loss, grads = run()
-        total.append(time.perf_counter() - start)
-        value = float(loss)
-        del loss, grads
-    return {"loss": value, "compile_s": compile_s, "total_s": total}
-
-
-def peak(cell: dict[str, Any]) -> dict[str, Any]:
-    warm_up, run, compile_s = compiled(cell, jnp.float32)
-    warm_up()
-    before = resident.settle()
-    loss, grads = run()
-    growth = resident.high_water() - before
-    value = float(loss)
-    del loss, grads
-    return {"loss": value, "compile_s": compile_s, "peak_bytes": growth}
-
-
-def gradients(cell: dict[str, Any]) -> dict[str, Any]:
-    jax.config.update("jax_enable_x64", True)
-    _, run, _ = compiled(cell, jnp.float64)
-    loss, grads = run()
-    arrays: dict[str, Any] = {name: np.asarray(grad) for name, grad in grads.items()}
-    np.savez(cell["out"], **arrays)
-    return {"loss": float(loss)}
-
-
-def versions(cell: dict[str, Any]) -> dict[str, Any]:
-    return {"jax": jax.__version__, "equinox": equinox.__version__}
-
-
-KINDS = {"time": time_run, "memory": peak, "gradients": gradients, "versions": versions}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cell", required=True, type=json.loads, help="what to do, JSON")
-    cell = parser.parse_args().cell
-    if "threads" in cell:  # XLA starts as many as there are cores for this process
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: cell["threads"]])
-    try:
-        result = KINDS[cell["kind"]](cell)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"[:500]}
-    print(json.dumps(result), flush=True)
+def threads(count: int) -> None:
+    """XLA starts as many as there are cores for this process."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 if __name__ == "__main__":
-    main()
+    answering.main(compiled, threads)

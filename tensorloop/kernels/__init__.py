@@ -43,11 +43,17 @@ CPU: dict[str, tuple[str, frozenset[torch.dtype] | None]] = {
     "edit_paths": ("cpu_edits", TOKENS),  # 16 : 170
     "beam_best": ("cpu_beam", REAL),  # 0.06 : 0.35, one thread, 16 rows of 8 hypotheses, 1000 tokens
     "beam_trace": ("cpu_beam", MOVED),  # 0.09 : 1.7 in 128 steps
+    "beam_pool": ("cpu_beam", REAL),  # 0.005 : 0.09
+    "beam_chosen": ("cpu_beam", TOKENS),  # 0.006 : 0.03
+    "beam_ancestors": ("cpu_beam", MOVED),  # 0.003 : 0.04, 12 states
+    "beam_attend": ("cpu_attend", SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
 EAGER = {  # those that are not in `eager`
     "regroup": "eager_moves",
     **dict.fromkeys(("edit_distance", "edit_cost", "edit_paths"), "eager_edits"),
-    **dict.fromkeys(("beam_best", "beam_trace"), "eager_beam"),
+    **dict.fromkeys(
+        ("beam_best", "beam_pool", "beam_chosen", "beam_ancestors", "beam_trace", "beam_attend"), "eager_beam"
+    ),
 }
 
 _PLAIN = (Tensor, torch.nn.Parameter)

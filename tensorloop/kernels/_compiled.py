@@ -9,15 +9,24 @@ from typing import Any
 
 from numba import njit
 
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel: compiled for the types of its first call, then for others as they come."""
+    return _kept(function, _OPTIONS)
+
+
+def summing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose sums may be added up in any order, several numbers at a time: the same one each time."""
+    return _kept(function, {**_OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}})
+
+
+def _kept(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     try:
-        return njit(cache=True, **_OPTIONS)(function)
+        return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to write to, as in a sealed container: compiled in every process
-        return njit(**_OPTIONS)(function)
+        return njit(**options)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import extending
 from numba.core import cgutils, types
@@ -11,6 +12,16 @@ from numba.core.errors import RequireLiteralValue
 from tensorloop.kernels._compiled import inlined
 
 _BYTE = ir.IntType(8)
+
+# The number that tells `pointer` of a dtype.
+LIKE: dict[torch.dtype, Any] = {
+    torch.float32: np.float32(0),
+    torch.float64: np.float64(0),
+    torch.uint8: np.uint8(0),
+    torch.int16: np.int16(0),
+    torch.int32: np.int32(0),
+    torch.int64: np.int64(0),
+}
 
 # What it makes is called without the first argument, which no type checker knows.
 intrinsic: Any = extending.intrinsic

@@ -3,6 +3,7 @@
 What the functions give is said in `eager_beam.py`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,64 @@ import torch
 from torch import Tensor
 
 from tensorloop.kernels._compiled import compiled, inlined
-from tensorloop.kernels._pointers import pointer
+from tensorloop.kernels._pointers import LIKE, pointer
 from tensorloop.kernels._threads import share
 
 BLOCK = 64  # continuations that are compared with the worst one kept before any of them is looked at alone
 
 
-def beam_best(keys: Tensor, log_probs: Tensor, count: int, eos_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def beam_best(
+    keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best continuations, and the ends."""
     keys, log_probs = keys.contiguous(), log_probs.contiguous()
-    rows, size, vocabulary = log_probs.shape
-    values, ends = keys.new_empty(rows, count), keys.new_empty(rows, size)
-    parents = keys.new_empty(rows, count, dtype=torch.int64)
-    tokens = parents.new_empty(rows, count)
-    every = (keys, log_probs, values, parents, tokens, ends)
-    like = np.float32(0) if keys.element_size() == 4 else np.float64(0)
-    args = (*(x.data_ptr() for x in every), size, vocabulary, count, eos_id, keys.element_size(), like)
-    share(_best, rows, log_probs.nbytes, args, every)
+    (rows, size, vocabulary), every = log_probs.shape, len(keys)
+    values, ends = keys.new_empty(every, count), keys.new_empty(every, size)
+    parents = keys.new_empty(every, count, dtype=torch.int64)
+    tokens = parents.new_empty(every, count)
+    if ids is not None:
+        for x, fill in ((values, -torch.inf), (ends, -torch.inf), (parents, 0), (tokens, 0)):
+            x.fill_(fill)
+    alive = (keys, log_probs, values, parents, tokens, ends)
+    addresses = (*(x.data_ptr() for x in alive), _address(ids))
+    args = (*addresses, size, vocabulary, count, eos_id, keys.element_size(), LIKE[keys.dtype])
+    share(_best, rows, log_probs.nbytes, args, (*alive, keys if ids is None else ids))
     return values, parents, tokens, ends
+
+
+def beam_pool(
+    ends: Sequence[Tensor], runs: Sequence[Tensor], pool: Sequence[Tensor], searching: Tensor, t: int, rule: str
+) -> int:
+    """Takes the ends of a step into the pool, and tells what has come of it."""
+    ends, runs = ([x.contiguous() for x in given] for given in (ends, runs))
+    keys, sums, *_ = pool
+    rows, size = runs[0].shape
+    addresses = (x.data_ptr() for x in (*ends, *runs, *pool, searching))
+    rules = (rule == "exact", rule == "first_n")
+    return _pool(*addresses, rows, size, keys.shape[1], t, *rules, LIKE[keys.dtype], LIKE[sums.dtype])
+
+
+def beam_chosen(
+    parents: Tensor, tokens: Tensor, ids: Tensor | None, vocabulary: int, eos_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, and where parents and log-probabilities are."""
+    parents, tokens = parents.contiguous(), tokens.contiguous()
+    size, rows = parents.shape[1], len(parents) if ids is None else len(ids)
+    small = torch.int32 if rows * size * vocabulary < 1 << 31 else torch.int64
+    places, chosen = tokens.new_empty(rows * size, dtype=small), tokens.new_empty(2 * rows * size, dtype=small)
+    taken = tokens.new_empty(rows, size)
+    addresses = (x.data_ptr() for x in (parents, tokens, taken, places, chosen))
+    _chosen(*addresses, _address(ids), rows, size, vocabulary, eos_id, LIKE[small])
+    return taken, places, chosen
+
+
+def beam_ancestors(table: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
+    """Takes the ancestors on to state t."""
+    _, rows, size = table.shape
+    count = rows if ids is None else len(ids)
+    before, parents = table.new_empty(size), parents.contiguous()
+    addresses = (table.data_ptr(), parents.data_ptr(), before.data_ptr(), _address(ids))
+    return _ancestors(*addresses, count, rows, size, first, t, LIKE[table.dtype])
 
 
 def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
@@ -40,12 +81,18 @@ def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
     return out
 
 
+def _address(ids: Tensor | None) -> int:
+    return 0 if ids is None else ids.data_ptr()
+
+
 @compiled
 def _best(
-    begin: int, end: int, keys: int, log_probs: int, values: int, parents: int, tokens: int, ends: int,
+    begin: int, end: int, keys: int, log_probs: int, values: int, parents: int, tokens: int, ends: int, ids: int,
     size: int, vocabulary: int, count: int, eos: int, width: int, like: Any,
 ) -> None:  # fmt: skip
-    for b in range(begin, end):
+    row_of = pointer(ids, np.int64(0))
+    for row in range(begin, end):
+        b = row_of[row] if ids else row
         key, end_of = pointer(keys + b * size * width, like), pointer(ends + b * size * width, like)
         kept = pointer(values + b * count * width, like)
         parent, token = pointer(parents + b * count * 8, np.int64(0)), pointer(tokens + b * count * 8, np.int64(0))
@@ -53,7 +100,7 @@ def _best(
             kept[j], parent[j], token[j] = -np.inf, 0, 0
         spoilt = False
         for k in range(size):
-            score = pointer(log_probs + (b * size + k) * vocabulary * width, like)
+            score = pointer(log_probs + (row * size + k) * vocabulary * width, like)
             end_of[k] = key[k] + score[eos]
             for start in range(0, vocabulary, BLOCK):
                 stop = min(start + BLOCK, vocabulary)
@@ -106,3 +153,81 @@ def _trace(
             for t in range(min(length[i], steps) - 1, -1, -1):
                 found[t * rows * each + i] = k
                 k = parent[(t * rows + b) * size + k]
+
+
+@compiled
+def _pool(
+    ends: int, end_sums: int, runs: int, bounds: int, pool_keys: int, pool_sums: int, pool_ends: int, most: int,
+    lost: int, searching: int, rows: int, size: int, count: int, t: int, exact: bool, first_n: bool,
+    like: Any, like_sum: Any,
+) -> int:  # fmt: skip
+    end, end_sum, key, bound = (
+        pointer(ends, like),
+        pointer(end_sums, like_sum),
+        pointer(runs, like),
+        pointer(bounds, like),
+    )
+    kept, kept_sum, at = pointer(pool_keys, like), pointer(pool_sums, like_sum), pointer(pool_ends, np.int64(0))
+    top, left, searches = pointer(most, like), pointer(lost, like), pointer(searching, np.uint8(0))
+    said = 0
+    for b in range(rows):
+        first, last = b * count, (b + 1) * count - 1
+        top[b], left[b], possible, spoilt = -np.inf, -np.inf, False, False
+        for i in range(b * size, (b + 1) * size):
+            possible |= key[i] > -np.inf or end[i] > -np.inf
+            spoilt |= not (key[i] < np.inf and end[i] < np.inf)
+            if key[i] > -np.inf:
+                top[b] = max(top[b], bound[i])
+            if not searches[b]:
+                continue
+            left[b] = max(left[b], min(end[i], kept[last]))
+            if end[i] > kept[last]:
+                j = last
+                while j > first and kept[j - 1] < end[i]:
+                    kept[j], kept_sum[j], at[j] = kept[j - 1], kept_sum[j - 1], at[j - 1]
+                    j -= 1
+                kept[j], kept_sum[j], at[j] = end[i], end_sum[i], t * size + i - b * size
+        if searches[b]:
+            over = kept[last] >= top[b] if exact else top[b] == -np.inf or (first_n and kept[last] > -np.inf)
+            said |= (1 if spoilt or not possible else 0) | (2 if over else 0)
+    return said
+
+
+@compiled
+def _chosen(
+    parents: int, tokens: int, taken: int, places: int, chosen: int, ids: int, rows: int, size: int, vocabulary: int,
+    eos: int, like: Any,
+) -> None:  # fmt: skip
+    parent, token, row_of = pointer(parents, np.int64(0)), pointer(tokens, np.int64(0)), pointer(ids, np.int64(0))
+    to, place, pick = pointer(taken, np.int64(0)), pointer(places, like), pointer(chosen, like)
+    for b in range(rows):
+        row = row_of[b] if ids else b
+        for k in range(size):
+            i, j = b * size + k, row * size + k
+            before = b * size + parent[j]
+            to[i], place[i] = token[j], before
+            pick[i + b * size], pick[i + (b + 1) * size] = before * vocabulary + token[j], i * vocabulary + eos
+
+
+@compiled
+def _ancestors(
+    table: int, parents: int, before: int, ids: int, count: int, rows: int, size: int, first: int, t: int, like: Any
+) -> int:  # fmt: skip
+    place, parent, old = pointer(table, like), pointer(parents, np.int64(0)), pointer(before, like)
+    row_of = pointer(ids, np.int64(0))
+    for j in range(first, t + 1):
+        for b in range(rows):
+            at = (j * rows + b) * size
+            for k in range(size):
+                old[k] = place[at + k] if j < t else k
+            for k in range(size):
+                place[at + k] = old[parent[b * size + k]] if j < t else k
+    shared = first
+    while shared < t:
+        for i in range(count):
+            at = (shared * rows + (row_of[i] if ids else i)) * size
+            for k in range(1, size):
+                if place[at + k] != place[at]:
+                    return shared
+        shared += 1
+    return shared

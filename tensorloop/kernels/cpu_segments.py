@@ -134,7 +134,7 @@ def _task(task: Any, bounds: Any, features: Any) -> Any:
 
 
 @inlined
-def _exp(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """exp of a float32 <= 0, -inf or NaN, within 2 units in the last place; 0 where it would be subnormal.
 
     libm's takes one number at a time. This is 2^n e^r, |r| <= ln(2) / 2, with e^r by its first eight terms, which leave
@@ -230,7 +230,7 @@ def _logsumexp(begin: int, end: int, bounds: Any, values: Any, out: Any) -> None
             for i in range(n, min(n + FEW, last)):
                 row = values[i, low : low + size]
                 for d in range(size):
-                    part[d] += _exp(row[d] - top[d])
+                    part[d] += exp(row[d] - top[d])
             for d in range(size):
                 total[d] += part[d]
         for d in range(size):  # where the maximum is infinite, so is the result; inf - inf above was NaN
@@ -248,7 +248,7 @@ def _softmax(begin: int, end: int, bounds: Any, values: Any, out: Any) -> None:
         for n in range(first, last):
             row, to = values[n, low : low + size], out[n, low : low + size]
             for d in range(size):
-                to[d] = _exp(row[d] - top[d])
+                to[d] = exp(row[d] - top[d])
             for d in range(size):
                 total[d] += to[d]
         for d in range(size):
@@ -301,7 +301,7 @@ def _logsumexp_grad(begin: int, end: int, bounds: Any, values: Any, top: Any, gr
         for n in range(first, last):
             row, to = values[n, low : low + size], out[n, low : low + size]
             for d in range(size):
-                to[d] = _exp(row[d] - base[d]) * scale[d]
+                to[d] = exp(row[d] - base[d]) * scale[d]
 
 
 @compiled

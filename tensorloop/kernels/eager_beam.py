@@ -3,22 +3,35 @@
 B rows, K hypotheses, V tokens. Keys rank; -inf is no hypothesis, NaN counts as the largest of all.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def beam_best(keys: Tensor, log_probs: Tensor, count: int, eos_id: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def beam_best(
+    keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The `count` best of keys (B, K) + log_probs (B, K, V) that do not end, and all ends.
 
     (values, parents, tokens), (B, count) each, the best first, of equal ones the smaller parent, then the smaller
     token, first; short of that -inf, with parent and token of the first (0, 0 where there is none): what is computed
-    for it is then as fine as for that one. The ends: (B, K), keys + log_probs of eos_id.
+    for it is then as fine as for that one. The ends: (B, K), keys + log_probs of eos_id. With `ids` log_probs are of
+    these rows, in rising order; the others have no hypothesis: keys of -inf, parent and token 0.
     """
-    every = keys[:, :, None] + log_probs
+    every = (keys if ids is None else keys.index_select(0, ids))[:, :, None] + log_probs
     ends = every[:, :, eos_id].clone()
     every[:, :, eos_id] = -torch.inf
     values, parents, tokens = best_pairs(every, count)
-    return values, parents, tokens, ends
+    if ids is None:
+        return values, parents, tokens, ends
+    kinds = ((values, -torch.inf), (parents, 0), (tokens, 0), (ends, -torch.inf))
+    return tuple(widened(x, ids, len(keys), fill) for x, fill in kinds)  # pyright: ignore[reportReturnType]
+
+
+def widened(x: Tensor, ids: Tensor, rows: int, fill: float) -> Tensor:
+    """(rows, ...) with x in the rows `ids`."""
+    return x.new_full((rows, *x.shape[1:]), fill).index_copy_(0, ids, x)
 
 
 def best_pairs(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,6 +64,70 @@ def descending(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sort(x, dim=-1, descending=True, stable=True)
 
 
+def beam_pool(
+    ends: Sequence[Tensor], runs: Sequence[Tensor], pool: Sequence[Tensor], searching: Tensor, t: int, rule: str
+) -> int:
+    """Takes the ends of step t into the pool, in place, and tells what has come of it.
+
+    `ends`: keys and sums (B, K) of hypotheses that end; `runs`: keys (B, K) of those that run on, and bounds on what
+    they can still reach. `pool`: keys, sums and ends (step * K + place) of the n best, (B, n) each, the best first, of
+    equal ones the earlier; then, (B,) each, to be written: the largest bound, and the largest key left out. Only rows
+    that are `searching` take anything.
+    The answer has 1 if in one of those rows there is no hypothesis any more, or one whose key is NaN or inf, and 2 if
+    one of them is over: by the rule "exact" where the n-th of its pool is no worse than the largest bound; else where
+    nothing runs on, and by "first_n" where n have ended.
+    """
+    keys, sums, at, most, lost = pool
+    (new, new_sums), (running, bounds) = ends, runs
+    size, n = new.shape[1], keys.shape[1]
+    best = torch.maximum(running.amax(1), new.amax(1))
+    most.copy_(torch.where(running > -torch.inf, bounds, -torch.inf).amax(1))
+    every, order = descending(torch.cat([keys, torch.where(searching[:, None], new, -torch.inf)], 1))
+    lost.copy_(every[:, n])
+    order = order[:, :n]
+    keys.copy_(every[:, :n])
+    sums.copy_(torch.cat([sums, new_sums], 1).gather(1, order))
+    here = torch.arange(size, device=at.device).expand(len(at), -1) + t * size
+    at.copy_(torch.cat([at, here], 1).gather(1, order))
+    over = keys[:, -1] >= most if rule == "exact" else most == -torch.inf
+    if rule == "first_n":
+        over = over | (keys[:, -1] > -torch.inf)
+    said = torch.stack([~(best.abs() < torch.inf), over]) & searching
+    bad, done = said.any(1).tolist()
+    return bad + 2 * done
+
+
+def beam_chosen(
+    parents: Tensor, tokens: Tensor, ids: Tensor | None, vocabulary: int, eos_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step of the rows `ids` in the batch (of all where None) needs of its decisions (B, K).
+
+    Tokens (b, K), places of the parents in flat (b, K), and in flat log-probabilities (b, K, V) for each row those of
+    the tokens, then those of every end.
+    """
+    if ids is not None:
+        parents, tokens = parents.index_select(0, ids), tokens.index_select(0, ids)
+    rows, size = parents.shape
+    dtype = torch.int32 if rows * size * vocabulary < 1 << 31 else torch.int64
+    every = torch.arange(rows * size, device=parents.device).view(rows, size)
+    places = parents + every[:, :1]
+    chosen = torch.cat([torch.add(tokens, places, alpha=vocabulary), every * vocabulary + eos_id], 1)
+    return tokens.clone(), places.flatten().to(dtype), chosen.flatten().to(dtype)
+
+
+def beam_ancestors(table: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
+    """Takes a table (room, B, K) of ancestors in states `first` to t - 1 on to state t, in place.
+
+    Hypothesis k of state t goes on from parents[b, k], and is its own ancestor there. The answer: before which state
+    each of the rows `ids` (all where None) has but one ancestor.
+    """
+    size = table.shape[2]
+    table[first:t] = table[first:t].gather(2, parents.expand(t - first, -1, -1))
+    table[t] = torch.arange(size, device=table.device)
+    recent = table[first:t] if ids is None else table[first:t].index_select(1, ids)
+    return first + int((recent == recent[:, :, :1]).all(2).all(1).sum())
+
+
 def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
     """(T, B, n): the places after each step of the ancestors of those at `places` after step lens - 1, (B, n) both.
 
@@ -62,3 +139,42 @@ def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
         out[t] = torch.where(runs, places, 0)
         places = torch.where(runs, parents[t].gather(1, places), places)
     return out
+
+
+def beam_attend(
+    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, K, heads, D) to what each hypothesis sees: the output, and the log-sum-exp of its scores.
+
+    `prefix`: keys and values (P, B, heads_kv, D) that all of a row see. `slots`: keys and values (c + m, B, K,
+    heads_kv, D), of which hypothesis k of row b sees those of shared[j, b] in the first c, then those of own[j, b, k].
+    Either may be empty, or one tensor that is both. Sums are float32 at least.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    common, single = _seen(prefix, slots, shared, own, wide)
+    queries = q.unflatten(2, (common[0].shape[-2], -1)).to(wide)
+    parts = [
+        torch.einsum("bkhgd,sbhd->bkhgs", queries, common[0]),
+        torch.einsum("bkhgd,sbkhd->bkhgs", queries, single[0]),
+    ]
+    scores = torch.cat(parts, -1).mul_(scale)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = scores.sub_(lse).exp_().split([x.shape[-1] for x in parts], -1)
+    out = torch.einsum("bkhgs,sbhd->bkhgd", weights[0], common[1])
+    out = out + torch.einsum("bkhgs,sbkhd->bkhgd", weights[1], single[1])
+    return out.flatten(2, 3).to(q.dtype), lse[..., 0].flatten(2, 3)
+
+
+def _seen(
+    prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values (n, B, heads_kv, D) that all of a row see, and (m, B, K, heads_kv, D) of each hypothesis."""
+    like, (rows, size) = (prefix or slots)[0], own.shape[1:]
+    before = prefix or [like.new_empty(0, rows, *like.shape[-2:])]
+    grown = slots or [like.new_empty(0, rows, size, *like.shape[-2:])]
+    first = torch.arange(len(grown[0]) * rows, device=like.device).view(-1, rows) * size
+    split = len(shared)
+    places = shared + first[:split], own + first[split:, :, None]
+    flat = [grown[i].flatten(0, 2) for i in (0, -1)]
+    common = [torch.cat([before[i], flat[i][places[0]]]).to(dtype) for i in (0, -1)]
+    return common, [x[places[1]].to(dtype) for x in flat]

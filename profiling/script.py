@@ -1,0 +1,271 @@
+"""One command line and one course of events for the scripts here: check, measure, targets, tables, picture.
+
+A script tells which cells there are, what a process does with one, and what the results say: a `Script`. The rest is
+here. First come the checks: where values or gradients differ, nothing is timed and the exit status is 1. Then every
+cell is measured, round by round, and what came out goes into one file, from which tables and picture are made.
+
+Each script has sets of sizes: `quick` to see that it runs, `short` for `make bench`, `usual` without an option. The
+short set has files of its own, so that its few figures never replace those of a usual run.
+"""
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import harness
+from harness import Cell, Entry
+
+Answer = dict[str, Any]
+Result = dict[str, Any]  # about, again, checks, entries, targets
+Text = Callable[[Result, str], str]  # of the results and the address of the picture
+
+SETS = {
+    "quick": "a few steps of everything, once: to see that it runs; needs --out",
+    "short": "the set of `make bench`, about a minute; results go to profiling/results/short/",
+    "full": "every size, and more rounds",
+}
+VERSIONS = """
+import importlib.metadata, json, sys
+of = importlib.metadata.packages_distributions()
+print(json.dumps({name: importlib.metadata.version(of[name][0]) for name in sys.argv[1:]}))
+"""
+
+
+class Peer(NamedTuple):
+    """Another library, in a Python of its own."""
+
+    name: str
+    """Its Python is given by --NAME-python, or by NAME_PYTHON in the environment."""
+    packages: tuple[str, ...]
+    """What that Python has to have, by the names that one imports."""
+    runs: Callable[[Cell], bool]
+    """Whether a cell is one of its."""
+    script: Path | None = None
+    """What runs its cells, where the script that asks cannot do so itself."""
+
+    @property
+    def variable(self) -> str:
+        return f"{self.name.upper()}_PYTHON"
+
+    def add_to(self, parser: ArgumentParser) -> None:
+        default = os.environ.get(self.variable)
+        parser.add_argument(f"--{self.name}-python", default=default, help=f"a Python with {', '.join(self.packages)}")
+
+    def find(self, python: str | None) -> dict[str, str]:
+        """The versions there; where the peer is missing, nothing, and its cells will say so."""
+        os.environ.pop(self.variable, None)
+        if not python:
+            return {}
+        try:
+            command = [python, "-c", VERSIONS, *self.packages]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            print(f"{', '.join(self.packages)} left out: {python}: {said.strip().splitlines()[-1]}", file=sys.stderr)
+            return {}
+        os.environ[self.variable] = python  # processes of cells inherit it
+        return json.loads(done.stdout)
+
+    def answer(self, script: Path, cell: Cell) -> Answer:
+        """The answer of a process of its own, of the Python that `find` found."""
+        python = os.environ.get(self.variable)
+        if not python:
+            return {"absent": "not installed"}
+        if self.script is None:
+            return harness.spawn(script, cell, python)
+        return harness.spawn(self.script, cell | {"threads": harness.THREADS, "slow": harness.SLOW}, python)
+
+
+class Target(NamedTuple):
+    """What was to be reached, and what came out."""
+
+    what: str
+    value: float | None
+    """None: not measured."""
+    bound: float | None = None
+    """None: no target, but a figure that one wants to see with them."""
+    least: bool = False
+    """The bound is the least, not the most."""
+    unit: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None or self.bound is None:
+            return None
+        return self.value >= self.bound if self.least else self.value <= self.bound
+
+    def row(self) -> list[str]:
+        """What, measured, bound, whether it holds."""
+        unit = f" {self.unit}" if self.unit else ""
+        value = "-" if self.value is None else f"{harness.digits(self.value)}{unit}"
+        if self.bound is None:
+            return [self.what, value, "-", ""]
+        bound = f"at {'least' if self.least else 'most'} {harness.digits(self.bound)}{unit}"
+        return [self.what, value, bound, {True: "met", False: "**missed**", None: "not measured"}[self.met]]
+
+
+def target_table(targets: Sequence[Target]) -> str:
+    return harness.table(["target", "measured", "bound", ""], [target.row() for target in targets])
+
+
+def differing(checks: Sequence[Entry]) -> list[str]:
+    """Checks whose answer `apart` is above their `at_most`, and failed ones, a line each."""
+    return [
+        f"{' '.join(str(v) for v in entry['cell'].values())}: {raw}"
+        for entry in checks
+        for raw in entry["raw"]
+        # Not the other way round, so that NaN is caught.
+        if "absent" not in raw and not raw.get("apart", math.inf) <= entry["cell"]["at_most"]
+    ]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What makes one script another than the rest."""
+
+    file: str
+    text: str | None
+    """Its docstring, for --help."""
+    cells: Callable[[Namespace], list[Cell]]
+    """What to measure; `args.set` is the set of sizes."""
+    run_cell: Callable[[Cell], Answer]
+    """What a process of its own does."""
+    section: Text
+    """What stands in the document, below the line that tells how it was made."""
+    rounds: Mapping[str, int]
+    """How often each set of sizes is measured: quick, short, usual, and full where there is one."""
+    checks: Callable[[Namespace], list[Cell]] = lambda args: []
+    disagreements: Callable[[list[Entry]], list[str]] = differing
+    targets: Callable[[Result], list[Target]] = lambda result: []
+    draw: Callable[[Result, Path], None] | None = None
+    page: tuple[str, str | None] = ("docs/benchmarks.md", None)
+    """The document, and the markers where they have another name than the script."""
+    more_pages: Sequence[tuple[str, str, Text]] = ()
+    peers: Sequence[Peer] = ()
+    options: Callable[[ArgumentParser], object] = lambda parser: None
+    group: Callable[[Cell], Hashable] = lambda cell: ""
+    """Cells of one group are measured anew together; a run that leaves out others keeps what they had."""
+    settings: Callable[[Namespace], dict[str, Any]] = lambda args: {}
+    """What else the results are to tell."""
+    prepare: Callable[[], object] = lambda: None
+    """Comes before a cell, in its process."""
+
+    @property
+    def name(self) -> str:
+        return Path(self.file).stem
+
+    def main(self, given: Sequence[str] | None = None) -> int:
+        """Measures, or measures nothing, and writes what there is to say; gives the exit status."""
+        given = sys.argv[1:] if given is None else list(given)
+        args = self.arguments(given)
+        if args.cell:
+            self.prepare()
+            harness.answer(self.run_cell, args.cell)
+            return 0
+        result = json.loads(args.out.read_text()) if args.set == "report" else self.measure(args, given)
+        if result is None:
+            return 1
+        result["targets"] = [target._asdict() for target in self.targets(result)]
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        self.publish(result, args.out)
+        for line in harness.failures(result["entries"]):
+            print("no figure:", line, file=sys.stderr)
+        print(self.whole_section(result, args.out.with_suffix(".png").name))
+        return 0
+
+    def arguments(self, given: Sequence[str]) -> Namespace:
+        parser = ArgumentParser(description=self.text, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+        sets = parser.add_mutually_exclusive_group()
+        for name in self.rounds:
+            if name != "usual":
+                sets.add_argument(f"--{name}", dest="set", action="store_const", const=name, help=SETS[name])
+        text = "measure nothing: targets, tables and picture again, from --out"
+        sets.add_argument("--report", dest="set", action="store_const", const="report", help=text)
+        parser.add_argument("--rounds", type=int, help=f"how often every cell is measured; {self.rounds['usual']}")
+        parser.add_argument("--out", type=Path, help="the file of results, JSON; the rest goes beside it")
+        self.options(parser)
+        for peer in self.peers:
+            peer.add_to(parser)
+        parser.add_argument("--cell", help=SUPPRESS)  # JSON: what a process of its own is to do
+        parser.set_defaults(set="usual")
+        args = parser.parse_args(given)
+        if args.rounds is not None and args.rounds < 1:
+            parser.error(f"--rounds is {args.rounds}; expected 1 or more")
+        if args.set == "quick" and args.out is None:
+            parser.error("--quick needs --out: its figures are no benchmarks and stay out of the documents")
+        args.out = (args.out or harness.results(self.name, short=args.set == "short")).resolve()
+        if args.set == "report" and not args.out.is_file():
+            parser.error(f"--report: there is no {args.out}; measure first, or name another file by --out")
+        return args
+
+    def measure(self, args: Namespace, given: Sequence[str]) -> Result | None:
+        """The results, with those of groups that were left out as they were; None where checks disagree."""
+        versions = {peer.name: peer.find(getattr(args, f"{peer.name}_python")) for peer in self.peers}
+        rounds = args.rounds or self.rounds[args.set]
+        about = harness.about(rounds, command=self.command(given), set=args.set, peers=versions, **self.settings(args))
+        if about["load_at_start"] > 1:
+            print(f"the machine's load is {about['load_at_start']}: somebody else is at work on it", file=sys.stderr)
+        file = Path(self.file).resolve()
+        checks = harness.measure(file, self.checks(args), 1, self.process)
+        if wrong := self.disagreements([e for e in checks if not self.peer_failed(e)]):
+            print("values or gradients disagree, so nothing is timed:", *wrong, sep="\n  ", file=sys.stderr)
+            return None
+        entries = harness.measure(file, self.cells(args), rounds, self.process)
+        old = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        return self.renewed(old, {"about": about, "again": {}, "checks": checks, "entries": entries})
+
+    def renewed(self, old: Result, new: Result) -> Result:
+        """The new results, and the old ones of groups that were not measured anew."""
+        measured = {self.group(entry["cell"]) for entry in new["entries"]}
+        kept = {
+            key: [entry for entry in old.get(key, []) if self.group(entry["cell"]) not in measured]
+            for key in ("checks", "entries")
+        }
+        if not kept["entries"]:
+            return new
+        again = old.get("again", {}) | {str(group): new["about"] for group in measured}
+        return {"about": old["about"], "again": again, **{key: kept[key] + new[key] for key in kept}}
+
+    def peer_of(self, cell: Cell) -> Peer | None:
+        return next((peer for peer in self.peers if peer.runs(cell)), None)
+
+    def peer_failed(self, entry: Entry) -> bool:
+        """Whether a peer's process failed: it has no figures then, and ours are as good without."""
+        return self.peer_of(entry["cell"]) is not None and "error" in entry["raw"][0]
+
+    def process(self, script: Path, cell: Cell) -> Answer:
+        """A cell in the Python that it needs."""
+        peer = self.peer_of(cell)
+        return peer.answer(script, cell) if peer else harness.spawn(script, cell)
+
+    def command(self, given: Sequence[str]) -> str:
+        """With peers found by the environment too, and without paths of one machine."""
+        parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        for peer in self.peers:
+            parser.add_argument(f"--{peer.name}-python")
+        _, own = parser.parse_known_args(given)
+        found = [f"--{peer.name}-python PYTHON" for peer in self.peers if os.environ.get(peer.variable)]
+        return " ".join([shlex.join(["python", f"profiling/{self.name}.py", *own]), *found])
+
+    def whole_section(self, result: Result, picture: str) -> str:
+        return f"{harness.circumstances(result)}\n\n{self.section(result, picture)}"
+
+    def publish(self, result: Result, out: Path) -> None:
+        document, marker = self.page
+        pages = [(document, marker or self.name, self.whole_section), *self.more_pages]
+        draw = self.draw
+        harness.publish(
+            self.name,
+            out,
+            None if draw is None else lambda path: draw(result, path),
+            [(page, name, lambda picture, text=text: text(result, picture)) for page, name, text in pages],
+        )

@@ -1,0 +1,34 @@
+"""How many bytes a loop keeps for its backward pass, which lines make them, and how they grow with T.
+
+What counts is the *storage*: the allocation behind a tensor. Tensors that share one, views included, count it
+once and whole, because any of them keeps all of it alive. Bytes are counted, never sampled, so two runs of
+the same code give the same figures.
+
+Every operation passes a dispatch mode, below autograd, which notes the storages it makes by weak reference.
+So it does not matter how a storage is held: saved for backward, put on the `ctx` of a custom Function, in a
+closure, in a list. Nothing here walks an autograd graph or keeps a tensor alive.
+
+Out of sight are bytes that no operation makes: NumPy arrays that never became tensors,
+`torch.UntypedStorage(n)`, scratch space inside one kernel, opaque (MKL-DNN) tensors, what other threads make.
+"""
+
+from tensorloop.memory._growth import Growth as Growth
+from tensorloop.memory._growth import LineGrowth as LineGrowth
+from tensorloop.memory._measure import growth as growth
+from tensorloop.memory._process import mark as mark
+from tensorloop.memory._process import timeline as timeline
+from tensorloop.memory._residuals import Residual as Residual
+from tensorloop.memory._residuals import Residuals as Residuals
+from tensorloop.memory._residuals import saved_residuals as saved_residuals
+from tensorloop.memory._saved import Saved as Saved
+from tensorloop.memory._saved import peak as peak
+from tensorloop.memory._saved import saved as saved
+from tensorloop.memory._saved import saved_bytes as saved_bytes
+from tensorloop.memory._sites import Site as Site
+from tensorloop.memory._storages import LiveStorages as LiveStorages
+from tensorloop.memory._storages import collector_off as collector_off
+from tensorloop.memory._timeline import Mark as Mark
+from tensorloop.memory._timeline import Timeline as Timeline
+from tensorloop.memory._track import SiteBytes as SiteBytes
+from tensorloop.memory._track import Tracker as Tracker
+from tensorloop.memory._track import track as track

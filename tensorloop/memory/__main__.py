@@ -1,0 +1,8 @@
+"""Entry point of `python -m tensorloop.memory`."""
+
+import sys
+
+from tensorloop.memory._command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What to write in place of a line whose bytes grow faster than T."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operation of a line: its name, whether backward ran it, whether this library called it for the line."""
+
+    operation: str
+    backward: bool
+    ours: bool
+
+
+_READS = {"select_backward", "slice_backward", "unfold_backward", "diagonal_backward", "index_select_backward"}
+_BUFFERS = {"new_empty_strided", "empty_strided", "clone", "new_zeros", "zeros", "zeros_like", "new_empty"}
+_GATHERS = {"index_select", "gather", "index", "take", "embedding"}
+_WRITES = {"index_put", "scatter", "scatter_add", "index_copy", "index_add", "select_scatter", "slice_scatter"}
+_MASKS = {"where", "masked_fill", "masked_scatter", "lerp"}
+_WEIGHTS = {"_softmax", "_safe_softmax", "_log_softmax"}
+
+CAT = (
+    "torch.cat copies all earlier steps at every step. Use a tl.TensorArray: array.append(x), and array[:t] to read "
+    "them back, a view."
+)
+STACK = (
+    "The list is stacked anew at every step. Use a tl.TensorArray: array.append(x), and array[:t], a view; or stack "
+    "once, after the loop."
+)
+READ = (
+    "The gradient of each read is a whole tensor of zeros. Read slots through tl.TensorArray.unstack(xs), or give xs "
+    "to tl.scan; for xs[t] alone, xs.unbind(0) before the loop does too."
+)
+ASSIGNED = (
+    "Backward copies the whole buffer for every assignment. Use a tl.TensorArray: array.write(t, x), or "
+    "array.append(x), and array.stack() after the loop."
+)
+WRITE = (
+    "The whole buffer is copied to change a part of it. Use a tl.TensorArray: array.write(i, x), or "
+    "array.write_rows(positions, x)."
+)
+MASK = (
+    "torch.where makes the whole buffer anew at every step. Use a tl.TensorArray: array.write_rows(positions, x, "
+    "where=mask) touches one slot a row; tl.while_loop freezes rows that stop."
+)
+CLONE = (
+    "The whole buffer is copied at every step. Reads of a tl.TensorArray, array[:t], stay what they were when it is "
+    "written to later: no copy is needed."
+)
+REORDER = (
+    "The whole history is gathered anew at every step. Keep it in a tl.TensorArray in the carry of tl.beam_search, "
+    "which reads it through a table of ancestors; elsewhere reorder the state of one step alone."
+)
+OVERWRITTEN = (
+    "An array that is overwritten and read in full is copied each time. Carry it through tl.scan or tl.while_loop "
+    "with checkpoints=K: an overwrite then keeps one slot."
+)
+WEIGHTS = (
+    "Each step keeps its attention weights over all earlier steps. tl.attention(q, keys, values) with keys and values "
+    "in TensorArrays makes them again in backward."
+)
+KEPT = (
+    "Each step keeps what it computes on all earlier steps. tl.scan or tl.while_loop with checkpoints=K keeps K "
+    "carries and computes the rest again."
+)
+
+
+def advice(parts: Mapping[Part, int], code: str, keeps: bool) -> str | None:
+    """What to write instead.
+
+    Args:
+        parts: the operations of a line that grow faster than T, and their bytes at the largest T.
+        code: the line.
+        keeps: whether saved bytes grow, not peak or traffic alone.
+    """
+    for part in sorted(parts, key=lambda part: -parts[part]):
+        if (found := _advice_for(part, code)) is not None:
+            return found
+    return KEPT if keeps and any(not part.backward for part in parts) else None
+
+
+def _advice_for(part: Part, code: str) -> str | None:
+    if part.backward:
+        if part.operation in _READS:
+            return READ
+        # `buffer[t] = x` and `xs[index]`: the engine makes both of the same operations
+        if part.operation in _BUFFERS and not part.ours:
+            return ASSIGNED if _assigns(code) else READ if "[" in code else None
+        return None
+    if part.ours:
+        return OVERWRITTEN
+    forward = {
+        **dict.fromkeys(_GATHERS, REORDER),
+        **dict.fromkeys(_WRITES, WRITE),
+        **dict.fromkeys(_MASKS, MASK),
+        **dict.fromkeys(_WEIGHTS, WEIGHTS),
+        "clone": CLONE,
+        "stack": STACK,
+        "cat": STACK if "stack" in code else CAT,
+    }
+    return forward.get(part.operation)
+
+
+def _assigns(code: str) -> bool:
+    """Whether the line is `name[...] = ...`, or calls copy_ on a part."""
+    target, _, value = code.partition("=")
+    return ".copy_(" in code or (target.rstrip().endswith("]") and not value.startswith("="))

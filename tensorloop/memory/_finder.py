@@ -1,0 +1,163 @@
+"""From a frame to the user's line: the innermost one that is not in PyTorch, this library or Python's own."""
+
+import os
+import sysconfig
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from tensorloop.memory._nodes import backward_code, current_node, sequence_number
+from tensorloop.memory._sites import UNKNOWN, Site, site_at
+
+BACKWARD = 1
+"""Flag of a place: made while backward ran."""
+OURS = 2
+"""Flag of a place: made by an array or loop of this library, on behalf of the line."""
+
+USER, SKIPPED, LIBRARY, PASSED, ENGINE = range(5)  # kinds of code
+KEPT_NODES = 1 << 18
+
+
+def _folder(path: str) -> str:
+    return os.path.join(os.path.dirname(path), "")
+
+
+_TORCH = _folder(torch.__file__)
+_MEMORY = _folder(__file__)
+_LIBRARY = _folder(os.path.dirname(__file__))
+_KERNELS = os.path.join("", "tensorloop_cuda", "")
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+class Line:
+    """What is alive of one line, in all its operations."""
+
+    __slots__ = ("most", "now", "site")
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.now = self.most = 0
+
+
+class Place:
+    """One operation of one line, in forward or in backward, with the bytes it made."""
+
+    __slots__ = ("at_peak", "count", "epoch", "flags", "func", "line", "made", "now")
+
+    def __init__(self, line: Line, func: Any, flags: int) -> None:
+        self.line, self.func, self.flags = line, func, flags
+        self.made = self.now = self.count = 0
+        self.at_peak = 0
+        self.epoch = 0  # of the peak that `at_peak` belongs to; what is not of this epoch has not changed since
+
+
+class Spot:
+    """One instruction of the user's code."""
+
+    __slots__ = ("line", "places")
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.places: dict[tuple[int, int], Place] = {}
+
+
+class _Code:
+    """A code object, its kind and, of the user's code, the spots in it by offset."""
+
+    __slots__ = ("code", "kind", "spots")
+
+    def __init__(self, code: CodeType) -> None:
+        self.code = code  # kept, so that no other can take its id
+        self.kind = ENGINE if code is backward_code else kind_of_file(code.co_filename)
+        if self.kind == LIBRARY and code.co_name == "__torch_function__":
+            self.kind = PASSED  # an operation of the user's on its way through the library
+        self.spots: dict[int, Spot] = {}
+
+
+def kind_of_file(file: str) -> int:
+    """Whose source a file is: the user's, the library's, or one that is passed over."""
+    if file.startswith(_MEMORY):
+        return SKIPPED
+    if file.startswith(_LIBRARY) or _KERNELS in file:
+        return LIBRARY
+    if file.startswith((_TORCH, "<frozen", "<eval_with_key", "<torch_package", "<__array_function__")):
+        return SKIPPED
+    if file.startswith(_PYTHON) and not file[len(_PYTHON) :].startswith(_PACKAGES):
+        return SKIPPED
+    return USER
+
+
+class Finder:
+    """Finds the user's spot behind an operation.
+
+    In backward it is the spot whose forward operation the gradient is of. Autograd numbers its nodes in the order of
+    the operations that made them: the number that was new when a spot ran is remembered, and the node that backward
+    is at tells its own. So nothing is hung on a node. The last quarter of a million numbers at least are known; an
+    older node, or one from before, gives the line that called backward.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[tuple[str, int], Line] = {}
+        self._codes: dict[int, _Code] = {}
+        self._nodes: dict[int, Spot] = {}
+        self._older: dict[int, Spot] = {}
+        self._next = sequence_number()
+        self._last = self._unknown = Spot(self._line(UNKNOWN))
+
+    def start(self) -> None:
+        """Nodes made from now on are those of the spots that are found."""
+        self._next = sequence_number()
+
+    def spot(self, frame: FrameType | None) -> tuple[Spot, int]:
+        """The user's spot that a frame runs for, and flags."""
+        codes, flags, caller = self._codes, 0, False
+        while frame is not None:
+            code = frame.f_code
+            known = codes.get(id(code))
+            if known is None:
+                known = codes[id(code)] = _Code(code)
+            kind = known.kind
+            if kind == SKIPPED:
+                pass
+            elif kind == USER:
+                found = known.spots.get(frame.f_lasti)
+                if found is None:
+                    found = known.spots[frame.f_lasti] = Spot(self._line_of(frame))
+                return found, flags if current_node() is None else flags | BACKWARD
+            elif kind == ENGINE and not caller:
+                if (found := self._of_node()) is not None:
+                    return found, flags | BACKWARD
+                caller, flags = True, 0
+            elif kind == LIBRARY:
+                flags = 0 if caller else OURS
+            elif kind == PASSED:
+                flags = 0
+            frame = frame.f_back
+        return self._of_node() or self._unknown, flags
+
+    def note(self, spot: Spot, number: int) -> None:
+        """The node before `number` was made by `spot`; nodes made since the last call, by the spot before."""
+        nodes = self._nodes
+        nodes[number - 1] = spot
+        for missed in range(max(self._next, number - 64), number - 1):
+            nodes[missed] = spot if self._last is self._unknown else self._last
+        self._next, self._last = number, spot
+        if len(nodes) > KEPT_NODES:
+            self._older, self._nodes = nodes, {}
+
+    def _of_node(self) -> Spot | None:
+        """The spot of the node that backward is at."""
+        node = current_node()
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        return self._nodes.get(number) or self._older.get(number)
+
+    def _line_of(self, frame: FrameType) -> Line:
+        code = frame.f_code
+        return self._line(site_at(code.co_filename, frame.f_lineno or 0, code.co_qualname))
+
+    def _line(self, site: Site) -> Line:
+        return self.lines.setdefault((site.file, site.line), Line(site))

@@ -1,0 +1,150 @@
+"""How bytes and time grow with T, for the whole and for each line."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensorloop.memory._exponents import exponent as fitted
+from tensorloop.memory._sites import Site, shortened, table
+
+SUPERLINEAR = 1.2
+"""Exponents above this are told as growing faster than T; an exact linear loop stays within 0.05 of 1."""
+
+
+@dataclass(frozen=True)
+class LineGrowth:
+    """What one line makes at several T, and the powers of T that its bytes follow.
+
+    Exponents are free of constant terms where there are three sizes or more: see `Growth.marginal`.
+    """
+
+    site: Site
+    saved: tuple[int, ...]
+    """Bytes made by the line that are alive when forward is over and its result is dropped."""
+    peak: tuple[int, ...]
+    """The most bytes made by the line that are alive at one time, forward and backward."""
+    exponent: float
+    """Of `saved`."""
+    peak_exponent: float
+    share: float
+    """The line's part of all saved bytes at the largest T, 0 to 1."""
+    advice: str | None
+    """What to write instead, for lines that grow faster than T."""
+    made: tuple[int, ...] = ()
+    """All bytes that the line allocates, forward and backward, alive or not: memory traffic, hence time."""
+    made_exponent: float = 0.0
+
+    @property
+    def superlinear(self) -> bool:
+        """Whether anything about the line grows clearly faster than T."""
+        return max(self.exponent, self.peak_exponent, self.made_exponent) > SUPERLINEAR
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return {
+            "site": self.site.as_dict(),
+            **{name: list(getattr(self, name)) for name in ("saved", "peak", "made")},
+            **{name: _number(getattr(self, name)) for name in ("exponent", "peak_exponent", "made_exponent", "share")},
+            "advice": self.advice,
+        }
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes at several sizes, and the power of T that they follow. `str()` gives a table.
+
+    What stands after `marginal` is empty where `growth` was given `measure`, and not compared by ==.
+    """
+
+    Ts: tuple[int, ...]
+    bytes: tuple[int, ...]
+    """Saved for backward, or what `measure` gave."""
+    exponent: float
+    """Slope of the least-squares line through (log T, log bytes)."""
+    marginal: float
+    """The p of a curve a + b T^p through the last three sizes, -4 to 8: no constant term can hide it."""
+    peaks: tuple[int, ...] = field(default=(), compare=False)
+    """The most bytes alive at one time in forward and backward."""
+    seconds: tuple[float, ...] = field(default=(), compare=False)
+    """Forward and backward; the least of a few runs."""
+    peak_exponent: float = field(default=0.0, compare=False)
+    peak_marginal: float = field(default=0.0, compare=False)
+    seconds_exponent: float = field(default=0.0, compare=False)
+    lines: tuple[LineGrowth, ...] = field(default=(), compare=False)
+    """Guilty ones first: what grows faster than T in saved bytes, in its peak, in traffic alone, each by bytes at the
+    largest T; then the rest."""
+    failed: tuple[int, str] | None = field(default=None, compare=False)
+    """The T at which the function failed, and its error; the figures are those of smaller T."""
+    failed_at: tuple[Site, ...] = field(default=(), compare=False)
+    """The user's lines that the error came through, outermost first."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold; an exponent that one size alone cannot give is None."""
+        exponents = ("exponent", "marginal", "peak_exponent", "peak_marginal", "seconds_exponent")
+        return {
+            "Ts": list(self.Ts),
+            **{name: list(getattr(self, name)) for name in ("bytes", "peaks", "seconds")},
+            **{name: _number(getattr(self, name)) for name in exponents},
+            "lines": [line.as_dict() for line in self.lines],
+            "failed": self.failed and {"T": self.failed[0], "error": self.failed[1]},
+            "failed_at": [site.as_dict() for site in self.failed_at],
+        }
+
+    def __str__(self) -> str:
+        rows = [f"{'T':>8} {'bytes':>16} {'bytes/T':>14} {'exponent':>9}"]
+        for i, (T, n) in enumerate(zip(self.Ts, self.bytes, strict=True)):
+            step = f"{fitted(self.Ts[i - 1 : i + 1], self.bytes[i - 1 : i + 1]):9.3f}" if i else ""
+            rows.append(f"{T:>8} {n:>16,} {n / T:>14,.1f} {step}".rstrip())
+        last = f"bytes ~ T^{self.exponent:.3f}; T^{self.marginal:.3f} beside a constant"
+        return "\n".join([*self._guilty(), *rows, last, *self._others()])
+
+    def _guilty(self) -> list[str]:
+        """The lines that grow faster than T, each with what to write instead."""
+        found = []
+        for line in self.lines:
+            if line.superlinear:
+                found.append(f"{line.site}  {shortened(line.site.code)}")
+                found.append(f"    {_story(line)}")
+                found += [f"    {line.advice}"] if line.advice else []
+        return [*found, ""] if found else []
+
+    def _others(self) -> list[str]:
+        found = []
+        if self.peaks:
+            found.append(
+                f"peak ~ T^{self.peak_exponent:.3f} ({self.peaks[-1]:,} at T={self.Ts[-1]}); "
+                f"time ~ T^{self.seconds_exponent:.2f} ({self.seconds[-1]:.3g} s)"
+            )
+        if self.lines:
+            header = ("saved", "T^", "peak", "T^", "made", "T^", "line", "code")
+            rows = [
+                (
+                    f"{line.saved[-1]:,}",
+                    f"{line.exponent:.2f}",
+                    f"{line.peak[-1]:,}",
+                    f"{line.peak_exponent:.2f}",
+                    f"{line.made[-1]:,}",
+                    f"{line.made_exponent:.2f}",
+                    str(line.site),
+                    shortened(line.site.code),
+                )
+                for line in self.lines
+            ]
+            found += ["", f"bytes by line at T={self.Ts[-1]}", *table(header, rows, left=(6, 7))]
+        if self.failed:
+            found += ["", f"failed at T={self.failed[0]}: {self.failed[1]}", *(f"    {at}" for at in self.failed_at)]
+        return found
+
+
+def _story(line: LineGrowth) -> str:
+    """Which of the line's bytes grow faster than T, the worst kind first."""
+    kinds = (
+        ("saved for backward", line.saved, line.exponent),
+        ("at its peak", line.peak, line.peak_exponent),
+        ("allocated in all", line.made, line.made_exponent),
+    )
+    return "; ".join(f"{n[-1]:,} bytes {what}, T^{p:.2f}" for what, n, p in kinds if n and p > SUPERLINEAR)
+
+
+def _number(x: float) -> float | None:
+    return None if math.isnan(x) else x

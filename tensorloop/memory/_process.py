@@ -1,0 +1,148 @@
+"""What the whole process takes: resident memory over time, beside what ran when.
+
+A second process looks at ours from outside, with the package memory_profiler, so that measuring takes neither our
+interpreter's lock nor our memory. Both stamp the time by the same clock.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorloop.memory._timeline import Mark, Timeline
+
+# Its standard input is a pipe from us: when we are gone, however that came, it ends.
+_SAMPLER = """
+import os, sys, threading, memory_profiler
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+with open(sys.argv[3], "w", buffering=1) as stream:
+    memory_profiler.memory_usage(int(sys.argv[1]), float(sys.argv[2]), timeout=1e9, timestamps=True, stream=stream)
+"""
+_MIB = 2**20  # memory_profiler's unit
+_PATIENCE = 60  # seconds for the second process to start
+
+_Marks = list[tuple[str, float, float]]
+_marks: ContextVar[_Marks | None] = ContextVar("marks", default=None)
+
+
+@contextmanager
+def mark(name: str) -> Iterator[None]:
+    """Notes in the `timeline` that runs around it when the block began and ended; elsewhere it does nothing."""
+    begin = time.time()
+    try:
+        yield
+    finally:
+        if (marks := _marks.get()) is not None:
+            marks.append((name, begin, time.time()))
+
+
+def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Timeline:
+    """Runs `fn(*args)` once, backward too, and samples the resident memory of the process meanwhile.
+
+    Args:
+        fn: gives a scalar loss, whose backward is run here and whose gradients stay where they belong; or anything
+            else, such as a whole training step, and then backward is its own business.
+        args: passed to `fn`.
+        interval: seconds between samples.
+
+    Forward, backward and each loop of this package (`scan`, `while_loop`, `fori_loop`, `map`, and what is built on
+    them) are marked; a block of your own with `mark(name)`. What was allocated before stays with the allocator and
+    is used again without a rise: run it in a fresh process, first.
+
+    Cost: a second process, started anew each time (a quarter of a second).
+
+    Raises:
+        ImportError: memory_profiler is not installed.
+        RuntimeError: the second process cannot look at this one.
+    """
+    refuse_without("memory_profiler", "timeline")
+    marks: _Marks = []
+    with _noted(marks), _sampled(interval) as samples:
+        begin = time.time()
+        loss = fn(*args)
+        differentiable = isinstance(loss, torch.Tensor) and loss.requires_grad
+        marks.append(("forward" if differentiable else "step", begin, time.time()))
+        if differentiable:
+            with mark("backward"):
+                loss.backward()
+        del loss
+    first = samples[0][0]
+    return Timeline(
+        times=tuple(when - first for when, _ in samples),
+        rss=tuple(n for _, n in samples),
+        marks=tuple(Mark(name, a - first, b - first) for name, a, b in sorted(marks, key=lambda m: (m[1], -m[2]))),
+    )
+
+
+def refuse_without(package: str, name: str) -> None:
+    """Raises ImportError where a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{name}: needs {package}: pip install 'tensorloop[memory]'")
+
+
+@contextmanager
+def _noted(marks: _Marks) -> Iterator[None]:
+    """Collects marks; the loops of this package mark themselves."""
+    from tensorloop import loop  # as late as this: the other memory tools need no loops
+
+    run = loop._run
+
+    def marked(which: Any, *args: Any, **kwargs: Any) -> Any:
+        with mark(which.name):
+            return run(which, *args, **kwargs)
+
+    token, loop._run = _marks.set(marks), marked
+    try:
+        yield
+    finally:
+        loop._run = run
+        _marks.reset(token)
+
+
+@contextmanager
+def _sampled(interval: float) -> Iterator[list[tuple[float, int]]]:
+    """Samples (time, bytes) of this process; the list is filled when the block ends."""
+    samples: list[tuple[float, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        file, errors = Path(folder) / "samples", Path(folder) / "errors"
+        with errors.open("w") as stream:
+            sampler = subprocess.Popen(
+                [sys.executable, "-c", _SAMPLER, str(os.getpid()), str(interval), str(file)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stream,
+            )
+        try:
+            _await_samples(file, 2, sampler, errors)
+            yield samples
+            _await_samples(file, 2 + len(_read(file)), sampler, errors)  # one at least that began after the block
+        finally:
+            sampler.kill()
+            sampler.communicate()
+        samples += _read(file)
+
+
+def _await_samples(file: Path, least: int, sampler: subprocess.Popen[bytes], errors: Path) -> None:
+    begun = time.monotonic()
+    while len(_read(file)) < least:
+        if sampler.poll() is not None or time.monotonic() - begun > _PATIENCE:
+            said = errors.read_text().strip().splitlines()
+            raise RuntimeError(f"timeline: the second process stopped: {said[-1] if said else 'it said nothing'}")
+        time.sleep(0.005)
+
+
+def _read(file: Path) -> list[tuple[float, int]]:
+    """Whole lines of `MEM mebibytes seconds`."""
+    if not file.exists():
+        return []
+    lines = [line.split() for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [(float(when), round(float(mib) * _MIB)) for _, mib, when in lines]

@@ -1,0 +1,104 @@
+"""How many bytes one run of a function keeps for its backward pass, and its peak."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tensorloop._dispatch import tree_leaves
+from tensorloop.memory._storages import LiveStorages, collector_off, storages_of
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one run of a function keeps alive for its backward pass, in bytes of unique storages."""
+
+    bytes: int
+    """Made by the function and held by the graph of its result, or by anything else that outlives the run."""
+    count: int
+    """How many storages `bytes` is made of."""
+    seen_by_hooks: int
+    """The part of `bytes` that saved-tensor hooks see."""
+    hidden: int
+    """The rest of `bytes`: held on a `ctx`, in closures, in lists."""
+    inputs: int
+    """Older storages (arguments, parameters) that saved-tensor hooks see; not in `bytes`."""
+    outputs: int
+    """Made by the function and held by nothing but the tensors it returned; not in `bytes`."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.bytes:,} bytes in {self.count} storages ({self.seen_by_hooks:,} seen by hooks, "
+            f"{self.hidden:,} hidden); besides {self.inputs:,} of inputs, {self.outputs:,} of outputs"
+        )
+
+
+def saved(fn: Callable[..., Any], *args: Any) -> Saved:
+    """Runs `fn(*args)` once, forward only, and counts what stays alive for backward.
+
+    Args:
+        fn: gives tensors, in any nested lists, tuples and dicts. Another object in its result is kept whole
+            while bytes are counted, with all that it holds.
+        args: passed to `fn`.
+
+    Grad mode is on. The tensors returned are dropped before counting and their graph is kept, so the loss
+    itself does not count unless the graph holds it, too. The garbage collector is off from beginning to end:
+    what sits in a reference cycle counts, always. What a first call leaves in a cache counts; call `fn` once
+    before.
+
+    One run gives all figures. Our hooks hand back the storage they are given, so `bytes` is the same without
+    them. As under any hooks, PyTorch checks no versions: a backward inside `fn` misses in-place changes. Hooks
+    that `fn` itself enters come before ours, and what goes to them is `hidden` here. Hooks entered *around*
+    this call are replaced during the run: enter them inside `fn`.
+
+    Cost: one forward pass, some microseconds an operation; keeps no tensor.
+
+    Raises:
+        RuntimeError: from torch, where `fn` calls `torch.func.grad`, which refuses to run under any hooks.
+            `LiveStorages` works there.
+        Exception: from torch, where `fn` calls its loop operators (`scan`, `while_loop`): what those make is out
+            of the sight of any mode, so they refuse to run under one.
+    """
+    seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        for _, storage in storages_of(x):
+            seen.add(storage)
+        # Not `x` itself: an operation that saves its own output would then hold itself, in a cycle through C++.
+        return x.detach()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with collector_off(), torch.enable_grad(), LiveStorages() as live, hooks:
+        result = fn(*args)
+        with_result = live.bytes
+        graph = [leaf.grad_fn if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
+        del result
+        sizes = live.sizes
+        made = sum(storage.nbytes() for storage in seen if storage in live)
+        older = sum(storage.nbytes() for storage in seen if storage not in live)
+        del graph
+    return Saved(
+        bytes=sum(sizes),
+        count=len(sizes),
+        seen_by_hooks=made,
+        hidden=sum(sizes) - made,
+        inputs=older,
+        outputs=with_result - sum(sizes),
+    )
+
+
+def peak(fn: Callable[..., Any], *args: Any) -> int:
+    """Runs `fn(*args)` once and gives the most bytes that its operations had alive at one time.
+
+    Older storages do not count. Call backward inside `fn` to include it. The garbage collector is off.
+    """
+    with collector_off(), LiveStorages() as live:
+        fn(*args)
+    return live.peak
+
+
+def saved_bytes(fn: Callable[[], Any]) -> int:
+    """`saved(fn).bytes`: what `growth` measures unless told otherwise."""
+    return saved(fn).bytes

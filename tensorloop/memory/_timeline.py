@@ -1,0 +1,114 @@
+"""What a process took over time: the data, as text, and as a picture of resident memory above what ran when."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorloop.memory._charts import size, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ROWS = 10  # names of marks that have a row; those that took least are left out
+_FILLS = (("#0072B2", ""), ("#f6c8a4", "///"), ("#d0d0d0", ""), ("#ffffff", "..."))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that ran, in seconds since the first sample."""
+
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Resident memory of the process over time, and what ran when."""
+
+    times: tuple[float, ...]
+    """Seconds since the first sample."""
+    rss: tuple[int, ...]
+    """Bytes in main memory, of the whole process."""
+    marks: tuple[Mark, ...]
+    """In the order in which they began: forward, backward, or a step; each loop; each `mark` of the user's."""
+
+    @property
+    def rise(self) -> int:
+        """From the first sample to the highest, in bytes."""
+        return max(self.rss) - self.rss[0]
+
+    @property
+    def kept(self) -> int:
+        """What the process has at the end more than at the beginning, in bytes."""
+        return self.rss[-1] - self.rss[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        marks = [{"name": mark.name, "begin": mark.begin, "end": mark.end} for mark in self.marks]
+        return {"times": list(self.times), "rss": list(self.rss), "marks": marks}
+
+    def save_png(self, path: str | Path) -> None:
+        """Draws it, with matplotlib."""
+        draw(self).savefig(path, dpi=130)
+
+    def __str__(self) -> str:
+        rows = [f"resident: {self.rss[0]:,} bytes, up by {self.rise:,}, at the end by {self.kept:,}"]
+        rows += [f"{mark.begin:9.3f} s to {mark.end:9.3f} s  {mark.name}" for mark in self.marks]
+        return "\n".join(rows)
+
+
+def draw(timeline: Timeline) -> "Figure":
+    """The curve, and below it a row for each name."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = _names(timeline.marks)
+    below = 0.3 + 0.3 * len(names)
+    figure = Figure(figsize=(9, 4 + below), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, below))
+    _resident(upper, timeline)
+    _spans(lower, timeline.marks, names)
+    lower.set_xlim(0, timeline.times[-1])
+    lower.set_xlabel("seconds")
+    return figure
+
+
+def _names(marks: Sequence[Mark]) -> list[str]:
+    """The names that get a row, in the order in which they began."""
+    took: dict[str, float] = {}
+    for mark in marks:
+        took[mark.name] = took.get(mark.name, 0.0) + mark.end - mark.begin
+    longest = sorted(took, key=lambda name: -took[name])[:_ROWS]
+    return [name for name in took if name in longest]
+
+
+def _resident(axes: "Axes", timeline: Timeline) -> None:
+    unit, scale = unit_of(max(timeline.rise, 1))
+    values = [(n - timeline.rss[0]) / scale for n in timeline.rss]
+    axes.plot(timeline.times, values, color="black", linewidth=1.6)
+    axes.fill_between(timeline.times, values, color="#e4e4e4")
+    axes.set_ylabel(f"{unit} above the start")
+    axes.set_ylim(min(0.0, *values), max(values) * 1.05 or 1)
+    axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    title = f"Resident memory: {size(timeline.rss[0])} at the start, up by {size(timeline.rise)}"
+    kept = f"{'-' if timeline.kept < 0 else ''}{size(abs(timeline.kept))}"
+    axes.set_title(f"{title}, {kept} still there at the end", loc="left", fontsize=10)
+
+
+def _spans(axes: "Axes", marks: Sequence[Mark], names: Sequence[str]) -> None:
+    """A row for each name, a block for each time that it ran."""
+    for row, name in enumerate(names):
+        colour, hatch = _FILLS[row % len(_FILLS)]
+        blocks = [(mark.begin, mark.end - mark.begin) for mark in marks if mark.name == name]
+        axes.broken_barh(blocks, (row - 0.35, 0.7), facecolor=colour, hatch=hatch, edgecolor="#444444", linewidth=0.6)
+    counts = [sum(mark.name == name for mark in marks) for name in names]
+    axes.set_yticks(range(len(names)), [f"{n} ({c})" if c > 1 else n for n, c in zip(names, counts, strict=True)])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
