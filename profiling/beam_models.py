@@ -277,6 +277,10 @@ class Short(nn.Module):
         """Searches without a gradient, and scores what was found by forced decoding."""
         with torch.no_grad():
             hyps = self.search()
+        return self.forced(hyps)
+
+    def forced(self, hyps: Hypotheses) -> Tensor:
+        """The second pass alone."""
         tokens = hyps.tokens.pad(EOS)  # (B * K, T)
         tokens = torch.cat([tokens, torch.full_like(tokens[:, :1], EOS)], 1)
         given = torch.cat([torch.full_like(tokens[:, :1], BOS), tokens[:, :-1]], 1)

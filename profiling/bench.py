@@ -22,7 +22,17 @@ import harness
 from script import Result, Target
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = ("memory_curve", "loop_overhead", "tensor_array", "loops", "packed", "regroup", "attention", "beam")
+SCRIPTS = (
+    "memory_curve",
+    "loop_overhead",
+    "tensor_array",
+    "loops",
+    "packed",
+    "regroup",
+    "attention",
+    "beam",
+    "memory_tools",
+)
 PEERS = {"jax": "jax and equinox", "tf": "tensorflow", "fbgemm": "fbgemm_gpu", "hf": "transformers"}
 PAGE, MARKER = "docs/benchmarks.md", "bench"
 

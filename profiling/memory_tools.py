@@ -1,31 +1,36 @@
 """What `memory.saved_residuals` and `memory.track` cost a step, in processor time of one thread.
 
+    python profiling/memory_tools.py             # some 3 minutes
+    python profiling/memory_tools.py --report    # the table again, from the results there are
+
 A step is forward, backward and the optimizer; saved_residuals watches forward alone and is held against that. The ways
 of a step take turns in one process, so that whatever else the machine does hits all of them alike. `empty mode` is a
 dispatch mode that does nothing but run the operation: what any tool written as one costs at the least.
 """
 
-import argparse
-import json
 import statistics
+import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import harness
 import torch
+from script import Result, Script, Target
 from torch import Tensor, nn
 
 from tensorloop._dispatch import OperationMode
 from tensorloop.memory import saved_residuals, track
 
-BOUNDS = {"saved_residuals": 3.0, "track": 1.5}
+BOUNDS = {"saved_residuals": ("forward", 3.0), "track": ("step", 1.5)}  # times what, at most
+SHOWN = {"saved_residuals": "forward", "empty mode": "step", "track": "step"}
+RUNS = {"quick": 3, "short": 5, "usual": 9}
 WARM_UPS = 2
 STEPS = {
     "LSTM": "LSTM cells, B=32, H=256, T=128, SGD",
     "transformer": "transformer, 4 layers, B=16, T=64, D=128, Adam",
-    "wide transformer": "transformer, 2 layers, B=16, T=128, D=512, Adam",
+    "wide transformer": "wide transformer, 2 layers, B=16, T=128, D=512, Adam",
 }
 
 
@@ -97,54 +102,50 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     return {way: statistics.median(values[WARM_UPS:]) for way, values in spent.items()}
 
 
-def report(entries: list[harness.Entry], about: dict[str, Any]) -> str:
-    rows, missed = [], []
-    for entry in entries:
-        ms = {way: 1e3 * (harness.median(entry, way) or float("nan")) for way in entry["raw"][0]}
-        ratios = {way: ms[way] / ms["forward" if way == "saved_residuals" else "step"] for way in ms}
-        missed += [f"{way}, {entry['cell']['step']}" for way, bound in BOUNDS.items() if not ratios[way] <= bound]
-        shown = [f"{ms[way]:.0f} ms, {ratios[way]:.2f}x" for way in ("saved_residuals", "empty mode", "track")]
-        name = STEPS[entry["cell"]["step"]]
-        rows.append([name, f"{ms['forward']:.0f} ms", shown[0], f"{ms['step']:.0f} ms", *shown[1:]])
-    header = ["", "forward", "saved_residuals", "step", "empty mode", "track"]
-    bounds = ", ".join(f"{way} at most {bound}x" for way, bound in BOUNDS.items())
-    where = f"{about['machine']['processor']}, {about['machine']['cores']} cores; torch {about['versions']['torch']}"
-    return "\n".join(
-        [
-            harness.table(header, rows),
-            "",
-            f"Bounds: {bounds}: {'missed by ' + '; '.join(missed) if missed else 'reached'}.",
-            f"Made by `{about['command']}`. Processor time of one thread, medians of {about['runs']} runs and "
-            f"{about['rounds']} processes. {where}; {about['date']}; load of the machine at the start: "
-            f"{about['load_at_start']}.",
-        ]
+def cells(args: Namespace) -> list[harness.Cell]:
+    return [{"kind": "step", "step": name, "runs": RUNS[args.set]} for name in STEPS]
+
+
+def times(result: Result, step: str, way: str) -> tuple[float | None, float | None]:
+    """Milliseconds, and as many times what it is held against."""
+    found, plain = (harness.figure(result, key, kind="step", step=step) for key in (way, SHOWN[way]))
+    return (found * 1e3, found / plain) if found and plain else (None, None)
+
+
+def section(result: Result, picture: str) -> str:
+    rows = []
+    for step, name in STEPS.items():
+        shown = []
+        for way in SHOWN:
+            spent, ratio = times(result, step, way)
+            shown.append(f"{spent:.0f} ms, {ratio:.2f}x" if spent and ratio else "error")
+        plain = [harness.milliseconds(result, key, kind="step", step=step) for key in ("forward", "step")]
+        forward, whole = (f"{x:.0f} ms" if x else "error" for x in plain)
+        rows.append([name, forward, shown[0], whole, *shown[1:]])
+    text = (
+        "Processor time of one thread: forward without and with `saved_residuals`; a step (forward, backward, "
+        "optimizer), under a dispatch mode that does nothing, and under `track`."
     )
+    return f"{text}\n\n{harness.table(['', 'forward', 'saved_residuals', 'step', 'empty mode', 'track'], rows)}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each step (3)")
-    parser.add_argument("--runs", type=int, default=9, help="runs of each way in a process (9)")
-    parser.add_argument("--step", choices=STEPS, action="append", help="one step alone; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="one process a step, three runs")
-    parser.add_argument("--out", type=Path, help="keeps every value, as JSON")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.cell:
-        harness.answer(run_cell, options.cell)
-        return 0
-    rounds, runs = (1, 3) if options.quick else (options.rounds, options.runs)
-    about = harness.about(rounds, runs=runs)
-    cells = [{"kind": "step", "step": name, "runs": runs} for name in options.step or STEPS]
-    entries = harness.measure(Path(__file__), cells, rounds)
-    if options.out:
-        options.out.write_text(json.dumps({"about": about, "entries": entries}, indent=1) + "\n")
-    if failures := harness.failures(entries):
-        print("\n".join(failures))
-        return 1
-    print(report(entries, about))
-    return 0
+def targets(result: Result) -> list[Target]:
+    return [
+        Target(f"{way}, {name.split(',')[0]}: time / {plain}", times(result, step, way)[1], bound)
+        for way, (plain, bound) in BOUNDS.items()
+        for step, name in STEPS.items()
+    ]
 
+
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 3},
+    targets=targets,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(SCRIPT.main())

@@ -73,7 +73,7 @@ def test_the_report(script: Any, tmp_path: Path) -> None:
     ]
     entries += [
         {"cell": {"kind": "step", "way": way}, "raw": [{"forward_s": [0.1], "total_s": [0.2 * (k + 1)]}]}
-        for k, way in enumerate(["through the search", "a second pass"])
+        for k, way in enumerate(script.STEP_WAYS)
     ]
     out = tmp_path / "beam.json"
     out.write_text(json.dumps({"about": script.harness.about(1), "checks": [], "entries": entries}))
@@ -86,6 +86,7 @@ def test_the_report(script: Any, tmp_path: Path) -> None:
         ("a GRU decoder, T=128: held", 128, True),
         ("a GRU decoder, T=128: with linear_log_softmax", pytest.approx(115.2), True),
         ("a GRU decoder, T=128: held with checkpoints / without", pytest.approx(0.2), True),
+        ("a decoder that attends to its past, T=128: held", 128, True),
         ("a decoder that attends to its past, T=128: held with checkpoints / without", pytest.approx(0.2), True),
         ("a step of minimum risk: time / search and second pass", 0.5, True),
     ]

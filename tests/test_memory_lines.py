@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop.memory import Growth, LineGrowth, Site, growth, saved_bytes
@@ -400,6 +401,23 @@ def test_a_graph_that_is_gone_is_pytorch_s_error():
 
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         growth(lambda T: step, (4, 8))
+
+
+def test_a_reentrant_checkpoint_is_refused_by_torch_and_the_other_measured():
+    x = torch.randn(D, requires_grad=True)
+
+    def make(reentrant: bool) -> Callable[[int], Callable[[], Tensor]]:
+        def loss(T: int) -> Tensor:
+            found = torch.zeros(())
+            for t in range(T):
+                found = found + checkpoint(lambda y: y.sin().tanh().sum(), x * t, use_reentrant=reentrant)
+            return found
+
+        return lambda T: lambda: loss(T)
+
+    assert growth(make(False), (4, 8)).bytes == (4 * D * FLOAT, 8 * D * FLOAT)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        growth(make(True), (4, 8))
 
 
 @pytest.mark.parametrize(

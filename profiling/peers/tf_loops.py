@@ -7,6 +7,7 @@ step, which a TensorArray gives by `gather`, or by `stack` and a slice of that.
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -82,7 +83,7 @@ def w3(prefix: Callable[[Any, Any], Any], p: Tensors, T: int) -> Any:
 LOOPS: dict[str, dict[str, Callable[[Tensors, int], Any]]] = {
     "W1": {"tf_array": w1},
     "W2": {"tf_array": w2},
-    "W3": {"tf_gather": lambda p, T: w3(gathered, p, T), "tf_stack": lambda p, T: w3(stacked, p, T)},
+    "W3": {"tf_gather": partial(w3, gathered), "tf_stack": partial(w3, stacked)},
 }
 
 

@@ -41,14 +41,13 @@ def added_in_place(args: tuple[Any, ...], frame: FrameType | None, alone: Holder
 
 
 def _alike(total: Any, new: Any) -> bool:
-    """Whether `new` fits into `total`, both plain, and no two elements of `total` share memory."""
+    """Whether both are plain and no two elements of `total` share memory; gradients of one tensor have one shape."""
     return (
         type(total) is type(new) is Tensor
         and total.layout is new.layout is torch.strided
-        and total.shape == new.shape
         and total.dtype is new.dtype
-        and total.device == new.device
         and (total.is_contiguous() or (total.dim() == 2 and total.stride() == (1, total.shape[0])))
+        and total.shape == new.shape
     )
 
 

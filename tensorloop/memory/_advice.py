@@ -11,14 +11,20 @@ class Part:
     operation: str
     backward: bool
     ours: bool
+    repeated: bool = False
+    """Whether it runs more often the larger T is: a loop runs it."""
+    varied: bool = False
+    """Whether its results differ in size."""
 
 
 _READS = {"select_backward", "slice_backward", "unfold_backward", "diagonal_backward", "index_select_backward"}
 _BUFFERS = {"new_empty_strided", "empty_strided", "clone", "new_zeros", "zeros", "zeros_like", "new_empty"}
-_GATHERS = {"index_select", "gather", "index", "take", "embedding"}
+_GATHERS = {"index_select", "gather", "index", "take"}
 _WRITES = {"index_put", "scatter", "scatter_add", "index_copy", "index_add", "select_scatter", "slice_scatter"}
-_MASKS = {"where", "masked_fill", "masked_scatter", "lerp"}
-_WEIGHTS = {"_softmax", "_safe_softmax", "_log_softmax"}
+_MASKS = {"where", "masked_scatter", "lerp"}
+_FILLS = ("inf", "1e")  # masks scores: -inf, finfo, -1e9
+_ATTENTION = {"_softmax", "_safe_softmax"}
+_WEIGHTS = {*_ATTENTION, "_log_softmax"}
 
 CAT = (
     "torch.cat copies all earlier steps at every step. Use a tl.TensorArray: array.append(x), and array[:t] to read "
@@ -60,8 +66,16 @@ WEIGHTS = (
     "Each step keeps its attention weights over all earlier steps. tl.attention(q, keys, values) with keys and values "
     "in TensorArrays makes them again in backward."
 )
+ALL_PAIRS = (
+    "Attention keeps its weights over all pairs of steps. torch.nn.functional.scaled_dot_product_attention keeps none, "
+    "nor does nn.MultiheadAttention with need_weights=False."
+)
+ONCE = (
+    "It is made in one go, not step by step. torch.utils.checkpoint makes it again in backward; a block of rows at a "
+    "time, it is never whole."
+)
 KEPT = (
-    "Each step keeps what it computes on all earlier steps. tl.scan or tl.while_loop with checkpoints=K keeps K "
+    "Each step keeps what it computes on a whole sequence of steps. tl.scan or tl.while_loop with checkpoints=K keeps K "
     "carries and computes the rest again."
 )
 
@@ -74,14 +88,21 @@ def advice(parts: Mapping[Part, int], code: str, keeps: bool) -> str | None:
         code: the line.
         keeps: whether saved bytes grow, not peak or traffic alone.
     """
-    for part in sorted(parts, key=lambda part: -parts[part]):
-        if (found := _advice_for(part, code)) is not None:
+    largest_first = sorted(parts, key=lambda part: -parts[part])
+    for part in largest_first:
+        found = _advice_for(part, code) if part.repeated else None
+        if not part.repeated and part.operation in _ATTENTION and not part.backward:
+            found = ALL_PAIRS
+        if found is not None:
             return found
-    return KEPT if keeps and any(not part.backward for part in parts) else None
+    forward = [part for part in largest_first if not part.backward]
+    return (KEPT if forward[0].repeated else ONCE) if keeps and forward else None
 
 
 def _advice_for(part: Part, code: str) -> str | None:
     if part.backward:
+        if part.varied:  # not one buffer that all steps share
+            return None
         if part.operation in _READS:
             return READ
         # `buffer[t] = x` and `xs[index]`: the engine makes both of the same operations
@@ -93,12 +114,14 @@ def _advice_for(part: Part, code: str) -> str | None:
     forward = {
         **dict.fromkeys(_GATHERS, REORDER),
         **dict.fromkeys(_WRITES, WRITE),
-        **dict.fromkeys(_MASKS, MASK),
         **dict.fromkeys(_WEIGHTS, WEIGHTS),
-        "clone": CLONE,
-        "stack": STACK,
-        "cat": STACK if "stack" in code else CAT,
     }
+    if not part.varied and not any(name in code for name in _FILLS):
+        forward.update(dict.fromkeys(_MASKS, MASK))
+    if part.varied:  # a history that gets longer, and no sequence that is joined with a state
+        forward.update(stack=STACK, cat=STACK if "stack" in code else CAT)
+    if "clone" in code:
+        forward["clone"] = CLONE
     return forward.get(part.operation)
 
 

@@ -44,11 +44,12 @@ class Line:
 class Place:
     """One operation of one line, in forward or in backward, with the bytes it made."""
 
-    __slots__ = ("at_peak", "count", "epoch", "flags", "func", "line", "made", "now")
+    __slots__ = ("at_peak", "count", "epoch", "first", "flags", "func", "last", "line", "made", "now", "times")
 
     def __init__(self, line: Line, func: Any, flags: int) -> None:
         self.line, self.func, self.flags = line, func, flags
         self.made = self.now = self.count = 0
+        self.times = self.first = self.last = 0  # storages made, bytes of the first and of the last
         self.at_peak = 0
         self.epoch = 0  # of the peak that `at_peak` belongs to; what is not of this epoch has not changed since
 
@@ -112,6 +113,8 @@ class Finder:
 
     def spot(self, frame: FrameType | None) -> tuple[Spot, int]:
         """The user's spot that a frame runs for, and flags."""
+        if frame is not None and frame.f_code is backward_code and (of_node := self._of_node()) is not None:
+            return of_node, BACKWARD  # an operation of PyTorch's own backward: most of them
         codes, flags, caller = self._codes, 0, False
         while frame is not None:
             code = frame.f_code
@@ -153,7 +156,8 @@ class Finder:
         if node is None:
             return None
         number = node._sequence_nr()
-        return self._nodes.get(number) or self._older.get(number)
+        found = self._nodes.get(number)
+        return self._older.get(number) if found is None else found
 
     def _line_of(self, frame: FrameType) -> Line:
         code = frame.f_code

@@ -47,11 +47,10 @@ class LocatedStorages(LiveStorages):
         """Runs one operation and notes its line, if autograd has a new node, and the storages it made."""
         if types and any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented
-        number = sequence_number()
-        self._spot = None
+        number, found = sequence_number(), None
         if number != self._number:
             self._number = number
-            self._spot = found = self.finder.spot(sys._getframe().f_back)
+            found = self.finder.spot(sys._getframe().f_back)
             self.finder.note(found[0], number)
         elif func is _ADD and not kwargs and added_in_place(args, sys._getframe().f_back, self._alone):
             return args[0]
@@ -63,10 +62,10 @@ class LocatedStorages(LiveStorages):
             if kind == FRESH and not out.is_meta:  # as `_look` does it
                 storage = out.untyped_storage()
                 if storage_holders(storage._cdata) == only_holders and not is_one_of(out, args):
-                    if self._spot is None:
-                        self._spot = self.finder.spot(sys._getframe().f_back)
+                    self._spot = found or self.finder.spot(sys._getframe().f_back)
                     self._add(StorageRef(storage, self._died), storage.nbytes(), out, func)
                     return out
+        self._spot = found
         self._look(kind, func, out, args, kwargs)
         return out
 
@@ -76,14 +75,16 @@ class LocatedStorages(LiveStorages):
         place = spot.places.get(key)
         if place is None:
             place = spot.places[key] = Place(spot.line, func, flags)
-            place.epoch = self._epoch
+            place.epoch, place.first = self._epoch, size
             self.places.append(place)
         self._refs[ref] = ref
         ref.size, ref.place = size, place
         if self.described:
             ref.shape, ref.dtype, ref.saved_at = tensor.shape, tensor.dtype, None
         place.count += 1
+        place.times += 1
         place.made += size
+        place.last = size
         # `_change`, in line
         if place.epoch != self._epoch:
             place.epoch, place.at_peak = self._epoch, place.now

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,8 @@ from tensorloop.memory._nodes import no_modes
 from tensorloop.memory._sites import Site, site_at
 from tensorloop.memory._storages import collector_off
 
+REPEATED = 0.3
+"""An operation whose number of calls follows a higher power of T is part of a loop."""
 RUNS, ENOUGH = 3, 0.3
 """Timed runs at each T: three, fewer where they take more seconds than that."""
 
@@ -59,6 +61,8 @@ def growth(
         TypeError: `make_fn`, or what it gives, is no function; a size is no int; the result is no tensor.
         ValueError: fewer than two sizes, sizes that do not rise from 1 on, no bytes left at one size, a result that
             needs a gradient and is no scalar.
+        RuntimeError: from torch, where the function uses torch.utils.checkpoint with use_reentrant=True, or calls
+            backward itself.
         Exception: what the function raises at the first size.
     """
     Ts = _checked(make_fn, Ts)
@@ -124,7 +128,7 @@ class _Counts:
     peak: int = 0
     made: int = 0
     parts: dict[Part, list[int]] = field(default_factory=dict)
-    """Saved bytes and made bytes of each operation."""
+    """Of each operation: saved bytes, made bytes, storages made, and how many spots made them of several sizes."""
 
 
 @dataclass
@@ -183,9 +187,9 @@ def _count(fn: Callable[[], Any], T: int) -> _Run:
         counts = lines[place.line.site]
         counts.made += place.made
         part = Part(operation_name(place.func), bool(place.flags & BACKWARD), bool(place.flags & OURS))
-        sizes = counts.parts.setdefault(part, [0, 0])
-        sizes[0] += kept[i] if i < len(kept) else 0
-        sizes[1] += place.made
+        sizes = counts.parts.setdefault(part, [0, 0, 0, 0])
+        for j, n in enumerate((kept[i] if i < len(kept) else 0, place.made, place.times, place.first != place.last)):
+            sizes[j] += n
     return _Run(saved, live.peak, 0.0, lines)
 
 
@@ -264,10 +268,12 @@ def _line(Ts: tuple[int, ...], site: Site, counts: list[_Counts], all_saved: int
     powers = line_exponent(Ts, saved), line_exponent(Ts, peak), line_exponent(Ts, made)
     growing: dict[Part, int] = {}
     for part in {part for c in counts for part in c.parts}:
-        for which in (0, 1):
-            sizes = tuple(c.parts.get(part, (0, 0))[which] for c in counts)
-            if line_exponent(Ts, sizes) > SUPERLINEAR:
-                growing[part] = max(growing.get(part, 0), sizes[-1])
+        parts = zip(*(c.parts.get(part, (0, 0, 0, 0)) for c in counts), strict=True)
+        of_saved, of_made, times, varied = parts
+        sizes = [n[-1] for n in (of_saved, of_made) if line_exponent(Ts, n) > SUPERLINEAR]
+        if sizes:
+            repeated = line_exponent(Ts, times) > REPEATED
+            growing[replace(part, repeated=repeated, varied=bool(varied[-1]))] = max(sizes)
     text = advice(growing, site.code, powers[0] > SUPERLINEAR) if max(powers) > SUPERLINEAR else None
     share = saved[-1] / all_saved if all_saved else 0.0
     return LineGrowth(site, saved, peak, powers[0], powers[1], share, text, made, powers[2])
