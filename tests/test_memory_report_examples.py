@@ -28,6 +28,12 @@ GUILTY = {
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 
 
+@pytest.fixture(autouse=True)
+def checked_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a fresh process: `torch.compile` switches the checks of torch's distributions, and their bytes, off."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
 @cache
 def measured(name: str, which: str) -> Growth:
     function = getattr(PROGRAMS[name], which)
