@@ -100,7 +100,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
     for way in WAYS:
         for path in sorted(args.runs.glob(f"{way}-*/scores.json")):
             runs[way].append({"seed": int(path.parent.name.split("-")[1]), **json.loads(path.read_text())})
-    about = harness.about(1, rate=args.rate, entropy=args.entropy, threads=1)
+    about = harness.about(1, command="python profiling/g2p_risk.py", rate=args.rate, entropy=args.entropy, threads=1)
     return {"about": about, "before": json.loads((args.runs / "before.json").read_text()), "runs": runs}
 
 

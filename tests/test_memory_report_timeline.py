@@ -19,7 +19,7 @@ from tensorloop.memory import _process as process
 from tensorloop.memory import _timeline as picture
 
 ROOT = Path(__file__).parents[1]
-FLOATS = 8 * 2**20  # 32 MiB: the allocator gives blocks of this size back
+FLOATS = 16 * 2**20  # 64 MiB: malloc never keeps blocks above 32 MiB, whatever was freed before
 MIB = 2**20
 
 
@@ -66,16 +66,16 @@ def test_resident_bytes_follow_what_is_touched():
             time.sleep(0.1)
 
     found = timeline(run)
-    assert found.rise >= 31 * MIB
+    assert found.rise >= 63 * MIB
     free = next(m for m in found.marks if m.name == "free")
     assert (
-        min(n for when, n in zip(found.times, found.rss, strict=True) if when > free.begin) < max(found.rss) - 24 * MIB
+        min(n for when, n in zip(found.times, found.rss, strict=True) if when > free.begin) < max(found.rss) - 48 * MIB
     )
     assert [m.name for m in found.marks] == ["step", "hold", "free"]
 
 
 def test_pages_that_nobody_touches_are_counted_but_not_resident():
-    found = timeline(lambda: (torch.empty(16 * FLOATS), time.sleep(0.05)))
+    found = timeline(lambda: (torch.empty(8 * FLOATS), time.sleep(0.05)))
     assert found.rise < 64 * MIB
 
 

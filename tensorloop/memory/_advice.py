@@ -75,8 +75,8 @@ ONCE = (
     "time, it is never whole."
 )
 KEPT = (
-    "Each step keeps what it computes on a whole sequence of steps. tl.scan or tl.while_loop with checkpoints=K keeps K "
-    "carries and computes the rest again."
+    "Each step keeps what it computes on a whole sequence of steps. tl.scan or tl.while_loop with checkpoints=K keeps "
+    "K carries and computes the rest again."
 )
 
 
@@ -89,13 +89,13 @@ def advice(parts: Mapping[Part, int], code: str, keeps: bool) -> str | None:
         keeps: whether saved bytes grow, not peak or traffic alone.
     """
     largest_first = sorted(parts, key=lambda part: -parts[part])
-    for part in largest_first:
+    forward = [part for part in largest_first if not part.backward]  # what backward makes is not saved
+    for part in (keeps and forward) or largest_first:
         found = _advice_for(part, code) if part.repeated else None
         if not part.repeated and part.operation in _ATTENTION and not part.backward:
             found = ALL_PAIRS
         if found is not None:
             return found
-    forward = [part for part in largest_first if not part.backward]
     return (KEPT if forward[0].repeated else ONCE) if keeps and forward else None
 
 

@@ -21,6 +21,7 @@ from tensorloop.memory._measure import growth
 from tensorloop.memory._process import refuse_without, timeline
 from tensorloop.memory._target import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
 
+_TWICE = "backward through the graph a second time"
 _CODES = "exit codes: 0 done; 1 above --fail-above; 2 bad input, or the function failed; 130 interrupted"
 
 
@@ -95,9 +96,11 @@ def _measure(options: argparse.Namespace, watched: _Watched, out: TextIO) -> int
     try:
         found = growth(watched.at, options.T, progress=options.progress)
     except Exception as error:  # at the smallest T, and in backward: forward was tried
-        raise BadInput(f"at T = {options.T[0]}, the smallest: {one_line(error)}\n{of_the_user(error)}") from None
+        twice = "the function must not call backward on its loss: it is called here\n" if _TWICE in str(error) else ""
+        raise BadInput(f"at T = {options.T[0]}, the smallest: {one_line(error)}\n{twice}{of_the_user(error)}") from None
     above = _above(found, options.fail_above)
-    print(found, file=sys.stderr if options.json == "-" else out, flush=True)
+    with suppress(BrokenPipeError):  # whoever read the table has seen enough; files and exit code are still wanted
+        print(found, file=sys.stderr if options.json == "-" else out, flush=True)
     if found.failed:
         _say(f"failed at T = {found.failed[0]}; figures are of smaller T\n{watched.error or found.failed[1]}")
     _write(options, found, watched.error if found.failed else "", above, out)

@@ -96,7 +96,8 @@ class Finder:
     In backward it is the spot whose forward operation the gradient is of. Autograd numbers its nodes in the order of
     the operations that made them: the number that was new when a spot ran is remembered, and the node that backward
     is at tells its own. So nothing is hung on a node. The last quarter of a million numbers at least are known; an
-    older node, or one from before, gives the line that called backward.
+    older node, or one from before, gives the line that called backward. Each thread numbers its own nodes: one that
+    another thread made can be taken for one of this thread with its number.
     """
 
     def __init__(self) -> None:

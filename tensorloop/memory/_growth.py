@@ -69,6 +69,7 @@ class Growth:
     """Forward and backward; the least of a few runs."""
     peak_exponent: float = field(default=0.0, compare=False)
     peak_marginal: float = field(default=0.0, compare=False)
+    """As `marginal`; the slope between the last two sizes where the last four do not lie on one such curve."""
     seconds_exponent: float = field(default=0.0, compare=False)
     lines: tuple[LineGrowth, ...] = field(default=(), compare=False)
     """Guilty ones first: what grows faster than T in saved bytes, in its peak, in traffic alone, each by bytes at the

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorloop._progress import Progress
 from tensorloop.memory._advice import Part, advice
-from tensorloop.memory._exponents import exponent, line_exponent, marginal
+from tensorloop.memory._exponents import exponent, line_exponent, marginal, settled
 from tensorloop.memory._finder import BACKWARD, OURS, USER, kind_of_file
 from tensorloop.memory._growth import SUPERLINEAR, Growth, LineGrowth
 from tensorloop.memory._located import LocatedStorages, operation_name
@@ -55,7 +55,8 @@ def growth(
     A constant term makes `exponent` too small; `marginal` is free of it. It is taken from the last three sizes
     (from the last two, and then no better than `exponent`, where there are no more), as a linear term beside a
     quadratic one is felt least there; the column of exponents in `str()` shows whether they still rise. Larger
-    sizes, or `subtract`, mend that. Bytes that do not grow have exponent 0.
+    sizes, or `subtract`, mend that. A peak that is constant up to some T and then grows looks like a high power to
+    three sizes; four tell it from one. Bytes that do not grow have exponent 0.
 
     Raises:
         TypeError: `make_fn`, or what it gives, is no function; a size is no int; the result is no tensor.
@@ -82,7 +83,7 @@ def growth(
         peaks,
         seconds,
         exponent(Ts, peaks),
-        marginal(Ts[-3:], peaks[-3:]),
+        settled(Ts, peaks),
         exponent(Ts, seconds),
         _lines(Ts, runs),
         failed,
@@ -90,10 +91,12 @@ def growth(
     )
 
 
-def _checked(make_fn: Any, Ts: Sequence[int]) -> tuple[int, ...]:
+def _checked(make_fn: Any, Ts: Any) -> tuple[int, ...]:
     """The sizes, if they can be used."""
     if not callable(make_fn):
         raise TypeError(f"growth: make_fn must be a function of T that gives a function; got {type(make_fn).__name__}")
+    if not isinstance(Ts, Iterable):
+        raise TypeError(f"growth: Ts must be two or more sizes, such as (32, 64, 128); got {Ts!r}")
     Ts = tuple(Ts)
     if any(not isinstance(T, int) or isinstance(T, bool) for T in Ts):
         raise TypeError(f"growth: Ts must be ints, such as (32, 64, 128); got {Ts}")

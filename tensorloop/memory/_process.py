@@ -4,6 +4,7 @@ A second process looks at ours from outside, with the package memory_profiler, s
 interpreter's lock nor our memory. Both stamp the time by the same clock.
 """
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -65,11 +66,12 @@ def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Tim
         RuntimeError: the second process cannot look at this one.
     """
     refuse_without("memory_profiler", "timeline")
+    gc.collect()  # what waits for the collector would make the curve fall in the middle of the run
     marks: _Marks = []
     with _noted(marks), _sampled(interval) as samples:
         begin = time.time()
         loss = fn(*args)
-        differentiable = isinstance(loss, torch.Tensor) and loss.requires_grad
+        differentiable = isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1
         marks.append(("forward" if differentiable else "step", begin, time.time()))
         if differentiable:
             with mark("backward"):

@@ -2,7 +2,7 @@
 
 import linecache
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ class Site:
     file: str
     """As Python names it: an absolute path, or `<stdin>`, `<string>` and the like where there is no file."""
     line: int
-    function: str
-    """The qualified name of the function that the line is in; `<module>` outside functions."""
+    function: str = field(compare=False)
+    """The qualified name of the function that the line is in; `<module>` outside functions. Not compared: one line
+    can hold several, and torch.compile gives them other names."""
     code: str
     """The line itself, stripped; empty where the source is not to be had."""
 

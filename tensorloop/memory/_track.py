@@ -171,8 +171,9 @@ def track(device: str | torch.device | None = None) -> Iterator[Tracker]:
             `torch.cuda.memory_allocated`, other threads included, and its recorded history gives the lines.
 
     Bytes that backward makes belong to the line whose gradient they are part of, or where that ran before the
-    block, to the line that called backward. What is older than the block (parameters) does not count. Values and
-    gradients stay what they are. Compiled functions run as if they were not compiled.
+    block, to the line that called backward; of a graph that another thread made, to any line. What is older than the
+    block (parameters) does not count. Values and gradients stay what they are. Compiled functions run as if they were
+    not compiled.
 
     Cost: some 7 microseconds an operation, most of them the dispatch mode's own; 400 bytes a live storage; 30 MB at
     most to know the lines of the last quarter of a million operations with gradient.
