@@ -185,6 +185,7 @@ def draw(result: Result, path: Path) -> None:
     shown = measured(result)
     rows = (len(shown) + 1) // 2
     with plots.drawing(path, (14, 4.2 * rows)) as drawn:
+        drawn.suptitle("Peak memory; beside each name the power of T, or N, that it follows", x=0.01, ha="left")
         grid = drawn.subplots(rows, 2, squeeze=False).flatten()
         for axes, workload in zip(grid, shown, strict=False):
             powers = {v: exponent(result, workload, v) for v in CURVES[workload]}
@@ -194,8 +195,7 @@ def draw(result: Result, path: Path) -> None:
             }
             lines = tables.curves(result, "memory", workload, curves, is_ours)
             letter, base = "N" if workload == "W4" else "T", 10 if workload in ("W1", "W4") else 2
-            title = f"{TITLES[workload]} (with the power of {letter})"
-            plots.curves(axes, lines, "peak memory (MiB)", title, steps=f"{letter} (steps)", base=base)
+            plots.curves(axes, lines, "peak memory (MiB)", TITLES[workload], steps=f"{letter} (steps)", base=base)
         for axes in grid[len(shown) :]:
             axes.set_visible(False)
 
