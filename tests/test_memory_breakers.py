@@ -24,6 +24,7 @@ from tensorloop.memory import (
     track,
 )
 from tensorloop.memory._command import main
+from tests.pages import fresh_ones
 
 FLOAT = 4
 B, D = 2, 4
@@ -283,16 +284,14 @@ def test_a_timeline_of_what_is_no_scalar_runs_no_backward():
 
 
 def test_garbage_from_before_does_not_hide_a_rise():
-    floats = 16 * 2**20  # 64 MiB: malloc never keeps blocks above 32 MiB
-
     def run() -> None:
         gc.collect()
-        held = torch.ones(floats)
+        held = fresh_ones(64 * 2**20)
         time.sleep(0.1)
         del held
 
     with collector_off():
-        cycle: list[object] = [torch.ones(2 * floats)]
+        cycle: list[object] = [fresh_ones(128 * 2**20)]
         cycle.append(cycle)
         del cycle
         assert timeline(run).rise >= 63 * 2**20

@@ -17,9 +17,9 @@ from tensorloop import loop
 from tensorloop.memory import Mark, Timeline, mark, timeline
 from tensorloop.memory import _process as process
 from tensorloop.memory import _timeline as picture
+from tests.pages import fresh_ones
 
 ROOT = Path(__file__).parents[1]
-FLOATS = 16 * 2**20  # 64 MiB: malloc never keeps blocks above 32 MiB, whatever was freed before
 MIB = 2**20
 
 
@@ -59,7 +59,7 @@ def test_samples_go_from_before_the_run_to_after_it():
 def test_resident_bytes_follow_what_is_touched():
     def run() -> None:
         with mark("hold"):
-            held = torch.ones(FLOATS)
+            held = fresh_ones(64 * MIB)
             time.sleep(0.1)
         with mark("free"):
             del held
@@ -75,7 +75,7 @@ def test_resident_bytes_follow_what_is_touched():
 
 
 def test_pages_that_nobody_touches_are_counted_but_not_resident():
-    found = timeline(lambda: (torch.empty(8 * FLOATS), time.sleep(0.05)))
+    found = timeline(lambda: (torch.empty(128 * MIB), time.sleep(0.05)))
     assert found.rise < 64 * MIB
 
 
