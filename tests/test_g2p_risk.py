@@ -349,14 +349,20 @@ def test_train_risk_evaluate_and_say(
     assert [word for word, _, _ in spoken] == ["CAB", "CAB", "D", "D"]
     assert float(spoken[0][1]) >= float(spoken[1][1])
     on = ["train", *common, "--run", str(tmp_path / "on"), *model, "--epochs", "1", "--learning-rate", "0.001"]
-    assert cli.main(on) == 0
-    before, after = json.loads((tmp_path / "on" / "history.json").read_text())["epochs"]
+    assert cli.main([*on, "--dropout", "0.45"]) == 0
+    history = json.loads((tmp_path / "on" / "history.json").read_text())
+    before, after = history["epochs"]
+    assert (
+        history["settings"]["dropout"] == checkpoint.load_model(tmp_path / "on" / "model.pt")[0].config.dropout == 0.45
+    )
     assert before["epoch"] == 0
     assert before["dev_wer"] == json.loads((second / "history.json").read_text())["epochs"][-1]["dev_wer"]
     assert 0 < after["loss"] < math.inf
 
 
-@pytest.mark.parametrize("option", [["--alpha", "0"], ["--entropy", "-1"], ["--beam", "1"], ["--risk-rate", "nan"]])
+@pytest.mark.parametrize(
+    "option", [["--alpha", "0"], ["--entropy", "-1"], ["--beam", "1"], ["--risk-rate", "nan"], ["--dropout", "1"]]
+)
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], option: list[str]):
     with pytest.raises(SystemExit):
         cli.main(["risk", *option])

@@ -74,6 +74,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = _not_negative(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must be below 1, got {text}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m docs.examples.g2p", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -123,6 +130,9 @@ def _run_options() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--resume", action="store_true", help="go on with the run in this folder")
     run.add_argument("--learning-rate", type=_positive, metavar="RATE", help="the highest (default: by size)")
+    run.add_argument(
+        "--dropout", type=_share, metavar="SHARE", help="of units at once (default: by size or checkpoint)"
+    )
     run.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints")
     run.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon to train on")
     risk = run.add_argument_group("the risk phase")
@@ -159,7 +169,8 @@ def _train(options: argparse.Namespace) -> None:
         model, found = load_model(options.checkpoint)
         if found != vocabulary:
             raise CheckpointError(f"{options.checkpoint}: has other letters or phones than {options.data}")
-        settings = replace(settings, **{name: getattr(model.config, name) for name in ("hidden", "embed", "dropout")})
+        kept = ("hidden", "embed", "dropout") if options.dropout is None else ("hidden", "embed")
+        settings = replace(settings, **{name: getattr(model.config, name) for name in kept})
     with processes.joined():
         trainer = Trainer(options.run, train, dev, vocabulary, settings)
         trainer.folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before an epoch is spent
