@@ -8,8 +8,9 @@ STAMP := .venv/installed
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
 
+# A process for each core, four at most, of one thread each.
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 check: $(STAMP)
 	$(PY) -m ruff check .

@@ -5,8 +5,8 @@ strip again. On the CPU a strip is computed by torch's own flash kernel, which a
 by matrix products over strips that are cut to a bounded number of weights. Where gradients must themselves be
 differentiated, or a transform of `torch.func` is at work, the whole is computed as the formula says, in one piece.
 
-Private names of torch, tried with 2.13: `aten._scaled_dot_product_flash_attention_for_cpu` and its `_backward`, which
-`scaled_dot_product_attention` uses on the CPU.
+Private names of torch, tried with 2.11 and 2.13: `aten._scaled_dot_product_flash_attention_for_cpu` and its
+`_backward`, which `scaled_dot_product_attention` uses on the CPU.
 
 Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAttention: recompute from the log-sum-exp).
 """

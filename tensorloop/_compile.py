@@ -2,8 +2,8 @@
 
 `torch.compiler.disable` would do it, but it imports dynamo, a second of start-up. The marks below are those that
 `disable` leaves, and the one by which dynamo's frame hook passes a code object and all that it calls. Tried with
-torch 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval_frame.set_code_exec_strategy`. Where the latter
-is missing, dynamo compiles the methods' own frames, which is slower and gives the same results.
+torch 2.11 and 2.13: `_torchdynamo_disable*` on functions, `torch._C._dynamo.eval_frame.set_code_exec_strategy`. Where
+the latter is missing, dynamo compiles the methods' own frames, which is slower and gives the same results.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 torch describes both for extension writers but keeps them in modules with an underscore: the mode that sees
 every operation below autograd (custom Functions and backward included), and the flattening of nested results
-with the path of each leaf. Tried with torch 2.13.
+with the path of each leaf. Tried with torch 2.11 and 2.13.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,7 @@
 """The autograd engine, called once for every replayed step.
 
 `torch.autograd.grad` costs some 20 us a call in Python for its checks, and its first call imports sympy, half a second;
-the arguments here are known to be right. Private names of torch, tried with 2.13:
+the arguments here are known to be right. Private names of torch, tried with 2.11 and 2.13:
 `torch.autograd.Variable._execution_engine.run_backward`, `torch._C._autograd._get_current_graph_task_keep_graph`.
 """
 

@@ -1,7 +1,7 @@
 """Tensors of shape, dtype and device without numbers, to learn what a function would return.
 
-Private names of torch, tried with 2.13: `torch._subclasses.fake_tensor`. Its first use imports dynamo, a second or so,
-so it is imported only then.
+Private names of torch, tried with 2.11 and 2.13: `torch._subclasses.fake_tensor`. Its first use imports dynamo, a
+second or so, so it is imported only then.
 """
 
 from collections.abc import Callable, Iterator

@@ -28,11 +28,11 @@ from tensorloop._packed_base import (
 
 HANDLERS: dict[str, Handler] = {}
 
-# Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13).
+# Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13; leaky_relu with 2.11).
 _ALSO_POINTWISE = frozenset(
     {
         *("absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "clip", "divide"),
-        *("fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "less"),
+        *("fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "leaky_relu", "less"),
         *("less_equal", "logsigmoid", "log_sigmoid", "multiply", "negative", "not_equal", "real", "softsign"),
         *("subtract", "tanhshrink", "true_divide", "zeros_like", "ones_like", "full_like"),
         *("empty_like", "rand_like", "randn_like", "randint_like", "clone", "contiguous", "detach", "float"),

@@ -162,7 +162,7 @@ class _Element:
 
     def of(self, rows: Leaves) -> Leaves:
         """All tensors of ys (n, *F), for the n elements of xs in `rows`."""
-        return torch.func.vmap(self, randomness="different")(*map(_guarded, rows))
+        return torch.func.vmap(self.__call__, randomness="different")(*map(_guarded, rows))
 
     def tree_of(self, ys: Leaves) -> Any:
         """The tree of these, with None where `fn` returned it."""

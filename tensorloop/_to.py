@@ -1,4 +1,4 @@
-"""The arguments of `Tensor.to`, parsed as `nn.Module.to` parses them. Tried with torch 2.13: `_parse_to`."""
+"""The arguments of `Tensor.to`, parsed as `nn.Module.to` parses them. Tried with torch 2.11 and 2.13: `_parse_to`."""
 
 from typing import Any
 

@@ -181,6 +181,8 @@ def test_an_error_in_fn_comes_through_and_the_next_run_is_right(x: Tensor):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+# torch 2.11 warns of every sparse tensor, once.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_tensors_count_their_parts():
     with LiveStorages() as live:
         a = torch.eye(5).to_sparse()

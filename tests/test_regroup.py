@@ -161,7 +161,9 @@ def test_vmap(in_dims: tuple[int | None, ...]) -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     differentiable = dtype.is_floating_point or dtype.is_complex
     values = [torch.randint(0, 2, (5, sum(n))).to(dtype).requires_grad_(differentiable) for n in LENGTHS]
-    assert_matches_reference(seed_case, seed_reference, *values)
+    # Gradients are sums of three: torch adds them one by one, in half precision, and not in every version alike.
+    near = {"rtol": 4e-3, "atol": 4e-3} if dtype is torch.float16 else {}
+    assert_matches_reference(seed_case, seed_reference, *values, **near)
     assert {x.dtype for x in seed_case(*values)} == {dtype}
     assert {x.requires_grad for x in seed_case(*values)} == {differentiable}
 

@@ -1,4 +1,4 @@
-"""The private names of torch by which a gradient finds the line of its operation. Tried with torch 2.13.
+"""The private names of torch by which a gradient finds the line of its operation. Tried with torch 2.11 and 2.13.
 
 Each thread numbers the autograd nodes that it makes, and a node knows its number. A node is made before its
 operation reaches a dispatch mode. `current_node` is what a backward of this thread is carrying out, or None.

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tensorloop._dispatch import tree_leaves
 from tensorloop.memory._finder import OURS, Line
 from tensorloop.memory._holders import held_by_library
 from tensorloop.memory._located import LocatedStorages, operation_name
 from tensorloop.memory._nodes import no_modes
+from tensorloop.memory._saved import graph_of
 from tensorloop.memory._sites import Site, shortened, table
 from tensorloop.memory._storages import StorageRef, collector_off, storages_of
 
@@ -144,7 +144,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
                     "memory.growth and memory.track work there"
                 ) from error
             raise
-        graph = [leaf.grad_fn if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(result)]
+        graph = graph_of(result)
         del result
         noted.settle()
         found = _entries(live), noted.inputs()

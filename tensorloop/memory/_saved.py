@@ -35,6 +35,14 @@ class Saved:
         )
 
 
+def graph_of(result: Any) -> list[Any]:
+    """What keeps the graph of a result alive without its tensors; what is no tensor, itself."""
+    # An edge, not the node: in torch 2.11 the node of a Python function dies with its outputs, whoever holds it.
+    edge = torch.autograd.graph.get_gradient_edge
+    leaves = tree_leaves(result)
+    return [(edge(x) if x.grad_fn is not None else None) if isinstance(x, torch.Tensor) else x for x in leaves]
+
+
 def saved(fn: Callable[..., Any], *args: Any) -> Saved:
     """Runs `fn(*args)` once, forward only, and counts what stays alive for backward.
 
@@ -73,7 +81,7 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
     with collector_off(), torch.enable_grad(), LiveStorages() as live, hooks:
         result = fn(*args)
         with_result = live.bytes
-        graph = [leaf.grad_fn if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
+        graph = graph_of(result)
         del result
         sizes = live.sizes
         made = sum(storage.nbytes() for storage in seen if storage in live)
