@@ -68,7 +68,7 @@ class TimeFirst:
         name = getattr(func, "__name__", str(func))
         if name not in _TAKEN:
             why = "a packed tensor seen time first goes into attention layers and the CTC loss only"
-            raise refused(name, why, "transpose it back, or use .pad()")
+            raise refused(name, why, _INSTEAD.get(name, "transpose it back, or use .pad()"))
         return _TAKEN[name](func, *args, **(kwargs or {}))
 
 
@@ -104,3 +104,6 @@ _TAKEN: dict[str, Callable[..., Any]] = {
     "ctc_loss": _ctc_loss,
     "multi_head_attention_forward": _attention,
 }
+_INSTEAD: dict[str, str] = dict.fromkeys(
+    ("lstm", "gru", "rnn_tanh", "rnn_relu"), "make the layer with batch_first=True and give it the packed tensor itself"
+)

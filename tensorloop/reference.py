@@ -6,8 +6,11 @@ a list of lengths. Shapes are not checked.
 """
 
 import itertools
+import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -265,3 +268,155 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, q_lens: Lens, k_lens: Lens
     rows = zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)
     nothing = q.new_zeros(0, q.shape[1], v.shape[2])
     return torch.cat([nothing, *(attention(*(x[None] for x in row), **options)[0] for row in rows)])
+
+
+# Searches and risks: tokens are ints, one row is a sequence of them.
+
+Row = Sequence[int]
+Cost = Callable[[int, int], float]
+
+
+class Hypothesis(NamedTuple):
+    """One result of a beam search: what it is ranked by, the sum of its log-probabilities, tokens without the eos."""
+
+    final: Any
+    score: Any
+    tokens: tuple[int, ...]
+    finished: bool = True
+
+
+def beam_search(
+    log_probs: Callable[[tuple[int, ...]], Any],
+    beam_size: int,
+    max_steps: int,
+    eos_id: int,
+    n_best: int,
+    final: Callable[[Any, int], Any] = lambda score, length: score,
+    may_end: int | None = None,
+    stop: Callable[[list[Hypothesis], list[Any], int], bool] = lambda pool, running, t: False,
+) -> tuple[list[Hypothesis], int]:
+    """(n_best hypotheses, steps) of one row; log_probs(tokens so far) -> V numbers; a tie keeps its order.
+
+    An eos counts where it is among the `may_end` best offers of its step, by default anywhere. `running` are pairs of
+    score and tokens after t steps.
+    """
+    running, pool, t = [(0.0, ())], [], 0
+    while running and t < max_steps and not (len(pool) == n_best and stop(pool, running, t)):
+        offers = [(s + p, (*past, k)) for s, past in running for k, p in enumerate(log_probs(past)) if p > -math.inf]
+        best, t = sorted(offers, key=lambda offer: -offer[0]), t + 1
+        ended = [offer for offer in offers if offer[1][-1] == eos_id and offer in best[:may_end]]
+        pool += [Hypothesis(final(s, t), s, tokens[:-1]) for s, tokens in ended]
+        pool = sorted(pool, key=lambda found: -found.final)[:n_best]
+        running = [offer for offer in best if offer[1][-1] != eos_id][:beam_size]
+    late = [Hypothesis(final(s, t), s, tokens, False) for s, tokens in running if t == max_steps]
+    return (pool + sorted(late, key=lambda found: -found.final))[:n_best], t
+
+
+def every_hypothesis(
+    log_probs: Callable[[tuple[int, ...]], Any],
+    vocabulary: int,
+    max_steps: int,
+    eos_id: int,
+    final: Callable[[Any, int], Any] = lambda score, length: score,
+) -> list[Hypothesis]:
+    """All that end within `max_steps`, the eos counted, best first: what a beam that keeps everything finds."""
+    others, found = [token for token in range(vocabulary) if token != eos_id], []
+    for tokens in itertools.chain(*(itertools.product(others, repeat=n) for n in range(max_steps))):
+        score = sum(log_probs(tokens[:i])[token] for i, token in enumerate((*tokens, eos_id)))
+        found.append(Hypothesis(final(score, len(tokens) + 1), score, tokens))
+    return sorted(found, key=lambda one: -one.final)
+
+
+def edit_table(
+    a: Row, b: Row, insertion: float = 1, deletion: float = 1, substitution: Cost = operator.ne
+) -> dict[tuple[int, int], float]:
+    """What the first i tokens of a cost against the first j of b; insertions are tokens only a has, deletions b."""
+    cost: dict[tuple[int, int], float] = {(0, 0): 0}
+    for i, j in itertools.product(range(len(a) + 1), range(len(b) + 1)):
+        ways = [cost[i - 1, j - 1] + substitution(a[i - 1], b[j - 1])] if i and j else []
+        ways += [cost[i - 1, j] + insertion] if i else []
+        ways += [cost[i, j - 1] + deletion] if j else []
+        cost[i, j] = min(ways, default=0)
+    return cost
+
+
+def edit_distance(a: Row, b: Row, *costs: Any) -> float:
+    """The least cost of edits between two rows; `costs` as above."""
+    return edit_table(a, b, *costs)[len(a), len(b)]
+
+
+def edit_path(
+    a: Row, b: Row, insertion: float = 1, deletion: float = 1, substitution: Cost = operator.ne
+) -> list[tuple[int, int, int]]:
+    """(what, place in a, place in b) by edit; from the ends a pair goes before an insertion, that before a deletion."""
+    cost, path, i, j = edit_table(a, b, insertion, deletion, substitution), [], len(a), len(b)
+    while i or j:
+        if i and j and cost[i, j] == cost[i - 1, j - 1] + substitution(a[i - 1], b[j - 1]):
+            i, j = i - 1, j - 1
+            path.append((int(a[i] != b[j]), i, j))  # match or substitution
+        elif i and cost[i, j] == cost[i - 1, j] + insertion:
+            i -= 1
+            path.append((2, i, -1))
+        else:
+            j -= 1
+            path.append((3, -1, j))
+    return path[::-1]
+
+
+def sentence_bleu(a: Row, b: Row, max_n: int = 4, smoothing: str = "add_one") -> float:
+    """The BLEU of one row against one, n-gram by n-gram; 0 where they share no token, 1 where both are empty."""
+    if not set(a) & set(b):
+        return float(not a and not b)
+    logs, missed = [], 0
+    for n in range(1, max_n + 1):
+        mine, theirs = (Counter(zip(*(row[k:] for k in range(n)), strict=False)) for row in (a, b))
+        more = smoothing == "add_one" and n > 1
+        hits, total = (mine & theirs).total() + more, mine.total() + more
+        if total and not hits:
+            missed += 1
+            hits = 0.5**missed if smoothing == "exp" else 0
+        if total:
+            logs.append(math.log(hits / total) if hits else -math.inf)
+    return math.exp(min(0, 1 - len(b) / len(a)) + sum(logs) / len(logs))
+
+
+# Objectives: scores s and risks D (n,) are those of the hypotheses of one row that are there.
+
+
+def by_row(loss: Callable[..., Tensor], valid: Tensor, *given: Tensor, **options: Any) -> Tensor:
+    """(B,): loss(*given) of each row's valid hypotheses alone; given are (B, K), or (B,) for one number a row."""
+    rows = zip(valid, *given, strict=True)
+    return torch.stack([loss(*(x[there] if x.dim() else x for x in row), **options) for there, *row in rows])
+
+
+def minimum_risk(scores: Tensor, risks: Tensor, alpha: float = 1) -> Tensor:
+    """sum_i Q_i D_i for Q_i = p_i^alpha / sum_j p_j^alpha"""
+    p = torch.exp(alpha * scores)
+    return (p / p.sum() * risks).sum()
+
+
+def mwer(scores: Tensor, risks: Tensor, gold_score: Tensor | float = 0.0, weight: float = 0.01) -> Tensor:
+    """The expected risk less the mean, which is a constant, and some cross entropy."""
+    p = torch.exp(scores)
+    return (p / p.sum() * (risks - risks.mean().detach())).sum() - weight * gold_score
+
+
+def leave_one_out(scores: Tensor, risks: Tensor) -> Tensor:
+    """The mean of s_i times D_i less the mean of the other D; 0 where there are no others."""
+    if len(scores) < 2:
+        return (0 * scores).sum()
+    others = torch.stack([torch.cat([risks[:i], risks[i + 1 :]]).mean() for i in range(len(risks))])
+    return ((risks - others) * scores).mean()
+
+
+def stochastic_beam_risk(scores: Tensor, risks: Tensor, kappa: Tensor, estimator: str = "normalised") -> Tensor:
+    """sum_i p_i / q_i [bracket], of which p_i = exp(s_i) alone has a gradient."""
+    p, q = scores.detach().exp(), 1 - torch.exp(-torch.exp(scores.detach() - kappa))
+    w = p / q
+    total, weighted = w.sum(), (w * risks).sum()
+    bracket = {
+        "unbiased": risks,
+        "baseline": risks * (1 - p + w) - weighted,
+        "normalised": (risks - weighted / total) / (total - w + p),
+    }[estimator]
+    return (scores.exp() / q * bracket).sum()

@@ -52,9 +52,12 @@ def minimum_risk(
     float32 for halves. A row without a valid hypothesis has loss 0 and counts in the mean.
     Gradient: dL/ds_i = alpha Q_i (D_i - sum_j Q_j D_j), any order. It sums to 0 in each row, and is 0 where only one
     hypothesis is valid: the loss moves probability within the list, and none into it, so mix in cross entropy.
-    `check`: looks for NaN in what is valid, which waits for a device; lens on the CPU are looked at always.
+    To risks that ask for one it is Q_i.
+    `check`: looks for NaN and infinity in what is valid, which waits for a device; lens on the CPU are looked at
+    always.
     Cost: a few passes over (B, K).
-    Raises: TypeError (dtypes), ValueError (shapes, devices, an unknown reduction, alpha, lens below 1, NaN).
+    Raises: TypeError (dtypes), ValueError (shapes, devices, an unknown reduction, alpha, lens below 1, what `check`
+    finds).
     Source: Shen et al. 2016 (minimum risk training); Edunov et al. 2018.
     """
     name = "minimum_risk"
@@ -83,7 +86,7 @@ def mwer(
     row without a valid hypothesis has its cross entropy alone.
     Gradient: that of `minimum_risk`, as the mean is a constant: it makes the value comparable between rows, 0 where the
     model is indifferent. And -weight to gold_scores.
-    Cost, `check`, Raises: as `minimum_risk`; weight must be 0 or more.
+    Cost, `check` (gold_scores, too), Raises: as `minimum_risk`; weight must be 0 or more.
     Source: Prabhavalkar et al. 2018.
     """
     name = "mwer"
@@ -91,7 +94,10 @@ def mwer(
     given = _given(name, scores, risks, valid, lens, check)
     loss = (_renormalised(given.scores, given.valid) * _centred(given)).sum(1)
     if gold_scores is not None:
-        loss = loss - weight * _per_row(gold_scores, scores, f"{name}: gold_scores")
+        gold_scores = _per_row(gold_scores, scores, f"{name}: gold_scores")
+        if check and _checks.must_check(check, gold_scores):
+            _refuse(~gold_scores.isfinite(), gold_scores, f"{name}: gold_scores")
+        loss = loss - weight * gold_scores
     return _reduced(name, loss, reduction)
 
 
@@ -112,10 +118,11 @@ def leave_one_out(
     the best the estimate is biased. With `lens` each s_i is divided by its length, which is no longer unbiased.
     Gradient: (D_i - b_i) / n, any order; 0 where a row has fewer than two samples, which have nothing to be compared
     with.
-    Cost, `check`, Raises: as `minimum_risk`.
+    Cost, `check`, Raises: as `minimum_risk`; ValueError (risks that require a gradient, which is not estimated).
     Source: Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a Baseline for Free!"); REINFORCE is Williams 1992.
     """
     name = "leave_one_out"
+    _constant(risks, name)
     given = _given(name, scores, risks, valid, lens, check)
     # D_i - b_i is n / (n - 1) times D_i - mean D.
     others = (given.valid.sum(1) - 1).clamp(min=1)
@@ -147,13 +154,14 @@ def stochastic_beam_risk(
     lengths.
     Gradient: w_i times the bracket, to s_i; kappa gets none. Second derivatives are those of the formula.
     Cost: a few passes over (B, K), and a table (B, K, K) that is not kept.
-    Raises: as `minimum_risk`; ValueError (an unknown estimator, kappa not (B,), "baseline" of one hypothesis).
+    Raises: as `leave_one_out`; ValueError (an unknown estimator, kappa not (B,), "baseline" of one hypothesis).
     Source: Kool, van Hoof & Welling 2019 ("Stochastic Beams and Where to Find Them", and "Buy 4 REINFORCE Samples"). On
     the variances: docs/risk.md.
     """
     name = "stochastic_beam_risk"
     if estimator not in _ESTIMATORS:
         raise ValueError(f"{name}: estimator is {estimator!r}; there are {', '.join(map(repr, _ESTIMATORS))}")
+    _constant(risks, name)
     given = _given(name, scores, risks, valid, None, check)
     least = 2 if estimator == "baseline" else 1
     if scores.shape[1] < least:
@@ -161,7 +169,7 @@ def stochastic_beam_risk(
         raise ValueError(f"{name}: {estimator!r} needs {least} or more hypotheses, got {scores.shape[1]}{hint}")
     kappa = _per_row(kappa, scores, f"{name}: kappa").detach()
     if check and _checks.must_check(check, kappa):
-        _refuse(kappa.isnan(), kappa, f"{name}: kappa")
+        _refuse(kappa.isnan() | kappa.isposinf(), kappa, f"{name}: kappa")
     loss = _normalised(given, kappa) if estimator == "normalised" else _weighted(given, kappa, estimator == "baseline")
     return _reduced(name, loss, reduction)
 
@@ -215,8 +223,8 @@ def _renormalised(logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def _centred(given: _Given) -> Tensor:
-    """The risks less their mean over the valid ones of the row, 0 at the others."""
-    mean = given.risks.sum(1, keepdim=True) / given.valid.sum(1, keepdim=True).clamp(min=1)
+    """The risks less their mean over the valid ones of the row, a constant; 0 at the others."""
+    mean = given.risks.detach().sum(1, keepdim=True) / given.valid.sum(1, keepdim=True).clamp(min=1)
     return (given.risks - mean).masked_fill(~given.valid, 0)
 
 
@@ -244,8 +252,8 @@ def _given(name: str, scores: Any, risks: Any, valid: Any, lens: Any, check: boo
             raise TypeError(f"{name}: valid must be a bool tensor (B, K), got {_checks.describe(valid)}")
         there = there & _alike(valid, scores, f"{name}: valid")
     if check and _checks.must_check(check, scores):
-        _refuse(scores.isnan() & there, scores, f"{name}: scores")
-        _refuse(risks.isnan() & there, risks, f"{name}: risks")
+        _refuse(~scores.isfinite() & there, scores, f"{name}: scores")
+        _refuse(~risks.isfinite() & there, risks, f"{name}: risks")
     wide = torch.promote_types(scores.dtype, torch.float32)
     kept = scores.to(wide).masked_fill(~there, 0)
     if lens is not None:
@@ -256,8 +264,9 @@ def _given(name: str, scores: Any, risks: Any, valid: Any, lens: Any, check: boo
 def _lengths(lens: Any, scores: Tensor, there: Tensor, name: str, check: bool) -> Tensor:
     """Lengths, 1 where no hypothesis is."""
     lens = _alike(lens, scores, f"{name}: lens").masked_fill(~there, 1)
-    if _checks.must_check(check or None, lens) and bool((lens < 1).any()):
-        row, k = (lens < 1).nonzero()[0].tolist()
+    bad = ~(lens >= 1)  # NaN, too
+    if _checks.must_check(check or None, lens) and bool(bad.any()):
+        row, k = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{name}: lens[{row}, {k}] is {lens[row, k].item()}; a score is divided by at least 1: "
             f"count the end token, lens + 1"
@@ -283,6 +292,11 @@ def _per_row(x: Any, scores: Tensor, what: str) -> Tensor:
     if x.shape != scores.shape[:1]:
         raise ValueError(f"{what} must be ({len(scores)},), one for each row of scores, got shape {tuple(x.shape)}")
     return x.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def _constant(risks: Any, name: str) -> None:
+    if isinstance(risks, Tensor) and risks.requires_grad:
+        raise ValueError(f"{name}: risks require a gradient, which is not estimated; pass risks.detach()")
 
 
 def _real(x: Any, scores: Tensor, what: str) -> None:

@@ -1,6 +1,6 @@
-"""What the tests of beam search share: models of a few tokens, a search in plain Python, and enumeration."""
+"""What the tests of beam search share: models of a few tokens, the plain search, and enumeration."""
 
-import itertools
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import beam
+from tensorloop import beam, reference
 
 BOS, EOS = 0, 1
 
@@ -53,13 +53,7 @@ def table_step(before: Tensor, tokens: Tensor, logits: Tensor) -> tuple[Tensor, 
     return tokens, torch.log_softmax(logits[rows, before, tokens], -1)
 
 
-class Found(NamedTuple):
-    """A hypothesis as the references give it."""
-
-    final: float
-    score: float
-    tokens: tuple[int, ...]
-    finished: bool = True
+Found = reference.Hypothesis
 
 
 def plain_search(
@@ -73,26 +67,18 @@ def plain_search(
     stop: str = "exact",
     eos: str = "always",
 ) -> tuple[list[Found], int]:
-    """The n best of one row and the steps taken, by lists and sorting: the definition of the search."""
-    model, n = model or beam.Sum(), n_best or size
-    running, pool = [(0.0, ())], []
-    for t in range(steps):
-        offers = [
-            (total + step, k, token, prefix)
-            for k, (total, prefix) in enumerate(running)
-            for token, step in enumerate(scores(prefix))
-            if total + step > -math.inf
-        ]
-        offers.sort(key=lambda offer: (-offer[0], offer[1], offer[2]))
-        high = {"always": len(offers), "top_k": size, "top_2k": 2 * size}[eos]
-        ended = sorted((o for o in offers[:high] if o[2] == EOS), key=lambda offer: offer[1])
-        pool += [Found(final(model, o[0], t + 1), o[0], o[3]) for o in ended]
-        pool = sorted(pool, key=lambda found: -found.final)[:n]
-        running = [(o[0], (*o[3], o[2])) for o in offers if o[2] != EOS][:size]
-        if not running or (len(pool) == n and _stops(model, pool, running, t + 1, longest, stop)):
-            return pool, t + 1
-    late = [Found(final(model, total, steps), total, prefix, False) for total, prefix in running]
-    return (pool + sorted(late, key=lambda found: -found.final))[:n], steps
+    """The n best of one row and the steps taken, by the definition of the search; the models rank and bound as ours."""
+    model = model or beam.Sum()
+    return reference.beam_search(
+        scores,
+        size,
+        steps,
+        EOS,
+        n_best or size,
+        final=functools.partial(final, model),
+        may_end={"always": None, "top_k": size, "top_2k": 2 * size}[eos],
+        stop=lambda pool, running, t: _stops(model, pool, running, t, longest, stop),
+    )
 
 
 def final(model: Any, total: float, length: int) -> float:
@@ -109,13 +95,7 @@ def _stops(model: Any, pool: Any, running: Any, t: int, longest: int | None, sto
 
 def every_sequence(scores: Scores, vocabulary: int, steps: int, model: Any = None) -> list[Found]:
     """All that end within `steps`, eos counted, best first."""
-    model, found = model or beam.Sum(), []
-    others = [token for token in range(vocabulary) if token != EOS]
-    for length in range(steps):
-        for tokens in itertools.product(others, repeat=length):
-            total = sum(scores(tokens[:i])[token] for i, token in enumerate((*tokens, EOS)))
-            found.append(Found(final(model, total, length + 1), total, tokens))
-    return sorted(found, key=lambda one: -one.final)
+    return reference.every_hypothesis(scores, vocabulary, steps, EOS, functools.partial(final, model or beam.Sum()))
 
 
 def rows_of(hyps: beam.Hypotheses) -> list[list[Found]]:

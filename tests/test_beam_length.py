@@ -102,7 +102,10 @@ def test_what_has_no_hypothesis_stays_without():
         assert beam.bound_of(model, 10)(nothing, 3).eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("model", [beam.Power(0.6), beam.Power(1.0), beam.GNMT(1.0)], ids=repr)
+NO_BOUND = [beam.Power(0.6), beam.Power(1.0), beam.Power(1.0, FLOOR), beam.GNMT(1.0), beam.GNMT(1.0, FLOOR)]
+
+
+@pytest.mark.parametrize("model", NO_BOUND, ids=repr)
 def test_a_model_without_a_bound_needs_max_steps(model: Any):
     table = Table.random(2, 4)
     with pytest.raises(ValueError, match=r"has no bound .* give max_steps, or a length model with a bound .*Sum\(\)"):

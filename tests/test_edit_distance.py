@@ -1,7 +1,8 @@
-"""Edit distances and alignments beside a plain recursion: kernels, torch operations, sizes, dtypes, threads."""
+"""Edit distances and alignments beside the plain table: kernels, torch operations, sizes, dtypes, threads."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,32 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tensorloop import kernels
+from tensorloop import kernels, reference
 from tensorloop.kernels import _threads, cpu_edits, eager_edits
 from tensorloop.packed import Dim, PackedTensor, pack_padded
+from tensorloop.reference import Cost, Row
 from tensorloop.risk import EDITS, edit_distance
-
-Row = Sequence[int]
-Cost = Callable[[int, int], float]
-
-
-def reference(a: Row, b: Row, insertion: float = 1, deletion: float = 1, substitution: Cost | None = None) -> float:
-    """The table of `eager_edits` row by row: what the first tokens of a cost against the first of b."""
-    over = substitution or (lambda x, y: int(x != y))
-    row = [0.0 if substitution else 0]
-    for _ in b:
-        row.append(row[-1] + deletion)
-    for x in a:
-        diagonal, row[0] = row[0], row[0] + insertion
-        for j, y in enumerate(b):
-            ways = diagonal + over(x, y), row[j + 1] + insertion, row[j] + deletion
-            diagonal, row[j + 1] = row[j + 1], min(ways)
-    return row[-1]
 
 
 def by_pairs(a: Sequence[Row], b: Sequence[Row], *costs: Any) -> list[float]:
     each = len(a) // len(b) if a else 1
-    return [reference(row, b[r // each], *costs) for r, row in enumerate(a)]
+    return [reference.edit_distance(row, b[r // each], *costs) for r, row in enumerate(a)]
 
 
 def drawn(lens: Sequence[int], tokens: int) -> list[list[int]]:
@@ -69,7 +54,7 @@ rows_of_tokens = st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, m
 def test_by_hand(a: str, b: str, edits: int) -> None:
     found = edit_distance([list(a.encode())], [list(b.encode())])
     assert found.dtype is torch.int64
-    assert found.tolist() == [edits]
+    assert found.tolist() == [edits] == [reference.edit_distance(list(a.encode()), list(b.encode()))]
 
 
 @given(a=rows_of_tokens, b=rows_of_tokens, each=st.integers(1, 3))
@@ -264,10 +249,25 @@ def test_alignments_cost_what_they_should(a: list[list[int]], b: list[list[int]]
     entries = table.tolist()
     found, steps = edit_distance(a, b, insertion=costs[0], deletion=costs[1], substitution=table, align=True)
     for r, path in enumerate(steps.unbind()):
-        assert cost_of(path.tolist(), a[r], b[r], (*costs, lambda x, y: entries[x][y])) == pytest.approx(
-            found[r].item()
-        )
+        weights = (*costs, lambda x, y: entries[x][y])
+        assert cost_of(path.tolist(), a[r], b[r], weights) == pytest.approx(found[r].item())
+        assert [tuple(step) for step in path.tolist()] == reference.edit_path(a[r], b[r], *weights)
     again, lens = eager_edits.edit_paths(*flat(a), *flat(b), *costs, table)
+    assert torch.equal(again, steps.values)
+    assert torch.equal(lens, steps.lens)
+
+
+@given(a=rows_of_tokens, b=rows_of_tokens, costs=st.lists(st.sampled_from([0, 0.1, 0.3, 1, math.inf]), min_size=3))
+def test_alignments_of_any_costs(a: list[list[int]], b: list[list[int]], costs: list[float]) -> None:
+    # What is free, forbidden or equal makes ties; sums of 0.1 and 0.3 round.
+    insertion, deletion, other = map(float, costs[:3])
+    n = min(len(a), len(b))
+    found, steps = edit_distance(a[:n], b[:n], insertion=insertion, deletion=deletion, substitution=other, align=True)
+    weights = (insertion, deletion, lambda x, y: 0 if x == y else other)
+    assert found.tolist() == by_pairs(a[:n], b[:n], *weights)
+    expected = [reference.edit_path(x, y, *weights) for x, y in zip(a, b, strict=False)]
+    assert [[tuple(step) for step in path.tolist()] for path in steps.unbind()] == expected
+    again, lens = eager_edits.edit_paths(*flat(a[:n]), *flat(b[:n]), insertion, deletion, other)
     assert torch.equal(again, steps.values)
     assert torch.equal(lens, steps.lens)
 
@@ -288,7 +288,7 @@ def test_alignments_cost_what_they_should(a: list[list[int]], b: list[list[int]]
 )
 def test_ties(a: Row, b: Row, expected: list[tuple[int, int, int]]) -> None:
     found, steps = edit_distance([a], [b], align=True)
-    assert list(map(tuple, steps.values.tolist())) == expected
+    assert list(map(tuple, steps.values.tolist())) == expected == reference.edit_path(a, b)
     assert found.item() == sum(what > 0 for what, _, _ in expected)
 
 

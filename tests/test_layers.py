@@ -285,11 +285,11 @@ ALLOWED: dict[str, set[str]] = {
     "memory._picture": {"memory._charts", "memory._growth"},
     "memory._process": {"loop", "memory._timeline"},
     "memory._residuals": {
-        "_dispatch",
         "memory._finder",
         "memory._holders",
         "memory._located",
         "memory._nodes",
+        "memory._saved",
         "memory._sites",
         "memory._storages",
     },

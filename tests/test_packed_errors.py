@@ -86,6 +86,12 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
         TypeError,
         "goes into attention layers and the CTC loss only",
     ),
+    (
+        "time first recurrent",
+        lambda p: nn.LSTM(3, 4)(p.transpose(0, 1)),
+        TypeError,
+        "lstm: .*make the layer with batch_first=True",
+    ),
     ("time first turned", lambda p: p.transpose(0, 1).transpose(1, 2), TypeError, "transpose its features before"),
     ("heads' weights", lambda p: MHA(p, p, p), TypeError, "call the layer with need_weights=False"),
     (

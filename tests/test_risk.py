@@ -9,51 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd import grad, gradcheck, gradgradcheck
 
+from tensorloop import reference
 from tensorloop.risk import leave_one_out, minimum_risk, mwer, stochastic_beam_risk
 
 B, K = 5, 4
 INF, NAN = torch.inf, torch.nan
 
 
-def rows_of(*tensors: Tensor | None, valid: Tensor) -> list[list[Tensor | None]]:
-    """Each row of each tensor, its valid entries alone."""
-    return [[None if x is None else x[b][valid[b]] for x in tensors] for b in range(len(valid))]
-
-
-def plain_minimum_risk(scores: Tensor, risks: Tensor, valid: Tensor, alpha: float = 1, lens: Any = None) -> Tensor:
-    """(B,): sum_i p_i^alpha D_i / sum_j p_j^alpha, row by row."""
-    loss = []
-    for s, d, length in rows_of(scores, risks, lens, valid=valid):
-        assert s is not None
-        assert d is not None
-        q = torch.exp(alpha * (s if length is None else s / length))
-        loss.append((q * d).sum() / q.sum() if len(s) else s.sum())
-    return torch.stack(loss)
-
-
-def plain_mwer(scores: Tensor, risks: Tensor, valid: Tensor, lens: Any = None) -> Tensor:
-    means = torch.stack([d.mean() if len(d) else d.sum() for (d,) in rows_of(risks, valid=valid) if d is not None])
-    return plain_minimum_risk(scores, risks, valid, 1, lens) - means
-
-
-def plain_leave_one_out(scores: Tensor, risks: Tensor, valid: Tensor, lens: Any = None) -> Tensor:
-    loss = []
-    for s, d, length in rows_of(scores, risks, lens, valid=valid):
-        assert s is not None
-        assert d is not None
-        n = len(s)
-        others = [torch.cat([d[:i], d[i + 1 :]]).mean() if n > 1 else d[i] for i in range(n)]
-        each = [(d[i] - others[i]) * (s[i] if length is None else s[i] / length[i]) / n for i in range(n)]
-        loss.append(sum(each, s.sum() * 0))
-    return torch.stack(loss)
-
-
 OBJECTIVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Any]]] = {
-    "minimum_risk": (minimum_risk, plain_minimum_risk, {}),
-    "minimum_risk, flat": (minimum_risk, plain_minimum_risk, {"alpha": 0.2}),
-    "minimum_risk, peaked": (minimum_risk, plain_minimum_risk, {"alpha": 3.0}),
-    "mwer": (mwer, plain_mwer, {}),
-    "leave_one_out": (leave_one_out, plain_leave_one_out, {}),
+    "minimum_risk": (minimum_risk, reference.minimum_risk, {}),
+    "minimum_risk, flat": (minimum_risk, reference.minimum_risk, {"alpha": 0.2}),
+    "minimum_risk, peaked": (minimum_risk, reference.minimum_risk, {"alpha": 3.0}),
+    "mwer": (mwer, reference.mwer, {}),
+    "leave_one_out": (leave_one_out, reference.leave_one_out, {}),
 }
 # Further objectives where no formula is compared.
 ALL: dict[str, Callable[..., Tensor]] = {
@@ -83,7 +51,7 @@ def test_value_and_gradients_are_those_of_the_formula(name: str, by_length: bool
     scores, risks, valid = drawn()
     lens = torch.randint(1, 9, (B, K)) if by_length else None
     found = ours(scores, risks, valid=valid, lens=lens, reduction="none", **options)
-    expected = plain(scores, risks, valid, lens=lens, **options)
+    expected = reference.by_row(plain, valid, scores if lens is None else scores / lens, risks, **options)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     up = torch.randn(B, dtype=torch.float64)
     first = [grad(x, scores, up, create_graph=True)[0] for x in (found, expected)]
@@ -123,6 +91,23 @@ def test_mwer_is_minimum_risk_less_a_constant_and_cross_entropy() -> None:
     alone = mwer(scores, risks, gold_scores=gold, valid=valid, reduction="none")
     torch.testing.assert_close(alone - mwer(scores, risks, valid=valid, reduction="none"), -0.01 * gold)
     torch.testing.assert_close(alone[4], -0.01 * gold[4])  # no hypothesis: cross entropy remains
+
+
+def test_mwer_with_cross_entropy_is_the_formula() -> None:
+    scores, risks, valid = drawn()
+    gold = torch.randn(B, dtype=torch.float64)
+    found = mwer(scores, risks, gold_scores=gold, weight=0.3, valid=valid, reduction="none")
+    torch.testing.assert_close(found, reference.by_row(reference.mwer, valid, scores, risks, gold, weight=0.3))
+
+
+@pytest.mark.parametrize("name", ["minimum_risk", "mwer"])
+def test_risks_may_have_a_gradient(name: str) -> None:
+    scores, risks, valid = drawn()
+    risks.requires_grad_()
+    q = scores.masked_fill(~valid, -INF)[:4].softmax(1)
+    expected = torch.cat([q, torch.zeros_like(q[:1])])  # and no hypothesis in the last row
+    (found,) = grad(ALL[name](scores, risks, valid=valid, reduction="sum"), risks)
+    torch.testing.assert_close(found, expected)
 
 
 def test_mwer_is_0_where_the_model_is_indifferent() -> None:

@@ -1,35 +1,17 @@
-"""Sentence BLEU beside counting with Python's own counters, and by hand."""
+"""Sentence BLEU beside plain counting, and by hand."""
 
 import math
-from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorloop import reference
 from tensorloop.packed import PackedTensor
 from tensorloop.risk import sentence_bleu
 
 SMOOTHING = ["add_one", "exp", "none"]
-
-
-def reference(a: Sequence[int], b: Sequence[int], max_n: int = 4, smoothing: str = "add_one") -> float:
-    """The BLEU of one row against one, n-gram by n-gram."""
-    if not set(a) & set(b):
-        return float(not a and not b)
-    logs, missed = [], 0
-    for n in range(1, max_n + 1):
-        mine, theirs = (Counter(zip(*(row[k:] for k in range(n)), strict=False)) for row in (a, b))
-        more = smoothing == "add_one" and n > 1
-        hits, total = (mine & theirs).total() + more, mine.total() + more
-        if total and not hits:
-            missed += 1
-            hits = 0.5**missed if smoothing == "exp" else 0
-        if total:
-            logs.append(math.log(hits / total) if hits else -math.inf)
-    return math.exp(min(0, 1 - len(b) / len(a)) + sum(logs) / len(logs))
 
 
 rows = st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4)
@@ -40,7 +22,7 @@ def test_as_counted(a: list[list[int]], b: list[list[int]], each: int, max_n: in
     n = min(len(a), len(b))
     hypotheses = [row[shift:] for row in a[:n] for shift in range(each)]
     found = sentence_bleu(hypotheses, b[:n], max_n=max_n, smoothing=smoothing)
-    expected = [reference(row, b[r // each], max_n, smoothing) for r, row in enumerate(hypotheses)]
+    expected = [reference.sentence_bleu(row, b[r // each], max_n, smoothing) for r, row in enumerate(hypotheses)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
@@ -61,6 +43,7 @@ def test_by_hand() -> None:
     assert sentence_bleu(a, b).item() == pytest.approx((3 / 4 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
     assert sentence_bleu(a, b, smoothing="exp").item() == pytest.approx((3 / 4 * 2 / 3 * 1 / 2 * 1 / 2) ** 0.25)
     assert sentence_bleu(a, b, smoothing="none").item() == 0
+    assert reference.sentence_bleu(a[0], b[0]) == pytest.approx((3 / 4 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
     assert sentence_bleu(a, b, max_n=3, smoothing="none").item() == pytest.approx((3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
 
 
@@ -74,7 +57,7 @@ def test_kinds_of_rows() -> None:
     found = sentence_bleu(a, [torch.tensor([1, 2, 4]), [4]])
     assert found.dtype is torch.float64
     assert not found.requires_grad
-    assert found.tolist() == pytest.approx([reference([1, 2, 3], [1, 2, 4]), 1])
+    assert found.tolist() == pytest.approx([reference.sentence_bleu([1, 2, 3], [1, 2, 4]), 1])
     assert sentence_bleu([], []).shape == (0,)
     assert sentence_bleu([], [[1]]).shape == (0,)
     large = 2**63 - 1

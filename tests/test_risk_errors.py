@@ -154,6 +154,7 @@ OBJECTIVES = {
     "stochastic_beam_risk": stochastic,
 }
 GOOD = torch.zeros(2, 3)
+POISONED = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, torch.inf]])
 
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scores": [1.0]}, TypeError, "scores: expected a tensor, got list [1.0]; wrap it with torch.as_tensor"),
@@ -172,6 +173,9 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'; there are 'mean' (over B), 'sum' and 'none'"),
     ({"scores": GOOD / 0, "check": True}, ValueError, "scores[0, 0] is nan"),
     ({"risks": GOOD.index_fill(1, torch.tensor(2), torch.nan), "check": True}, ValueError, "risks[0, 2] is nan"),
+    ({"scores": POISONED, "check": True}, ValueError, "scores[1, 2] is inf"),
+    ({"risks": POISONED, "check": True}, ValueError, "risks[1, 2] is inf"),
+    ({"risks": -POISONED, "check": True}, ValueError, "risks[1, 2] is -inf"),
 ]
 
 
@@ -192,6 +196,8 @@ def test_lengths(name: str) -> None:
     text = f"{name}: lens[1, 1] is 0; a score is divided by at least 1: count the end token, lens + 1"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         OBJECTIVES[name](GOOD, GOOD, lens=lens)
+    with pytest.raises(ValueError, match=re.escape(f"{name}: lens[0, 1] is nan; a score is divided by at least 1")):
+        OBJECTIVES[name](GOOD, GOOD, lens=torch.tensor([[1, torch.nan, 3]] * 2))
 
 
 OWN: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -225,6 +231,22 @@ OWN: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "stochastic_beam_risk: kappa[1] is nan",
     ),
     (
+        *(lambda: stochastic(GOOD, GOOD, kappa=torch.tensor([0.0, torch.inf]), check=True), ValueError),
+        "stochastic_beam_risk: kappa[1] is inf",
+    ),
+    (
+        *(lambda: mwer(GOOD, GOOD, gold_scores=torch.tensor([0.0, -torch.inf]), check=True), ValueError),
+        "mwer: gold_scores[1] is -inf",
+    ),
+    (
+        *(lambda: leave_one_out(GOOD, GOOD.clone().requires_grad_()), ValueError),
+        "leave_one_out: risks require a gradient, which is not estimated; pass risks.detach()",
+    ),
+    (
+        *(lambda: stochastic(GOOD, GOOD.clone().requires_grad_()), ValueError),
+        "stochastic_beam_risk: risks require a gradient, which is not estimated; pass risks.detach()",
+    ),
+    (
         *(lambda: stochastic(GOOD, GOOD, estimator="best"), ValueError),
         "stochastic_beam_risk: estimator is 'best'; there are 'normalised', 'baseline', 'unbiased'",
     ),
@@ -247,8 +269,9 @@ def test_own_arguments(call: Callable[[], Any], error: type[Exception], text: st
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_nan_is_looked_for_only_when_asked_and_only_where_valid(name: str) -> None:
-    bad = GOOD.index_fill(1, torch.tensor(0), torch.nan)
+@pytest.mark.parametrize("filler", [torch.nan, torch.inf])
+def test_bad_numbers_are_looked_for_only_when_asked_and_only_where_valid(name: str, filler: float) -> None:
+    bad = GOOD.index_fill(1, torch.tensor(0), filler)
     assert OBJECTIVES[name](bad, GOOD).isnan()
     valid = torch.tensor([[False, True, True]] * 2)
     assert OBJECTIVES[name](bad, bad, valid=valid, check=True).isfinite()
