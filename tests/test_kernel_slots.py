@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tensorloop import reference
 from tensorloop.kernels import _threads, cpu_slots, eager, find
 
 BOTH = [cpu_slots, eager]
@@ -22,11 +23,8 @@ def arguments(n: int, batch: int, features: int, dtype: torch.dtype = torch.floa
 
 
 def written(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> Tensor:
-    out = slots.clone()
-    for b in range(len(pos)):
-        if where[b]:
-            out[pos[b], b] = x[b]
-    return out
+    rows = reference.write_rows(slots.unbind(0), pos.tolist(), x, where.tolist())
+    return torch.stack(rows) if rows else slots
 
 
 def taken(slots: Tensor, pos: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ def joined() -> Iterator[None]:
     dist.init_process_group("gloo")
     try:
         yield
+        dist.barrier()  # who leaves early may abort, with the others' connections still open
     finally:
         dist.destroy_process_group()
 
