@@ -2,6 +2,7 @@
 
     python profiling/beam.py                        # some 15 minutes
     python profiling/beam.py --hf-python PATH       # a Python that has transformers, numba and torch of this version
+    python profiling/beam.py --only g2p --g2p PATH  # a step of minimum risk on a trained model, the others as they were
 
 What all ways find comes first: tokens and scores of both searches, and gradients in float64 of what is trained. Where
 they differ, nothing is timed. Bytes are counted (`tensorloop.memory`): what is alive at the end of the forward pass.
@@ -9,15 +10,17 @@ they differ, nothing is timed. Bytes are counted (`tensorloop.memory`): what is 
 
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import beam_g2p
 import beam_models as models
 import harness
 import plots
 import torch
-from script import Peer, Result, Script, Target, target_table
+from script import Peer, Place, Result, Script, Target, target_table
 
 from tensorloop import memory
 
@@ -25,6 +28,7 @@ STEPS = {"quick": [8], "short": [64], "usual": [64, 256]}
 T = {"quick": [4], "short": [64], "usual": [16, 32, 64, 128]}
 RUNS = {"quick": 1, "short": 3, "usual": 5}
 STEP_RUNS = {"quick": 1, "short": 10, "usual": 20}
+G2P_RUNS = {"quick": 1, "short": 5, "usual": 10}
 SPEED = {64: 1.6, 256: 1.3}  # times Hugging Face's tokens a second, at least
 OUTSIDE = 0.07  # of the time is not the model's, at most
 HELD, WANTED, QUARTER, STEP = {"gru": 206, "attends": 266}, 150, 0.25, 0.6
@@ -44,7 +48,7 @@ def checkpoints_of(steps: int) -> int:
 
 def run_cell(cell: harness.Cell) -> dict[str, Any]:
     """What a process of its own does."""
-    return {"speed": speed, "held": held, "step": step, "check": check}[cell["kind"]](cell)
+    return {"speed": speed, "held": held, "step": step, "g2p": g2p, "check": check}[cell["kind"]](cell)
 
 
 def speed(cell: harness.Cell) -> dict[str, Any]:
@@ -83,6 +87,15 @@ def step(cell: harness.Cell) -> dict[str, Any]:
     return harness.time_run(run[cell["way"]], list(model.parameters()), 3, cell["runs"])
 
 
+def g2p(cell: harness.Cell) -> dict[str, Any]:
+    return beam_g2p.timed(words(torch.float32), cell["runs"])
+
+
+def words(dtype: torch.dtype) -> beam_g2p.Words:
+    assert MODEL.path is not None
+    return beam_g2p.Words(MODEL.path, dtype)
+
+
 def check(cell: harness.Cell) -> dict[str, Any]:
     """How far what the ways find is apart, relative to the largest number."""
     if cell["what"] == "speed":
@@ -97,6 +110,9 @@ def check(cell: harness.Cell) -> dict[str, Any]:
     if cell["what"] == "step":
         short = models.Short(torch.float64)
         return {"apart": apart_by([short.through_search(), short.second_pass()], list(short.parameters()))}
+    if cell["what"] == "g2p":
+        spoken = words(torch.float64)
+        return {"apart": apart_by([way() for way in spoken.ways().values()], spoken.parameters)}
     model = models.Recurrent(torch.float64, cell["what"] == "attends")
     losses = []
     for way in WAYS:
@@ -105,7 +121,7 @@ def check(cell: harness.Cell) -> dict[str, Any]:
     return {"apart": apart_by(losses, list(model.parameters()))}
 
 
-def apart_by(losses: list[torch.Tensor], leaves: list[torch.Tensor]) -> float:
+def apart_by(losses: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> float:
     grads = [torch.autograd.grad(loss, leaves) for loss in losses]
     apart = max(float((x - losses[0]).detach().abs() / losses[0].detach().abs()) for x in losses)
     for found in grads[1:]:
@@ -115,21 +131,40 @@ def apart_by(losses: list[torch.Tensor], leaves: list[torch.Tensor]) -> float:
 
 
 STEP_WAYS = ("through the search", "a second pass", "the second pass without its search")
-CHECKS = {"speed": 1e-5, "gru": 1e-10, "attends": 1e-10, "step": 1e-5}
+CHECKS = {"speed": 1e-5, "gru": 1e-10, "attends": 1e-10, "step": 1e-5, "g2p": 1e-10}
+KINDS = ("speed", "held", "step", "g2p")
+G2P_WAYS = {
+    "search": "through the search",
+    "packed": "a second pass on packed rows, `tl.scan`",
+    "padded": "a second pass in plain PyTorch, padded, `torch.cat`",
+}
+MODEL = Place("g2p", "MODEL", "a model.pt of `python -m docs.examples.g2p train`, for a step of minimum risk on it")
+
+
+def kinds(args: Namespace) -> list[str]:
+    """What to measure: with a model all, without one all but what needs it."""
+    return [kind for kind in args.only or KINDS if kind != "g2p" or MODEL.path]
 
 
 def checks(args: Namespace) -> list[harness.Cell]:
-    return [{"kind": "check", "what": what, "steps": 12, "at_most": most} for what, most in CHECKS.items()]
+    found = [{"kind": "check", "what": what, "steps": 12, "at_most": most} for what, most in CHECKS.items()]
+    return [cell for cell in found if group(cell) in kinds(args)]
 
 
 def cells(args: Namespace) -> list[harness.Cell]:
     runs = {"runs": RUNS[args.set]}
-    found: list[harness.Cell] = []
-    for steps in STEPS[args.set]:
-        found += [{"kind": "speed", "way": way, "steps": steps, **runs} for way in ("search", "HF")]
-    for decoder in DECODERS:
-        found += [{"kind": "held", "decoder": decoder, "way": way, "T": t, **runs} for t in T[args.set] for way in WAYS]
-    return [*found, *({"kind": "step", "way": way, "runs": STEP_RUNS[args.set]} for way in STEP_WAYS)]
+    found: dict[str, list[harness.Cell]] = {
+        "speed": [{"way": way, "steps": n, **runs} for n in STEPS[args.set] for way in ("search", "HF")],
+        "held": [
+            {"decoder": decoder, "way": way, "T": t, **runs}
+            for decoder in DECODERS
+            for t in T[args.set]
+            for way in WAYS
+        ],
+        "step": [{"way": way, "runs": STEP_RUNS[args.set]} for way in STEP_WAYS],
+        "g2p": [{"model": beam_g2p.digest(MODEL.path), "runs": G2P_RUNS[args.set]}] if MODEL.path else [],
+    }
+    return [{"kind": kind, **cell} for kind in kinds(args) for cell in found[kind]]
 
 
 def of_transformers(cell: harness.Cell) -> bool:
@@ -149,6 +184,7 @@ def section(result: Result, picture: str) -> str:
         f"**A step of minimum risk**, {models.Short.ROWS} rows, {models.Short.BEAMS} hypotheses each that end on their "
         "own:",
         harness.table(["way", "forward", "forward + backward"], trained(result)),
+        *on_a_model(result),
         target_table(targets(result)),
         f"![Bytes held over T]({picture})",
     ]
@@ -199,8 +235,33 @@ def trained(result: Result) -> list[list[str]]:
     lines = []
     for way in STEP_WAYS:
         forward, total = (harness.figure(result, key, kind="step", way=way) for key in ("forward_s", "total_s"))
-        lines.append([way, *(f"{x * 1e3:.1f} ms" if x else "error" for x in (forward, total))])
+        why = harness.why_not(result, kind="step", way=way)
+        lines.append([way, *(f"{x * 1e3:.1f} ms" if x else why for x in (forward, total))])
     return lines
+
+
+def on_a_model(result: Result) -> list[str]:
+    """A sentence and a table of minimum risk on a trained model; how to get one, where there was none."""
+    model = next((entry["cell"]["model"] for entry in result["entries"] if entry["cell"]["kind"] == "g2p"), None)
+    if model is None:
+        return [
+            "On a trained model of the example g2p it was not measured: `python -m docs.examples.g2p train` makes one, "
+            "and `--only g2p --g2p runs/g2p/full/model.pt` adds its rows."
+        ]
+    lines = []
+    for way, name in G2P_WAYS.items():
+        spent = g2p_seconds(result, way)
+        lines.append([name, f"{spent * 1e3:.1f} ms" if spent else harness.why_not(result, kind="g2p")])
+    return [
+        f"The same on a trained model of the example g2p, {beam_g2p.WORDS} words, {beam_g2p.BEAMS} hypotheses each; "
+        "the risk is the edits to the nearest reference. Both second passes begin with a search without gradient. "
+        f"Time of the processor, in one thread; the SHA-256 of model.pt begins with {model}.",
+        harness.table(["way", "forward + backward"], lines),
+    ]
+
+
+def g2p_seconds(result: Result, way: str) -> float | None:
+    return harness.figure(result, f"{way}_s", kind="g2p")
 
 
 def targets(result: Result) -> list[Target]:
@@ -214,7 +275,7 @@ def targets(result: Result) -> list[Target]:
             what = f"{steps} tokens: speed / `generate`'s"
             found.append(Target(what, other / ours, SPEED.get(steps), least=True))
             found.append(Target(f"{steps} tokens: share of the time outside the model", 1 - model / ours, OUTSIDE))
-    last = max(sizes(result, "T"))
+    last = max(sizes(result, "T"), default=0)
     for decoder, title in DECODERS.items():
         _, ours, lean, kept = (
             harness.figure(result, "held_bytes", kind="held", decoder=decoder, way=way, T=last) for way in WAYS
@@ -228,6 +289,10 @@ def targets(result: Result) -> list[Target]:
     one, two, _ = (harness.figure(result, "total_s", kind="step", way=way) for way in STEP_WAYS)
     if one and two:
         found.append(Target("a step of minimum risk: time / search and second pass", one / two, STEP))
+    for way in ("packed", "padded"):
+        one, two = g2p_seconds(result, "search"), g2p_seconds(result, way)
+        if one and two:
+            found.append(Target(f"the same on a model of g2p: time / search and {way} second pass", one / two, STEP))
     return found
 
 
@@ -247,6 +312,15 @@ def draw(result: Result, path: Path) -> None:
             plots.curves(axes, lines, "MiB held after forward", title)
 
 
+def options(parser: ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="what to measure anew; the rest stays")
+
+
+def group(cell: harness.Cell) -> str:
+    kind = cell["kind"] if cell["kind"] != "check" else cell["what"]
+    return "held" if kind in DECODERS else kind
+
+
 SCRIPT = Script(
     file=__file__,
     text=__doc__,
@@ -258,6 +332,9 @@ SCRIPT = Script(
     targets=targets,
     draw=draw,
     peers=[Peer("hf", ("transformers",), of_transformers)],
+    places=[MODEL],
+    options=options,
+    group=group,
     settings=lambda args: {
         "rows": models.ROWS,
         "beams": models.BEAMS,

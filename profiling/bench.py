@@ -32,9 +32,14 @@ SCRIPTS = (
     "attention",
     "beam",
     "memory_tools",
+    "import_time",
 )
 PEERS = {"jax": "jax and equinox", "tf": "tensorflow", "fbgemm": "fbgemm_gpu", "hf": "transformers"}
 PAGE, MARKER = "docs/benchmarks.md", "bench"
+
+
+class Stopped(Exception):
+    """By Ctrl-C; what is still to be run is its argument."""
 
 
 def run(name: str, out: Path) -> int:
@@ -50,7 +55,10 @@ def run_all(names: Sequence[str], folder: Path) -> list[str]:
     failed, start = [], time.monotonic()
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}, after {time.monotonic() - start:.0f} s", file=sys.stderr)
-        status = run(name, folder / f"{name}.json")
+        try:
+            status = run(name, folder / f"{name}.json")
+        except KeyboardInterrupt as error:
+            raise Stopped(names[number - 1 :]) from error
         if status:
             failed.append(f"{name}: exit status {status}")
     print(f"{len(names)} scripts in {time.monotonic() - start:.0f} s", file=sys.stderr)
@@ -100,7 +108,12 @@ def main(given: Sequence[str] | None = None) -> int:
             os.environ[f"{name.upper()}_PYTHON"] = python  # the scripts inherit it
     folder = args.out.resolve() if args.out else harness.results("", short=True).parent
     folder.mkdir(parents=True, exist_ok=True)
-    failed = run_all(args.only, folder)
+    try:
+        failed = run_all(args.only, folder)
+    except Stopped as stopped:
+        (left,) = stopped.args
+        print(f"stopped; the documents are as they were. To go on: --only {' '.join(left)}", file=sys.stderr)
+        return 130
     text = section(folder, failed)
     if args.out:
         (folder / "bench.md").write_text(text + "\n")

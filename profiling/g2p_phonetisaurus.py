@@ -2,24 +2,66 @@
 
     python profiling/g2p_phonetisaurus.py --phonetisaurus VENV/bin/phonetisaurus    # some minutes
 
-`pip install phonetisaurus` in a virtual environment of its own has the program.
+`pip install phonetisaurus` in a virtual environment of its own has the program. The row goes
+between the markers of docs/examples/g2p/README.md.
 """
 
-import argparse
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
+
+import harness
+from script import Place, Result, Script
 
 from docs.examples.g2p import data
-from docs.examples.g2p.scoring import Score, score
+from docs.examples.g2p.scoring import score
+
+PROGRAM = Place("phonetisaurus", "PROGRAM", "the program; without it nothing is measured")
+WORDS = {"quick": (300, 50), "short": (10_000, 1000), "usual": (None, None)}  # of training and of test; None: all
 
 
-def pronounced(program: str, folder: Path, words: list[str]) -> dict[str, tuple[str, ...]]:
+def cells(args: Namespace) -> list[harness.Cell]:
+    train, test = WORDS[args.set]
+    return [{"kind": "train", "train": train, "test": test, "limit_s": 3600}]
+
+
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    if PROGRAM.path is None:
+        return {"absent": "not installed"}
+    train, test = (
+        data.sample(data.read_lexicon(path), limit)
+        for path, limit in ((data.TRAIN_FILE, cell["train"]), (data.TEST_FILE, cell["test"]))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model.fst"
+        seconds = trained(PROGRAM.path, model, train)
+        result = score(pronounced(PROGRAM.path, model, list(test)), test)
+    return {"per": result.per, "wer": result.wer, "seconds": seconds}
+
+
+def trained(program: Path, model: Path, train: data.Lexicon) -> float:
+    """Writes the model; the seconds that took."""
+    lexicon = model.with_name("train.lexicon")
+    lexicon.write_text("".join(f"{word} {' '.join(phones)}\n" for word, several in train.items() for phones in several))
+    corpus = str(model.with_name("corpus"))
+    command = [program, "train", "--corpus", corpus, "--model", str(model), "--casing", "ignore", str(lexicon)]
+    begun = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"phonetisaurus train: {harness.last_line(done.stderr)}")
+    return time.perf_counter() - begun
+
+
+def pronounced(program: Path, model: Path, words: list[str]) -> dict[str, tuple[str, ...]]:
     """The best pronunciation of each word; none where the model finds none."""
-    command = [program, "predict", "--model", str(folder / "model.fst"), "--casing", "ignore"]
-    done = subprocess.run(command, input="\n".join(words) + "\n", capture_output=True, text=True, check=True)
+    command = [program, "predict", "--model", str(model), "--casing", "ignore"]
+    done = subprocess.run(command, input="\n".join(words) + "\n", capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"phonetisaurus predict: {harness.last_line(done.stderr)}")
     found: dict[str, tuple[str, ...]] = dict.fromkeys(words, ())
     for line in done.stdout.splitlines():
         word, *phones = line.split()
@@ -27,29 +69,25 @@ def pronounced(program: str, folder: Path, words: list[str]) -> dict[str, tuple[
     return found
 
 
-def measure(program: str, folder: Path) -> tuple[Score, float]:
-    """The score on the test words, and the seconds of training."""
-    lexicon = folder / "train.lexicon"
-    entries = data.read_lexicon(data.TRAIN_FILE).items()
-    lexicon.write_text("".join(f"{word} {' '.join(phones)}\n" for word, several in entries for phones in several))
-    begun = time.perf_counter()
-    corpus, model = str(folder / "corpus"), str(folder / "model.fst")
-    command = [program, "train", "--corpus", corpus, "--model", model, "--casing", "ignore", str(lexicon)]
-    subprocess.run(command, check=True, capture_output=True)
-    seconds = time.perf_counter() - begun
-    test = data.read_lexicon(data.TEST_FILE)
-    return score(pronounced(program, folder, list(test)), test), seconds
+def section(result: Result, picture: str) -> str:
+    per, wer, seconds = (harness.figure(result, key, kind="train") for key in ("per", "wer", "seconds"))
+    why = harness.why_not(result, kind="train")
+    rates = [why if x is None else f"{x:.2f}" for x in (per, wer)]
+    spent = why if seconds is None else f"{seconds:.0f} s"
+    header = ["model", "PER %", "WER %", "training"]
+    return harness.table(header, [["Phonetisaurus, as its own trainer makes it, on the same files", *rates, spent]])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--phonetisaurus", default="phonetisaurus", help="the program; %(default)s")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result, seconds = measure(args.phonetisaurus, Path(folder))
-    print(f"{result}; trained in {seconds:.0f} s")
-    return 0
-
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 1},
+    places=[PROGRAM],
+    page=("docs/examples/g2p/README.md", "phonetisaurus"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(SCRIPT.main())

@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from docs.examples.g2p import data
-from docs.examples.g2p.checkpoint import load_model, write_json
+from docs.examples.g2p.checkpoint import load_model
 from docs.examples.g2p.cli import SIZES
 from docs.examples.g2p.model import G2P
 from docs.examples.g2p.scoring import pronounce, score
@@ -67,7 +67,7 @@ def run(folder: Path, begin: G2P, sets: dict[str, data.Lexicon], trained_on: tup
 
     def note(step: int) -> bool:
         if step % 20 == 0:
-            write_json(spent, before + time.process_time() - started)
+            harness.write_json(spent, before + time.process_time() - started)
         return False
 
     if (folder / "training.pt").exists():
@@ -77,7 +77,7 @@ def run(folder: Path, begin: G2P, sets: dict[str, data.Lexicon], trained_on: tup
         started = time.process_time()
     trainer.run(stop=note)
     seconds = before + time.process_time() - started
-    write_json(folder / "scores.json", {"seconds": seconds, **scores(trainer.average, vocabulary, sets)})
+    harness.write_json(folder / "scores.json", {"seconds": seconds, **scores(trainer.average, vocabulary, sets)})
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> None:
     sets = {"dev": dev, "test": data.read_lexicon(data.TEST_FILE)}
     at_first = args.runs / "before.json"
     if not at_first.exists():
-        write_json(at_first, scores(begin, vocabulary, sets))
+        harness.write_json(at_first, scores(begin, vocabulary, sets))
     for seed in args.seeds:
         for way in args.ways:
             which = settings(way, seed, args.rate, args.entropy)
@@ -127,15 +127,14 @@ def page(result: dict[str, Any]) -> str:
             rows.append(
                 [title, str(len(found)), f"{minutes:.1f}", *(spread([e[name] for e in found]) for name in chosen)]
             )
-    lines = [
-        harness.table(["% of wrong phones or words", "seeds", "minutes", *chosen], rows),
-        "",
-        "Mean ± standard deviation of one run; minutes of the processor, one thread, on "
-        f"{about['machine']['processor']}; torch {about['versions']['torch']}, {about['date']}. Highest learning rate "
-        f"{about['rate']:g} of the first training's, cross entropy beside the risk weighted by {about['entropy']:g}. "
-        f"Made by `{about['command']}`.",
-    ]
-    return "\n".join(lines)
+    return "\n\n".join(
+        [
+            harness.table(["% of wrong phones or words", "seeds", "minutes", *chosen], rows),
+            "Mean ± standard deviation of one run; minutes of the processor. Highest learning rate "
+            f"{about['rate']:g} of the first training's; cross entropy beside the risk weighted by "
+            f"{about['entropy']:g}. {harness.circumstances(result)}",
+        ]
+    )
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -156,12 +155,14 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
     if not args.report:
-        measure(args)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(collect(args), indent=1) + "\n")
+        try:
+            measure(args)
+        except KeyboardInterrupt:
+            print(f"stopped; what was done is in {args.runs}, and the same command goes on from there", file=sys.stderr)
+            return 130
+        harness.write_json(args.out, collect(args))
     text = page(json.loads(args.out.read_text()))
-    if args.out.resolve() == harness.results(NAME):
-        harness.replace_between(harness.ROOT / README, "risk-against-entropy", text)
+    harness.publish(NAME, args.out.resolve(), None, [(README, "risk-against-entropy", lambda picture: text)])
     print(text)
     return 0
 

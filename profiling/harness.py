@@ -47,16 +47,23 @@ def spawn(script: Path, cell: Cell, python: str = sys.executable) -> dict[str, A
     # Whatever is installed, a process measures the checkout that its script is in.
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "profiling"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | ENVIRONMENT.get(cell["kind"], {})
-    command = [python, str(script), "--cell", json.dumps(cell)]
+    command, limit = [python, str(script), "--cell", json.dumps(cell)], cell.get("limit_s", TIMEOUT_S)
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {TIMEOUT_S} s"}
+        return {"error": f"not done after {limit} s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"error": f"exit status {done.returncode}: {last}"}
-    return json.loads(lines[-1])
+        return {"error": f"exit status {done.returncode}: {last_line(done.stderr)}"}
+    try:
+        return json.loads(lines[-1])
+    except ValueError:
+        return {"error": f"no answer: {lines[-1][:200]}"}
+
+
+def last_line(said: str) -> str:
+    """What a process that failed has to say, in a line."""
+    return (said.strip().splitlines() or ["no message"])[-1]
 
 
 def answer(run_cell: Callable[[Cell], dict[str, Any]], cell: str) -> None:
@@ -70,17 +77,32 @@ def answer(run_cell: Callable[[Cell], dict[str, Any]], cell: str) -> None:
 
 
 def measure(
-    script: Path, cells: Sequence[Cell], rounds: int, process: Callable[[Path, Cell], dict[str, Any]] = spawn
+    script: Path,
+    entries: list[Entry],
+    rounds: int,
+    process: Callable[[Path, Cell], dict[str, Any]] = spawn,
+    keep: Callable[[], object] = lambda: None,
 ) -> list[Entry]:
-    """Every cell once a round; every other round goes backwards, so that neighbours change places."""
-    entries = [{"cell": cell, "raw": []} for cell in cells]
-    with tqdm(total=rounds * len(cells), unit="cell", dynamic_ncols=True, disable=not cells) as bar:
+    """Every cell once a round; every other round goes backwards, so that neighbours change places.
+
+    `keep` is called after each. Rounds that entries have answers of are not measured again.
+    """
+    done = sum(len(entry["raw"]) for entry in entries)
+    total = rounds * len(entries)
+    with tqdm(total=total, initial=done, unit="cell", dynamic_ncols=True, disable=done == total) as bar:
         for number in range(rounds):
             for entry in entries if number % 2 == 0 else entries[::-1]:
+                if len(entry["raw"]) > number:
+                    continue
                 bar.set_description(" ".join(str(v) for v in list(entry["cell"].values())[:4]))
                 entry["raw"].append(process(script, entry["cell"]))
+                keep()
                 bar.update()
     return entries
+
+
+def unmeasured(cells: Sequence[Cell]) -> list[Entry]:
+    return [{"cell": cell, "raw": []} for cell in cells]
 
 
 def seconds(run: Callable[[], object], runs: int) -> list[float]:
@@ -248,26 +270,46 @@ def why_not(result: dict[str, Any], **cell: Any) -> str:
 
 
 def circumstances(result: dict[str, Any]) -> str:
-    """By which command, when, where and with what the results were made."""
-    about, machine = result["about"], result["about"]["machine"]
-    versions = {name: about["versions"][name] for name in ("torch", "python", "tensorloop")}
-    found = about.get("peers", {})
-    for peer in found.values():
-        versions |= peer
-    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
-    where = f"{machine['processor']}, {machine['cores']} cores, {threads}"
+    """By which command, when, where and with what the results were made, and which rows by another one."""
+    about = result["about"]
     text = (
-        f"Made by `{about['command']}`, {about['date']}, on {where}. "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}. "
+        f"Made by `{about['command']}`. {about['date']}, {where(about)}. {with_what(about)}. "
         f"Rounds: {about['rounds']}; load of the machine at the start: {about['load_at_start']}."
     )
+    if stopped := result.get("partial"):
+        text += f" **A run that was stopped**: {stopped} figures."
+    if (parts := about.get("parts", 1)) > 1:
+        text += f" In {parts} parts, as it was stopped and went on."
     if about.get("set") == "short":
         text += " This is the short set: few sizes, measured once."
-    if missing := [name for name, peer in found.items() if not peer]:
+    if missing := [name for name, peer in about.get("peers", {}).items() if not peer]:
         text += f" Not installed: {', '.join(missing)}."
     for group, later in result.get("again", {}).items():
-        text += f" {group}: made by `{later['command']}`, {later['date']}, rounds: {later['rounds']}."
+        text += f" {group}: made by `{later['command']}`, {later['date']}, rounds: {later['rounds']}"
+        others = [say(later) for say in (where, with_what) if say(later) != say(about)]
+        text += "".join(f", {other}" for other in others) + "."
     return text
+
+
+def where(about: dict[str, Any]) -> str:
+    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
+    return f"on {about['machine']['processor']}, {about['machine']['cores']} cores, {threads}"
+
+
+def with_what(about: dict[str, Any]) -> str:
+    """The versions, those of peers too."""
+    versions = {name: about["versions"][name] for name in ("torch", "python", "tensorloop")}
+    for peer in about.get("peers", {}).values():
+        versions |= peer
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def write_json(path: Path, value: object) -> None:
+    """All of it or nothing: killed at any moment, the file holds what it held, or the new value."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(beside, path)
 
 
 def publish(

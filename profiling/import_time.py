@@ -1,26 +1,31 @@
 """Milliseconds that `import tensorloop` adds to torch's, and what the first touch of a name adds to that.
 
+    python profiling/import_time.py             # some 6 minutes
+    python profiling/import_time.py --short     # `import tensorloop` alone
+
 Each figure is the processor time of a fresh process from after `import torch`, as a median over processes. Python
 keeps what it has compiled: `kept` is any import but the first, `compiled anew` one from sources that have no cache yet,
 or in a place where none can be written. `modules` counts files of tensorloop, `others` those of anybody else that torch
 had not loaded.
 """
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import harness
+import plots
+from script import Result, Script, Target, target_table
 
 BUDGET_MS = 100
 HOW = ("kept", "compiled anew")
 IMPORT = "import tensorloop"
-STATEMENTS = (IMPORT, *(f"{IMPORT}; tensorloop.{name}" for name in ("scan", "PackedTensor", "attention", "regroup")))
+NAMES = ("scan", "PackedTensor", "attention", "regroup", "beam_search", "minimum_risk")
+PROCESSES = {"quick": 1, "short": 3, "usual": 5}
 PROGRAM = """
 import json, sys, time
 import torch
@@ -36,65 +41,91 @@ print(json.dumps({"seconds": seconds, "modules": ours, "others": others}))
 """
 
 
-def run_cell(cache: Path, cell: harness.Cell) -> dict[str, Any]:
-    """One statement in a fresh process that finds what was compiled before in `cache`, or nothing."""
-    folder = cache / ("kept" if cell["how"] == "kept" else "empty")
-    command = [sys.executable, "-c", PROGRAM, str(folder), cell["how"], cell["statement"]]
-    environment = os.environ | {"PYTHONPATH": str(harness.ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=harness.TIMEOUT_S)
+def cells(args: Namespace) -> list[harness.Cell]:
+    names = NAMES if args.set == "usual" else ()
+    statements = (IMPORT, *(f"{IMPORT}; tensorloop.{name}" for name in names))
+    processes = PROCESSES[args.set]
+    return [
+        {"kind": "import", "statement": statement, "how": how, "processes": processes}
+        for statement in statements
+        for how in HOW
+    ]
+
+
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    """Fresh processes one after the other, which find what the first one has compiled, or nothing."""
+    with tempfile.TemporaryDirectory() as cache:
+        if cell["how"] == "kept":
+            imported(cell, cache)
+        found = [imported(cell, cache) for _ in range(cell["processes"])]
+    return {key: [answer[key] for answer in found] for key in found[0]}
+
+
+def imported(cell: harness.Cell, cache: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", PROGRAM, cache, cell["how"], cell["statement"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=harness.TIMEOUT_S)
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        raise RuntimeError(harness.last_line(done.stderr))
     return json.loads(done.stdout)
 
 
-def measure(statements: tuple[str, ...], rounds: int) -> list[harness.Entry]:
-    cells = [{"kind": "import", "statement": statement, "how": how} for statement in statements for how in HOW]
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in cells:  # fills the cache
-            run_cell(Path(folder), cell)
-        return harness.measure(Path(folder), cells, rounds, run_cell)
+def statements(result: Result) -> list[str]:
+    return list(dict.fromkeys(entry["cell"]["statement"] for entry in result["entries"]))
 
 
-def figure(entries: list[harness.Entry], statement: str, how: str, key: str) -> float:
-    (entry,) = (e for e in entries if (e["cell"]["statement"], e["cell"]["how"]) == (statement, how))
-    found = harness.median(entry, key)
-    return float("nan") if found is None else found
+def targets(result: Result) -> list[Target]:
+    spent = harness.milliseconds(result, "seconds", statement=IMPORT, how="compiled anew")
+    return [Target(f"`{IMPORT}`, compiled anew", spent, BUDGET_MS, unit="ms")]
 
 
-def report(entries: list[harness.Entry], about: dict[str, Any]) -> str:
-    rows = [
+def section(result: Result, picture: str) -> str:
+    rows = []
+    for statement in statements(result):
+        spent = [harness.milliseconds(result, "seconds", statement=statement, how=how) for how in HOW]
+        counts = [harness.figure(result, key, statement=statement, how="kept") for key in ("modules", "others")]
+        times = ["error" if x is None else f"{x:.1f} ms" for x in spent]
+        rows.append([f"`{statement}`", *times, *("-" if x is None else f"{x:.0f}" for x in counts)])
+    return "\n\n".join(
         [
-            f"`{statement}`",
-            *(f"{1e3 * figure(entries, statement, how, 'seconds'):.1f} ms" for how in HOW),
-            *(f"{figure(entries, statement, 'kept', key):.0f}" for key in ("modules", "others")),
-        ]
-        for statement in dict.fromkeys(entry["cell"]["statement"] for entry in entries)
-    ]
-    worst = 1e3 * figure(entries, IMPORT, "compiled anew", "seconds")
-    where = f"{about['machine']['processor']}, {about['machine']['cores']} cores; torch {about['versions']['torch']}"
-    return "\n".join(
-        [
+            "Processor time, medians. *Modules* are files of tensorloop, *others* those of anybody else that torch had "
+            "not loaded.",
             harness.table(["after `import torch`", *HOW, "modules", "others"], rows),
-            "",
-            f"At most {BUDGET_MS} ms, compiled anew: {'reached' if worst <= BUDGET_MS else 'missed'}.",
-            f"Made by `{about['command']}`. Processor time, medians of {about['rounds']} processes. {where}, Python "
-            f"{about['versions']['python']}; {about['date']}; load of the machine at the start: "
-            f"{about['load_at_start']}.",
+            target_table(targets(result)),
+            f"![Milliseconds of the import and of the first touch of a name]({picture})",
         ]
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="processes for each figure (15)")
-    parser.add_argument("--quick", action="store_true", help="`import tensorloop` alone, one process")
-    options = parser.parse_args(arguments)
-    rounds = 1 if options.quick else options.rounds
-    about = harness.about(rounds)
-    entries = measure((IMPORT,) if options.quick else STATEMENTS, rounds)
-    print(report(entries, about))
-    return 1 if harness.failures(entries) else 0
+def draw(result: Result, path: Path) -> None:
+    """A pair of bars for each statement, beside the budget."""
+    shown = statements(result)
+    with plots.drawing(path, (8, 1.2 + 0.7 * len(shown))) as drawn:
+        axes = drawn.subplots()
+        for number, how in enumerate(HOW):
+            spent = [harness.milliseconds(result, "seconds", statement=statement, how=how) or 0 for statement in shown]
+            heights = [k + 0.36 * (number - 0.5) for k in range(len(shown))]
+            bars = axes.barh(heights, spent, height=0.34, label=how, color=plots.COLOURS[0] if number else "#bbbbbb")
+            axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8.5)
+        axes.axvline(BUDGET_MS, color="black", linewidth=1, linestyle="--", label=f"at most, for `{IMPORT}`")
+        axes.set_yticks(range(len(shown)), [text.split("; ")[-1] for text in shown], fontsize=8.5)
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("milliseconds of the processor, beyond `import torch`")
+        drawn.legend(loc="outside lower center", ncols=3, fontsize=8.5, frameon=False)
 
+
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 3},
+    targets=targets,
+    draw=draw,
+    settings=lambda args: {"threads": 1},
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(SCRIPT.main())

@@ -75,7 +75,7 @@ def against(result: Result, kind: str, workload: str, T: int, variant: str, *pee
 
 def counted(result: Result, N: int, K: int) -> dict[str, int] | None:
     entry = tables.first(result, kind="count", T=N)
-    return entry["raw"][0].get(str(K)) if entry else None
+    return entry["raw"][0].get(str(K)) if entry and entry["raw"] else None
 
 
 def budget_ms(result: Result, N: int, K: int) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop import TensorArray
+from tensorloop import TensorArray, kernels
 
 B, D = 8, 64
 SMALL = 32  # slots of a small array
@@ -324,6 +324,49 @@ def piece_costs() -> dict[str, list[float]]:
             seconds = timeit.Timer(call).repeat(1 + REPEATS, number)[1:]
             found[name] = [s / number / slots * 1e6 for s in seconds]
     return found
+
+
+# ---- rows at slots of their own, by a kernel and by torch operations ----
+
+ROWS = ((4, 64), (32, 256), (256, 256), (2048, 256))  # rows, and numbers in each
+ROW_SLOTS, ROW_LOOPS = 64, 7
+
+
+def row_costs(rows: int, numbers: int) -> dict[str, list[float]]:
+    """Microseconds of one write of rows, and of a loop of ROW_SLOTS of them, forward and backward, in both ways."""
+    kept = {name: kernels.CPU[name] for name in ("write_rows", "take_rows")}
+    found = {}
+    try:
+        for way in ("kernel", "torch"):
+            if way == "torch":  # as on a device that has no kernels
+                for name in kept:
+                    del kernels.CPU[name]
+            found[f"{way} write"] = row_write(rows, numbers)
+            found[f"{way} loop"] = row_loop(rows, numbers)
+    finally:
+        kernels.CPU.update(kept)
+    return found
+
+
+def row_write(rows: int, numbers: int) -> list[float]:
+    slots, x = torch.zeros(ROW_SLOTS, rows, numbers), torch.randn(rows, numbers)
+    pos, where = torch.arange(rows) % ROW_SLOTS, torch.ones(rows, dtype=torch.bool)
+    write = kernels.find("write_rows", slots, x)
+    seconds = timeit.Timer(lambda: write(slots, pos, x, where)).repeat(1 + REPEATS, COUNT // 8)[1:]
+    return [s / (COUNT // 8) * 1e6 for s in seconds]
+
+
+def row_loop(rows: int, numbers: int) -> list[float]:
+    xs = [torch.randn(rows, numbers).requires_grad_() for _ in range(ROW_SLOTS)]
+    positions = [(torch.arange(rows) + t) % ROW_SLOTS for t in range(ROW_SLOTS)]
+
+    def loop() -> None:
+        array = TensorArray.unstack(torch.zeros(ROW_SLOTS, rows, numbers))
+        for x, pos in zip(xs, positions, strict=True):
+            array.write_rows(pos, x)
+        torch.autograd.grad(array.stack().sum(), xs)
+
+    return [s * 1e6 for s in timeit.Timer(loop).repeat(1 + ROW_LOOPS, 1)[1:]]
 
 
 # Columns of the breakdown -> the pieces that go into each.

@@ -6,14 +6,18 @@ cell is measured, round by round, and what came out goes into one file, from whi
 
 Each script has sets of sizes: `quick` to see that it runs, `short` for `make bench`, `usual` without an option. The
 short set has files of its own, so that its few figures never replace those of a usual run.
+
+What a run has measured is in a file as soon as it is there (`partial.py`), never in the documents before all of it is.
 """
 
 import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +26,14 @@ from typing import Any, NamedTuple
 
 import harness
 from harness import Cell, Entry
+from partial import CannotResume, Partial
 
 Answer = dict[str, Any]
 Result = dict[str, Any]  # about, again, checks, entries, targets
 Text = Callable[[Result, str], str]  # of the results and the address of the picture
 
 SETS = {
-    "quick": "a few steps of everything, once: to see that it runs; needs --out",
+    "quick": "a few steps of everything, once: to see that it runs; nothing is kept without --out",
     "short": "the set of `make bench`, about a minute; results go to profiling/results/short/",
     "full": "every size, and more rounds",
 }
@@ -84,6 +89,37 @@ class Peer(NamedTuple):
         return harness.spawn(self.script, cell | {"threads": harness.THREADS, "slow": harness.SLOW}, python)
 
 
+class Place(NamedTuple):
+    """A file of this machine that cells need; its path stays out of commands and results."""
+
+    name: str
+    """Given by --NAME, or by NAME_STANDS in the environment, where its cells find it."""
+    stands: str
+    """What stands for it in the command: MODEL, PROGRAM."""
+    about: str
+
+    @property
+    def variable(self) -> str:
+        return f"{self.name}_{self.stands}".upper()
+
+    @property
+    def path(self) -> Path | None:
+        value = os.environ.get(self.variable)
+        return Path(value) if value else None
+
+    def add_to(self, parser: ArgumentParser) -> None:
+        default = os.environ.get(self.variable)
+        parser.add_argument(f"--{self.name}", metavar=self.stands, default=default, help=self.about)
+
+    def find(self, args: Namespace, parser: ArgumentParser) -> None:
+        """Puts the path into the environment, which processes of cells inherit."""
+        os.environ.pop(self.variable, None)
+        if value := getattr(args, self.name):
+            if not Path(value).is_file():
+                parser.error(f"--{self.name}: there is no file {value}")
+            os.environ[self.variable] = str(Path(value).absolute())
+
+
 class Target(NamedTuple):
     """What was to be reached, and what came out."""
 
@@ -127,6 +163,13 @@ def differing(checks: Sequence[Entry]) -> list[str]:
     ]
 
 
+def newly_failing(old: Result, entries: Sequence[Entry]) -> list[str]:
+    """Cells that have nothing but errors now, and had figures before: a busy machine, or a bug; a line each."""
+    had = [entry["cell"] for entry in old.get("entries", []) if any("error" not in raw for raw in entry["raw"])]
+    failed = [entry for entry in entries if all("error" in raw for raw in entry["raw"])]
+    return harness.failures([entry for entry in failed if json.loads(json.dumps(entry["cell"])) in had])
+
+
 @dataclass(frozen=True)
 class Script:
     """What makes one script another than the rest."""
@@ -150,6 +193,7 @@ class Script:
     """The document, and the markers where they have another name than the script."""
     more_pages: Sequence[tuple[str, str, Text]] = ()
     peers: Sequence[Peer] = ()
+    places: Sequence[Place] = ()
     options: Callable[[ArgumentParser], object] = lambda parser: None
     group: Callable[[Cell], Hashable] = lambda cell: ""
     """Cells of one group are measured anew together; a run that leaves out others keeps what they had."""
@@ -170,12 +214,23 @@ class Script:
             self.prepare()
             harness.answer(self.run_cell, args.cell)
             return 0
+        try:
+            return self.run(args, given)
+        except CannotResume as error:
+            print(error, file=sys.stderr)
+            return 2
+        finally:
+            if args.passing:
+                shutil.rmtree(args.out.parent)
+
+    def run(self, args: Namespace, given: Sequence[str]) -> int:
         result = json.loads(args.out.read_text()) if args.set == "report" else self.measure(args, given)
-        if result is None:
-            return 1
+        if not isinstance(result, dict):
+            return result
         result["targets"] = [target._asdict() for target in self.targets(result)]
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        harness.write_json(args.out, result)
+        if args.set != "report":
+            args.out.with_suffix(".partial.json").unlink(missing_ok=True)
         self.publish(result, args.out)
         for line in harness.failures(result["entries"]):
             print("no figure:", line, file=sys.stderr)
@@ -190,38 +245,58 @@ class Script:
                 sets.add_argument(f"--{name}", dest="set", action="store_const", const=name, help=SETS[name])
         text = "measure nothing: targets, tables and picture again, from --out"
         sets.add_argument("--report", dest="set", action="store_const", const="report", help=text)
+        parser.add_argument("--resume", action="store_true", help="go on where the same command was stopped")
         parser.add_argument("--rounds", type=int, help=f"how often every cell is measured; {self.rounds['usual']}")
         parser.add_argument("--out", type=Path, help="the file of results, JSON; the rest goes beside it")
         self.options(parser)
-        for peer in self.peers:
-            peer.add_to(parser)
+        for source in (*self.peers, *self.places):
+            source.add_to(parser)
         parser.add_argument("--cell", help=SUPPRESS)  # JSON: what a process of its own is to do
         parser.set_defaults(set="usual")
         args = parser.parse_args(given)
         if args.rounds is not None and args.rounds < 1:
             parser.error(f"--rounds is {args.rounds}; expected 1 or more")
-        if args.set == "quick" and args.out is None:
-            parser.error("--quick needs --out: its figures are no benchmarks and stay out of the documents")
-        args.out = (args.out or harness.results(self.name, short=args.set == "short")).resolve()
+        if not args.cell:
+            for place in self.places:
+                place.find(args, parser)
+        args.passing = args.set == "quick" and args.out is None
+        own = harness.results(self.name, short=args.set == "short")
+        args.out = (args.out or (Path(tempfile.mkdtemp()) / "quick.json" if args.passing else own)).resolve()
         if args.set == "report" and not args.out.is_file():
             parser.error(f"--report: there is no {args.out}; measure first, or name another file by --out")
+        if args.set == "report" and args.out == own and "partial" in json.loads(args.out.read_text()):
+            parser.error(f"--report: {args.out} is of a run that was stopped; the documents are for whole ones")
         return args
 
-    def measure(self, args: Namespace, given: Sequence[str]) -> Result | None:
-        """The results, with those of groups that were left out as they were; None where checks disagree."""
+    def measure(self, args: Namespace, given: Sequence[str]) -> Result | int:
+        """The results, with those of groups that were left out as they were; where there are none, the exit status."""
         versions = {peer.name: peer.find(getattr(args, f"{peer.name}_python")) for peer in self.peers}
         rounds = args.rounds or self.rounds[args.set]
         about = harness.about(rounds, command=self.command(given), set=args.set, peers=versions, **self.settings(args))
         if about["load_at_start"] > 1:
             print(f"the machine's load is {about['load_at_start']}: somebody else is at work on it", file=sys.stderr)
-        file = Path(self.file).resolve()
-        checks = harness.measure(file, self.checks(args), 1, self.process)
-        if wrong := self.disagreements([e for e in checks if not self.peer_failed(e)]):
-            print("values or gradients disagree, so nothing is timed:", *wrong, sep="\n  ", file=sys.stderr)
-            return None
-        entries = harness.measure(file, self.cells(args), rounds, self.process)
+        partial = Partial(args.out, about, rounds)
+        entries, file = partial.begin(self.cells(args), args.resume), Path(self.file).resolve()
+        if not entries:
+            print("nothing to measure: what the options ask for needs others, see --help", file=sys.stderr)
+            return 2
+        try:
+            checks = harness.measure(file, harness.unmeasured(self.checks(args)), 1, self.process)
+            if wrong := self.disagreements([e for e in checks if not self.peer_failed(e)]):
+                print("values or gradients disagree, so nothing is timed:", *wrong, sep="\n  ", file=sys.stderr)
+                return 1
+            harness.measure(file, entries, rounds, self.process, lambda: partial.keep(checks, entries))
+        except KeyboardInterrupt:
+            kept = not args.passing and any(entry["raw"] for entry in entries)
+            where = f"; what was measured is in {partial.path}, and --resume goes on from there" if kept else ""
+            print(f"stopped{where}", file=sys.stderr)
+            return 130
         old = json.loads(args.out.read_text()) if args.out.is_file() else {}
-        return self.renewed(old, {"about": about, "again": {}, "checks": checks, "entries": entries})
+        if lost := newly_failing(old, entries):
+            print("no figure where there was one, so results and documents stay:", *lost, sep="\n  ", file=sys.stderr)
+            print(f"{partial.path} has what was measured; --resume tries those again", file=sys.stderr)
+            return 1
+        return self.renewed(old, {"about": partial.about, "again": {}, "checks": checks, "entries": entries})
 
     def renewed(self, old: Result, new: Result) -> Result:
         """The new results, and the old ones of groups that were not measured anew."""
@@ -230,10 +305,12 @@ class Script:
             key: [entry for entry in old.get(key, []) if self.group(entry["cell"]) not in measured]
             for key in ("checks", "entries")
         }
-        if not kept["entries"]:
-            return new
-        again = old.get("again", {}) | {str(group): new["about"] for group in measured}
-        return {"about": old["about"], "again": again, **{key: kept[key] + new[key] for key in kept}}
+        whole = {key: kept[key] + new[key] for key in kept}
+        still = {str(self.group(entry["cell"])) for entry in kept["entries"]}
+        again = {group: about for group, about in old.get("again", {}).items() if group in still}
+        if still <= again.keys():  # nothing is left of what the old caption speaks of
+            return {"about": new["about"], "again": again, **whole}
+        return {"about": old["about"], "again": again | {str(group): new["about"] for group in measured}, **whole}
 
     def peer_of(self, cell: Cell) -> Peer | None:
         return next((peer for peer in self.peers if peer.runs(cell)), None)
@@ -248,12 +325,15 @@ class Script:
         return peer.answer(script, cell) if peer else harness.spawn(script, cell)
 
     def command(self, given: Sequence[str]) -> str:
-        """With peers found by the environment too, and without paths of one machine."""
+        """With peers found by the environment too, without paths of one machine, and as if it had never stopped."""
+        places = [(f"--{peer.name}-python", "PYTHON", peer.variable) for peer in self.peers]
+        places += [(f"--{place.name}", place.stands, place.variable) for place in self.places]
         parser = ArgumentParser(add_help=False, allow_abbrev=False)
-        for peer in self.peers:
-            parser.add_argument(f"--{peer.name}-python")
+        parser.add_argument("--resume", action="store_true")
+        for option, _, _ in places:
+            parser.add_argument(option)
         _, own = parser.parse_known_args(given)
-        found = [f"--{peer.name}-python PYTHON" for peer in self.peers if os.environ.get(peer.variable)]
+        found = [f"{option} {stands}" for option, stands, variable in places if os.environ.get(variable)]
         return " ".join([shlex.join(["python", f"profiling/{self.name}.py", *own]), *found])
 
     def whole_section(self, result: Result, picture: str) -> str:

@@ -59,7 +59,9 @@ def cells(args: Namespace) -> list[harness.Cell]:
         for variant in variants(args.set, workload, T)
     ]
     operations = list(micro.OPERATIONS)[: 1 if args.set == "quick" else None]
-    return [*found, *({"kind": "micro", "operation": name} for name in operations), {"kind": "pieces"}]
+    found += [{"kind": "micro", "operation": name} for name in operations]
+    rows = {"quick": micro.ROWS[:1], "short": ()}.get(args.set, micro.ROWS)
+    return [*found, *({"kind": "rows", "rows": n, "numbers": numbers} for n, numbers in rows), {"kind": "pieces"}]
 
 
 def run_cell(cell: harness.Cell) -> dict[str, Any]:
@@ -67,6 +69,8 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     kind = cell["kind"]
     if kind == "micro":
         return micro.operation_costs(cell["operation"])
+    if kind == "rows":
+        return micro.row_costs(cell["rows"], cell["numbers"])
     if kind == "pieces":
         return micro.piece_costs()
     if kind == "check":
@@ -75,7 +79,7 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
         right = workloads.gradients(loops[workloads.peer_of(cell["workload"])], d)
         return workloads.compare({variant: loops[variant] for variant in cell["variants"]}, right, d)
     if kind not in ("time", "memory"):
-        raise ValueError(f"kind is {kind!r}; expected time, memory, check, micro or pieces")
+        raise ValueError(f"kind is {kind!r}; expected time, memory, check, micro, rows or pieces")
     d = workloads.leaves(cell["workload"], cell["T"])
     loop = workloads.VARIANTS[cell["workload"]][cell["variant"]]
     if kind == "memory":

@@ -93,21 +93,36 @@ def micro_table(result: Result) -> str:
     return harness.table(["operation", "code", "forward, us", "backward, us", "both, us"], rows, text_columns=2)
 
 
+def row_table(result: Result) -> str:
+    """Rows at slots of their own: a write, and what the kernel makes of a loop of them."""
+    lines = []
+    for entry in tables.of_kind(result, "rows"):
+        write, loop = (
+            [harness.median(entry, f"{way} {what}") for way in ("torch", "kernel")] for what in ("write", "loop")
+        )
+        size = f"{entry['cell']['rows']}, {entry['cell']['numbers']}"
+        lines.append([size, *(harness.digits(x) for x in [*write, tables.ratio(loop[1], loop[0])])])
+    return harness.table(["rows, numbers in each", "torch, us", "kernel, us", "loop: kernel / torch"], lines)
+
+
+def pieces_of(result: Result) -> dict[str, float]:
+    """Microseconds of each piece; none where they were not measured."""
+    entry = next(tables.of_kind(result, "pieces"), None)
+    raws = entry["raw"][:1] if entry else []
+    return {name: harness.median(entry, name) or 0.0 for raw in raws if "error" not in raw for name in raw}
+
+
 def piece_table(result: Result) -> str:
-    (entry,) = tables.of_kind(result, "pieces")
-    rows = [[name, harness.digits(harness.median(entry, name))] for name in entry["raw"][0]]
-    return harness.table(["piece", "us"], rows)
+    return harness.table(["piece", "us"], [[name, harness.digits(us)] for name, us in pieces_of(result).items()])
 
 
 def breakdown_table(result: Result) -> str:
-    (entry,) = tables.of_kind(result, "pieces")
-    pieces = {name: harness.median(entry, name) or 0.0 for name in entry["raw"][0]}
-    rows = []
+    pieces, rows = pieces_of(result), []
     for measured in tables.of_kind(result, "micro"):
         operation = measured["cell"]["operation"]
         for way in ("forward", "backward"):
             whole = harness.median(measured, f"tensor_array {way}")
-            if whole is not None:
+            if whole is not None and pieces:
                 parts = list(micro.breakdown(operation, way, pieces).values())
                 rows.append([f"{operation}, {way}", *(f"{x:.1f}" for x in [whole, *parts, whole - sum(parts)])])
     return harness.table(["us", "measured", *micro.GROUPS, "rest"], rows)
@@ -119,6 +134,13 @@ def section(result: Result, picture: str) -> str:
         peer = workloads.peer_of(workload)
         parts += [f"### {TITLES[workload]}", f"In brackets: relative to {LABELS[peer]}."]
         parts += [tables.over_T(result, kind, workload, LABELS_OF, peer) for kind in tables.UNITS]
+    if next(tables.of_kind(result, "rows"), None):
+        parts += [
+            "### Rows at slots of their own",
+            f"`write_rows` by the kernel and by torch operations, {micro.ROW_SLOTS} slots, float32; the loop writes as "
+            "often as there are slots, forward and backward.",
+            row_table(result),
+        ]
     parts += [
         "### Losses and gradients",
         "Relative differences from the peer that the ratios are taken against, in float64.",

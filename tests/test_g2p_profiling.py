@@ -1,4 +1,7 @@
-"""The profiling script of g2p, packed beside padded: both kinds agree, the report holds. No time is looked at."""
+"""The profiling scripts of g2p, packed beside padded, and Phonetisaurus: both kinds agree, the reports hold.
+
+No time is looked at.
+"""
 
 import importlib
 import json
@@ -14,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.test_g2p_runs import write_lexicon
+
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("g2p_padded", "g2p_padding", "harness", "resident", "script")
+NAMES = ("g2p_padded", "g2p_phonetisaurus", "g2p_padding", "harness", "partial", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +113,53 @@ def test_figures_are_medians_scaled_to_an_epoch(script: Any):
     )
     result["entries"][0]["raw"] = [{"error": "no words"}]
     assert script.row(result, "small", "length") == [title, *5 * ["error"]]
+
+
+# ---- Phonetisaurus ----
+
+PROGRAM = """#!{python}
+import pathlib, sys
+model = pathlib.Path(sys.argv[sys.argv.index("--model") + 1])
+if sys.argv[1] == "train":
+    model.write_text(pathlib.Path(sys.argv[-1]).read_text())
+else:
+    known = dict(line.split(" ", 1) for line in model.read_text().splitlines())
+    for word in sys.stdin.read().split()[1:]:
+        print(word, known.get(word, "NO SUCH"))
+"""
+
+
+@pytest.fixture
+def phonetisaurus(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, which learns what it is tested on."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("g2p_phonetisaurus")
+    lexicon = write_lexicon(tmp_path / "lexicon")
+    monkeypatch.setattr(module.data, "TRAIN_FILE", lexicon)
+    monkeypatch.setattr(module.data, "TEST_FILE", lexicon)
+    monkeypatch.setattr(module, "WORDS", {"quick": (None, 20)})
+    monkeypatch.setattr(module.harness, "spawn", lambda path, cell: json.loads(json.dumps(module.run_cell(cell))))
+    monkeypatch.delenv("PHONETISAURUS_PROGRAM", raising=False)
+    return module
+
+
+def test_words_that_another_program_has_learnt(phonetisaurus: Any, tmp_path: Path):
+    program, out = tmp_path / "program", tmp_path / "quick.json"
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    assert phonetisaurus.SCRIPT.main(["--quick", "--phonetisaurus", str(program), "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["about"]["command"].endswith(" --phonetisaurus PROGRAM")
+    assert result["entries"][0]["raw"][0]["wer"] == 5  # it knows all but the first of 20 words
+    assert "|  5.00 |" in out.with_suffix(".md").read_text()
+
+
+def test_a_program_that_fails_or_is_not_there(phonetisaurus: Any, tmp_path: Path):
+    out = tmp_path / "quick.json"
+    assert phonetisaurus.SCRIPT.main(["--quick", "--out", str(out)]) == 0
+    assert "| not installed | not installed |" in out.with_suffix(".md").read_text()
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho no words >&2; exit 3\n")
+    program.chmod(0o755)
+    with pytest.raises(RuntimeError, match="phonetisaurus train: no words"):
+        phonetisaurus.SCRIPT.main(["--quick", "--phonetisaurus", str(program), "--out", str(out)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("harness", "memory_tools", "resident", "script")
+NAMES = ("harness", "memory_tools", "partial", "resident", "script")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("attention", "harness", "packed", "packed_ways", "plots", "resident", "script")
+NAMES = ("attention", "harness", "packed", "packed_ways", "partial", "plots", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,10 @@ def test_a_run_without_fbgemm(scripts: dict[str, Any], tmp_path: Path, monkeypat
     again = json.loads(out.read_text())
     assert len(again["entries"]) == len(entries)
     assert list(again["again"]) == ["permute"]
+    assert "--only" not in again["about"]["command"]  # the caption of the whole run, and beside it that of one row
+    caption = out.with_suffix(".md").read_text().splitlines()[0]
+    assert caption.startswith(f"Made by `python profiling/packed.py --quick --out {out}`. ")
+    assert f" permute: made by `python profiling/packed.py --quick --only permute --out {out}`, " in caption
 
 
 def test_a_way_that_is_wrong_has_no_figure(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

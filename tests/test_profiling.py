@@ -70,10 +70,11 @@ def test_every_cell_has_its_raw_values(quick: Path):
         "time": {"loss", "warmup_s", "forward_s", "total_s"},
         "memory": {"loss", "peak_bytes"},
         "micro": {"tensor_array forward", "tensor_array backward", "list forward", "list backward"},
+        "rows": {"kernel write", "kernel loop", "torch write", "torch loop"},
     }
     entries = result["checks"] + result["entries"]
     found = [(e["cell"]["kind"], set(e["raw"][0])) for e in entries if e["cell"]["kind"] != "pieces"]
-    expected = ["check", "time", "time", "memory", "memory", "micro"]
+    expected = ["check", "time", "time", "memory", "memory", "micro", "rows"]
     assert found == [(kind, fields[kind]) for kind in expected]
     (pieces,) = [e["raw"][0] for e in result["entries"] if e["cell"]["kind"] == "pieces"]
     assert all(value > 0 for values in pieces.values() for value in values)

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "profiling"
-NAMES = ("bench", "harness", "resident", "script")
+NAMES = ("bench", "harness", "partial", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,197 @@ def test_what_is_not_measured_anew_stays_and_says_so(sums: Any, tmp_path: Path):
     assert json.loads(out.read_text())["again"] == {}
 
 
+def test_the_caption_speaks_of_the_rows_that_there_are(sums: Any, modules: dict[str, Any], tmp_path: Path):
+    out = tmp_path / "sums.json"
+    given = ["--out", str(out), "--only"]
+    assert sums.main([*given, "1", "2"]) == 0
+    whole = json.loads(out.read_text())["about"]
+    whole["versions"]["torch"] = "1.0"
+    out.write_text(json.dumps(json.loads(out.read_text()) | {"about": whole}))
+    assert sums.main([*given, "2"]) == 0
+    result = json.loads(out.read_text())
+    assert (result["about"], list(result["again"])) == (whole, ["2"])
+    text = modules["harness"].circumstances(result)
+    assert text.count("torch 1.0, python") == 1
+    assert re.search(r"2: made by `[^`]+--only 2`, [\d-]+, rounds: 2, torch 2[^ ]+, python", text)  # with another torch
+    assert sums.main([*given, "1"]) == 0  # nothing of the whole run is left
+    result = json.loads(out.read_text())
+    assert result["about"]["command"].endswith("--only 1")
+    assert {group: about["command"][-1] for group, about in result["again"].items()} == {"2": "2"}
+
+
+def test_quick_leaves_nothing_behind(
+    sums: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert sums.main(["--quick"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "2 sums" in capsys.readouterr().out
+
+
+class Stopping:
+    """Stands for `spawn`: Ctrl-C at the given call, and everything else that is asked for."""
+
+    def __init__(self, at: int | None) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self.at = at
+
+    def __call__(self, path: Path, cell: dict[str, Any], python: str | None = None) -> dict[str, Any]:
+        if len(self.seen) == self.at:
+            raise KeyboardInterrupt
+        self.seen.append((cell["kind"], cell["case"]))
+        return {"apart": 0.0} if cell["kind"] == "check" else {"total": cell["case"] * 10}
+
+
+@pytest.fixture
+def stopped(
+    sums: Any,
+    modules: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> tuple[list[str], Path]:
+    """The options of a run that was stopped after three of its four figures, and the file that has them."""
+    out = tmp_path / "sums.json"
+    monkeypatch.setattr(modules["harness"], "spawn", Stopping(5))
+    assert sums.main(["--out", str(out)]) == 130
+    assert not out.exists()
+    assert f"stopped; what was measured is in {tmp_path / 'sums.partial.json'}, and --resume" in capsys.readouterr().err
+    return ["--out", str(out)], tmp_path / "sums.partial.json"
+
+
+def test_a_run_that_is_stopped_keeps_its_figures(sums: Any, stopped: tuple[list[str], Path]):
+    _, partial = stopped
+    result = json.loads(partial.read_text())
+    assert result["partial"] == "3 of 4"
+    assert [len(entry["raw"]) for entry in result["entries"]] == [1, 2]
+    assert sums.main(["--report", "--out", str(partial)]) == 0
+    assert "**A run that was stopped**: 3 of 4 figures." in partial.with_suffix(".md").read_text()
+
+
+def test_a_run_that_was_stopped_goes_on(
+    sums: Any, modules: dict[str, Any], stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    given, partial = stopped
+    spawn = Stopping(None)
+    monkeypatch.setattr(modules["harness"], "spawn", spawn)
+    assert sums.main([*given, "--resume"]) == 0
+    assert spawn.seen == [("check", 1), ("check", 2), ("time", 1)]
+    result = json.loads(Path(given[1]).read_text())
+    assert [len(entry["raw"]) for entry in result["entries"]] == [2, 2]
+    assert "partial" not in result
+    assert (result["about"]["parts"], result["about"]["command"]) == (2, f"python profiling/sums.py {' '.join(given)}")
+    assert "In 2 parts" in Path(given[1]).with_suffix(".md").read_text()
+    assert not partial.exists()
+    assert sums.main([*given, "--resume"]) == 0  # nothing to go on with: from the beginning
+    assert "parts" not in json.loads(Path(given[1]).read_text())["about"]
+
+
+def test_what_failed_is_measured_again(
+    sums: Any, modules: dict[str, Any], stopped: tuple[list[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    given, partial = stopped
+    result = json.loads(partial.read_text())
+    result["entries"][1]["raw"][0] = {"error": "no memory"}
+    partial.write_text(json.dumps(result))
+    spawn = Stopping(None)
+    monkeypatch.setattr(modules["harness"], "spawn", spawn)
+    assert sums.main([*given, "--resume"]) == 0
+    assert sorted(spawn.seen[2:]) == [("time", 1), ("time", 2)]
+
+
+def test_errors_do_not_replace_figures(
+    sums: Any,
+    modules: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    out, spawn = tmp_path / "sums.json", modules["harness"].spawn
+
+    def failing(path: Path, cell: dict[str, Any]) -> dict[str, Any]:
+        return {"error": "no memory"} if cell == {"kind": "time", "case": 2} else spawn(path, cell)
+
+    assert sums.main(["--out", str(out)]) == 0
+    before = out.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(modules["harness"], "spawn", failing)
+        assert sums.main(["--out", str(out)]) == 1
+        assert out.read_text() == before
+        assert "time 2: no memory" in capsys.readouterr().err
+        other = tmp_path / "other.json"  # where nothing is lost, an error is a result
+        assert sums.main(["--out", str(other)]) == sums.main(["--out", str(other)]) == 0
+    assert sums.main(["--out", str(out), "--resume"]) == 0
+    assert json.loads(out.read_text())["about"]["parts"] == 2
+
+
+@pytest.mark.parametrize("what", ["command", "versions", "sources"])
+def test_another_run_does_not_go_on(
+    sums: Any,
+    modules: dict[str, Any],
+    stopped: tuple[list[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+):
+    given, partial = stopped
+    if what == "sources":
+        monkeypatch.setattr(modules["partial"], "sources", lambda: "of another commit")
+    elif what == "versions":
+        result = json.loads(partial.read_text())
+        result["about"]["versions"]["torch"] = "1.0"
+        partial.write_text(json.dumps(result))
+    before = partial.read_text()
+    assert sums.main([*given, "--resume", *(["--only", "1"] if what == "command" else [])]) == 2
+    assert f"{partial} is of another run ({what}): measure without --resume" in capsys.readouterr().err
+    assert partial.read_text() == before
+
+
+def test_a_part_is_not_reported_as_the_whole(
+    sums: Any,
+    modules: dict[str, Any],
+    stopped: tuple[list[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    _, partial = stopped
+    monkeypatch.setattr(modules["harness"], "results", lambda name, short=False: partial)
+    with pytest.raises(SystemExit):
+        sums.main(["--report"])
+    assert "is of a run that was stopped; the documents are for whole ones" in capsys.readouterr().err
+
+
+def test_figures_outlive_a_report_that_fails(sums: Any, tmp_path: Path):
+    def failing(result: dict[str, Any]) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        replace(sums, targets=failing).main(["--out", str(tmp_path / "sums.json")])
+    assert json.loads((tmp_path / "sums.partial.json").read_text())["partial"] == "4 of 4"
+
+
+def test_a_file_that_cells_need_stays_out_of_the_command(
+    sums: Any,
+    modules: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    place = modules["script"].Place("sum", "MODEL", "a model")
+    monkeypatch.delenv("SUM_MODEL", raising=False)
+    with_place, out, model = replace(sums, places=[place]), tmp_path / "sums.json", tmp_path / "model.pt"
+    model.write_text("")
+    for given in ([], ["--sum", str(model)]):
+        assert with_place.main([*given, "--out", str(out)]) == 0
+        assert place.path == (model if given else None)
+        command = json.loads(out.read_text())["about"]["command"]
+        assert command == f"python profiling/sums.py --out {out}" + (" --sum MODEL" if given else "")
+    assert with_place.arguments([]).sum == str(model)  # from the environment
+    with pytest.raises(SystemExit):
+        with_place.main(["--sum", "nowhere.pt", "--out", str(out)])
+    assert "--sum: there is no file nowhere.pt" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("answer", [{"apart": 0.6}, {"apart": float("nan")}, {"error": "RuntimeError: no"}])
 def test_nothing_is_measured_where_values_differ(
     sums: Any,
@@ -106,7 +299,6 @@ def test_nothing_is_measured_where_values_differ(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--quick"], "--quick needs --out: its figures are no benchmarks"),
         (["--rounds", "0"], "--rounds is 0; expected 1 or more"),
         (["--report", "--out", "nowhere.json"], "nowhere.json; measure first"),
         (["--quick", "--short"], "not allowed with argument"),
@@ -228,6 +420,25 @@ def test_bench_goes_on_after_a_script_that_fails(
     assert text.count("This is the short set") == text.count("No figure: 1 cells failed") == 2
     assert bench.main(["--only", "last", "--out", str(out)]) == 0
     assert "### first" in (out / "bench.md").read_text()
+
+
+def test_bench_that_is_stopped_changes_no_document(
+    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    bench = modules["bench"]
+
+    def run(name: str, out: Path) -> int:
+        if name == "regroup":
+            raise KeyboardInterrupt
+        return 0
+
+    monkeypatch.setattr(bench, "run", run)
+    page = tmp_path / "docs.md"
+    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    monkeypatch.setattr(bench, "PAGE", str(page))
+    assert bench.main(["--only", "packed", "regroup", "beam"]) == 130
+    assert page.read_text() == "<!-- bench:begin -->\n<!-- bench:end -->\n"
+    assert "To go on: --only regroup beam" in capsys.readouterr().err
 
 
 def test_bench_shows_the_usual_figures_beside(modules: dict[str, Any]):

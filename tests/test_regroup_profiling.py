@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "profiling"
-NAMES = ("harness", "plots", "regroup", "resident", "script")
+NAMES = ("harness", "partial", "plots", "regroup", "resident", "script")
 
 
 @pytest.fixture(scope="module")
