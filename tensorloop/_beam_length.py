@@ -69,9 +69,9 @@ class Power:
     """S / L ** alpha; alpha=1 is the mean.
 
     For alpha > 0 a longer hypothesis may always come nearer to 0, so no bound exists unless `max_steps` or a `floor`
-    says how: every token but the eos then costs at least `floor` nats. A floor bounds alpha < 1 alone, and ends a search
-    after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late at 0.9. With
-    alpha=1 the bound would be the floor itself, which no search reaches: give max_steps.
+    says how: every token but the eos then costs at least `floor` nats. A floor bounds alpha < 1 alone, and ends a
+    search after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late at 0.9.
+    With alpha=1 the bound would be the floor itself, which no search reaches: give max_steps.
     """
 
     alpha: float
@@ -131,10 +131,8 @@ def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
     if not floor:
         return torch.maximum(at_once, s / last**alpha) if longest is not None else torch.full_like(s, torch.inf)
     if alpha >= 1:
-        if longest is None:
-            at_last = torch.full_like(s, torch.inf)  # alpha == 1: -floor, in theory; what has ended is below it
-        else:
-            at_last = (top - floor * last) / last**alpha
+        # Without an end alpha == 1 tends to -floor, but what has ended is below it.
+        at_last = torch.full_like(s, torch.inf) if longest is None else (top - floor * last) / last**alpha
     else:
         peak = (-alpha * top / (floor * (1 - alpha))).clamp(first, last)
         at_last = (top - floor * peak) / peak**alpha

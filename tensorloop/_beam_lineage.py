@@ -50,7 +50,7 @@ class Lineage:
         self.shared = [0]
         self.first = torch.arange(size, dtype=smallest(size), device=device).expand(1, rows, size)
         self.table = self.first.clone()  # (room, B, K), of which state + 1 are in use
-        self.parents = self.table.clone()  # (room, B, K), of which `state` are in use
+        self.parents: list[Tensor] = []  # (B, K) of each step
         self.last: tuple[int, int, Paths] | None = None
 
     def follow(self, t: int, parents: Sequence[Tensor], ids: Tensor | None) -> None:
@@ -75,16 +75,18 @@ class Lineage:
         """S of the next state, and how much of it is final."""
         t, c = self.state + 1, self.shared[-1]
         if t == len(self.table):
-            self.table, self.parents = (torch.cat([x, torch.empty_like(x)]) for x in (self.table, self.parents))
-        self.parents[t - 1] = parents
-        self.shared.append(find("beam_ancestors", self.table)(self.table, parents, ids, c, t))
+            self.table = torch.cat([self.table, torch.empty_like(self.table)])
+        self.parents.append(self.table.new_empty(self.table.shape[1:]))
+        go_on = find("beam_ancestors", self.table)
+        self.shared.append(go_on(self.table, self.parents[-1], parents, ids, c, t))
         self.state = t
 
     def _again(self, c: int, t: int, ids: Tensor | None) -> Tensor:
         place = _rows(self.first, ids)[0]
         own = [place]
         for j in range(t - 1, c - 1, -1):
-            place = _rows(self.parents[j : j + 1], ids)[0].gather(1, place.long())
+            before = self.parents[j] if ids is None else self.parents[j].index_select(0, ids)
+            place = before.gather(1, place.long())
             own.append(place)
         return torch.stack(own[::-1])
 

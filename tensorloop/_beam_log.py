@@ -99,11 +99,10 @@ class Log:
         return find("beam_chosen", parents)(parents, tokens, ids, log_probs.shape[2], self.rules.eos_id)
 
     def _decide(self, t: int, ids: Tensor | None, log_probs: Tensor) -> None:
-        rules = self.rules
-        dtype, wide = log_probs.dtype, torch.promote_types(log_probs.dtype, torch.float32)
-        if not t and wide is not self.sums.dtype:
+        rules, dtype = self.rules, log_probs.dtype
+        if not t and (wide := torch.promote_types(dtype, torch.float32)) is not self.sums.dtype:
             self._begin(wide)
-        every = log_probs.to(wide)
+        every = _as(log_probs, self.sums.dtype)
         log_probs = every if self.gold is None else every[:, :-1]
         choice, sums, end_sums = self._choose(t, ids, log_probs)
         self._keep(t, choice)
@@ -190,7 +189,7 @@ class Log:
                 raise ValueError(f"{_NAME}: {rules.length!r} gave the score NaN at step {t}, row {row}")
             ends = torch.where(ends > -torch.inf, ranks, ends)
         pool = self.pool_key, self.pool_sum, self.pool_end, self.most, self.left_out
-        ends, bound = ends.to(self.pool_key.dtype), bound.to(self.pool_key.dtype)
+        ends, bound = _as(ends, self.pool_key.dtype), _as(bound, self.pool_key.dtype)
         take = find("beam_pool", self.pool_key, ends, bound)
         said = take((ends, end_sums), (self.keys, bound), pool, self.searching, t, rules.stop)
         if rules.choose.by_key:
@@ -263,3 +262,7 @@ class Log:
 
 def _rows(x: Tensor, ids: Tensor | None) -> Tensor:
     return x if ids is None else x.index_select(0, ids)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)

@@ -6,7 +6,7 @@ are given follow (`_rows`). `Loop.step` takes a state to the next one and is all
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Loop:
             if self.rows is not None:
                 self._cut_context(t)
             return True
-        with torch.no_grad():
+        with _without_graph():
             answer = self.cond(self.tree_of(state), *self.context_at(t))
         if self.rows is None and not self._by_row(answer):
             return self.truth(answer, "cond_fn")
@@ -70,7 +70,7 @@ class Loop:
     def asks_until(self, t: int, state: State) -> None:
         """Asks `until` after step t."""
         if self.until is not None:
-            with torch.no_grad():
+            with _without_graph():
                 self.ended = self.truth(self.until(self.tree_of(state), *self.context_at(t)), "until")
 
     def truth(self, answer: Any, what: str) -> bool:
@@ -270,6 +270,14 @@ def run(loop: Loop, progress: Any) -> Any:
             loop.taken += 1
             progress.update()
     return loop.finish(state)
+
+
+_NO_GRAPH = nullcontext()
+
+
+def _without_graph() -> AbstractContextManager[object]:
+    """no_grad, which costs more than to ask whether it is needed."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_GRAPH
 
 
 def own(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 How it works, in the order to read it:
 
-1. The search is a `while_loop` whose rows stop on their own. A step calls `step_fn`, lets the log decide
+1. The search is a loop like `while_loop`'s, whose rows stop on their own. A step calls `step_fn`, lets the log decide
    (`_beam_log`, `_beam_choice`), and takes the carry of the hypotheses that run on, by row selection.
 2. Ended hypotheses are in a pool apart from those that run (`_beam_log`). A row stops when no running hypothesis can
    reach the n-th of its pool, which a length model bounds (`_beam_length`).
@@ -17,13 +17,14 @@ How it works, in the order to read it:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorloop import _active, _checks, _modes, _tree
+from tensorloop import _active, _checks, _modes, _tree, loop
 from tensorloop._beam_arrays import Family, grown_of, inherited
 from tensorloop._beam_choice import Sample, StochasticBeam, TopK
 from tensorloop._beam_length import GNMT, BoundedReward, Power, Sum, bound_of, check_bound, check_model, check_numbers
@@ -34,8 +35,9 @@ from tensorloop._beam_scores import linear_log_softmax
 from tensorloop._carry import Carry, describe, leading_rows
 from tensorloop._compile import called_eagerly
 from tensorloop._progress import Progress
+from tensorloop._steps import Loop
 from tensorloop.kernels.eager_beam import widened
-from tensorloop.loop import Checkpoints, while_loop
+from tensorloop.loop import Checkpoints
 from tensorloop.packed import PackedTensor
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array import TensorArray
@@ -124,7 +126,7 @@ def beam_search(
 
 
 class _Search:
-    """One search: what `while_loop` is given, and what becomes of its result."""
+    """One search: what its loop is given, and what becomes of the result."""
 
     log: Log
     lineage: Lineage
@@ -154,6 +156,7 @@ class _Search:
         self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
         self.leaves = [self._for_all(x, path) for x, path in zip(leaves, self.tree.paths, strict=True)]
         self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
+        self.tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.dim()]
         self.births: dict[int, list[int]] = {i: [] for i in self.arrays}
         self.takes_history = _takes_history(step_fn)
         # Log-probabilities of what was chosen; where they may need a gradient, an array of the loop's has them.
@@ -183,44 +186,38 @@ class _Search:
     def run(self, checkpoints: Any, compact: bool) -> Hypotheses:
         tokens = torch.full((self.rows, self.size), self.bos_id, dtype=torch.int64, device=self.device)
         ids = torch.arange(self.rows, device=self.device)
-        state = (0, ids, tokens, TensorArray(), self.leaves)
+        state = (ids, tokens, TensorArray(), self.leaves)
         if self.rows:
             context = (self.context, list(self.prefixes.values()))
-            state, steps = while_loop(
-                self._goes_on,
-                self._step,
-                state,
-                context=context,
-                max_steps=self.log.rules.max_steps,
-                compact=compact,
-                return_steps=True,
-                checkpoints=checkpoints,
-            )
+            search = Loop(_NAME, self._step, state, self.log.rules.max_steps, context)
+            search.cond, search.compact = self._goes_on, compact
+            state, steps = loop.run_loop(search, checkpoints, progress=False, known=False), search.steps()
         else:
             steps = ids
         self.lineage.last = None
-        return hypotheses(self.log, state[3] if self.values is None else self.values, steps)
+        return hypotheses(self.log, state[2] if self.values is None else self.values, steps)
 
     def _goes_on(self, state: Any, context: Any) -> Tensor:
-        ids = state[1]
+        ids = state[0]
         running = self.log.running
         return running if len(ids) == self.rows else running[ids]
 
-    def _step(self, state: Any, context: Any) -> Any:
-        t, ids, tokens, picked, leaves = state
-        with _active.quietly():
+    def _step(self, t: int, state: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, None]:
+        """A step, as a loop's body."""
+        (ids, tokens, picked, leaves), (context, prefixes) = state, context[0]
+        with self._aside():
             count = len(ids)
             rows = None if count == self.rows else ids.clone()
             if self.arrays or self.takes_history:
                 self.lineage.follow(t, self.log.parents, rows)
-        given = self._given(t, rows, count, leaves, context[1])
+        given = self._given(t, rows, count, leaves, prefixes)
         options = {"history": self._history(t, rows, count)} if self.takes_history else {}
-        user = () if self.context is None else (context[0],)
+        user = () if self.context is None else (context,)
         out = self.step_fn(self.tree.unflatten(given), tokens, *user, **options)
         returned, log_probs = self._checked(out, given, t, count)
-        with _active.quietly(), torch.no_grad():
+        with self._aside():
             tokens, parents, chosen = self.log.step(t, rows, log_probs)
-            if t + 1 == self.log.steps:
+            if t + 1 == self.log.steps and self.bar.bar is not None:
                 self._show()
         # Not gather: it would keep log_probs for its backward.
         values = log_probs.reshape(-1).index_select(0, chosen).view(count, -1)
@@ -228,7 +225,11 @@ class _Search:
             picked.append(values)
         else:
             self.values.append(values if rows is None else widened(values, rows, self.rows, 0.0))
-        return t + 1, ids, tokens, picked, [self._reordered(x, i, parents) for i, x in enumerate(returned)]
+        return (ids, tokens, picked, self._reordered(returned, parents)), None
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """For what no recorder sees and no graph: nothing to do where there is neither."""
+        return _NEITHER if self.values is not None and _active.here.notes is None else _unseen()
 
     def _given(
         self, t: int, ids: Tensor | None, rows: int, leaves: list[Any], prefixes: list[TensorArray]
@@ -253,12 +254,14 @@ class _Search:
             tokens = tokens if ids is None else tokens.index_select(1, ids)
             return tokens.gather(2, places).permute(1, 2, 0).contiguous()
 
-    def _reordered(self, x: Any, i: int, parents: Tensor) -> Any:
-        if isinstance(x, TensorArray):
-            return grown_of(x, self.tree.paths[i])
-        if not isinstance(x, Tensor) or not x.dim():
-            return x
-        return x.reshape(len(parents), *x.shape[2:]).index_select(0, parents).view(x.shape)
+    def _reordered(self, leaves: list[Any], parents: Tensor) -> list[Any]:
+        """The carry of the hypotheses that run on; `leaves` is used up."""
+        for i in self.arrays:
+            leaves[i] = grown_of(leaves[i], self.tree.paths[i])
+        for i in self.tensors:
+            x = leaves[i]
+            leaves[i] = x.reshape(len(parents), *x.shape[2:]).index_select(0, parents).view(x.shape)
+        return leaves
 
     # -- checks and progress
 
@@ -299,11 +302,17 @@ class _Search:
         self.vocabulary, self.dtype = vocabulary, log_probs.dtype
 
     def _show(self) -> None:
-        if self.bar.bar is not None:
-            self.bar.update()
-            self.bar.bar.set_postfix(
-                rows=int(self.log.running.sum()), hypotheses=int((self.log.keys > -torch.inf).sum())
-            )
+        self.bar.update()
+        self.bar.bar.set_postfix(rows=int(self.log.running.sum()), hypotheses=int((self.log.keys > -torch.inf).sum()))
+
+
+_NEITHER = nullcontext()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    with _active.quietly(), torch.no_grad():
+        yield
 
 
 def _alike(new: Any, old: Any) -> bool:

@@ -147,7 +147,7 @@ def scan(
     loop.slices, loop.outputs, loop.until = slices, slices.outputs(), until
     if isinstance(slices, PackedSlices):
         loop.known_rows(slices.rows(), loop.init)
-    carry = _run(loop, checkpoints, progress)
+    carry = run_loop(loop, checkpoints, progress)
     if loop.taken:
         return carry, loop.outputs.stack(slices.reverse)
     loop.rows = None
@@ -248,7 +248,7 @@ def while_loop(
 
     loop = Loop(name, body, init, max_steps, context)
     loop.cond, loop.compact = cond_fn, compact
-    carry = _run(loop, checkpoints, progress, known=False)
+    carry = run_loop(loop, checkpoints, progress, known=False)
     return (carry, loop.steps()) if return_steps else carry
 
 
@@ -274,7 +274,7 @@ def fori_loop(
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return body_fn(first + t, carry), None
 
-    return _run(Loop(name, body, init, max(last - first, 0)), checkpoints, progress)
+    return run_loop(Loop(name, body, init, max(last - first, 0)), checkpoints, progress)
 
 
 @called_eagerly
@@ -311,11 +311,11 @@ def map(
 
     loop = Loop(name, body, (), slices.length)
     loop.slices, loop.outputs = slices, slices.outputs()
-    _run(loop, checkpoints, progress)
+    run_loop(loop, checkpoints, progress)
     return loop.outputs.stack(False) if loop.taken else _no_steps.empty_outputs(loop)
 
 
-def _run(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True) -> Any:
+def run_loop(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True) -> Any:
     """Runs a loop with or without checkpoints, and gives the carry. The length of a `known` one is no mere bound."""
     length = loop.length if known and loop.until is None else None
     plan = replay.plan_of(checkpoints, loop.name)

@@ -12,6 +12,7 @@ from tensorloop.kernels import _threads, cpu_attend, cpu_beam, eager_beam, find
 MODULES = {"cpu": cpu_beam, "eager": eager_beam}
 INF = float("inf")
 SHAPES = [(1, 1, 1, 3), (3, 4, 5, 4), (3, 4, 5, 40), (2, 3, 200, 7), (0, 2, 3, 2), (4, 8, 129, 16)]
+SHAPES += [(3, 2, v, 5) for v in (31, 32, 33, 64)]  # about one block, and two
 
 
 def inputs(
@@ -60,7 +61,8 @@ def test_the_best_continuations(module: str, shape: tuple[int, ...], dtype: torc
 @pytest.mark.parametrize("module", MODULES)
 def test_nan_is_the_largest(module: str):
     keys, log_probs = inputs((5, 3, 150))
-    log_probs[2, 1, 140] = torch.nan
+    log_probs[2, 1, 149] = torch.nan
+    log_probs[3, 1, 1] = torch.nan  # an end
     log_probs[4, 0, 0] = torch.nan
     values = MODULES[module].beam_best(keys, log_probs, 4, 1)[0]
     assert values[:, 0].isnan().tolist() == [False, False, True, False, True]
@@ -186,7 +188,9 @@ def test_ancestors(module: str, ids: list[int] | None, dtype: torch.dtype):
         parents = torch.randint(size, (rows, size), generator=generator)
         every = [[every[b][int(parents[b, k])] + [k] for k in range(size)] for b in range(rows)]
         index = None if ids is None else torch.tensor(ids)
-        first = MODULES[module].beam_ancestors(table, parents, index, first, t)
+        kept = torch.zeros_like(table[0])
+        first = MODULES[module].beam_ancestors(table, kept, parents, index, first, t)
+        assert torch.equal(kept.long(), parents)
         looked_at = range(rows) if ids is None else ids
         alike = [all(len({path[j] for path in every[b]}) == 1 for b in looked_at) for j in range(t)]
         assert alike == [j < first for j in range(t)]

@@ -227,6 +227,7 @@ ALLOWED: dict[str, set[str]] = {
         "_compile",
         "_modes",
         "_progress",
+        "_steps",
         "_tree",
         "kernels.eager_beam",
         "loop",

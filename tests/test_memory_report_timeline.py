@@ -45,6 +45,17 @@ def test_forward_backward_and_loops_are_marked():
     assert forward.end <= backward.begin <= backward.end <= found.times[-1]
 
 
+def test_a_beam_search_is_marked_as_one():
+    def search(w: torch.Tensor) -> torch.Tensor:
+        def step(carry: None, tokens: torch.Tensor) -> tuple[None, torch.Tensor]:
+            return None, w.log_softmax(0).expand(*tokens.shape, 4)
+
+        return tl.beam_search(step, None, batch_size=1, beam_size=2, bos_id=0, eos_id=1).scores.sum()
+
+    found = timeline(search, torch.zeros(4, requires_grad=True))
+    assert [m.name for m in found.marks] == ["forward", "beam_search", "backward"]
+
+
 def test_samples_go_from_before_the_run_to_after_it():
     begun = time.time()
     found = timeline(time.sleep, 0.1, interval=0.01)
@@ -80,10 +91,10 @@ def test_pages_that_nobody_touches_are_counted_but_not_resident():
 
 
 def test_an_error_comes_through_and_leaves_nothing_behind():
-    run = loop._run
+    run = loop.run_loop
     with pytest.raises(ZeroDivisionError):
         timeline(lambda: 1 / 0)
-    assert loop._run is run
+    assert loop.run_loop is run
     assert process._marks.get() is None
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import types
 from torch import Tensor
 
 from tensorloop.kernels._compiled import compiled, inlined
-from tensorloop.kernels._pointers import LIKE, pointer
+from tensorloop.kernels._pointers import LIKE, intrinsic, pointer
 from tensorloop.kernels._threads import share
 
-BLOCK = 64  # continuations that are compared with the worst one kept before any of them is looked at alone
+BLOCK = 32  # continuations that are compared with the worst one kept at once; as many bits tell which are looked at
 
 
 def beam_best(
@@ -62,12 +64,12 @@ def beam_chosen(
     return taken, places, chosen
 
 
-def beam_ancestors(table: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
-    """Takes the ancestors on to state t."""
+def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
+    """Takes the ancestors on to state t, and keeps the parents."""
     _, rows, size = table.shape
     count = rows if ids is None else len(ids)
-    before, parents = table.new_empty(size), parents.contiguous()
-    addresses = (table.data_ptr(), parents.data_ptr(), before.data_ptr(), _address(ids))
+    parents = parents.contiguous()
+    addresses = (table.data_ptr(), kept.data_ptr(), parents.data_ptr(), _address(ids))
     return _ancestors(*addresses, count, rows, size, first, t, LIKE[table.dtype])
 
 
@@ -85,6 +87,35 @@ def _address(ids: Tensor | None) -> int:
     return 0 if ids is None else ids.data_ptr()
 
 
+@intrinsic
+def _above(typingctx: Any, address: Any, key: Any, worst: Any) -> Any:
+    """A bit for each of BLOCK numbers at an address: whether key + number is above `worst`, or NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        block, bits = ir.VectorType(args[1].type, BLOCK), ir.IntType(BLOCK)
+
+        def spread(x: Any) -> Any:
+            first = builder.insert_element(ir.Constant(block, ir.Undefined), x, ir.IntType(32)(0))
+            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), BLOCK), None))
+
+        width = context.get_abi_sizeof(args[1].type)
+        numbers = builder.load(builder.inttoptr(args[0], block.as_pointer()), align=width)
+        found = builder.fcmp_unordered(">", builder.fadd(spread(args[1]), numbers), spread(args[2]))
+        return builder.zext(builder.bitcast(found, bits), ir.IntType(64))
+
+    return types.uint64(types.int64, key, key), codegen
+
+
+@intrinsic
+def _lowest(typingctx: Any, bits: Any) -> Any:
+    """The place of the lowest bit; there must be one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), codegen
+
+
 @compiled
 def _best(
     begin: int, end: int, keys: int, log_probs: int, values: int, parents: int, tokens: int, ends: int, ids: int,
@@ -100,13 +131,14 @@ def _best(
             kept[j], parent[j], token[j] = -np.inf, 0, 0
         spoilt = False
         for k in range(size):
-            score = pointer(log_probs + (row * size + k) * vocabulary * width, like)
+            scores = log_probs + (row * size + k) * vocabulary * width
+            score = pointer(scores, like)
             end_of[k] = key[k] + score[eos]
             for start in range(0, vocabulary, BLOCK):
-                stop = min(start + BLOCK, vocabulary)
-                if not _any_above(score, start, stop, key[k], kept[count - 1]):
-                    continue
-                for v in range(start, stop):
+                bits = _to_look_at(scores, start, vocabulary, width, key[k], kept[count - 1])
+                while bits:
+                    v = start + _lowest(bits)
+                    bits &= bits - np.uint64(1)
                     x = key[k] + score[v]
                     if v != eos and not x <= kept[count - 1]:
                         spoilt = spoilt or x != x
@@ -119,12 +151,12 @@ def _best(
 
 
 @inlined
-def _any_above(score: Any, start: Any, stop: Any, key: Any, worst: Any) -> Any:
-    """Whether one of these is above the worst that is kept, or NaN."""
-    found = False
-    for v in range(start, stop):
-        found |= not (key + score[v] <= worst)
-    return found
+def _to_look_at(scores: Any, start: Any, vocabulary: Any, width: Any, key: Any, worst: Any) -> Any:
+    """A bit for each token of the block at `start`. The last of several is read from BLOCK before the end."""
+    over = max(start + BLOCK - vocabulary, 0)
+    if over > start:
+        return np.uint64((1 << vocabulary) - 1)
+    return _above(scores + (start - over) * width, key, worst) >> np.uint64(over)
 
 
 @inlined
@@ -211,10 +243,12 @@ def _chosen(
 
 @compiled
 def _ancestors(
-    table: int, parents: int, before: int, ids: int, count: int, rows: int, size: int, first: int, t: int, like: Any
+    table: int, kept: int, parents: int, ids: int, count: int, rows: int, size: int, first: int, t: int, like: Any
 ) -> int:  # fmt: skip
-    place, parent, old = pointer(table, like), pointer(parents, np.int64(0)), pointer(before, like)
-    row_of = pointer(ids, np.int64(0))
+    place, keep, old = pointer(table, like), pointer(kept, like), np.full(size, like)
+    parent, row_of = pointer(parents, np.int64(0)), pointer(ids, np.int64(0))
+    for i in range(rows * size):
+        keep[i] = parent[i]
     for j in range(first, t + 1):
         for b in range(rows):
             at = (j * rows + b) * size

@@ -115,13 +115,15 @@ def beam_chosen(
     return tokens.clone(), places.flatten().to(dtype), chosen.flatten().to(dtype)
 
 
-def beam_ancestors(table: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
+def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
     """Takes a table (room, B, K) of ancestors in states `first` to t - 1 on to state t, in place.
 
-    Hypothesis k of state t goes on from parents[b, k], and is its own ancestor there. The answer: before which state
-    each of the rows `ids` (all where None) has but one ancestor.
+    Hypothesis k of state t goes on from parents[b, k], and is its own ancestor there; `kept` (B, K), of the table's
+    dtype, gets the parents. The answer: before which state each of the rows `ids` (all where None) has but one
+    ancestor.
     """
     size = table.shape[2]
+    kept.copy_(parents)
     table[first:t] = table[first:t].gather(2, parents.expand(t - first, -1, -1))
     table[t] = torch.arange(size, device=table.device)
     recent = table[first:t] if ids is None else table[first:t].index_select(1, ids)

@@ -55,9 +55,9 @@ def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Tim
         args: passed to `fn`.
         interval: seconds between samples.
 
-    Forward, backward and each loop of this package (`scan`, `while_loop`, `fori_loop`, `map`, and what is built on
-    them) are marked; a block of your own with `mark(name)`. What was allocated before stays with the allocator and
-    is used again without a rise: run it in a fresh process, first.
+    Forward, backward and each loop of this package (`scan`, `while_loop`, `fori_loop`, `map`, `beam_search`) are
+    marked; a block of your own with `mark(name)`. What was allocated before stays with the allocator and is used again
+    without a rise: run it in a fresh process, first.
 
     Cost: a second process, started anew each time (a quarter of a second).
 
@@ -96,17 +96,17 @@ def _noted(marks: _Marks) -> Iterator[None]:
     """Collects marks; the loops of this package mark themselves."""
     from tensorloop import loop  # as late as this: the other memory tools need no loops
 
-    run = loop._run
+    run = loop.run_loop
 
     def marked(which: Any, *args: Any, **kwargs: Any) -> Any:
         with mark(which.name):
             return run(which, *args, **kwargs)
 
-    token, loop._run = _marks.set(marks), marked
+    token, loop.run_loop = _marks.set(marks), marked
     try:
         yield
     finally:
-        loop._run = run
+        loop.run_loop = run
         _marks.reset(token)
 
 
