@@ -11,7 +11,7 @@ Three sources, each for what the others cannot see:
 A tensor met as an argument and made by no function of the step is a capture if somebody still holds it when the step is
 over. What a custom autograd function returned looks the same until then, so it is only held weakly.
 
-Private names of torch, tried with 2.13: `torch.autograd._get_sequence_nr`, `Node._sequence_nr`,
+Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_nr`, `Node._sequence_nr`,
 `torch._C.DisableTorchFunction`.
 """
 
@@ -42,6 +42,7 @@ _WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
 )
 _KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
+_HOOK = Tensor.register_hook
 _STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
 
 
@@ -101,6 +102,8 @@ class Captures(TorchFunctionMode):
             writes = _WRITING[func] = _may_write(func)
         if writes or "out" in kwargs:
             self._before_write(args, kwargs)
+        elif func is _HOOK and here.notes is self:
+            self._before_hook(args[0])
         out = func(*args, **kwargs)
         if not self._walk and not torch.is_grad_enabled():
             self._walk = True  # maybe in a custom function's forward: its node may have inputs that no function saw
@@ -172,6 +175,15 @@ class Captures(TorchFunctionMode):
                 self.changed[id(x)] = (x, x.detach().clone())
             elif id(x) in fresh:
                 self._written.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
+
+    def _before_hook(self, x: Tensor) -> None:
+        now = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        made = x.grad_fn is not None and self._first <= x.grad_fn._sequence_nr() < now
+        if id(x) in self.recorded or (not made and any(y is x for y, _ in self._candidates)):
+            raise RuntimeError(
+                f"{self.name}: the body registers a hook on {describe(x)}, which it closes over, and would do so again "
+                f"in each replay; register it before the loop"
+            )
 
     def inside(
         self, buffer: Buffer, method: Callable[Concatenate[Buffer, _P], _R], *args: _P.args, **kwargs: _P.kwargs
@@ -277,18 +289,18 @@ class Captures(TorchFunctionMode):
     # -- the graph of a step
 
     def _find_recorded(self, outputs: Iterable[Tensor], arguments: set[int]) -> None:
-        edges: dict[Any, Tensor] | None = None
         visited: set[Any] = set()
         stack: list[Any] = []
+        edges: dict[bool, dict[Any, Tensor]] = {}
+        first, last = self._first, torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         for out in outputs:
             if out.grad_fn is None:
                 if id(out) not in arguments:
                     self._record(out)
-            elif self._is_older(out.grad_fn):
+            elif (made := out.grad_fn._sequence_nr()) < first or (made >= last and id(out) not in self._made):
                 self._record(out)
             else:
                 stack.append(out.grad_fn)
-        first = self._first
         while stack:
             node = stack.pop()
             if node in visited:
@@ -302,24 +314,29 @@ class Captures(TorchFunctionMode):
                     visited.add(below)
                     if id(variable) not in arguments:
                         self._record(variable)
-                elif below._sequence_nr() >= first:
+                elif first <= (made := below._sequence_nr()) < last:
                     stack.append(below)
+                elif (captured := self._at((below, number), made < first, edges)) is not None:
+                    self._record(captured)
                 else:
-                    edges = edges or self._edges()
-                    if (below, number) not in edges:
-                        raise RuntimeError(
-                            f"{self.name}: step {self.step} depends on the result of {below.name()}, a tensor that no "
-                            f"torch function of the body was given; pass it in the carry, or use it in an operation"
-                        )
-                    self._record(edges[below, number])
+                    stack.append(below)
 
-    def _is_older(self, node: Any) -> bool:
-        return node._sequence_nr() < self._first
+    def _at(self, edge: tuple[Any, int], older: bool, edges: dict[bool, dict[Any, Tensor]]) -> Tensor | None:
+        """The capture behind an edge to a node that this thread did not make in this step.
 
-    def _edges(self) -> dict[Any, Tensor]:
-        known = [x for x, _ in self._candidates] + list(self.recorded.values())
-        known += [x for x in self._seen.values() if x.requires_grad]
-        return {(x.grad_fn, x.output_nr): x for x in known if x.grad_fn is not None}
+        A number that is still to come is another thread's: that of a capture, or None where a backward pass of the body
+        ran on a device, in a thread of its own. `edges` keeps what is known of the step.
+        """
+        if older not in edges:
+            given = [*self.recorded.values(), *(x for x, _ in self._candidates)]
+            given += self._seen.values() if older else ()
+            edges[older] = {(x.grad_fn, x.output_nr): x for x in given if x.grad_fn is not None}
+        if older and edge not in edges[older]:
+            raise RuntimeError(
+                f"{self.name}: step {self.step} depends on the result of {edge[0].name()}, a tensor that no "
+                f"torch function of the body was given; pass it in the carry, or use it in an operation"
+            )
+        return edges[older].get(edge)
 
     def _record(self, x: Tensor) -> None:
         if id(x) not in self.recorded:

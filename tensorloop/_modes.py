@@ -1,8 +1,8 @@
 """What surrounds the caller: function transforms, forward mode, a running backward pass. Private names of torch.
 
 torch has no public question "am I inside `torch.func.grad`, `vmap` or a backward pass?", and an array that works in
-place must ask it. Tried with torch 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch`,
-`torch.autograd.forward_ad._current_level` and `torch._C._current_graph_task_id`.
+place must ask it. Tried with torch 2.11 and 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch`,
+`torch.autograd.forward_ad._current_level`, `torch._C._current_graph_task_id`, `torch._C._vmapmode_increment_nesting`.
 """
 
 from collections.abc import Iterator
@@ -66,3 +66,16 @@ def outside_transforms() -> Iterator[None]:
     """Leaves all transforms for a while: what runs inside is recorded by plain autograd."""
     with temporarily_clear_interpreter_stack():
         yield
+
+
+@contextmanager
+def random_numbers_allowed() -> Iterator[None]:
+    """Random operations run, though an `is_grads_batched` backward pass, which refuses them, runs the caller."""
+    depth = torch._C._vmapmode_increment_nesting()  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for _ in range(depth - 1):
+            torch._C._vmapmode_increment_nesting()  # pyright: ignore[reportAttributeAccessIssue]

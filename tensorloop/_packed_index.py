@@ -1,5 +1,6 @@
 """Indexing of packed tensors: p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -103,6 +104,27 @@ def slice_rows(p: Packed, a: int, b: int) -> Packed:
     lens = p._dim.lens[a:b]
     start, end = (int(p._dim.offsets[i]) for i in (a, max(a, b)))
     return p._with(p.values[start:end], Dim(p._dim.name, lens))
+
+
+def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
+    """Pieces of `size` rows each, the last one maybe of fewer, or of the sizes in a list: views."""
+    rows = len(p._dim)
+    if isinstance(size, (list, tuple)) or (isinstance(size, Tensor) and size.dim() == 1):
+        ends = [0]
+        for i, x in enumerate(size):
+            ends.append(ends[-1] + _at_least(0, x, f"sizes[{i}]"))
+        if ends[-1] != rows:
+            raise ValueError(f"split: sizes {list(map(int, size))} do not sum to the {rows} rows")
+    else:
+        ends = [*range(0, rows, _at_least(1, size, "size")), rows]
+    return tuple(slice_rows(p, a, b) for a, b in itertools.pairwise(ends))
+
+
+def _at_least(least: int, x: Any, what: str) -> int:
+    n = _checks.as_int(x, "split", what)
+    if n < least:
+        raise ValueError(f"split: {what} must be at least {least}, got {n}")
+    return n
 
 
 def _select(p: Packed, rows: Any) -> Packed:

@@ -1,6 +1,5 @@
 """Shapes of packed tensors: what rearranges feature dims, cuts and joins; the first two dims stay where they are."""
 
-import itertools
 from math import prod
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from tensorloop._packed_base import Packed, dim_number, is_packed, refused, same_rows
 from tensorloop._packed_dim import Dim
-from tensorloop._packed_index import select_rows, slice_rows
+from tensorloop._packed_index import select_rows, split_rows
 from tensorloop._packed_ops import align, feature_dim, handles, rewrap
 from tensorloop._packed_time_first import TimeFirst
 
@@ -165,12 +164,7 @@ def _split(func: Any, input: Any, size: Any, dim: Any = 0) -> Any:
         return rewrap(input, input.values.split(size if isinstance(size, int) else list(size), d - 1))
     if d == 1:
         raise refused("split", "pieces of a ragged dim would have other rows each", "slice it: p[:, a:b]")
-    rows = len(input._dim)
-    sizes = [size] * (rows // size) + [rows % size] * (rows % size > 0) if isinstance(size, int) else list(size)
-    if sum(sizes) != rows or min(sizes, default=0) < 0:
-        raise ValueError(f"split: sizes {sizes} do not sum to the {rows} rows")
-    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    return tuple(slice_rows(input, a, b) for a, b in itertools.pairwise(ends))
+    return split_rows(input, size)
 
 
 @handles("cat", "concat", "concatenate")

@@ -22,7 +22,7 @@ from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
 from tensorloop._tape import Version, begun, closed, final, new_token
 from tensorloop._watched import Watched, as_users
-from tensorloop._world import Autocast, Random
+from tensorloop._world import Autocast, DefaultDevice, Random
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array import TensorArray
 
@@ -42,7 +42,7 @@ class Record:
         loop.init = [self.replacing.of(x) for x in loop.init]
         loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
-        self.autocast = Autocast()
+        self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
         self.random: Random | None = None  # as it was at the start, if the loop drew from it
@@ -179,6 +179,7 @@ class Record:
         row = self.row(t)
         captures.begin_step(t, [*leaves, *row])
         new, y = loop.step(t, leaves, row)
+        self._check_hooks(recorded)
         loop.asks_until(t, new)
         after, outputs = self.close(new, state, leaves)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
@@ -192,6 +193,15 @@ class Record:
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
             self.residual_bytes = _again.residual_bytes(outputs, captures.tensors())
         return after
+
+    def _check_hooks(self, leaves: Sequence[tuple[int, Tensor]]) -> None:
+        hooked = [i for i, x in leaves if x._backward_hooks]
+        if hooked:
+            name = f"carry{self.loop.carry.tree.paths[hooked[0]]}"
+            raise RuntimeError(
+                f"{self.name}: the body registered a hook on {name}, its argument; with checkpoints it would miss "
+                f"what ys add to that gradient: register it on {name}.clone(), or on what the body returns"
+            )
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""
@@ -357,7 +367,7 @@ class Record:
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
-        with self.replacing.again(), self.autocast.again():
+        with self.replacing.again(), self.autocast.again(), self.device.again(), _modes.random_numbers_allowed():
             yield
 
     @contextmanager

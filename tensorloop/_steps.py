@@ -46,6 +46,7 @@ class Loop:
         self.context: list[Any] = [] if self.context_tree is None else self.context_tree.flatten(context) or []
         self.contexts = [self.context]  # and again after each cut
         self.context_trees: list[Any] = []  # the same as the functions get them
+        self.versions: list[int | None] = []  # of the tensors of the last, where rows leave
         self.known: tuple[Any, Any] = (None, None)  # a state, and the tree that it came in
         self.ended = False  # by `until`
         self.pieces: list[tuple[Tensor, list[Any]]] = []  # of the carry: rows that left the batch
@@ -97,8 +98,7 @@ class Loop:
                 self._need_rows(state, len(answer), "cond_fn gave a bool for each of", context=self.compact)
             self.rows = Rows(answer, self.compact)
             if self.compact:
-                self.context_trees = []
-                self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
+                self._begin_cutting()
         if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.shape != self.rows.active.shape:
             shape = tuple(self.rows.active.shape)
             raise TypeError(
@@ -115,8 +115,13 @@ class Loop:
         self._need_rows(state, size, "packed xs have", context=True)
         if not rows.cuts:  # all rows take all steps
             return
-        self.rows, self.compact, self.context_trees = rows, True, []
+        self.rows, self.compact = rows, True
+        self._begin_cutting()
+
+    def _begin_cutting(self) -> None:
+        self.context_trees = []
         self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
+        self.versions = _versions(self.contexts[0])
 
     def _need_rows(self, state: State, rows: int, why: str, *, context: bool) -> None:
         leading_rows(state, self.carry.tree.paths, rows, self.name, "carry", why)
@@ -126,10 +131,22 @@ class Loop:
     def _cut_context(self, t: int) -> None:
         assert self.rows is not None
         if (cut := self.rows.cut_at(t)) is not None:
+            self._check_context()
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
             before = self.contexts[-1]
             later = _rows.select(self.context, cut.ids) if self.eager else _rows.picked(self.context, cut, before)
             self.contexts.append(later)
+            self.versions = _versions(later)
+
+    def _check_context(self) -> None:
+        """Refuses changes of a context that rows leave: the next cut would take its rows from the caller's again."""
+        now = _versions(self.contexts[-1]) if self.versions else []
+        changed = [i for i, (was, version) in enumerate(zip(self.versions, now, strict=True)) if was != version]
+        if changed and self.context_tree is not None:
+            raise RuntimeError(
+                f"{self.name}: context{self.context_tree.paths[changed[0]]} was changed in place during the loop, "
+                f"while rows that stop leave it; put what changes in the carry"
+            )
 
     def _cuts_cheaply(self, state: State) -> bool:
         """Whether a cut at every row that ends would copy little: no array that is read in bulk, no large context."""
@@ -227,6 +244,7 @@ class Loop:
         """The carry that the caller gets, of all rows."""
         if not self.taken:
             return self.carry.tree.unflatten([copy.copy(x) if isinstance(x, TensorArray) else x for x in self.init])
+        self._check_context()
         leaves = state[: self.carry.tree.size]
         if self.pieces:
             assert self.rows is not None
@@ -278,6 +296,10 @@ _NO_GRAPH = nullcontext()
 def _without_graph() -> AbstractContextManager[object]:
     """no_grad, which costs more than to ask whether it is needed."""
     return torch.no_grad() if torch.is_grad_enabled() else _NO_GRAPH
+
+
+def _versions(leaves: list[Any]) -> list[int | None]:
+    return [x._version if isinstance(x, Tensor) and not x.is_inference() else None for x in leaves]
 
 
 def own(x: Any) -> Any:

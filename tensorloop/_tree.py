@@ -3,10 +3,10 @@
 The registry of node types is torch's (dict, list, tuple, namedtuple, and what users register, dataclasses among them);
 None and everything unregistered is a leaf. torch's own `tree_flatten` costs 10 us for a small tree, at every step of a
 loop; a `Tree` compiles the structure into nested closures instead. Private name of torch, tried with 2.11 and 2.13:
-`torch.utils._pytree` (`SUPPORTED_NODES`, `tree_flatten_with_path`, `keystr`).
+`torch.utils._pytree` (`SUPPORTED_NODES`, `SequenceKey`, `keystr`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.utils import _pytree
@@ -21,8 +21,8 @@ class Tree:
     __slots__ = ("_flatten", "_unflatten", "paths", "size", "spec")
 
     def __init__(self, example: Any) -> None:
-        with_path, self.spec = _pytree.tree_flatten_with_path(example)
-        self.paths = [_pytree.keystr(path) for path, _ in with_path]
+        self.spec = _pytree.tree_structure(example)
+        self.paths = [path for path, _ in leaves_with_paths(example)]
         self.size = len(self.paths)
         self._flatten, self._unflatten = _compiled(example, self.spec)
 
@@ -38,7 +38,21 @@ class Tree:
 
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, a path as in Python source: `['state'][0]`."""
-    return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(tree)[0]]
+    return [(_pytree.keystr(path), leaf) for path, leaf in _with_path((), tree)]
+
+
+def _with_path(path: tuple[Any, ...], tree: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """torch's `tree_flatten_with_path`, which refuses classes whose children have no keys; here they get numbers."""
+    if not _is_node(tree):
+        yield path, tree
+        return
+    node = _pytree.SUPPORTED_NODES[_pytree._get_node_type(tree)]
+    if node.flatten_with_keys_fn is not None:
+        children: Any = node.flatten_with_keys_fn(tree)[0]
+    else:
+        children = ((_pytree.SequenceKey(i), child) for i, child in enumerate(node.flatten_fn(tree)[0]))
+    for key, child in children:
+        yield from _with_path((*path, key), child)
 
 
 def structure(tree: Any) -> str:

@@ -1,6 +1,8 @@
-"""What a body's result may depend on besides its arguments: random numbers, autocast, buffers that it changes.
+"""What a body's result may depend on besides its arguments: random numbers, autocast, the default device.
 
-`Autocast` is set once for all replays of a loop. `Random` is kept with every snapshot and set when it is restored.
+`Autocast` and `DefaultDevice` are set once for all replays of a loop. `Random` is kept with every snapshot and set when
+it is restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
+`torch.utils._device.DeviceContext`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -8,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 
 class Autocast:
@@ -29,6 +33,25 @@ class Autocast:
                 if now[1:] != (enabled, dtype) or (enabled and cached):
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
             yield
+
+
+class DefaultDevice:
+    """Where tensors were made when the loop began: `with torch.device(...)`, or `torch.set_default_device`.
+
+    Both are function modes, and torch takes a mode off while `backward` runs.
+    """
+
+    def __init__(self) -> None:
+        modes = _get_current_function_mode_stack()
+        self.device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        if DefaultDevice().device == self.device:
+            yield
+        else:
+            with self.device or torch.device("cpu"):
+                yield
 
 
 class Random:

@@ -216,6 +216,22 @@ def test_a_search_inside_a_checkpointed_loop():
         torch.testing.assert_close(torch.autograd.grad(total(checkpoints, inner), wanted), plain)
 
 
+def test_a_search_without_gradient_inside_a_checkpointed_loop():
+    model, source, _ = setting()
+
+    def total(checkpoints: int | None) -> Tensor:
+        def body(x: Tensor, _: None) -> tuple[Tensor, None]:
+            with torch.no_grad():
+                scores = search(model, torch.sin(x), max_steps=5).scores
+            return x.roll(1, 1) * torch.cos(scores.mean(1, keepdim=True)), None
+
+        out, _ = tl.scan(body, source, length=3, checkpoints=checkpoints)
+        return weighted(out)
+
+    plain, *others = (torch.autograd.grad(total(checkpoints), source) for checkpoints in (None, 1, 2))
+    assert all(torch.equal(x[0], plain[0]) for x in others)
+
+
 def test_two_backward_passes():
     model, source, wanted = setting()
     for checkpoints in (None, 2):

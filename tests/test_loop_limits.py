@@ -3,6 +3,8 @@
 The lines on checkpointed loops: `test_loop_limits_replay.py`.
 """
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -307,3 +309,32 @@ def test_jit_trace_bakes_in_the_number_of_steps() -> None:
     traced: Any = torch.jit.trace(whiled, (torch.zeros(3),), check_trace=False)
     assert whiled(torch.full((3,), 8.0)).tolist() == [8, 8, 8]
     assert traced(torch.full((3,), 8.0)).tolist() == [11, 11, 11]
+
+
+def changing(c: Any, given: Tensor) -> Any:
+    given.add_(0.1)
+    return c[0] * given, c[1], c[2] + 1
+
+
+@pytest.mark.parametrize("steps", [[3, 0, 5, 1, 5, 2], [1, 3], [2, 2, 2]])
+def test_a_context_changed_in_place_where_rows_leave(steps: list[int]) -> None:
+    """At the next cut, and at the end, the rows would be the caller's as they were."""
+
+    def run(compact: bool) -> Any:
+        init = (torch.ones(len(steps), 1), torch.tensor(steps), torch.zeros(len(steps), dtype=torch.int64))
+        given = torch.ones(len(steps), 1)
+        return tl.while_loop(lambda c, g: c[2] < c[1], changing, init, context=given, compact=compact)[0]
+
+    expected = [[math.prod(1 + 0.1 * (i + 1) for i in range(n))] for n in steps]
+    torch.testing.assert_close(run(False), torch.tensor(expected))
+    with pytest.raises(RuntimeError, match=r"while_loop: context was changed in place .* put what changes in the carry"):
+        run(True)
+
+
+def test_a_context_changed_in_place_beside_packed_rows() -> None:
+    def body(c: Tensor, x: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return c + x * given["a"].add_(1), c
+
+    xs, context = tl.PackedTensor(torch.ones(4, 1), [3, 1]), {"a": torch.zeros(2, 1)}
+    with pytest.raises(RuntimeError, match=re.escape("scan: context['a'] was changed in place")):
+        tl.scan(body, torch.zeros(2, 1), xs, context=context)

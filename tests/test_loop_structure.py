@@ -47,6 +47,21 @@ _pytree.register_pytree_node(
     serialized_type_name="tests.Tagged",
 )
 
+
+class Boxed:
+    """A node whose children have no keys, as libraries register theirs."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+
+_pytree.register_pytree_node(
+    Boxed,
+    lambda node: (list(node.children), None),
+    lambda children, _: Boxed(*children),
+    serialized_type_name="tests.Boxed",
+)
+
 TREES: dict[str, Callable[[Tensor], Any]] = {
     "dict": lambda x: {"b": x, "a": {"c": x * 2}},
     "keys": lambda x: {3: x, (1, 2): x + 1},
@@ -58,6 +73,7 @@ TREES: dict[str, Callable[[Tensor], Any]] = {
     "ordered": lambda x: OrderedDict([("b", x), ("a", x * 2)]),
     "deque": lambda x: deque([x, x * 2]),
     "tagged": lambda x: [Tagged(x, "t"), Tagged((x, x), "u")],
+    "without keys": lambda x: {"a": Boxed(x, [Boxed(x * 2)])},
     "leaf": lambda x: x,
 }
 
@@ -89,6 +105,12 @@ def test_trees_of_carry_xs_and_y_are_their_own(carry: str, xs: str, y: str, chec
         return last, ys
 
     compare(program, randn(2), randn(3, 2), checkpoints=checkpoints)
+
+
+def test_children_without_keys_are_numbered_in_errors() -> None:
+    init = {"a": Boxed(torch.zeros(2), torch.zeros(2))}
+    with pytest.raises(TypeError, match=re.escape("carry['a'][1]")):
+        tl.fori_loop(0, 2, lambda i, c: {"a": Boxed(c["a"].children[0], c["a"].children[1].double())}, init)
 
 
 @with_and_without_checkpoints
