@@ -327,7 +327,7 @@ def test_a_context_changed_in_place_where_rows_leave(steps: list[int]) -> None:
 
     expected = [[math.prod(1 + 0.1 * (i + 1) for i in range(n))] for n in steps]
     torch.testing.assert_close(run(False), torch.tensor(expected))
-    with pytest.raises(RuntimeError, match=r"while_loop: context was changed in place .* put what changes in the carry"):
+    with pytest.raises(RuntimeError, match=r"while_loop: context was changed in place .* in the carry"):
         run(True)
 
 
