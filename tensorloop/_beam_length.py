@@ -131,8 +131,10 @@ def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
     if not floor:
         return torch.maximum(at_once, s / last**alpha) if longest is not None else torch.full_like(s, torch.inf)
     if alpha >= 1:
-        # Without an end alpha == 1 tends to -floor, but what has ended is below it.
-        at_last = torch.full_like(s, torch.inf) if longest is None else (top - floor * last) / last**alpha
+        if longest is None:
+            at_last = torch.full_like(s, -floor if alpha == 1 else torch.inf)
+        else:
+            at_last = (top - floor * last) / last**alpha
     else:
         peak = (-alpha * top / (floor * (1 - alpha))).clamp(first, last)
         at_last = (top - floor * peak) / peak**alpha
@@ -182,7 +184,9 @@ def check_bound(model: Any, bound: Bound, rows: int, longest: int | None, device
     if longest is not None or not rows:
         return
     probe = bound(torch.full((rows, 1), -1.0, device=device), 1)
-    if not bool(torch.isfinite(probe).all()):
+    # What a mean tends to, -floor, is below nothing that can end.
+    unreached = isinstance(model, Power | GNMT) and model.alpha >= 1
+    if unreached or not bool(torch.isfinite(probe).all()):
         raise ValueError(
             f"{name}: {model!r} has no bound on what longer hypotheses can reach, so no step is the last one of an "
             f"exact search; give max_steps, or a length model with a bound (tl.beam.Sum(), tl.beam.BoundedReward(g, "

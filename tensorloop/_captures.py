@@ -42,7 +42,7 @@ _WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
 )
 _KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
-_HOOK = Tensor.register_hook
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 _STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
 
 
@@ -102,7 +102,7 @@ class Captures(TorchFunctionMode):
             writes = _WRITING[func] = _may_write(func)
         if writes or "out" in kwargs:
             self._before_write(args, kwargs)
-        elif func is _HOOK and here.notes is self:
+        elif func in _HOOKS and here.notes is self:
             self._before_hook(args[0])
         out = func(*args, **kwargs)
         if not self._walk and not torch.is_grad_enabled():
@@ -297,7 +297,10 @@ class Captures(TorchFunctionMode):
             if out.grad_fn is None:
                 if id(out) not in arguments:
                     self._record(out)
-            elif (made := out.grad_fn._sequence_nr()) < first or (made >= last and id(out) not in self._made):
+                continue
+            made = out.grad_fn._sequence_nr()
+            elsewhere = made >= last and id(out) not in self._made
+            if made < first or (elsewhere and not _leads_to(out.grad_fn, arguments, first)):
                 self._record(out)
             else:
                 stack.append(out.grad_fn)
@@ -314,18 +317,20 @@ class Captures(TorchFunctionMode):
                     visited.add(below)
                     if id(variable) not in arguments:
                         self._record(variable)
-                elif first <= (made := below._sequence_nr()) < last:
+                    continue
+                made = below._sequence_nr()
+                captured = None if first <= made < last else self._at((below, number), made < first, edges)
+                if captured is None or (made >= last and _leads_to(below, arguments, first)):
                     stack.append(below)
-                elif (captured := self._at((below, number), made < first, edges)) is not None:
-                    self._record(captured)
                 else:
-                    stack.append(below)
+                    self._record(captured)
 
     def _at(self, edge: tuple[Any, int], older: bool, edges: dict[bool, dict[Any, Tensor]]) -> Tensor | None:
         """The capture behind an edge to a node that this thread did not make in this step.
 
-        A number that is still to come is another thread's: that of a capture, or None where a backward pass of the body
-        ran on a device, in a thread of its own. `edges` keeps what is known of the step.
+        A number that is still to come is another thread's: that of a capture, or of what a thread of the body made, or
+        None where a backward pass of the body ran on a device, in a thread of its own. `edges` keeps what is known of
+        the step.
         """
         if older not in edges:
             given = [*self.recorded.values(), *(x for x, _ in self._candidates)]
@@ -381,6 +386,22 @@ class Captures(TorchFunctionMode):
         """Puts back the values of a snapshot; what was changed later only has those of before."""
         for key, (x, before) in self.changed.items():
             x.data.copy_(values.get(key, before))
+
+
+def _leads_to(node: Any, arguments: set[int], first: int) -> bool:
+    """Whether a node that another thread made depends on an argument of this step, and so was made in it."""
+    visited, stack = {node}, [node]
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is None or below in visited:
+                continue
+            visited.add(below)
+            if type(below).__name__ != "AccumulateGrad":
+                if below._sequence_nr() >= first:
+                    stack.append(below)
+            elif id(below.variable) in arguments:
+                return True
+    return False
 
 
 @contextmanager

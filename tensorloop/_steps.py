@@ -144,8 +144,8 @@ class Loop:
         changed = [i for i, (was, version) in enumerate(zip(self.versions, now, strict=True)) if was != version]
         if changed and self.context_tree is not None:
             raise RuntimeError(
-                f"{self.name}: context{self.context_tree.paths[changed[0]]} was changed in place during the loop, "
-                f"while rows that stop leave it; put what changes in the carry"
+                f"{self.name}: context{self.context_tree.paths[changed[0]]}, or a tensor that it shares memory with, "
+                f"was changed in place during the loop, while rows that stop leave it; put what changes in the carry"
             )
 
     def _cuts_cheaply(self, state: State) -> bool:
@@ -299,7 +299,9 @@ def _without_graph() -> AbstractContextManager[object]:
 
 
 def _versions(leaves: list[Any]) -> list[int | None]:
-    return [x._version if isinstance(x, Tensor) and not x.is_inference() else None for x in leaves]
+    """Of the tensors that have rows; those of inference mode have no versions."""
+    rows = [_modes.numbers(x) if isinstance(x, Tensor) and x.dim() else None for x in leaves]
+    return [None if x is None or x.is_inference() else x._version for x in rows]
 
 
 def own(x: Any) -> Any:

@@ -191,6 +191,9 @@ class _Search:
             context = (self.context, list(self.prefixes.values()))
             search = Loop(_NAME, self._step, state, self.log.rules.max_steps, context)
             search.cond, search.compact = self._goes_on, compact
+            # In its errors the user's context, not the pair that the loop has.
+            assert search.context_tree is not None
+            search.context_tree.paths = [path.removeprefix("[0]") for path in search.context_tree.paths]
             state, steps = loop.run_loop(search, checkpoints, progress=False, known=False), search.steps()
         else:
             steps = ids

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ import tensorloop as tl
 from tensorloop import _active, beam
 from tensorloop.memory import LiveStorages, collector_off
 from tests.beam_cases import BOS, EOS, Table
+
+
+def here() -> list[Any]:
+    """Of loops that are thought to run. In `vars` only what was ever set."""
+    return [getattr(_active.here, name) for name in ("serial", "notes", "quiet", "replaced")]
 
 
 def search(step: Callable[..., Any] | None = None, **options: Any) -> beam.Hypotheses:
@@ -265,7 +271,7 @@ def test_an_interrupted_search_leaves_nothing_behind(
         hyps = search(step, init=init, max_steps=8, stop="never", checkpoints=checkpoints, progress=True)
         return hyps.scores.sum()
 
-    before = vars(_active.here).copy()
+    before = here()
     with collector_off(), LiveStorages() as live:
         if kept == "all" and backward:
             limit = 7  # there nothing runs again
@@ -280,7 +286,7 @@ def test_an_interrupted_search_leaves_nothing_behind(
         weight.grad = None
         assert live.bytes == 0
     assert not list(tmp_path.iterdir())
-    assert vars(_active.here) == before
+    assert here() == before
     assert capsys.readouterr().err.endswith("\n")
     limit = math.inf
     run(2).backward()
@@ -301,3 +307,12 @@ def test_an_error_in_a_step_says_which_and_leaves_nothing_behind():
     assert caught.value.__notes__ == ["raised in step 2 of beam_search"]
     again = search(lambda c, k: (c, torch.log_softmax(torch.tensor([0.0, -3.0, 0.0]), 0).expand(*k.shape, 3)))
     assert again.stopped == ["exact"] * 2
+
+
+def test_a_context_changed_in_place_is_named_as_the_user_has_it():
+    def step(carry: Any, tokens: Tensor, context: dict[str, Tensor]) -> tuple[Any, Tensor]:
+        context["w"].add_(1)
+        return carry, torch.full((*tokens.shape, 4), -math.log(4))
+
+    with pytest.raises(RuntimeError, match=re.escape("beam_search: context['w'], or a tensor")):
+        search(step, context={"w": torch.zeros(2, 1)})

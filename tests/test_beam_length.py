@@ -134,3 +134,9 @@ def test_final_is_differentiable():
     weights = 1 / ((5 + hyps.lens + hyps.finished) / 6) ** 0.7
     (by_scores,) = torch.autograd.grad((hyps.scores * weights).sum(), table.logits)
     torch.testing.assert_close(by_final, by_scores)
+
+
+@pytest.mark.parametrize("model", [beam.Power(1.0, FLOOR), beam.GNMT(1.0, FLOOR)], ids=repr)
+def test_a_mean_with_a_floor_has_a_gap_where_a_rule_stops(model: Any):
+    hyps = Table.random(2, 4).search(2, length=model, stop="first_n")
+    assert hyps.gap.isfinite().all()

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -252,3 +253,28 @@ def test_loops_in_threads_share_their_weights(checkpoints: Any) -> None:
     for thread in threads:
         thread.join()
     torch.testing.assert_close(found, [true] * 4)
+
+
+@pytest.mark.parametrize("in_thread", [lambda c, w: (c * w).sin(), lambda c, w: c * w])
+def test_what_a_thread_of_the_body_makes_is_part_of_the_step(in_thread: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Where its numbers are ahead of those of the loop's own thread; where they are not: `docs/limits.md`."""
+    with ThreadPoolExecutor(1) as threads:
+        ahead = torch.zeros(1, requires_grad=True)
+        threads.submit(lambda: [ahead + 1 for _ in range(20_000)]).result()
+
+        def program(loops: Any, init: Tensor, w: Tensor) -> Any:
+            body = lambda i, c: rotate(threads.submit(in_thread, c, w).result().cos()) + c  # noqa: E731
+            return loops.fori_loop(0, 5, body, init * 1)
+
+        compare(program, randn(2), randn(2, seed=1), checkpoints=2)
+
+
+def test_a_hook_after_accumulation_in_the_body_is_refused() -> None:
+    w = randn(2)
+
+    def body(i: int, c: Tensor) -> Tensor:
+        w.register_post_accumulate_grad_hook(lambda x: None)
+        return rotate(c) * w
+
+    with pytest.raises(RuntimeError, match=r"the body registers a hook on .*, which it closes over"):
+        tl.fori_loop(0, 5, body, randn(2, seed=1), checkpoints=2)

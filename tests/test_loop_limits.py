@@ -327,7 +327,7 @@ def test_a_context_changed_in_place_where_rows_leave(steps: list[int]) -> None:
 
     expected = [[math.prod(1 + 0.1 * (i + 1) for i in range(n))] for n in steps]
     torch.testing.assert_close(run(False), torch.tensor(expected))
-    with pytest.raises(RuntimeError, match=r"while_loop: context was changed in place .* in the carry"):
+    with pytest.raises(RuntimeError, match=r"while_loop: context, or .* was changed in place .* in the carry"):
         run(True)
 
 
@@ -336,5 +336,27 @@ def test_a_context_changed_in_place_beside_packed_rows() -> None:
         return c + x * given["a"].add_(1), c
 
     xs, context = tl.PackedTensor(torch.ones(4, 1), [3, 1]), {"a": torch.zeros(2, 1)}
-    with pytest.raises(RuntimeError, match=re.escape("scan: context['a'] was changed in place")):
+    with pytest.raises(RuntimeError, match=re.escape("scan: context['a'], or a tensor")):
         tl.scan(body, torch.zeros(2, 1), xs, context=context)
+
+
+def test_a_shared_number_in_a_context_may_count() -> None:
+    """It has no rows, so none leave it."""
+
+    def body(c: Any, given: Any) -> Any:
+        given["k"].add_(1)
+        return c[0] + 1, c[1] + given["k"]
+
+    lens, init = torch.tensor([1, 3, 2, 5]), (torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+    context = {"lens": lens, "k": torch.tensor(0)}
+    out = tl.while_loop(lambda c, given: c[0] < given["lens"], body, init, context=context, compact=True)
+    assert out[1].tolist() == [1, 6, 3, 15]
+
+
+def test_a_batched_context_changed_in_place_where_rows_leave() -> None:
+    def run(given: Tensor) -> Tensor:
+        init = (torch.ones(2, 1), torch.tensor([1, 3]), torch.zeros(2, dtype=torch.int64))
+        return tl.while_loop(lambda c, g: c[2] < c[1], changing, init, context=given, compact=True)[0]
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        vmap(run)(torch.ones(3, 2, 1))
