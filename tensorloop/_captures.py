@@ -30,6 +30,7 @@ from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._checks import describe
 from tensorloop._compile import runs_eagerly
+from tensorloop._stand_ins import leads_to
 from tensorloop._tape import CapturedArray
 
 _P = ParamSpec("_P")
@@ -300,7 +301,7 @@ class Captures(TorchFunctionMode):
                 continue
             made = out.grad_fn._sequence_nr()
             elsewhere = made >= last and id(out) not in self._made
-            if made < first or (elsewhere and not _leads_to(out.grad_fn, arguments, first)):
+            if made < first or (elsewhere and not leads_to(out.grad_fn, arguments)):
                 self._record(out)
             else:
                 stack.append(out.grad_fn)
@@ -320,7 +321,7 @@ class Captures(TorchFunctionMode):
                     continue
                 made = below._sequence_nr()
                 captured = None if first <= made < last else self._at((below, number), made < first, edges)
-                if captured is None or (made >= last and _leads_to(below, arguments, first)):
+                if captured is None or (made >= last and leads_to(below, arguments)):
                     stack.append(below)
                 else:
                     self._record(captured)
@@ -386,22 +387,6 @@ class Captures(TorchFunctionMode):
         """Puts back the values of a snapshot; what was changed later only has those of before."""
         for key, (x, before) in self.changed.items():
             x.data.copy_(values.get(key, before))
-
-
-def _leads_to(node: Any, arguments: set[int], first: int) -> bool:
-    """Whether a node that another thread made depends on an argument of this step, and so was made in it."""
-    visited, stack = {node}, [node]
-    while stack:
-        for below, _ in stack.pop().next_functions:
-            if below is None or below in visited:
-                continue
-            visited.add(below)
-            if type(below).__name__ != "AccumulateGrad":
-                if below._sequence_nr() >= first:
-                    stack.append(below)
-            elif id(below.variable) in arguments:
-                return True
-    return False
 
 
 @contextmanager

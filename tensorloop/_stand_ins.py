@@ -5,7 +5,7 @@ and the loop's node hands v's gradient on to f in any case. So v is replaced by 
 replay. Only captures with another capture among their ancestors need it (an embedding shared with the encoder, say).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -22,10 +22,11 @@ def entangled(recorded: Sequence[Tensor]) -> list[Tensor]:
         return []
     leaves = {id(x) for x in recorded if x.grad_fn is None}
     nodes = {x.grad_fn for x in recorded if x.grad_fn is not None}
-    return [x for x in recorded if x.grad_fn is not None and _leads_to(x.grad_fn, leaves, nodes)]
+    return [x for x in recorded if x.grad_fn is not None and leads_to(x.grad_fn, leaves, nodes)]
 
 
-def _leads_to(start: Any, leaves: set[int], nodes: set[Any]) -> bool:
+def leads_to(start: Any, leaves: set[int], nodes: Collection[Any] = ()) -> bool:
+    """Whether the graph below a node has one of these leaves, by id, or nodes."""
     visited, stack = {start}, [start]
     while stack:
         for below, _ in stack.pop().next_functions:
