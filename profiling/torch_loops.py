@@ -11,7 +11,6 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import harness
@@ -166,7 +165,11 @@ def section(result: Result, picture: str) -> str:
     header = ["loop", "gradient of"]
     header += [f"{way} {name}" for name in versions.values() for way in ("torch", "tensorloop with")]
     rows = [
-        [TITLES[loop], name, *(text_of(result, loop, name, torch=w, way=x) for w in versions for x in ("torch", "ours"))]
+        [
+            TITLES[loop],
+            name,
+            *(text_of(result, loop, name, torch=w, way=x) for w in versions for x in ("torch", "ours")),
+        ]
         for loop, names in WANTED.items()
         for name in names
     ]
