@@ -16,6 +16,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "attention",
         "beam",
+        "cuda",
         "loop",
         "memory",
         "packed",
