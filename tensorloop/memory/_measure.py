@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tensorloop._progress import Progress
 from tensorloop.memory._advice import Part, advice
 from tensorloop.memory._exponents import exponent, line_exponent, marginal, settled
-from tensorloop.memory._finder import BACKWARD, OURS, USER, kind_of_file
+from tensorloop.memory._finder import BACKWARD, OURS, PACKAGE, USER, kind_of_file
 from tensorloop.memory._growth import SUPERLINEAR, Growth, LineGrowth
 from tensorloop.memory._located import LocatedStorages, operation_name
 from tensorloop.memory._nodes import no_modes
@@ -277,7 +277,7 @@ def _line(Ts: tuple[int, ...], site: Site, counts: list[_Counts], all_saved: int
         if sizes:
             repeated = line_exponent(Ts, times) > REPEATED
             growing[replace(part, repeated=repeated, varied=bool(varied[-1]))] = max(sizes)
-    text = advice(growing, site.code, powers[0] > SUPERLINEAR) if max(powers) > SUPERLINEAR else None
+    text = advice(growing, site.own_code, powers[0] > SUPERLINEAR) if max(powers) > SUPERLINEAR else None
     share = saved[-1] / all_saved if all_saved else 0.0
     return LineGrowth(site, saved, peak, powers[0], powers[1], share, text, made, powers[2])
 
@@ -287,5 +287,5 @@ def _user_lines(error: BaseException) -> tuple[Site, ...]:
     return tuple(
         site_at(frame.filename, frame.lineno or 0, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
-        if kind_of_file(frame.filename) == USER
+        if kind_of_file(frame.filename) in (USER, PACKAGE)
     )
