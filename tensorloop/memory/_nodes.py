@@ -5,14 +5,24 @@ operation reaches a dispatch mode. `current_node` is what a backward of this thr
 `backward_code` is the frame below which PyTorch's engine runs. `no_modes` lets operations pass all dispatch modes by.
 
 `storage_holders` counts what holds the storage at an address: each tensor on it, and the Python object of the storage
-while there is one. `direct` gives what an operation calls in C++. `module_code` is the frame in which a module is called.
+while there is one. `direct` gives what an operation calls in C++. `module_code` is the
+frame in which a module is called.
 """
 
 from typing import Any
 
 import torch
 
-__all__ = ["backward_code", "current_node", "direct", "module_code", "no_modes", "only_holders", "sequence_number", "storage_holders"]
+__all__ = [
+    "backward_code",
+    "current_node",
+    "direct",
+    "module_code",
+    "no_modes",
+    "only_holders",
+    "sequence_number",
+    "storage_holders",
+]
 
 sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 current_node = torch._C._current_autograd_node

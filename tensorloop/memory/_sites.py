@@ -10,6 +10,8 @@ from typing import Any
 
 PACKAGES = tuple(os.path.join("", name, "") for name in ("site-packages", "dist-packages"))
 """Parts of a path below which installed packages lie."""
+ROWS = 60
+"""Rows of a table that are printed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,13 @@ def site_at(file: str, line: int, function: str) -> Site:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Lines of a table: columns numbered in `left` are text, the others figures and stand to the right."""
+    """Lines of a table: columns numbered in `left` are text, the others figures and stand to the right.
+
+    No more rows than can be read; files have them all.
+    """
+    if len(rows) > ROWS:
+        more = f"... and {len(rows) - ROWS:,} more rows, in what save() writes"
+        return [*table(header, rows[:ROWS], left), more]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
