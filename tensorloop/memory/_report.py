@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 class Growth(Figures, Shown):
     """Bytes at several sizes, and the power of T that they follow. `str()` gives a table, a notebook shows a report."""
 
+    _name = "Growth"
     _title = "Memory over T"
 
     def plot(self, title: str | None = None) -> "Figure":

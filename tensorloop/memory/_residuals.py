@@ -64,6 +64,7 @@ class Residual:
 class Residuals(Shown):
     """What a run keeps for its backward pass, most bytes first. `str()` gives a table, a notebook shows a page."""
 
+    _name = "Residuals"
     _title = "Kept for backward"
 
     entries: tuple[Residual, ...]
@@ -110,7 +111,7 @@ class Residuals(Shown):
 
     def _bars(self) -> list[_charts.Bars]:
         lines = [(site, n, 0.0) for site, n in self.by_line().items()]
-        return [_charts.by_line("Kept for backward, by the line that made it", lines)] if lines else []
+        return [_charts.by_line("By the line that made it", lines)] if lines else []
 
     def _body(self) -> list[str]:
         found = [f"<p>{escape(self._first())}</p>", *map(_svg.bars, self._bars())]

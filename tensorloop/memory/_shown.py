@@ -22,6 +22,8 @@ _SUFFIXES = (".png", ".html", ".htm", ".json", ".csv")
 class Shown(ABC):
     """A result: `str()` gives a table, a notebook shows a page, `save` writes files and `plot` draws."""
 
+    _name: ClassVar[str]
+    """What users know its class by."""
     _title: ClassVar[str]
     """Of a page or picture that is given none."""
 
@@ -61,8 +63,7 @@ class Shown(ABC):
         path = Path(path)
         kind = path.suffix.lower()
         if kind not in _SUFFIXES:
-            name = type(self).__name__
-            raise ValueError(f"{name}.save: path must end in .png, .html, .json or .csv; got {str(path)!r}")
+            raise ValueError(f"{self._name}.save: path must end in .png, .html, .json or .csv; got {str(path)!r}")
         if kind == ".png":
             self.plot(title).savefig(path, format="png", dpi=130)
         elif kind == ".json":
@@ -76,7 +77,7 @@ class Shown(ABC):
             write(path, document(title or self._title, self._body()))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._summary()}>"
+        return f"<{self._name}: {self._summary()}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

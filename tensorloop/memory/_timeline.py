@@ -33,6 +33,7 @@ class Mark:
 class Timeline(Shown):
     """Resident memory of the process over time, and what ran when. `str()` gives a table, a notebook a picture."""
 
+    _name = "Timeline"
     _title = "Resident memory"
 
     times: tuple[float, ...]

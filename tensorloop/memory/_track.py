@@ -53,6 +53,7 @@ class SiteBytes:
 class Tracker(Shown):
     """Live and peak bytes, in all and by line. `str()` gives a table, a notebook shows a page."""
 
+    _name = "Tracker"
     _title = "Bytes by line"
 
     @property
@@ -81,9 +82,6 @@ class Tracker(Shown):
         """The lines that have most bytes at the peak and now, as bars; needs matplotlib."""
         refuse_without("matplotlib", "Tracker.plot")
         return _picture.draw(title or self._title, [], self._bars())
-
-    def __repr__(self) -> str:
-        return f"<Tracker: {self._summary()}>"
 
     def __str__(self) -> str:
         rows = self._rows()
