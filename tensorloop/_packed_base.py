@@ -57,7 +57,8 @@ def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
     n, size = _checks.as_int(dim, name, "dim"), p.ndim + extra
     if not -size <= n < size:
         raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
-    return n % size
+    # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
+    return tuple(range(size))[n]
 
 
 def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ ALLOWED: dict[str, set[str]] = {
         "packed",
     },
     "_packed_time_first": {"_packed_base", "_ragged"},
-    "_ragged": {"_modes", "kernels"},
+    "_ragged": {"_compile", "_modes", "kernels"},
     "attention": {
         "_attention",
         "_attention_gpu",
@@ -209,7 +209,7 @@ ALLOWED: dict[str, set[str]] = {
         "tensor_array",
     },
     "_beam_show": set(),
-    "_ragged_reduce": {"_ragged", "kernels"},
+    "_ragged_reduce": {"_compile", "_ragged", "kernels"},
     "_risk_bleu": {"_checks", "_compile", "_risk_edits", "_risk_rows"},
     "_risk_edits": {"_checks", "_compile", "_risk_rows", "kernels", "packed"},
     "_risk_rows": {"_checks", "packed"},
