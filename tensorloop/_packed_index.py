@@ -13,6 +13,11 @@ from tensorloop._packed_dim import Dim
 _ALL = slice(None)
 
 
+def _is_whole(k: slice) -> bool:
+    """Whether it is `:`. By identity: `p.shape[1]` equals None, and as the end of a slice is refused."""
+    return k.start is None and k.stop is None and k.step is None
+
+
 def getitem(p: Packed, key: Any) -> Any:
     """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
     if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
@@ -24,10 +29,10 @@ def getitem(p: Packed, key: Any) -> Any:
         raise refused("indexing", "lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
     if isinstance(rows, int):
         return _in_row(p, rows, times, features)
-    if rows != _ALL if isinstance(rows, slice) else True:
+    if not (isinstance(rows, slice) and _is_whole(rows)):
         p = _select(p, rows)
     if isinstance(times, slice):
-        p = p if times == _ALL else _crop(p, times)
+        p = p if _is_whole(times) else _crop(p, times)
         return p._with(_features(p.values, features)) if features else p
     return _at(p, times, features)
 

@@ -10,6 +10,7 @@ from tensorloop._packed_base import Packed, dim_number, is_packed, refused, same
 from tensorloop._packed_dim import Dim
 from tensorloop._packed_index import select_rows, split_rows
 from tensorloop._packed_ops import align, feature_dim, handles, rewrap
+from tensorloop._packed_size import RaggedSize
 from tensorloop._packed_time_first import TimeFirst
 
 _STAYS = "the batch and the ragged dim stay where they are; for attention use tensorloop.attention, else .pad()"
@@ -87,7 +88,7 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     given = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if isinstance(given, torch.dtype):
         return input._with(input.values.view(given))
-    sizes: tuple[Any, ...] = tuple(None if isinstance(n, Dim) else n for n in given)
+    sizes: tuple[Any, ...] = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in given)
     features = input.values.shape[1:]
     if len(sizes) >= 2 and sizes[0] in (len(input._dim), -1) and (sizes[1] is None or sizes[:2] == (sizes[0], -1)):
         rest = sizes[2:]
@@ -120,7 +121,7 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     if func.__name__ == "expand_as":
         sizes = sizes[0].shape
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
-    sizes = tuple(None if isinstance(n, Dim) else n for n in sizes)
+    sizes = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
         raise refused("expand", f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
     return input._with(input.values.expand(-1, *sizes[2:]))

@@ -27,7 +27,7 @@ class TimeFirst:
         self.packed = packed
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
+    def shape(self) -> tuple[Any, ...]:
         """(None, B, *F)"""
         rows, steps, *features = self.packed.shape
         return steps, rows, *features
@@ -47,7 +47,7 @@ class TimeFirst:
         return self.packed.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size; None for the ragged dim."""
+        """The shape, or one size; that of the ragged dim equals None, and is no number."""
         return self.shape if dim is None else self.shape[dim]
 
     def transpose(self, dim0: int, dim1: int) -> Packed:

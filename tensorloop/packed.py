@@ -146,7 +146,7 @@ class PackedTensor(Packed):
         return self.ndim
 
     def size(self, dim: Any = None) -> Any:
-        """The shape, or one size; None for the ragged dim."""
+        """The shape, or one size; that of the ragged dim equals None, and is no number."""
         return self.shape if dim is None else self.shape[dim_number(self, dim, "size")]
 
     def numel(self) -> int:
@@ -233,7 +233,7 @@ class PackedTensor(Packed):
         rows = len(self._dim)
         lens = self._dim.lens[:8].tolist() if rows > 10 else self._dim.lens.tolist()
         shown = ", ".join(map(str, lens)) + (f", ... ({rows} rows)" if rows > 10 else "")
-        sizes = ", ".join("*" if n is None else str(n) for n in self.shape)
+        sizes = ", ".join(map(str, self.shape))
         named = f"name={self._dim.name!r}, " if self._dim.name is not None else ""
         return f"PackedTensor(({sizes}), {named}lens=[{shown}], values={self.values!r})"
 
