@@ -152,7 +152,19 @@ def rewrap(base: Packed, out: Any) -> Any:
 def _aligned(x: Any, base: Packed, name: str) -> Any:
     if is_packed(x):
         return x.values
-    return align(x, base, name) if is_tensor(x) else x
+    if is_tensor(x):
+        return align(x, base, name)
+    no_array(x, name)
+    return x
+
+
+def no_array(x: Any, name: str) -> None:
+    """Refuses NumPy's arrays, which torch would broadcast to the values, or NumPy entry by entry to the packed tensor.
+
+    NumPy's numbers have no length, and are taken.
+    """
+    if hasattr(x, "__array__") and hasattr(x, "__len__"):
+        raise refused(name, "a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
 
 
 def align(x: Tensor, base: Packed, name: str) -> Tensor:
@@ -242,6 +254,10 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
     name = func.__name__
     if name == "__rmatmul__":
         input, other = other, input
+    for x in (input, other):
+        if not is_packed(x) and not is_tensor(x):
+            no_array(x, "matmul")
+            raise refused("matmul", f"of a packed tensor and a {type(x).__name__}", "give it a tensor")
     if is_packed(input) and is_packed(other):
         _check_partner(input, other, "matmul")
         _needs_matrix(input)

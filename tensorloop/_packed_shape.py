@@ -217,7 +217,12 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
 
 @handles("equal", "allclose")
 def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
-    if not (is_packed(input) and is_packed(other)) or not input._dim.same(other._dim):
+    name = func.__name__
+    if not (is_packed(input) and is_packed(other)):
+        raise refused(
+            name, "only one of the two is packed", "pack the other: pack_padded(x, p.lens), or compare p.pad()"
+        )
+    if not input._dim.same(other._dim):
         return False
     return func(input.values, other.values, *args, **kwargs)
 

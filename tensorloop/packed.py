@@ -140,6 +140,11 @@ class PackedTensor(Packed):
         return self.transpose(-1, -2)
 
     is_nested = False
+    __array_ufunc__ = None  # `array * p` and NumPy's numbers come to the operators below
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: NumPy would make an array of one object."""
+        raise TypeError("NumPy: a packed tensor is no array; use p.values.numpy() (N, *F), or p.pad().numpy()")
 
     def dim(self) -> int:
         """The number of dims, batch and ragged dim included."""
