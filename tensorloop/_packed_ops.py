@@ -180,10 +180,10 @@ def align(x: Tensor, base: Packed, name: str) -> Tensor:
             f"as the ragged dim take 1 or {dim.max_len}"
         )
     if x.shape[0] == 1:
-        return x[0, 0] if x.shape[1] == 1 else _ragged.gather(x[0], dim.positions)
+        return x[0, 0] if x.shape[1] == 1 else _ragged.gather(x[0], dim._positions)
     if x.shape[1] == 1:
-        return _ragged.spread(x[:, 0], dim.offsets, dim.total)
-    return _ragged.pack(x, dim.offsets, dim.total)
+        return _ragged.spread(x[:, 0], dim._offsets, dim.total)
+    return _ragged.pack(x, dim._offsets, dim.total)
 
 
 def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -303,12 +303,12 @@ def fall_back(name: str, p: Packed, run: Any, fill: float = 0, reduces: bool = F
     """Pads, runs, and packs the result, unless that is reduced; with a PackedFallbackWarning."""
     assert name in FALLBACKS
     _warn(name)
-    out = run(_ragged.pad(p.values, p._dim.offsets, p._dim.max_len, fill))
+    out = run(_ragged.pad(p.values, p._dim._offsets, p._dim.max_len, fill))
     if reduces:
         return out
     if isinstance(out, Tensor):
-        return p._with(_ragged.pack(out, p._dim.offsets, p._dim.total))
-    return type(out)([p._with(_ragged.pack(x, p._dim.offsets, p._dim.total)) for x in out])
+        return p._with(_ragged.pack(out, p._dim._offsets, p._dim.total))
+    return type(out)([p._with(_ragged.pack(x, p._dim._offsets, p._dim.total)) for x in out])
 
 
 def _warn(name: str) -> None:

@@ -180,7 +180,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
             same_rows(first, x, "cat")
         return first._with(torch.cat([x.values for x in tensors], d - 1))
     values = torch.cat([x.values for x in tensors])
-    lens = [x._dim.lens for x in tensors]
+    lens = [x._dim._lens for x in tensors]
     if d == 0:
         return first._with(values, Dim(first._dim.name, torch.cat(lens)))
     if len({len(n) for n in lens}) > 1:

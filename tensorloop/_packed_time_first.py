@@ -82,13 +82,13 @@ def _ctc_loss(
     if not isinstance(log_probs, TimeFirst):
         raise refused("ctc_loss", "its log_probs are not packed", "pack them, or pass the padded targets")
     p = log_probs.packed
-    lens, given = p._dim.lens, torch.as_tensor(input_lengths).to(p._dim.device)
+    lens, given = p._dim._lens, torch.as_tensor(input_lengths).to(p._dim.device)
     if lens.device.type == "cpu" and given.shape == lens.shape and bool((given > lens).any()):
         row = int((given > lens).nonzero()[0])
         raise ValueError(
             f"ctc_loss: input_lengths[{row}] is {int(given[row])}, but row {row} has {int(lens[row])} entries"
         )
-    padded = _ragged.pad(p.values, p._dim.offsets, p._dim.max_len).transpose(0, 1)
+    padded = _ragged.pad(p.values, p._dim._offsets, p._dim.max_len).transpose(0, 1)
     targets = targets.values if is_packed(targets) else targets
     return func(padded, targets, input_lengths, target_lengths, *args, **kwargs)
 
