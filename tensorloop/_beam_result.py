@@ -210,9 +210,9 @@ def _read(
     lens = best.lens.flatten()
     dim, longer = Dim(None, lens), Dim(None, (best.lens + finished).flatten())
     # One flat index selects much faster than one for each dim; `first` is that of (step, row).
-    hypothesis, each = dim.row_ids, best.lens.shape[1]
-    first = dim.positions * rows + torch.div(hypothesis, max(each, 1), rounding_mode="floor")
-    place = trace.flatten().index_select(0, dim.positions * (rows * each) + hypothesis)
+    hypothesis, each = dim._row_ids, best.lens.shape[1]
+    first = dim._positions * rows + torch.div(hypothesis, max(each, 1), rounding_mode="floor")
+    place = trace.flatten().index_select(0, dim._positions * (rows * each) + hypothesis)
     packed = PackedTensor(tokens.flatten().index_select(0, first * size + place), dim)
     # In `picked` all is (step, row, place), the eos of a place `size` behind.
     if not steps:
@@ -220,9 +220,9 @@ def _read(
         return packed, PackedTensor(torch.zeros(0, dtype=like, device=tokens.device), longer)
     ends = (best.lens * rows + torch.arange(rows, device=tokens.device)[:, None]) * 2 * size + size + best.places
     index = torch.empty(longer.total, dtype=torch.int64, device=tokens.device)
-    last = longer.offsets[1:] - 1
+    last = longer._offsets[1:] - 1
     index[last[finished.flatten()]] = ends.flatten()[finished.flatten()]
-    index[longer.offsets.index_select(0, hypothesis) + dim.positions] = first * (2 * size) + place
+    index[longer._offsets.index_select(0, hypothesis) + dim._positions] = first * (2 * size) + place
     values = (torch.stack(picked) if isinstance(picked, list) else picked.stack()).flatten()
     return packed, PackedTensor(values.index_select(0, index_of(index, len(values))), longer)
 

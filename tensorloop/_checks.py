@@ -17,12 +17,12 @@ def as_int(i: SupportsIndex, name: str, what: str = "index") -> int:
     if type(i) is int:
         return i
     bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
+    hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
     if not bad:
         try:
             return operator.index(i)
-        except TypeError:
-            pass
-    hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
+        except TypeError as error:
+            hint = f"; {error}" if hasattr(i, "__index__") else ""  # what could be an index says why it is none
     raise TypeError(f"{name}: {what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
 
 
@@ -53,7 +53,7 @@ def index_tensor(indices: Tensor | Iterable[int], device: torch.device, name: st
         for k, i in enumerate(as_list):
             if not -(2**63) <= i < 2**63:
                 raise IndexError(f"{name}: {what}[{k}] is {i}, which no array reaches")
-        return torch.tensor(as_list, dtype=torch.int64)
+        return torch.tensor(as_list, dtype=torch.int64, device="cpu")
     if indices.dtype not in INTEGERS:
         raise TypeError(f"{name}: {what} must be integers, got dtype {indices.dtype}")
     if indices.device != device and indices.device.type != "cpu":

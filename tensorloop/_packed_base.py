@@ -9,6 +9,7 @@ from torch.utils import _pytree
 
 from tensorloop import _checks
 from tensorloop._packed_dim import Dim, differ
+from tensorloop._packed_size import RAGGED, RaggedSize
 
 
 class PackedFallbackWarning(UserWarning):
@@ -31,9 +32,9 @@ class Packed:
         return made
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
-        """(B, None, *F): None is the ragged dim."""
-        return len(self._dim), None, *self.values.shape[1:]
+    def shape(self) -> tuple[int, RaggedSize, *tuple[int, ...]]:
+        """(B, None, *F). What stands for the ragged dim equals None, and refuses to be computed with."""
+        return len(self._dim), RAGGED, *self.values.shape[1:]
 
     @property
     def ndim(self) -> int:
@@ -57,7 +58,8 @@ def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
     n, size = _checks.as_int(dim, name, "dim"), p.ndim + extra
     if not -size <= n < size:
         raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
-    return n % size
+    # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
+    return tuple(range(size))[n]
 
 
 def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:

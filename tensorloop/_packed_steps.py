@@ -33,14 +33,14 @@ class PackedSlices(Slices):
             raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time
         if reverse:
-            mirror = _ragged.mirror(ragged.offsets, ragged.total)
+            mirror = _ragged.mirror(ragged._offsets, ragged.total)
             order, inverse = mirror[order], inverse[mirror]
         self.order, self.inverse = order, inverse
         in_time = _pytree.tree_map(
             lambda x: None if x is None else _ragged.permute(x.values, order, inverse), xs, is_leaf=is_packed
         )
-        self.counts = turned.lens.tolist()
-        self.starts = turned.offsets.tolist()
+        self.counts = turned._lens.tolist()
+        self.starts = turned._offsets.tolist()
         super().__init__(in_time, None, 0, False, name)
         if length is not None and length != ragged.max_len:
             raise ValueError(f"{name}: length is {length}, but the longest row of packed xs has {ragged.max_len}")
@@ -67,7 +67,7 @@ class PackedSlices(Slices):
 
     def rows(self) -> Rows:
         """Which rows run at which step."""
-        return Rows.known(self.ragged.lens)
+        return Rows.known(self.ragged._lens)
 
     def outputs(self) -> "PackedOutputs":
         """What the ys of this scan go into."""

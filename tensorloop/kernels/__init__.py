@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._compile import called_eagerly
+from tensorloop._compile import called_eagerly, runs_kernels
 
 MOVED = None  # any dtype: bytes are moved, whatever they stand for
 SINGLE = frozenset({torch.float32})
@@ -83,4 +83,5 @@ def _is_memory(x: Tensor) -> bool:
 
 @cache
 def _load(module: str, operation: str) -> Callable[..., Any]:
-    return getattr(import_module(f"tensorloop.kernels.{module}"), operation)
+    # Dynamo's frame hook must not follow a kernel's first call into numba's own compiler, which it cannot rewrite.
+    return runs_kernels(getattr(import_module(f"tensorloop.kernels.{module}"), operation))
