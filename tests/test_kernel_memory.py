@@ -14,7 +14,7 @@ from tensorloop import kernels, reference
 from tensorloop._dispatch import tree_leaves, tree_map_only
 from tensorloop.kernels import _memory, cpu_rows, cpu_segments
 from tensorloop.packed import PackedTensor
-from tests.cuda_cases import OPERATIONS, arguments, offsets_of, some_moves
+from tests.cuda_cases import DISGUISES, OPERATIONS, arguments, conjugated, expanded, negated, offsets_of, some_moves
 
 PACKAGE = Path(kernels.__file__).parent
 
@@ -95,46 +95,6 @@ def _both(operation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return kernels._load(kernels.CPU[operation][0], operation), kernels._load(module, operation)
 
 
-# ---- the disguises of a tensor
-
-
-def _zero(x: Tensor) -> Tensor:
-    return torch._efficientzerotensor(x.shape, dtype=x.dtype)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _zero_further_on(x: Tensor) -> Tensor:
-    """A view of a zero tensor: its address is how far it is from the start."""
-    return torch._efficientzerotensor((2, *x.shape), dtype=x.dtype)[1]  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _negated(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.bool else torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _conjugated(x: Tensor) -> Tensor:
-    return x.conj().clone().conj() if x.is_complex() else x
-
-
-def _turned(x: Tensor) -> Tensor:
-    order = range(x.dim() - 1, -1, -1)
-    return x.permute(*order).contiguous().permute(*order)
-
-
-def _apart(x: Tensor) -> Tensor:
-    return torch.stack([x, x], -1)[..., 1]
-
-
-def _further_on(x: Tensor) -> Tensor:
-    return torch.cat([x[:1], x]).narrow(0, min(len(x), 1), len(x))
-
-
-def _expanded(x: Tensor) -> Tensor:
-    return x[:1].expand(x.shape) if len(x) else x
-
-
-DISGUISES = [_zero, _zero_further_on, _negated, _conjugated, _turned, _apart, _further_on, _expanded]
-
-
 def _disguised(args: Any, place: int, disguise: Callable[[Tensor], Tensor]) -> Any:
     """The arguments with the tensor of that number as another of its kind."""
     numbers = iter(range(len(tree_leaves(args))))
@@ -150,6 +110,14 @@ def _told(function: Callable[..., Any], args: Any) -> Any:
     return [x + 0 for x in tree_leaves((out, args)) if isinstance(x, Tensor | int)]
 
 
+def test_disguises_are_disguises() -> None:
+    x = torch.randn(3, 2, dtype=torch.complex64)
+    assert all(disguise(x)._is_zerotensor() for disguise in DISGUISES[:2])
+    assert negated(x).is_neg()
+    assert conjugated(x).is_conj()
+    assert all(torch.equal(disguise(x), x) for disguise in DISGUISES[2:-1])
+
+
 def test_every_kernel_has_arguments_here() -> None:
     assert CASES.keys() == kernels.CPU.keys()
 
@@ -161,7 +129,7 @@ def test_a_tensor_is_what_it_reads_as(operation: str, disguise: Callable[[Tensor
     kernel, by_torch = _both(operation)
     tensors = [x for x in tree_leaves(_case(operation, 3, dtype)) if isinstance(x, Tensor)]
     for place in range(len(tensors)):
-        if disguise is _expanded and place in WRITTEN.get(operation, ()):
+        if disguise is expanded and place in WRITTEN.get(operation, ()):
             continue
         plain = _disguised(_case(operation, 3, dtype), place, lambda x: torch.clone(disguise(x).contiguous()))
         expected = _told(kernel, plain)
