@@ -43,6 +43,8 @@ def address(x: Tensor) -> int:
 
 def array(x: Tensor) -> Any:
     """The numbers of a tensor as a numpy array, contiguous: of its own memory where it `is_laid`."""
+    if x.requires_grad or not torch._C._has_storage(x):  # detached, a wrapper of a transform that is over is off
+        x = x.detach()
     x = laid(x)
     address(x)
-    return (x.detach() if x.requires_grad else x).numpy()
+    return x.numpy()
