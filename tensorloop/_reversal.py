@@ -138,9 +138,7 @@ class Reversal:
                 self._add_row(k, t, next(found))
             for total in self.sums:
                 total.add(next(found))
-            for number in range(len(self.arrays)):
-                grad = next(found)
-                self.arrays[number] = self.arrays[number] if grad is None else grad
+            self.arrays = [next(found) for _ in self.arrays]
         self.after = after
 
     def _outputs(self, t: int, new: Sequence[Any], y: Any, before: State) -> tuple[list[Tensor], list[Tensor]]:
@@ -176,7 +174,7 @@ class Reversal:
                     put(x, self.pieces.get((number, k)))
         for captured in record.captures.arrays.values():
             token = captured.end_step()
-            if captured in record.arrays and token is not captured.stand_in:
+            if captured in record.arrays:  # also one that no read has moved: an inner loop may hang on the stand-in
                 put(token, self.arrays[record.arrays.index(captured)])
         return outputs, grads
 
