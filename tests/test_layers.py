@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "_plan": {"_checks", "schedule"},
     "_engine": set(),
     "_reversal": {"_array_buffer", "_engine", "_modes", "_snapshots", "_stand_ins", "schedule", "tensor_array"},
-    "_again": {"_modes", "_snapshots", "_tape"},
+    "_again": {"_modes", "_snapshots", "_stand_ins", "_tape"},
     "_snapshots": {"_tape", "_world"},
     "_captures": {"_active", "_array_buffer", "_checks", "_compile", "_stand_ins", "_tape"},
     "_tape": {"_array_buffer", "_array_grad", "_holes", "tensor_array"},

@@ -178,25 +178,6 @@ def test_tensors_closed_over_in_another_thread_get_no_gradient() -> None:
     assert run(2)[1] is None
 
 
-def test_an_entangled_tensor_in_a_custom_function_is_refused() -> None:
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            x, w = ctx.saved_tensors
-            return g * w, g * x
-
-    w = randn(2)
-    made = w.sin()
-    out = looped(lambda i, c: swung(c, w) + Product.apply(c, made))
-    with pytest.raises(RuntimeError, match="gives the latter to a custom autograd function; pass it in the carry"):
-        grad(out.sum(), w)
-
-
 # -- what surrounds them
 
 
