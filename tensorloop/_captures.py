@@ -15,10 +15,12 @@ Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_
 `torch._C.DisableTorchFunction`.
 """
 
+import functools
+import itertools
 import sys
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -120,13 +122,17 @@ class Captures(TorchFunctionMode):
                     self._made.append(id(x))
         return out
 
-    def note(self, tensors: Iterable[Tensor | None]) -> None:
-        """A loop in the body uses these, where no torch function of the body shows it."""
+    def note(self, leaves: Iterable[Any]) -> None:
+        """These are used where no torch function of the body shows it: by a loop in the body, or as its result."""
         if self.replaying:  # some of them may be stand-ins
             return
-        for x in tensors:
-            if x is not None and id(x) not in self._seen:
-                self._meet(x)
+        for x in leaves:
+            if isinstance(x, Tensor):
+                if id(x) not in self._seen:
+                    self._meet(x)
+            elif isinstance(store := getattr(x, "_store", None), Buffer):
+                with torch._C.DisableTorchFunction():
+                    self.meet_array(store)
 
     def own(self, results: Iterable[Any]) -> None:
         """What a loop in the body gave: no torch function shows that it was made in this step."""
@@ -236,11 +242,9 @@ class Captures(TorchFunctionMode):
 
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
-        for key in self._made:
-            x = self._seen[key]
-            # References to a result that nobody kept: from `_seen`, from `x`, and as the argument.
-            if sys.getrefcount(x) > 3 and key not in returned:
-                self._left[key] = weakref.ref(x)
+        for key in _held(self._made, self._seen, _references()):
+            if key not in returned:
+                self._left[key] = weakref.ref(self._seen[key])
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
@@ -387,6 +391,22 @@ class Captures(TorchFunctionMode):
         """Puts back the values of a snapshot; what was changed later only has those of before."""
         for key, (x, before) in self.changed.items():
             x.data.copy_(values.get(key, before))
+
+
+def _held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
+    """Those of `seen` that somebody else holds too: to which there are more references."""
+    held = []
+    for key in keys:
+        x = seen[key]
+        if sys.getrefcount(x) > references:
+            held.append(key)
+    return held
+
+
+@functools.cache
+def _references() -> int:
+    """How many `_held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
+    return next(n for n in itertools.count() if not _held([0], {0: object()}, n))
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Record:
         loop.init = [self.replacing.of(x) for x in loop.init]
         loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
+        loop.note = self.captures.note
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot

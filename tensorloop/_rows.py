@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
+from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._cuts import Shrunk, one_store, pick, shrink, whole_batch, with_rows
 from tensorloop.tensor_array import TensorArray
@@ -215,10 +216,10 @@ def _select(x: Any, index: Tensor) -> Any:
 def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
     array = TensorArray.unstack(values)
     array._capacity = like._capacity
-    # The loop's own stays the loop's, and what a body only reads stays the caller's.
+    # The loop's own stays the loop's. What a body only reads is older than this loop, and made in a step of those around.
     array._born = like._born
     if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
-        array._store.born = like._store.born
+        array._store.born = max(like._store.born, here.serial - 1)
     return array
 
 

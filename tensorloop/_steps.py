@@ -5,7 +5,7 @@ are given follow (`_rows`). `Loop.step` takes a state to the next one and is all
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _checks, _modes, _rows, _tree
+from tensorloop._active import here
 from tensorloop._carry import Carry, leading_rows
 from tensorloop._cuts import read_in_bulk
 from tensorloop._rows import Rows
@@ -38,6 +39,7 @@ class Loop:
         self.compact = False
         self.rows: Rows | None = None
         self.cut = 0  # after how many cuts the carry is checked against
+        self.note: Callable[[Iterable[Any]], None] | None = None  # told what the body returned, where rows have stopped
         self.eager = False  # whether a cut copies arrays at once: a replay begins at any step
         leaves = self.carry.tree.flatten(init)
         assert leaves is not None
@@ -134,7 +136,8 @@ class Loop:
             self._check_context()
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
             before = self.contexts[-1]
-            later = _rows.select(self.context, cut.ids) if self.eager else _rows.picked(self.context, cut, before)
+            at_once = self.eager or here.notes is not None  # in a step that is recorded, reads must be seen
+            later = _rows.select(self.context, cut.ids) if at_once else _rows.picked(self.context, cut, before)
             self.contexts.append(later)
             self.versions = _versions(later)
 
@@ -205,6 +208,8 @@ class Loop:
             if self.known[0] is new:
                 self.known = state, returned
             return state, y
+        if self.note is not None:  # what follows is no function of the body
+            self.note(new)
         return _rows.frozen(rows, t, carry, new, lengths) + last, y
 
     def _moved(self, old: State, new: State) -> bool:
