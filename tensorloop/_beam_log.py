@@ -89,7 +89,7 @@ class Log:
         """(B,) bool: the rows that need another step."""
         if self.gold is None:
             return self.searching
-        return self.searching | (self.steps <= self.gold.lens)
+        return self.searching | ((self.steps <= self.gold.lens) & (self.gold_sum > -torch.inf))
 
     def step(self, t: int, ids: Tensor | None, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step t, as decided, or decided now: tokens and places, as `beam_chosen`. `ids`: the rows in the batch."""
@@ -157,18 +157,23 @@ class Log:
         self.gold_place = torch.where(found & (lens == t), place, self.gold_place)
         self.is_gold = same.gather(1, parents[:, :k]) & (tokens[:, :k] == column[:, None])
         taken = self._wide(log_probs.gather(1, _rows(column, ids)[:, None])[:, 0], ids, 0.0)
-        self.gold_sum = self.gold_sum + taken.masked_fill(t > lens, 0)
+        self.gold_sum = self.gold_sum + taken.masked_fill(self._gold_is_over(t), 0)
         # What is over goes on as one that is not, so that step_fn sees nothing that cannot be.
         runs = choice.keys.amax(1) > -torch.inf
         for log, gold in ((parents, torch.full_like(column, k)), (tokens, column)):
             log[:, :k] = torch.where(runs[:, None], log[:, :k], gold[:, None])
-            log[:, k] = torch.where(runs & (t >= lens), log[:, 0], gold)
+            log[:, k] = torch.where(runs & self._gold_is_over(t + 1), log[:, 0], gold)
+
+    def _gold_is_over(self, t: int) -> Tensor:
+        """(B,) bool: the rows whose gold hypothesis has ended before step t, or cannot be."""
+        assert self.gold is not None
+        return (t > self.gold.lens) | (self.gold_sum == -torch.inf)
 
     def _all_sums(self, t: int) -> Tensor:
         """(B, size): the sums of all that runs on after step t."""
         if self.gold is None:
             return self.sums
-        gold = self.gold_sum.masked_fill(t >= self.gold.lens, -torch.inf)
+        gold = self.gold_sum.masked_fill(self._gold_is_over(t + 1), -torch.inf)
         return torch.cat([self.sums, gold[:, None]], 1)
 
     def _wide(self, x: Tensor, ids: Tensor | None, fill: float = -torch.inf) -> Tensor:
@@ -233,10 +238,11 @@ class Log:
 
     def _refuse(self, choice: Any, log_probs: Tensor, ids: Tensor | None, t: int) -> None:
         top = torch.maximum(choice.keys.amax(1), choice.ends.amax(1))
-        fine = (top.abs() < torch.inf) | ~self.searching  # not if it is NaN
+        over = (top == -torch.inf) & (self.pool_key[:, 0] > -torch.inf)  # all have ended that could
+        fine = (top.abs() < torch.inf) | over | ~self.searching  # not if it is NaN
         if self.gold is not None:
-            spoilt = self._wide(log_probs[:, -1].isnan().any(1), ids, False)
-            fine = fine & ~(spoilt & (t <= self.gold.lens))
+            spoilt = self._wide(~(log_probs[:, -1] < torch.inf).all(1), ids, False)
+            fine = fine & ~(spoilt & ~self._gold_is_over(t))
         if not bool(fine.all()):
             row = int((~fine).nonzero()[0, 0])
             where = f"step {t}, row {row}"

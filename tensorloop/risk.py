@@ -83,7 +83,8 @@ def mwer(
     Formula: sum_i Q_i (D_i - mean D) - weight * gold_scores, with Q and D as in `minimum_risk` for alpha = 1, and the
     mean over the valid hypotheses of the row.
     Shapes: as `minimum_risk`; gold_scores (B,), the log-probability of each reference, or None for no cross entropy. A
-    row without a valid hypothesis has its cross entropy alone.
+    row without a valid hypothesis has its cross entropy alone; a reference of -inf, which the model excludes, takes no
+    part, as no gradient could change that.
     Gradient: that of `minimum_risk`, as the mean is a constant: it makes the value comparable between rows, 0 where the
     model is indifferent. And -weight to gold_scores.
     Cost, `check` (gold_scores, too), Raises: as `minimum_risk`; weight must be 0 or more.
@@ -97,7 +98,7 @@ def mwer(
         gold_scores = _per_row(gold_scores, scores, f"{name}: gold_scores")
         if check and _checks.must_check(check, gold_scores):
             _refuse(~gold_scores.isfinite(), gold_scores, f"{name}: gold_scores")
-        loss = loss - weight * gold_scores
+        loss = loss - weight * gold_scores.masked_fill(gold_scores == -torch.inf, 0)
     return _reduced(name, loss, reduction)
 
 

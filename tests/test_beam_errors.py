@@ -204,7 +204,7 @@ def test_a_row_of_which_every_token_is_forbidden(eos: str):
 
     def step(before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         at = scores[torch.arange(3)[:, None], before, tokens].clone()
-        at[1, :, BOS] = -torch.inf
+        at[1, :, [BOS, EOS]] = -torch.inf
         return tokens, at
 
     init = torch.zeros(3).long()
