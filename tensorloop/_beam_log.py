@@ -57,6 +57,7 @@ class Log:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
         self.size = rules.size + (gold is not None)
         self.bound = bound_of(rules.length, rules.max_steps)
+        self.bound_beyond = bound_of(rules.length, None)  # of hypotheses of any length
         self.seeds = row_seeds(rules.choose, rows, device)
         self.steps = 0
         self.parents: list[Tensor] = []  # (B, size) int64, of each step
@@ -185,7 +186,9 @@ class Log:
     def _pool(self, t: int, ends: Tensor, end_sums: Tensor) -> int:
         """Takes the ends of step t into the pool. What it says is told in `beam_pool`."""
         rules = self.rules
-        bound = self.keys if rules.choose.by_key else self.bound(self.sums, t + 1)
+        # After the last step allowed nothing comes any more; what could have come is a matter of any length.
+        bound_of_all = self.bound_beyond if t + 1 == rules.max_steps else self.bound
+        bound = self.keys if rules.choose.by_key else bound_of_all(self.sums, t + 1)
         if not rules.choose.by_key and type(rules.length) is not Sum:
             ranks = rules.length.final(end_sums, torch.full_like(end_sums, t + 1, dtype=torch.int64))
             spoilt = (ranks.isnan() & (ends.abs() < torch.inf)).any(1)
@@ -229,10 +232,16 @@ class Log:
         self._end(self.searching)
 
     def _end(self, rows: Tensor) -> None:
-        gap = torch.where(self.most == -torch.inf, -torch.inf, (self.most - self.pool_key[:, -1]).double())
+        gap = self._above_worst(self.most)
+        if self.rules.max_steps is not None and self.rules.stop in ("first_n", "hf"):
+            beyond = self.bound_beyond(self.sums, self.steps).where(self.keys > -torch.inf, -torch.inf)
+            gap = torch.where(gap <= 0, gap, self._above_worst(beyond.amax(1)))
         self.gap = torch.where(rows, gap, self.gap)
         if self.rules.choose.by_key:  # what runs on is left out
             self._lose(torch.where(rows, self.most, -torch.inf))
+
+    def _above_worst(self, most: Tensor) -> Tensor:
+        return torch.where(most == -torch.inf, -torch.inf, (most - self.pool_key[:, -1]).double())
 
     # -- what is refused
 

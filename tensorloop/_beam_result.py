@@ -54,7 +54,9 @@ class Hypotheses:
     valid: Tensor  # (B, n_best) bool: whether there is one
     finished: Tensor  # (B, n_best) bool: whether it ended with eos
     stopped: list[str]  # per row: "exact" (no later one could be better), "heuristic" (by a rule), "capped" (max_steps)
-    gap: Tensor  # (B,) float64: the most that a later one could have scored, above the n-th that was returned
+    # (B,) float64: the most by which one that goes on from what ran, of any length, can be above the n-th that ended;
+    # 0 or less where the row is exact.
+    gap: Tensor
     coverage: Tensor  # (B,): the probability of all ended hypotheses returned, each once
     lattice: Lattice
     keys: Tensor | None = None  # (B, n_best) of StochasticBeam
