@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tensorloop import _beam_doubt
 from tensorloop._beam_choice import Choice, Offer, TopK, best, row_seeds
 from tensorloop._beam_length import Sum, bound_of
 from tensorloop.kernels import find
@@ -52,6 +53,9 @@ class Log:
     sums: Tensor
     most: Tensor  # (B,) the best that a running hypothesis can still reach
     left_out: Tensor  # (B,) the best key that the pool did not take in the step
+    first_mass: Tensor  # (B,) the log of what the first step's probabilities sum to
+    slack: float  # how far above 0 that may be
+    told: bool  # whether it has been said
 
     def __init__(self, rules: Rules, rows: int, gold: Gold | None, device: torch.device) -> None:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
@@ -105,6 +109,11 @@ class Log:
             self._begin(wide)
         every = _as(log_probs, self.sums.dtype)
         log_probs = every if self.gold is None else every[:, :-1]
+        if not t:
+            self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), _beam_doubt.slack(dtype)
+            self.told = rules.check or _beam_doubt.warn_of_scores(self.first_mass > self.slack)
+        elif t == _beam_doubt.ENDLESS and rules.max_steps is None:
+            self._warn_of_endless()
         choice, sums, end_sums = self._choose(t, ids, log_probs)
         self._keep(t, choice)
         if self.gold is not None:
@@ -243,7 +252,11 @@ class Log:
     def _above_worst(self, most: Tensor) -> Tensor:
         return torch.where(most == -torch.inf, -torch.inf, (most - self.pool_key[:, -1]).double())
 
-    # -- what is refused
+    # -- what is refused, and what is told
+
+    def _warn_of_endless(self) -> None:
+        if rows := self.searching.nonzero()[:, 0].tolist():
+            _beam_doubt.warn_of_endless(rows, self.pool_key > -torch.inf, self.rules.n_best)
 
     def _refuse(self, choice: Any, log_probs: Tensor, ids: Tensor | None, t: int) -> None:
         top = torch.maximum(choice.keys.amax(1), choice.ends.amax(1))

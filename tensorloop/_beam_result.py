@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop import _beam_show
+from tensorloop import _beam_doubt, _beam_show
 from tensorloop._beam_lineage import index_of
 from tensorloop._beam_log import Log
 from tensorloop.kernels import find
@@ -128,6 +128,12 @@ def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> H
     repeats = repeated(packed, best.lens, valid) if rules.choose.repeats else torch.zeros_like(valid)
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
     kept = _stacked(log.sums_of, log).to(wide)
+    if count:
+        running, ends = kept.amax(2), (best.lens, value)
+        over = _beam_doubt.disproved(log.slack, log.first_mass, running, steps, ends, mass)
+        if not log.told:
+            _beam_doubt.warn_of_scores(over)
+        log.gap = torch.where(over, torch.inf, log.gap)
     result = Hypotheses(
         packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished,
         _stopped(log), log.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),

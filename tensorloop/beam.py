@@ -100,7 +100,8 @@ def beam_search(
     `gold` (B rows, without bos and eos) are hypotheses that are followed beside the others, in a place K of their own
     (step_fn then gets K + 1), and returned among the n best. `compact` drops rows that have stopped, by default where
     there is a context: a step_fn that closes over tensors with B rows cannot shrink. `check` refuses log_probs that do
-    not sum to one. `progress` shows steps and rows that run.
+    not sum to one; probabilities of more than 1 are warned of, and then no row is "exact". `progress` shows steps and
+    rows that run.
     Ties: the hypothesis that ended first, then the smaller beam index, then the smaller token.
     Gradient: of `scores`, `final` and `token_scores`, as forced decoding of the same hypotheses has it, to init_carry,
     context, and all that step_fn closes over. Decisions are constants.

@@ -224,7 +224,8 @@ def test_log_probs_that_do_not_sum_to_one_are_refused_on_request():
     def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
         return carry, torch.full((*tokens.shape, 4), -1.0)
 
-    search(step)
+    with pytest.warns(UserWarning, match="probabilities of more than 1"):
+        search(step)
     with pytest.raises(ValueError, match=r"step 0, row 0, hypothesis 0 sum to a probability of 1\.472, not 1"):
         search(step, check=True)
     Table.random(2, 4).search(3, check=True)

@@ -196,10 +196,12 @@ ALLOWED: dict[str, set[str]] = {
     "_watched": {"_active", "_captures"},
     "_beam_arrays": {"_active", "_array_buffer", "_beam_attention", "_beam_lineage", "_checks", "tensor_array"},
     "_beam_choice": {"_checks", "kernels", "kernels.eager_beam"},
+    "_beam_doubt": set(),
     "_beam_length": {"_checks"},
     "_beam_lineage": {"_active", "kernels"},
-    "_beam_log": {"_beam_choice", "_beam_length", "kernels", "kernels.eager_beam"},
+    "_beam_log": {"_beam_choice", "_beam_doubt", "_beam_length", "kernels", "kernels.eager_beam"},
     "_beam_result": {
+        "_beam_doubt",
         "_beam_lineage",
         "_beam_log",
         "_beam_show",
