@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _checks
+from tensorloop._keywords import RISK, names_instead
 from tensorloop._risk_bleu import sentence_bleu
 from tensorloop._risk_edits import EDITS, edit_distance
 
@@ -32,6 +33,7 @@ __all__ = [
 _ESTIMATORS = ("normalised", "baseline", "unbiased")
 
 
+@names_instead(**RISK)
 def minimum_risk(
     scores: Tensor,
     risks: Tensor,
@@ -67,6 +69,7 @@ def minimum_risk(
     return _reduced(name, (_renormalised(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
 
 
+@names_instead(**RISK)
 def mwer(
     scores: Tensor,
     risks: Tensor,
@@ -102,6 +105,7 @@ def mwer(
     return _reduced(name, loss, reduction)
 
 
+@names_instead(**RISK)
 def leave_one_out(
     scores: Tensor,
     risks: Tensor,
@@ -130,6 +134,7 @@ def leave_one_out(
     return _reduced(name, (_centred(given) * given.scores).sum(1) / others, reduction)
 
 
+@names_instead(**RISK)
 def stochastic_beam_risk(
     scores: Tensor,
     risks: Tensor,

@@ -215,6 +215,7 @@ ALLOWED: dict[str, set[str]] = {
     "_risk_bleu": {"_checks", "_compile", "_risk_edits", "_risk_rows"},
     "_risk_edits": {"_checks", "_compile", "_risk_rows", "kernels", "packed"},
     "_risk_rows": {"_checks", "packed"},
+    "_keywords": set(),
     "beam": {
         "_active",
         "_beam_arrays",
@@ -227,6 +228,7 @@ ALLOWED: dict[str, set[str]] = {
         "_carry",
         "_checks",
         "_compile",
+        "_keywords",
         "_modes",
         "_progress",
         "_steps",
@@ -240,7 +242,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.cpu_edits": {"kernels._compiled", "kernels._threads", "kernels.cpu_rows", "kernels.eager_edits"},
     "kernels.cpu_slots": {"kernels._compiled", "kernels._pointers", "kernels._threads", "kernels.eager"},
     "kernels.eager_edits": {"kernels.eager"},
-    "risk": {"_checks", "_risk_bleu", "_risk_edits"},
+    "risk": {"_checks", "_keywords", "_risk_bleu", "_risk_edits"},
     "_beam_attention": {
         "_active",
         "_array_buffer",
