@@ -208,10 +208,12 @@ ALLOWED: dict[str, set[str]] = {
     "_watched": {"_active", "_captures"},
     "_beam_arrays": {"_active", "_array_buffer", "_beam_attention", "_beam_lineage", "_checks", "tensor_array"},
     "_beam_choice": {"_checks", "kernels", "kernels.eager_beam"},
+    "_beam_doubt": set(),
     "_beam_length": {"_checks"},
     "_beam_lineage": {"_active", "kernels"},
-    "_beam_log": {"_beam_choice", "_beam_length", "kernels", "kernels.eager_beam"},
+    "_beam_log": {"_beam_choice", "_beam_doubt", "_beam_length", "kernels", "kernels.eager_beam"},
     "_beam_result": {
+        "_beam_doubt",
         "_beam_lineage",
         "_beam_log",
         "_beam_show",
@@ -225,6 +227,7 @@ ALLOWED: dict[str, set[str]] = {
     "_risk_bleu": {"_checks", "_compile", "_risk_edits", "_risk_rows"},
     "_risk_edits": {"_checks", "_compile", "_risk_rows", "kernels", "packed"},
     "_risk_rows": {"_checks", "packed"},
+    "_keywords": set(),
     "beam": {
         "_active",
         "_beam_arrays",
@@ -237,6 +240,7 @@ ALLOWED: dict[str, set[str]] = {
         "_carry",
         "_checks",
         "_compile",
+        "_keywords",
         "_modes",
         "_progress",
         "_steps",
@@ -262,7 +266,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels.eager",
     },
     "kernels.eager_edits": {"kernels.eager"},
-    "risk": {"_checks", "_risk_bleu", "_risk_edits"},
+    "risk": {"_checks", "_keywords", "_risk_bleu", "_risk_edits"},
     "_beam_attention": {
         "_active",
         "_array_buffer",
