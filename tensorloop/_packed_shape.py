@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tensorloop._packed_base import Packed, dim_number, is_packed, refused, same_rows
 from tensorloop._packed_dim import Dim
-from tensorloop._packed_index import select_rows, split_rows
-from tensorloop._packed_ops import align, feature_dim, handles, rewrap
+from tensorloop._packed_index import select_rows
+from tensorloop._packed_ops import align, feature_dim, handles
 from tensorloop._packed_time_first import TimeFirst
 
 _STAYS = "the batch and the ragged dim stay where they are; for attention use tensorloop.attention, else .pad()"
@@ -126,47 +126,6 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     return input._with(input.values.expand(-1, *sizes[2:]))
 
 
-@handles("chunk", "tensor_split", "unbind", "select", "narrow", "index_select", "roll", "glu", "gather", "topk", "sort")
-def _along_features(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions with one `dim`, taken along feature dims."""
-    name = func.__name__
-    place = {"unbind": 0, "select": 0, "narrow": 0, "index_select": 0, "glu": 0, "gather": 0, "sort": 0}.get(name, 1)
-    default = {"chunk": 0, "tensor_split": 0, "unbind": 0, "glu": -1, "topk": -1, "sort": -1}.get(name)
-    if not is_packed(input):
-        raise refused(name, "only another argument than its input is packed", "pack the input: pack_padded(x, p.lens)")
-    many = list(args)
-    given = kwargs.pop("dims", kwargs.pop("dim", None))
-    if given is None and len(many) > place and not (name in ("topk", "sort") and isinstance(many[place], bool)):
-        given = many.pop(place)
-    if given is None:
-        given = default
-    if given is None:
-        raise TypeError(f"{name}: give dim")
-    if name in ("unbind", "select", "index_select") and dim_number(input, given, name) == 0:
-        return input.unbind() if name == "unbind" else input[many[0] if many else kwargs["index"]]
-    dim = feature_dim(input, given, name)
-    for x in filter(is_packed, (*many, *kwargs.values())):
-        same_rows(input, x, name)
-    many = [x.values if is_packed(x) else x for x in many]
-    kwargs = {k: x.values if is_packed(x) else x for k, x in kwargs.items()}
-    plain = getattr(torch, name, None) or getattr(torch.nn.functional, name)
-    if len(many) < place:  # what comes before it has a name, too
-        kwargs["dims" if name == "roll" else "dim"] = dim
-    else:
-        many.insert(place, dim)
-    return rewrap(input, plain(input.values, *many, **kwargs))
-
-
-@handles("split", "split_with_sizes")
-def _split(func: Any, input: Any, size: Any, dim: Any = 0) -> Any:
-    d = dim_number(input, dim, "split")
-    if d > 1:
-        return rewrap(input, input.values.split(size if isinstance(size, int) else list(size), d - 1))
-    if d == 1:
-        raise refused("split", "pieces of a ragged dim would have other rows each", "slice it: p[:, a:b]")
-    return split_rows(input, size)
-
-
 @handles("cat", "concat", "concatenate")
 def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
     """Along features and along time the rows are those of each; along the batch the rows follow one another."""
@@ -227,20 +186,17 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return func(input.values, *args, **kwargs)
 
 
-@handles("cosine_similarity")
-def _cosine_similarity(func: Any, x1: Any, x2: Any, dim: Any = 1, eps: float = 1e-8) -> Any:
-    same_rows(x1, x2, "cosine_similarity")
-    return x1._with(func(x1.values, x2.values, feature_dim(x1, dim, "cosine_similarity"), eps))
-
-
 @handles("repeat_interleave")
-def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None) -> Any:
+def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Any:
     """Rows or features as often as given: beams and samples."""
-    d = dim_number(input, dim, "repeat_interleave") if dim is not None else -1
+    if dim is None:
+        raise refused("repeat_interleave", "without dim it repeats the entries of a padded tensor", "give dim")
+    d = dim_number(input, dim, "repeat_interleave")
     if d == 0:
         rows = torch.arange(len(input._dim), device=input.values.device)
-        return select_rows(input, rows.repeat_interleave(repeats))
-    return input._with(input.values.repeat_interleave(repeats, feature_dim(input, dim, "repeat_interleave")))
+        return select_rows(input, rows.repeat_interleave(repeats, output_size=output_size))
+    d = feature_dim(input, dim, "repeat_interleave")
+    return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
 
 
 @handles("__getitem__")

@@ -13,16 +13,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop import _checks, _packed_interop, _packed_reduce, _packed_rnn, _packed_shape, _ragged
+from tensorloop import (
+    _checks,
+    _packed_interop,
+    _packed_pieces,
+    _packed_reduce,
+    _packed_rnn,
+    _packed_shape,
+    _packed_sort,
+    _ragged,
+)
 from tensorloop._packed_base import Packed, PackedFallbackWarning, dim_number, same_rows
 from tensorloop._packed_dim import Dim, as_dim
+from tensorloop._packed_facts import FACTS, InAutograd
 from tensorloop._packed_index import getitem
 from tensorloop._packed_ops import FALLBACKS, HANDLERS, dispatch, is_pointwise
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (_packed_reduce, _packed_rnn, _packed_shape)
+_TABLES = (_packed_pieces, _packed_reduce, _packed_rnn, _packed_shape, _packed_sort)
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -35,7 +45,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return run
 
 
-class PackedTensor(Packed):
+class PackedTensor(InAutograd):
     """A ragged tensor (B, T*, *F) held as its entries alone, values (N, *F): torch functions take it like a padded one.
 
     Row b has lens[b] entries, in order; N is the sum. `lens` is (B,) int64, a sequence of ints, or a `Dim`, which
@@ -125,16 +135,6 @@ class PackedTensor(Packed):
         return self.values.device
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
-        return self.values.requires_grad
-
-    @property
-    def grad(self) -> "PackedTensor | None":
-        """The gradient of the values, packed; None where there is none yet."""
-        return None if self.values.grad is None else self._with(self.values.grad)
-
-    @property
     def mT(self) -> Self:
         """The last two feature dims exchanged."""
         return self.transpose(-1, -2)
@@ -197,16 +197,7 @@ class PackedTensor(Packed):
         """The rows (len_b, *F)."""
         return iter(self.unbind())
 
-    # -- autograd, copies
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Marks the values as in need of a gradient."""
-        self.values.requires_grad_(requires_grad)
-        return self
-
-    def backward(self, gradient: "PackedTensor | None" = None, **kwargs: Any) -> None:
-        """Backward from these values, with a packed gradient."""
-        self.values.backward(None if gradient is None else gradient.values, **kwargs)
+    # -- copies; autograd is in `_packed_facts.py`
 
     def pin_memory(self) -> Self:
         """The same with its values in pinned memory."""
@@ -286,6 +277,8 @@ class PackedTensor(Packed):
 
     def __getattr__(self, name: str) -> Any:
         """The methods of a tensor, for those torch functions that take a packed one."""
+        if name in FACTS:
+            return getattr(self.values, name)
         func = getattr(Tensor, name, None)
         if func is None or not callable(func) or name.startswith("__"):
             raise AttributeError(f"a packed tensor has no attribute {name!r}; .values and .pad() give ordinary tensors")
