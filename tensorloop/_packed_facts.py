@@ -31,7 +31,7 @@ class InAutograd(Packed):
     def requires_grad(self, wanted: bool) -> None:
         self.values.requires_grad = wanted
 
-    @property
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
     def grad(self) -> Self | None:
         """The gradient of the values, packed; None where there is none yet. It can be set, to None too."""
         return None if self.values.grad is None else self._with(self.values.grad)
@@ -47,7 +47,7 @@ class InAutograd(Packed):
         """The same values outside of autograd."""
         return self._with(self.values.data)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Marks the values as in need of a gradient."""
         self.values.requires_grad_(requires_grad)
         return self

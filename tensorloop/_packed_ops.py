@@ -201,6 +201,7 @@ def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **
 
 @handles("linear")
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    """The layer applied to every entry."""
     _only_first("linear", input, weight, bias)
     _needs_features(input, 1, "linear")
     return input._with(func(input.values, weight, bias))
@@ -208,12 +209,14 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
 
 @handles("embedding")
 def _embedding(func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """A vector for every index."""
     _only_first("embedding", input, weight)
     return input._with(func(input.values, weight, *args, **kwargs))
 
 
 @handles("layer_norm", "rms_norm")
 def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every entry normalised over its features."""
     name = func.__name__
     _only_first(name, input, *args, *kwargs.values())
     _needs_features(input, 1 if isinstance(normalized_shape, int) else len(normalized_shape), name)
@@ -222,6 +225,7 @@ def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: An
 
 @handles("prelu")
 def _prelu(func: Any, input: Any, weight: Any) -> Any:
+    """Entry by entry, with one weight."""
     _only_first("prelu", input, weight)
     if weight.numel() != 1:
         raise refused(
@@ -242,6 +246,7 @@ def _needs_features(p: Packed, n: int, name: str) -> None:
 
 @handles("matmul", "__matmul__", "__rmatmul__")
 def _matmul(func: Any, input: Any, other: Any) -> Any:
+    """Of matrices in the feature dims; a matrix for each row pads, with a PackedFallbackWarning."""
     name = func.__name__
     if name == "__rmatmul__":
         input, other = other, input
@@ -275,6 +280,7 @@ def _needs_matrix(p: Packed) -> None:
 
 @handles("to", "type_as")
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """In another dtype or on another device; its lens move along."""
     if not is_packed(input):  # tensor.to(packed): its dtype and device
         return func(input, *(x.values if is_packed(x) else x for x in args), **kwargs)
     values = func(input.values, *(x.values if is_packed(x) else x for x in args), **kwargs)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tensorloop import _ragged, _ragged_reduce
-from tensorloop._packed_base import Packed, dim_number, dim_numbers, is_packed, refused, same_rows
+from tensorloop._packed_base import Packed, dim_number, dim_numbers, is_packed, refused
 from tensorloop._packed_dim import Dim
-from tensorloop._packed_ops import align, fall_back, handles, rewrap
+from tensorloop._packed_ops import fall_back, handles, rewrap
 
 
 class Segments(NamedTuple):
@@ -50,12 +50,12 @@ def kept_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return out
 
 
-def _wide(values: Tensor) -> Tensor:
+def wide_values(values: Tensor) -> Tensor:
     """In the dtype of sums: counts and squares of half precision overflow, or lose their digits, before the result."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def _root(power: Tensor, order: float = 2) -> Tensor:
+def root(power: Tensor, order: float = 2) -> Tensor:
     """The square root, or that of another order, with the slope 0 at 0, as torch's norms and deviations have it."""
     safe = torch.where(power == 0, 1, power)
     return torch.where(power == 0, 0, safe.sqrt() if order == 2 else safe ** (1 / order))
@@ -76,6 +76,8 @@ def _over(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwarg
 
 @handles("sum", "nansum")
 def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Over the batch or ragged dim an ordinary tensor, over features a packed one; of an empty row 0."""
+
     def reduce(s: Segments) -> Tensor:
         values = s.values if dtype is None else s.values.to(dtype)
         if not values.is_floating_point() and not values.is_complex():
@@ -89,13 +91,14 @@ def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
 
 @handles("mean", "nanmean")
 def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Over the entries there are: of an empty row NaN."""
     name = func.__name__
 
     def reduce(s: Segments) -> Tensor:
         values = s.values if dtype is None else s.values.to(dtype)
         if not values.is_floating_point() and not values.is_complex():
             raise TypeError(f"{name}: a mean needs floating point, got {values.dtype}; give dtype=")
-        wide = _wide(values)
+        wide = wide_values(values)
         if name == "mean":
             return _ragged.mean(wide, s.offsets).to(values.dtype)
         there = wide.isnan().logical_not().to(wide.dtype)
@@ -135,6 +138,7 @@ def no_empty(s: Segments, name: str) -> None:
 
 @handles("max", "min")
 def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """(values, indices) over one dim, the first of equal entries; of two tensors the larger of each pair."""
     name = func.__name__
     dim = kwargs.pop("other", dim)
     if is_packed(dim) or (is_packed(input) and isinstance(dim, Tensor)):  # of two tensors
@@ -153,6 +157,7 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs
 
 @handles("argmax", "argmin")
 def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """The place of the first extreme: along the ragged dim a position in the row, along the batch a row."""
     name = func.__name__
     if dim is None:
         raise refused(name, "without dim it counts the entries of a padded tensor", "give dim")
@@ -191,7 +196,7 @@ def _complex_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     return _ragged.sum(powers, offsets).log() + top
 
 
-def _square(x: Tensor) -> Tensor:
+def square(x: Tensor) -> Tensor:
     """|x|^2"""
     return torch.real(x * torch.conj(x)) if x.is_complex() else x * x
 
@@ -200,7 +205,7 @@ def _variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
     """(variance, mean): NaN where a segment has no more than `correction` entries, or is empty."""
     mean = _ragged.mean(s.values, s.offsets)
     centred = s.values - _ragged.spread(mean, s.offsets, len(s.values))
-    total = _ragged.sum(_square(centred), s.offsets)
+    total = _ragged.sum(square(centred), s.offsets)
     number = _ragged.counts(s.offsets, total)
     return total / torch.where(number > correction, number - correction, torch.nan), mean
 
@@ -209,6 +214,7 @@ def _variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
 def _std(
     func: Any, input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
+    """Over the entries there are: NaN where they are no more than the correction, which is 1."""
     name = func.__name__
     if isinstance(dim, bool):  # std(x, unbiased)
         dim, unbiased = None, dim
@@ -224,8 +230,8 @@ def _std(
         return tuple(kept_dims(x, dims, keepdim) for x in out) if "_" in name else kept_dims(out, dims, keepdim)
     if not input.is_floating_point() and not input.is_complex():
         raise TypeError(f"{name}: a deviation needs floating point, got {input.dtype}; convert with .float()")
-    var, mean = _variance(segments(input._with(_wide(input.values)), dims), correction)
-    spread = _root(var) if "std" in name else var
+    var, mean = _variance(segments(input._with(wide_values(input.values)), dims), correction)
+    spread = root(var) if "std" in name else var
     spread, mean = kept_dims(spread, dims, keepdim).to(input.dtype.to_real()), kept_dims(mean, dims, keepdim)
     return (spread, mean.to(input.dtype)) if "_" in name else spread
 
@@ -245,79 +251,8 @@ def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @handles("count_nonzero")
 def _count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
+    """How many entries are not zero."""
     return torch.sum(input != 0, dim_numbers(input, dim, "count_nonzero"))
-
-
-@handles("norm", "vector_norm", "linalg_vector_norm")
-def _norm(
-    func: Any, input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, ord: Any = None
-) -> Any:
-    """Vector norms of any order over any dims; over the batch or ragged dim of order 0 and more, or -inf."""
-    p = p if ord is None else ord
-    x = input if dtype is None else input.to(dtype)
-    if not x.is_floating_point() and not x.values.is_complex():
-        raise TypeError(f"norm: it needs floating point, got {x.dtype}; convert with .float()")
-    dims = dim_numbers(x, dim, "norm")
-    if not {0, 1} & set(dims) and isinstance(p, str) and p != "fro":
-        return x._with(torch.norm(x.values, p, tuple(d - 1 for d in dims), keepdim))
-    p = 2 if p in ("fro", None) else p
-    if not {0, 1} & set(dims):
-        return x._with(torch.linalg.vector_norm(x.values, p, tuple(d - 1 for d in dims), keepdim=keepdim))
-    if isinstance(p, str) or (p < 0 and p != -torch.inf):
-        raise refused("norm", f"order {p!r} over the batch or ragged dim", "use an order of 0 or more, or -inf")
-    if p == torch.inf:
-        return _amax(torch.amax, torch.abs(x), dims, keepdim, initial=0)
-    if p == -torch.inf:
-        return _amax(torch.amin, torch.abs(x), dims, keepdim)
-    if p == 0:
-        return torch.sum(x != 0, dims, keepdim).to(x.dtype.to_real())
-    if p == 1:
-        return torch.sum(torch.abs(x), dims, keepdim)
-    if p == 2:
-        return _root(torch.sum(x._with(_square(_wide(x.values))), dims, keepdim)).to(x.dtype.to_real())
-    return _root(torch.sum(x._with(_power(_wide(x.values).abs(), p)), dims, keepdim), p).to(x.dtype.to_real())
-
-
-def _power(size: Tensor, p: float) -> Tensor:
-    """size ** p of what is not negative, with the slope 0 at 0 whatever the order, as torch's norms have it."""
-    return torch.where(size == 0, 0, torch.where(size == 0, 1, size) ** p)
-
-
-@handles("linalg_norm", "linalg_matrix_norm")
-def _linalg_norm(
-    func: Any, A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    """Of vectors along any dim; of matrices over two feature dims."""
-    matrix = func.__name__ == "linalg_matrix_norm"
-    dims = dim_numbers(A, (-2, -1) if matrix and dim is None else dim, "norm")
-    if len(dims) == 1 or (ord is None and not matrix):
-        return _norm(func, A, ord, dims, keepdim, dtype)
-    if len(dims) > 2 or {0, 1} & set(dims):
-        raise refused(
-            "norm", f"a norm of matrices over dims {dims} of {A.shape}", "give two feature dims, dim 2 and up"
-        )
-    return A._with(torch.linalg.matrix_norm(A.values, ord or "fro", tuple(d - 1 for d in dims), keepdim, dtype=dtype))
-
-
-@handles("normalize")
-def _normalize(func: Any, input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return input / torch.clamp(_norm(func, input, p, dim, True), min=eps)
-
-
-@handles("cosine_similarity")
-def _cosine_similarity(func: Any, x1: Any, x2: Any, dim: Any = 1, eps: float = 1e-8) -> Any:
-    """Over any dim, of two packed tensors or of one and what broadcasts against it."""
-    p = x1 if is_packed(x1) else x2
-    d = dim_number(p, dim, "cosine_similarity")
-    if d > 1 and is_packed(x1) and is_packed(x2):
-        same_rows(x1, x2, "cosine_similarity")
-        return p._with(func(x1.values, x2.values, d - 1, eps))
-    others = (x if is_packed(x) else align(x, p, "cosine_similarity") for x in (x1, x2))
-    x1, x2 = (x if is_packed(x) else p._with(x.expand(torch.broadcast_shapes(x.shape, p.values.shape))) for x in others)
-    if d > 1:
-        return p._with(func(x1.values, x2.values, d - 1, eps))
-    sides = [x / torch.clamp(_norm(func, x, 2, d, True), min=eps) for x in (x1, x2)]
-    return torch.sum(sides[0] * sides[1], d)
 
 
 # -- what keeps the shape
@@ -344,21 +279,25 @@ def _softmax_like(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
 
 @handles("softmax", "special_softmax")
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Over the entries there are along `dim`: of each row by itself along the ragged dim."""
     return _softmax_like(torch.softmax, input, dim, dtype, _ragged_reduce.softmax)
 
 
 @handles("log_softmax", "special_log_softmax")
 def _log_softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """The logarithm of softmax."""
     return _softmax_like(torch.log_softmax, input, dim, dtype, _ragged_reduce.log_softmax)
 
 
 @handles("softmin")
 def _softmin(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Softmax of the negative."""
     return _softmax_like(torch.softmax, -input, dim, dtype, _ragged_reduce.softmax)
 
 
 @handles("cumsum")
 def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
+    """Running sums along `dim`, of each row by itself along the ragged dim."""
     x = input if dtype is None else input.to(dtype)
     if not x.values.is_floating_point() and not x.values.is_complex() and dtype is None:
         x = x.to(torch.int64)
@@ -384,6 +323,7 @@ def _running(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
 
 @handles("prod")
 def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Over features a packed tensor; over the ragged or batch dim by padding, with a PackedFallbackWarning."""
     x = input if dtype is None else input.to(dtype)
     if dim is None:
         return torch.prod(x.values)
@@ -395,6 +335,7 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
 
 @handles("flip")
 def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
+    """Along the ragged dim each row from its end to its start."""
     (dims,) = (kwargs.get("dims", dims),)
     numbers = dim_numbers(input, dims[0] if len(dims) == 1 else tuple(dims), "flip")
     if 0 in numbers:

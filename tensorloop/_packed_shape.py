@@ -17,6 +17,7 @@ _STAYS = "the batch and the ragged dim stay where they are; for attention use te
 
 @handles("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
+    """A feature dim of size 1, dim 2 or later."""
     d = dim_number(input, dim, "unsqueeze", extra=1)
     if d < 2:
         raise refused("unsqueeze", f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
@@ -25,6 +26,7 @@ def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
 
 @handles("squeeze")
 def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
+    """Without feature dims of size 1."""
     if dim is None:
         dims = [d for d in range(2, input.ndim) if input.shape[d] == 1]
     else:
@@ -36,6 +38,7 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
 
 @handles("transpose", "swapaxes", "swapdims")
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
+    """Two feature dims exchanged; (0, 1) gives a name for the same tensor, for layers that want time first."""
     a, b = dim_number(input, dim0, "transpose"), dim_number(input, dim1, "transpose")
     if a == b:
         return input
@@ -48,6 +51,7 @@ def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
 
 @handles("permute", "movedim", "moveaxis")
 def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
+    """Feature dims in another order."""
     name = func.__name__
     if name == "permute":
         given = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
@@ -77,6 +81,7 @@ def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> An
 
 @handles("unflatten")
 def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
+    """One feature dim as several."""
     return input._with(input.values.unflatten(feature_dim(input, dim, "unflatten"), tuple(sizes)))
 
 
@@ -107,6 +112,7 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
 
 @handles("view_as", "reshape_as")
 def _view_as(func: Any, input: Any, other: Any) -> Any:
+    """The features as those of `other`, of the same rows."""
     if not (is_packed(input) and is_packed(other)):
         raise refused(func.__name__, "only one of two tensors is packed", "use .flatten(0, 1) or pack_padded")
     same_rows(input, other, func.__name__)
@@ -115,6 +121,7 @@ def _view_as(func: Any, input: Any, other: Any) -> Any:
 
 @handles("expand", "expand_as")
 def _expand(func: Any, input: Any, *sizes: Any) -> Any:
+    """Feature dims of size 1 repeated without a copy."""
     if not is_packed(input):
         return sizes[0]._with(align(input, sizes[0], "expand_as").expand(sizes[0].values.shape))
     if func.__name__ == "expand_as":
@@ -152,6 +159,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
 
 @handles("stack")
 def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
+    """Along a new feature dim."""
     first = tensors[0]
     if not all(is_packed(x) for x in tensors):
         raise refused("stack", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
@@ -165,6 +173,7 @@ def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
 
 @handles("repeat", "tile")
 def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
+    """Features repeated."""
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(sizes) != input.ndim or sizes[:2] != (1, 1):
         raise refused(
@@ -175,6 +184,7 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
 
 @handles("equal", "allclose")
 def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether both are packed, of the same rows, and their values are equal or close."""
     if not (is_packed(input) and is_packed(other)) or not input._dim.same(other._dim):
         return False
     return func(input.values, other.values, *args, **kwargs)

@@ -115,9 +115,9 @@ def test_pieces_by_name_and_by_places() -> None:
     p: Any = packed(MIXED, 4)
     assert [x.lens.tolist() for x in p.split([1, 3], 1)] == [[1, 0, 1, 1], [2, 0, 3, 0]]
     assert [x.lens.tolist() for x in p.split([1, 3])] == [[3], [0, 4, 1]]
-    assert [x.lens.tolist() for x in torch.split(p, split_size_or_sections=3, dim=1)] == [[3, 0, 3, 1], [0, 0, 1, 0]]
+    assert [x.lens.tolist() for x in torch.split(p, split_size_or_sections=3, dim=1)] == [[3, 0, 3, 1], [0, 0, 1, 0]]  # pyright: ignore
     assert [x.lens.tolist() for x in p.tensor_split((1, 3), 1)] == [[1, 0, 1, 1], [2, 0, 2, 0], [0, 0, 1, 0]]
-    assert [x.lens.tolist() for x in torch.tensor_split(p, (3, 1))] == [[3, 0, 4], [], [0, 4, 1]]
+    assert [x.lens.tolist() for x in torch.tensor_split(p, (3, 1))] == [[3, 0, 4], [], [0, 4, 1]]  # pyright: ignore
     assert [x.shape[-1] for x in p.chunk(chunks=3, dim=-1)] == [2, 2]
     assert [x.shape[-1] for x in p.tensor_split(3, dim=-1)] == [2, 1, 1]
     assert [x.shape[-1] for x in p.split_with_sizes([1, 3], dim=2)] == [1, 3]
@@ -130,10 +130,10 @@ def test_one_place_of_a_dim() -> None:
     assert torch.equal(p.select(dim=-1, index=1).values, p.values[:, 1])
     assert p.narrow(0, 1, 2).lens.tolist() == [1, 4]
     assert p.narrow(0, -2, 1).lens.tolist() == [1]
-    assert torch.narrow(p, 1, torch.tensor(1), 3).lens.tolist() == [2, 0, 3]
+    assert torch.narrow(p, 1, torch.tensor(1), 3).lens.tolist() == [2, 0, 3]  # pyright: ignore
     assert torch.equal(p.narrow(-1, 1, 2).values, p.values[:, 1:3])
     assert torch.equal(p.index_select(1, torch.tensor(0)), p[:, [0]])
-    assert torch.equal(torch.index_select(p, 0, torch.tensor([2, 0])).values, p[[2, 0]].values)
+    assert torch.equal(torch.index_select(p, 0, torch.tensor([2, 0])).values, p[[2, 0]].values)  # pyright: ignore
     assert [len(row) for row in torch.unbind(p)] == [3, 1, 4]
 
 
@@ -188,9 +188,10 @@ def test_cosine_similarity(dim: int, other: str) -> None:
     tensors = {"packed": packed(MIXED, 3), "rows": torch.randn(4, 1, 3, dtype=D), "vector": torch.randn(3, dtype=D)}
     x: Any = tensors[other]
     plain = x.pad() if other == "packed" else x.expand(4, 4, 3)
+    cosine: Any = F.cosine_similarity
     inside = (p.pad() * 0 + 1) * pack_padded(torch.ones(4, 4, 3, dtype=D), MIXED).pad()
     for a, b, c, d in ((p, x, p.pad(), plain * inside), (x, p, plain * inside, p.pad())):
-        got, want = F.cosine_similarity(a, b, dim), F.cosine_similarity(c, d, dim)
+        got, want = cosine(a, b, dim), cosine(c, d, dim)
         want = pack_padded(want, MIXED).values if dim == -1 else want
         got = got.values if dim == -1 else got
         torch.testing.assert_close(got, want)
@@ -203,7 +204,7 @@ def test_rows_repeated_with_their_number() -> None:
     p: Any = packed(MIXED, 3)
     got = p.repeat_interleave(torch.tensor([1, 0, 2, 1]), 0, output_size=4)
     assert got.lens.tolist() == [3, 4, 4, 1]
-    assert torch.equal(got.values, torch.repeat_interleave(p, torch.tensor([1, 0, 2, 1]), dim=0).values)
+    assert torch.equal(got.values, torch.repeat_interleave(p, torch.tensor([1, 0, 2, 1]), dim=0).values)  # pyright: ignore
     assert torch.equal(p.repeat_interleave(2, -1, output_size=6).values, p.values.repeat_interleave(2, -1))
 
 
