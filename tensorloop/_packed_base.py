@@ -1,7 +1,7 @@
 """What a packed tensor holds, for the modules that work on it: values, their ragged dim, and facts about both."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -11,12 +11,17 @@ from tensorloop import _checks
 from tensorloop._packed_dim import Dim, differ
 from tensorloop._packed_size import RAGGED, RaggedSize
 
+if TYPE_CHECKING:
+    from tensorloop._packed_types import TensorTypes as _Base
+else:
+    _Base = object
+
 
 class PackedFallbackWarning(UserWarning):
     """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N."""
 
 
-class Packed:
+class Packed(_Base):
     """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
 
     __slots__ = ("__weakref__", "_dim", "values")
@@ -37,7 +42,7 @@ class Packed:
         return len(self._dim), RAGGED, *self.values.shape[1:]
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of dims, batch and ragged dim included."""
         return self.values.dim() + 1
 

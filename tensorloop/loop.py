@@ -182,6 +182,32 @@ def while_loop(
 ) -> C: ...
 @overload
 def while_loop(
+    cond_fn: Callable[[C], Tensor],
+    body_fn: Callable[[C], C],
+    init: C,
+    *,
+    context: None = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Tensor | Any]: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C, Context], Tensor],
+    body_fn: Callable[[C, Context], C],
+    init: C,
+    *,
+    context: Context,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Tensor | Any]: ...
+@overload
+def while_loop(
     cond_fn: Callable[[C], Condition],
     body_fn: Callable[[C], C],
     init: C,
@@ -192,7 +218,7 @@ def while_loop(
     return_steps: Literal[True],
     checkpoints: Plan = None,
     progress: bool = False,
-) -> tuple[C, Any]: ...
+) -> tuple[C, int | Any]: ...
 @overload
 def while_loop(
     cond_fn: Callable[[C, Context], Condition],
@@ -205,7 +231,7 @@ def while_loop(
     return_steps: Literal[True],
     checkpoints: Plan = None,
     progress: bool = False,
-) -> tuple[C, Any]: ...
+) -> tuple[C, int | Any]: ...
 @called_eagerly
 def while_loop(
     cond_fn: Callable[..., Condition],
