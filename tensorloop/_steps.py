@@ -173,6 +173,9 @@ class Loop:
     def _checked(self, carry: Any, t: int) -> State:
         """The leaves of what the body returned."""
         leaves = self.carry.check(carry, t)
+        if self.carry.hidden and (self.eager or self.rows is not None):
+            rows = "rows that have stopped keep their carry"
+            self.carry.refuse_hidden(leaves, t, "replays begin at a kept carry" if self.rows is None else rows)
         apart = len(self.carry.arrays) > 1 and _apart(leaves)
         # A recorder looks at what is left of a step, so there nothing may hold on to it.
         self.known = (None, None) if apart or self.eager else (leaves, carry)

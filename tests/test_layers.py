@@ -129,7 +129,7 @@ ALLOWED: dict[str, set[str]] = {
     "_attention": {"_attention_strips", "_modes"},
     "_attention_gpu": {"_attention_strips", "_modes", "_packed_dim"},
     "_attention_strips": set(),
-    "_packed_base": {"_checks", "_packed_dim"},
+    "_packed_base": {"_checks", "_packed_dim", "_tree"},
     "_packed_dim": {"_checks", "_compile", "_modes"},
     "_packed_heads": {"_packed_base", "_packed_time_first", "attention"},
     "_packed_index": {"_checks", "_packed_base", "_packed_dim", "_ragged"},
