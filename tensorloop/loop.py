@@ -225,13 +225,15 @@ def while_loop(
             init = body_fn(init)
         return init
 
-    cond_fn gives a bool, a 0-d bool tensor, or a (B,) bool tensor: then each row stops on its own and stays stopped.
+    cond_fn gives a bool, a bool tensor of one element, or a (B,) bool tensor: then each row stops on its own and stays
+    stopped.
     Shapes: with a (B,) condition every tensor of the carry has B leading rows, or is 0-d and shared (as numbers are);
     arrays have elements (B, ...). A stopped row's carry is frozen exactly; a new slot of an array is 0 there. With
     `context`, cond_fn and body_fn take it as last argument. `max_steps` truncates. `compact` drops rows that have
     stopped from the batch, and from `context` (leading B) with it, whenever they are a quarter of it; the carry
     returned has all rows again. `return_steps` gives (carry, steps): (B,) int64, or an int. Under `torch.func.vmap`
-    a 0-d condition stops each element on its own.
+    a condition of one bool stops each element on its own. What the body computes from several rows at once sees those
+    that have stopped as their last real input; with `compact` they are gone.
     Gradient: as the Python loop's, also to closed-over tensors; none to what only cond_fn uses. What the body computes
     for a stopped row gets none, and NaN there reaches no other row.
     Cost: as `scan`; one sync a step on a device, to ask the condition. A (B,) condition keeps B bools a step.

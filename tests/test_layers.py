@@ -82,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": set(),
     "_no_steps": {"_carry", "_fake", "_steps", "_tree", "_ys", "tensor_array"},
     "_parallel": {"_carry", "_checks", "_fake", "_packed_base", "_tree", "_ys", "tensor_array"},
-    "_steps": {"_carry", "_checks", "_cuts", "_modes", "_rows", "_tree", "_xs", "_ys", "tensor_array"},
+    "_steps": {"_active", "_carry", "_checks", "_cuts", "_modes", "_rows", "_tree", "_xs", "_ys", "tensor_array"},
     "_rows": {"_array_buffer", "_cuts", "_modes", "tensor_array"},
     "_cuts": {"_active", "_array_buffer", "_array_grad", "_array_rows", "_array_slots", "_modes", "tensor_array"},
     "_xs": {"_checks", "_modes", "_tree", "_ys", "tensor_array"},
