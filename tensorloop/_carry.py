@@ -6,6 +6,7 @@ stays; what it holds is its own business, as long as nothing must be kept, froze
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -107,11 +108,13 @@ class Carry:
         here = {path: describe(leaf) for path, leaf in now}
         lines = [f"  - carry{path}: {was[path]}" for path in was if path not in here]
         lines += [f"  + carry{path}: {here[path]}" for path in here if path not in was]
+        grown = not was.keys() - here.keys() and any(re.search(r"\[\d+\]$", path) for path in here.keys() - was.keys())
+        cure = "What grows is a TensorArray: begin with tl.TensorArray() in init, and return carry.append(x)."
         structures = f"  - {self.structure}\n  + {_tree.structure(tree)}"
         return (
             f"{self.name}: the body returned a carry of another structure at step {step}:\n{structures}\n"
             + "\n".join(lines)
-            + "\nReturn the same containers with the same keys as in init."
+            + ("\n" + cure if grown else "\nReturn the same containers with the same keys as in init.")
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes, _rows, _tree
+from tensorloop import _advice, _checks, _modes, _rows, _tree
 from tensorloop._active import here
 from tensorloop._carry import Carry, leading_rows
 from tensorloop._cuts import read_in_bulk
@@ -36,6 +36,7 @@ class Loop:
         self.outputs: Outputs | None = None
         self.cond: Callable[..., Any] | None = None  # asked before each step
         self.until: Callable[..., Any] | None = None  # asked after each step
+        self.functions: tuple[_advice.Called, ...] = ()  # the user's, for advice
         self.compact = False
         self.rows: Rows | None = None
         self.cut = 0  # after how many cuts the carry is checked against
@@ -320,6 +321,9 @@ class Loop:
             yield
         except BaseException as error:
             error.add_note(f"raised in step {self.taken} of {self.name}")
+            _advice.refuse_arguments(self.name, self.functions, error)
+            for note in _advice.notes(self, error):
+                error.add_note(note)
             raise
 
 

@@ -6,11 +6,11 @@ recomputes the rest.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Never, TypeVar, overload
 
 from torch import Tensor
 
-from tensorloop import _active, _checks, _no_steps, replay
+from tensorloop import _active, _advice, _checks, _no_steps, replay
 from tensorloop._carry import describe
 from tensorloop._compile import called_eagerly
 from tensorloop._packed_base import any_packed
@@ -103,6 +103,7 @@ def scan(
     context: Any = None,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> tuple[Any, Any]:
     """A fold over slices that also stacks an output of each step: (carry, ys).
 
@@ -128,6 +129,8 @@ def scan(
     Source: jax.lax.scan for the surface.
     """
     name = "scan"
+    if unknown:
+        _advice.refuse_unknown(scan, unknown)
     _callable(name, body_fn=body_fn)
     _callable(name, optional=True, until=until)
     packed = any_packed(xs)
@@ -145,6 +148,8 @@ def scan(
 
     loop = Loop(name, body, init, slices.length, context)
     loop.slices, loop.outputs, loop.until = slices, slices.outputs(), until
+    more = () if context is None else ("context",)
+    loop.functions = ("body_fn", body_fn, ("carry", "x", *more)), ("until", until, ("carry", *more))
     if isinstance(slices, PackedSlices):
         loop.known_rows(slices.rows(), loop.init)
     carry = run_loop(loop, checkpoints, progress)
@@ -218,6 +223,7 @@ def while_loop(
     return_steps: bool = False,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
 
@@ -241,6 +247,8 @@ def while_loop(
     Source: jax.lax.while_loop for the surface; Equinox for checkpoints in a loop of unknown length.
     """
     name = "while_loop"
+    if unknown:
+        _advice.refuse_unknown(while_loop, unknown)
     _callable(name, cond_fn=cond_fn, body_fn=body_fn)
     if max_steps is not None and (max_steps := _checks.as_int(max_steps, name, "max_steps")) < 0:
         raise ValueError(f"{name}: max_steps must be at least 0, got {max_steps}")
@@ -250,6 +258,8 @@ def while_loop(
 
     loop = Loop(name, body, init, max_steps, context)
     loop.cond, loop.compact = cond_fn, compact
+    more = ("carry",) if context is None else ("carry", "context")
+    loop.functions = ("cond_fn", cond_fn, more), ("body_fn", body_fn, more)
     carry = run_loop(loop, checkpoints, progress, known=False)
     return (carry, loop.steps()) if return_steps else carry
 
@@ -263,6 +273,7 @@ def fori_loop(
     *,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> C:
     """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
 
@@ -270,13 +281,17 @@ def fori_loop(
     Gradient, cost, errors: as `scan`.
     """
     name = "fori_loop"
+    if unknown:
+        _advice.refuse_unknown(fori_loop, unknown)
     _callable(name, body_fn=body_fn)
     first, last = _checks.as_int(lower, name, "lower"), _checks.as_int(upper, name, "upper")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return body_fn(first + t, carry), None
 
-    return run_loop(Loop(name, body, init, max(last - first, 0)), checkpoints, progress)
+    loop = Loop(name, body, init, max(last - first, 0))
+    loop.functions = (("body_fn", body_fn, ("i", "carry")),)
+    return run_loop(loop, checkpoints, progress)
 
 
 @called_eagerly
@@ -288,6 +303,7 @@ def map(
     batch_size: int | None = None,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> Y:
     """fn of each slice of xs along `dim`, stacked: ys.
 
@@ -297,6 +313,8 @@ def map(
     (`checkpoints` is then refused).
     """
     name = "map"
+    if unknown:
+        _advice.refuse_unknown(map, unknown)
     _callable(name, fn=fn)
     if batch_size is not None:
         if checkpoints is not None:
@@ -313,6 +331,7 @@ def map(
 
     loop = Loop(name, body, (), slices.length)
     loop.slices, loop.outputs = slices, slices.outputs()
+    loop.functions = (("fn", fn, ("x",)),)
     run_loop(loop, checkpoints, progress)
     return loop.outputs.stack(False) if loop.taken else _no_steps.empty_outputs(loop)
 
