@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from tensorloop import _checks
+from tensorloop import _checks, _tree
 from tensorloop._packed_dim import Dim, differ
 from tensorloop._packed_size import RAGGED, RaggedSize
 
@@ -107,7 +106,7 @@ def is_packed(x: Any) -> bool:
 
 def any_packed(tree: Any) -> bool:
     """Whether one of the leaves of a tree is a packed tensor."""
-    return any(is_packed(x) for x in _pytree.tree_leaves(tree, is_leaf=is_packed))
+    return any(is_packed(x) for x in _tree.leaves(tree, is_packed))
 
 
 def is_tensor(x: Any) -> bool:
