@@ -1,4 +1,4 @@
-"""The conditions of a checkpointed loop. They may look and not change: a replay follows what they said, and asks no more.
+"""The conditions of a checkpointed loop. They look and do not change: replays follow what they said, and ask no more.
 
 Whether they did is seen by versions. A batch norm's statistics change without one, so their values are compared.
 """

@@ -79,6 +79,7 @@ class Captures(TorchFunctionMode):
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
         self._unseen: set[int] = set()  # written to by functions that raise no version
         self._made: list[int] = []  # results of this step
+        self._passing: list[weakref.ref[Tensor]] = []  # arguments and results of the step last done
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
         self._walk = False
@@ -241,9 +242,11 @@ class Captures(TorchFunctionMode):
         for x in (*state, *row):
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
+                if x.requires_grad:
+                    self._passing.append(weakref.ref(x))
         return state
 
-    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Iterable[Any] = ()) -> None:
+    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Sequence[Any] = ()) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
         if self.replaying:
             self._check_count()
@@ -252,6 +255,7 @@ class Captures(TorchFunctionMode):
             self._look_for_left({id(x) for x in returned})
             if self._walk or any(id(x) not in self._seen for x in outputs):
                 self._find_recorded(outputs, {id(x) for x in (*arguments, *self.given.roots)})
+            self._passing += [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
         self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
         self.given.end()
@@ -264,6 +268,10 @@ class Captures(TorchFunctionMode):
             if sys.getrefcount(x) > 3 and key not in returned:
                 self._left[key] = weakref.ref(x)
 
+    def _makes(self, x: Tensor) -> bool:
+        """Whether a result with a gradient is of this step, and not a tensor from outside."""
+        return x.grad_fn is not None and id(x) not in self.recorded and all(y is not x for y, _ in self._candidates)
+
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
         for reference, version in self._fresh:
@@ -273,7 +281,10 @@ class Captures(TorchFunctionMode):
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
-        self._fresh, self._written = [], {}
+        for reference in self._passing:
+            if (x := reference()) is not None:
+                self._left[id(x)] = reference
+        self._fresh, self._written, self._passing = [], {}, []
 
     def tensors(self) -> list[Tensor]:
         """What the body has used so far that it did not make."""
@@ -390,7 +401,7 @@ class Captures(TorchFunctionMode):
             self.check_versions()
         finally:
             self.replaying = False
-            self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}
+            self._fresh, self._candidates, self._seen, self._written, self._passing = [], [], {}, {}, []
             for captured in self.arrays.values():
                 captured.leave()
             for x, values in now:

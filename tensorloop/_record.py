@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _again, _modes, schedule
+from tensorloop import _again, _held, _modes, schedule
 from tensorloop._active import here, quietly, running
 from tensorloop._asked import Conditions
 from tensorloop._captures import Captures
 from tensorloop._checks import describe
+from tensorloop._closures import Constants
 from tensorloop._in_place import check_apart
 from tensorloop._plan import Checkpoints
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
@@ -42,6 +43,7 @@ class Record:
         self.captures = Captures(loop.name, here.serial)
         loop.eager = True
         loop.init = [self.replacing.of(x) for x in loop.init]
+        self.constants = Constants(loop.body)
         loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
         self.conditions = Conditions(loop, self.captures)
@@ -59,6 +61,7 @@ class Record:
     def sweep(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
         captures = self.captures
+        leaving = _held.Leaving(captures)
         state, self.first = self._begin()
         start = Random(())
         try:
@@ -79,9 +82,11 @@ class Record:
                     )
             captures.settle()
             captures.check_versions()
+            _held.warn(self.name, self.constants.code, leaving)
         finally:
             self.conditions.fed = (None, None)
             captures.end_sweep()
+        self.constants.settle()
         if self.schedule is None:  # the loop ended before a budget had its number
             self.schedule = schedule.of(1, self.length)
         if Random(g for g, _ in captures.generators.values()) != start:
@@ -362,6 +367,7 @@ class Record:
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """The surroundings of the sweep: everything that a body's result depends on."""
+        self.constants.check(self.name)
         for x, version in self.outside:
             if x._version != version:
                 raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Bodies that change their carry in place, as in a Python loop, and conditions, which may not where steps are replayed."""
+"""Bodies that change their carry in place, as in a Python loop, and conditions, which may not where replays follow."""
 
 from collections.abc import Callable
 from typing import Any
