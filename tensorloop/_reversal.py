@@ -118,7 +118,7 @@ class Reversal:
         leaves, recorded, tokens = fed(state)
         row = record.row(t)
         rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
-        captures.begin_step(t, [*leaves, *row])
+        leaves = captures.begin_step(t, leaves, recorded, row)
         with record.standing_in():
             new, y = record.loop.step(t, leaves, row)
         outputs, grads = self._outputs(t, new, y, state)
