@@ -23,7 +23,7 @@ from tensorloop._plan import Checkpoints
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
 from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
-from tensorloop._tape import Version, begun, closed, final, new_token
+from tensorloop._tape import Version, begun, closed, final, let_go, new_token
 from tensorloop._watched import Watched, as_users
 from tensorloop._world import Autocast, DefaultDevice, Random
 from tensorloop.schedule import Schedule
@@ -183,6 +183,8 @@ class Record:
         captures.end_step(outputs, arguments, [*new, *ys])
         for captured in captures.arrays.values():
             captured.end_step()
+        for x in (*leaves, *new):
+            let_go(x, captures.serial)
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
