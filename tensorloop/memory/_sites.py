@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PACKAGES = tuple(os.path.join("", name, "") for name in ("site-packages", "dist-packages"))
+PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Parts of a path below which installed packages lie."""
 ROWS = 60
 """Rows of a table that are printed."""
