@@ -10,6 +10,7 @@ from tensorloop.tensor_array import TensorArray
 if TYPE_CHECKING:
     from tensorloop import beam as beam
     from tensorloop import memory as memory
+    from tensorloop import packed as packed
     from tensorloop import risk as risk
     from tensorloop import schedule as schedule
     from tensorloop import testing as testing
@@ -53,7 +54,7 @@ _LATER = {
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
 _HOMES = {name: module for module, names in _LATER.items() for name in names}
-_SUBMODULES = ("beam", "memory", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "memory", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):
