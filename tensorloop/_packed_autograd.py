@@ -77,11 +77,11 @@ def refuse_lost_gradient(name: str, given: tuple[Any, ...]) -> None:
     frame = sys._getframe(1) if wanted else None
     while frame is not None:
         if frame.f_code is _APPLY:
-            args = frame.f_locals["args"]
-            held = _packed_in((args, frame.f_locals["kwargs"]))
+            args = frame.f_locals.get("args", ())
+            held = _packed_in((args, frame.f_locals.get("kwargs")))
             # Who gives the values too has them seen, and the packed tensor for its rows.
             if any(p is q and not any(x is p.values for x in args) for p in wanted for q in held):
-                raise _lost(name, frame.f_locals["cls"])
+                raise _lost(name, frame.f_locals.get("cls"))
         frame = frame.f_back
 
 
