@@ -47,6 +47,7 @@ class Packed(_Base):
 
 
 Handler = Callable[..., Any]
+_NUMBERS = tuple(range(128))  # torch computes with 64 dims at most
 
 
 def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
@@ -63,7 +64,7 @@ def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
     if not -size <= n < size:
         raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
     # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
-    return tuple(range(size))[n]
+    return _NUMBERS[n % size]
 
 
 def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:

@@ -44,8 +44,8 @@ class Dim(int):
         self.name = name
         # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
         # that who writes to it writes to nobody's rows.
-        self._lens = _lengths(lens, "Dim", check)
         with _lasting():
+            self._lens = _lengths(lens, "Dim", check)
             self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
             self.lens = self._lens.clone()  # (B,)
             self.offsets = self._offsets.clone()  # (B+1,): where rows begin among the values, and the last one's end
@@ -190,15 +190,13 @@ def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
         return lens._lens
     if not isinstance(lens, Tensor):
         numbers = [_checks.as_int(n, name, "lens") for n in _checks.items(lens, name, "lens")]
-        with _lasting():
-            lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
+        lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     elif lens.dtype is not torch.int64:
         raise TypeError(f"{name}: lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
     elif _modes.is_batched(lens):
         raise TypeError(f"{name}: lens is batched by vmap; lengths must be the same for every call")
     else:
-        with _lasting():
-            lens = _modes.numbers(lens).clone()
+        lens = _modes.numbers(lens).clone()
     if lens.dim() != 1:
         raise ValueError(f"{name}: lens must be (B,), the length of each row, got shape {tuple(lens.shape)}")
     if _checks.must_check(check, lens) and bool((lens < 0).any()):

@@ -60,7 +60,7 @@ def _parts(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
 def _index(p: Packed, k: Any, what: str) -> Any:
     if isinstance(k, slice):
         return k
-    if isinstance(k, (list, range)) or (isinstance(k, Tensor) and k.dim()):
+    if isinstance(k, (list, range)) or getattr(k, "ndim", 0):  # a tensor, or an array of NumPy's
         k = torch.as_tensor(list(k) if isinstance(k, range) else k, device=p.values.device)
         if k.dtype is torch.bool:
             if what == "times" or k.shape != (len(p._dim),):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _ragged
+from tensorloop._packed_autograd import recording, refuse_lost_gradient
 from tensorloop._packed_base import (
     Handler,
     Packed,
@@ -82,6 +83,8 @@ def is_pointwise(name: str) -> bool:
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, some of them packed."""
     name = getattr(func, "__name__", str(func))
+    if not recording():
+        refuse_lost_gradient(name, (*args, *kwargs.values()) if kwargs else args)
     handler = HANDLERS.get(name)
     if "out" in kwargs and kwargs.pop("out") is not None:
         raise refused(name, "out= is not taken with packed tensors", "use the result")
@@ -262,19 +265,17 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
     name = func.__name__
     if name == "__rmatmul__":
         input, other = other, input
-    for x in (input, other):
-        if not is_packed(x) and not is_tensor(x):
-            no_array(x, "matmul")
-            raise refused("matmul", f"of a packed tensor and a {type(x).__name__}", "give it a tensor")
     if is_packed(input) and is_packed(other):
         check_partner(input, other, "matmul")
         _needs_matrix(input)
         return input._with(torch.matmul(input.values, other.values))
     if is_packed(other):
+        _needs_tensor(input)
         _needs_matrix(other)
         if input.dim() > other.ndim - 2:
             input = align(input, other, "matmul")
         return other._with(torch.matmul(input, other.values))
+    _needs_tensor(other)
     _needs_features(input, 1, "matmul")
     if input.ndim == 3 and other.dim() == 3 and other.shape[0] == 1:
         other = other[0]
@@ -283,6 +284,12 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
             return fall_back("matmul", input, lambda x: torch.matmul(x, other))
         other = align(other, input, "matmul")
     return input._with(torch.matmul(input.values, other))
+
+
+def _needs_tensor(x: Any) -> None:
+    if not is_tensor(x):
+        no_array(x, "matmul")
+        raise refused("matmul", f"of a packed tensor and a {type(x).__name__}", "give it a tensor")
 
 
 def _needs_matrix(p: Packed) -> None:

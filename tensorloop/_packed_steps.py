@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorloop import _checks, _modes, _ragged, _tree
 from tensorloop._carry import describe
+from tensorloop._packed_autograd import recording, refuse_lost_gradient
 from tensorloop._packed_base import is_packed
 from tensorloop._packed_dim import Dim, differ
 from tensorloop._rows import Rows
@@ -28,6 +29,8 @@ class PackedSlices(Slices):
 
     def __init__(self, xs: Any, length: Any, dim: Any, reverse: bool, name: str) -> None:
         self.ragged = ragged = _common(xs, name)
+        if not recording():
+            refuse_lost_gradient(name, (xs,))
         if not isinstance(dim, Dim) and _checks.as_int(dim, name, "dim") not in (0, 1):
             raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time

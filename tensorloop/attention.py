@@ -12,6 +12,7 @@ from torch import Tensor
 from tensorloop import _attention, _attention_gpu, _checks
 from tensorloop._attention_strips import Task
 from tensorloop._compile import called_eagerly
+from tensorloop._packed_autograd import recording, refuse_lost_gradient
 from tensorloop._packed_base import Packed, is_packed, same_rows
 from tensorloop._packed_dim import Dim
 from tensorloop.tensor_array import TensorArray
@@ -105,6 +106,8 @@ def _inputs(q: Any, k: Any, v: Any) -> _Inputs:
     packed = [is_packed(x) for x in (q, k, v)]
     arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
     if all(packed):
+        if not recording():
+            refuse_lost_gradient(_NAME, (q, k, v))
         return _packed(q, k, v)
     if arrays == [False, True, True] and not packed[0]:
         return _step(q, k, v)

@@ -25,6 +25,7 @@ from tensorloop import (
     _packed_sort,
     _ragged,
 )
+from tensorloop._packed_autograd import apply, recording, refuse_lost_gradient
 from tensorloop._packed_base import Packed, PackedFallbackWarning, dim_number, same_rows
 from tensorloop._packed_dim import Dim, as_dim
 from tensorloop._packed_facts import FACTS, InAutograd
@@ -32,7 +33,7 @@ from tensorloop._packed_index import getitem
 from tensorloop._packed_methods import add_methods
 from tensorloop._packed_ops import FALLBACKS, HANDLERS, dispatch, is_pointwise
 
-__all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "collate", "pack_padded"]
+__all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
 _TABLES = (_packed_norms, _packed_pieces, _packed_reduce, _packed_rnn, _packed_shape, _packed_sort)
@@ -187,12 +188,16 @@ class PackedTensor(InAutograd):
             raise ValueError(
                 f"pad: max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]"
             )
+        if not recording():
+            refuse_lost_gradient("pad", (self,))
         return _ragged.pad(self.values, self._dim._offsets, steps, value)
 
     def unbind(self, dim: Any = 0) -> Any:
         """The rows, as a tuple of tensors (len_b, *F), views; or the slices of a feature dim, packed."""
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
+        if not recording():
+            refuse_lost_gradient("unbind", (self,))
         return tuple(self.values.split(self._dim._lens.tolist()))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
@@ -201,6 +206,8 @@ class PackedTensor(InAutograd):
 
     def __getitem__(self, key: Any) -> Any:
         """p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]: see docs/packed.md."""
+        if not recording():
+            refuse_lost_gradient("indexing", (self, key))
         return getitem(self, key)
 
     def __len__(self) -> int:
@@ -231,11 +238,11 @@ class PackedTensor(InAutograd):
 
     def amax(self, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
         """The maximum over `dim`; equal entries share the gradient. `initial` counts as one more entry everywhere."""
-        return HANDLERS["amax"](torch.amax, self, dim, keepdim, initial=initial)
+        return dispatch(torch.amax, (self, dim, keepdim), {"initial": initial})
 
     def amin(self, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
         """The minimum over `dim`; equal entries share the gradient. `initial` counts as one more entry everywhere."""
-        return HANDLERS["amin"](torch.amin, self, dim, keepdim, initial=initial)
+        return dispatch(torch.amin, (self, dim, keepdim), {"initial": initial})
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Shape, rows and values."""
@@ -264,6 +271,8 @@ class PackedTensor(InAutograd):
 
     def to_nested(self) -> Tensor:
         """A `torch.nested` tensor of the jagged layout over the same values; nothing copied."""
+        if not recording():
+            refuse_lost_gradient("to_nested", (self,))
         return _packed_interop.to_nested(self)
 
     @classmethod
@@ -273,6 +282,8 @@ class PackedTensor(InAutograd):
 
     def to_packed_sequence(self) -> torch.nn.utils.rnn.PackedSequence:
         """A PackedSequence, whose entries are in time order: one permutation. Raises: ValueError (an empty row)."""
+        if not recording():
+            refuse_lost_gradient("to_packed_sequence", (self,))
         return _packed_interop.to_packed_sequence(self)
 
     @classmethod
@@ -399,3 +410,5 @@ _pytree.register_pytree_node(
     from_dumpable_context=lambda dumped: Dim(*dumped),
     flatten_with_keys_fn=_flatten_with_keys,
 )
+# So that `torch.load`, which by default makes nothing but what is known to be harmless, makes these.
+torch.serialization.add_safe_globals([PackedTensor, Dim, _rebuilt])

@@ -57,3 +57,10 @@ def test_a_packed_and_a_padded_tensor_are_not_silently_unequal(compare: Callable
     assert compare(P, pack_padded(padded, P.lens))
     assert not compare(P, PackedTensor(P.values, [3, 2]))
     assert not compare(P, P + 1)
+
+
+def test_arrays_index_as_tensors_do():
+    for key in (np.array([1, 0]), np.array([-1], np.int32), np.array([True, False])):
+        assert torch.equal(P[key], P[torch.from_numpy(key)])
+    assert torch.equal(P[:, np.array([0, 1])], P[:, [0, 1]])
+    assert torch.equal(P[np.int64(1), np.int64(2)], P[1, 2])
