@@ -31,6 +31,7 @@ from tensorloop._packed_facts import FACTS, InAutograd
 from tensorloop._packed_index import getitem
 from tensorloop._packed_methods import add_methods
 from tensorloop._packed_ops import FALLBACKS, HANDLERS, dispatch, is_pointwise
+from tensorloop._packed_refused import no_attribute, unsupported
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "collate", "pack_padded"]
 
@@ -188,6 +189,10 @@ class PackedTensor(InAutograd):
         """p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]: see docs/packed.md."""
         return getitem(self, key)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Refused: torch.where writes where a mask says so."""
+        raise unsupported("__setitem__")
+
     def __len__(self) -> int:
         """Refused: with a length, torch would take the index of `table[p]` for a tuple of rows, one for each dim."""
         raise TypeError("len: a packed tensor has B rows and sum(lens) entries; use p.shape[0] or p.values.shape[0]")
@@ -284,9 +289,9 @@ class PackedTensor(InAutograd):
             return getattr(self.values, name)
         func = getattr(Tensor, name, None)
         if func is None or not callable(func) or name.startswith("__"):
-            raise AttributeError(f"a packed tensor has no attribute {name!r}; .values and .pad() give ordinary tensors")
+            raise no_attribute(name, method=False)
         if name not in HANDLERS and not is_pointwise(name):
-            raise AttributeError(f"{name} is not known for packed tensors; use .values (N, *F), or .pad() and a mask")
+            raise no_attribute(name, method=True)
         return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
 
     def __dir__(self) -> list[str]:
