@@ -62,6 +62,15 @@ class PackedTensor(InAutograd):
     Gradient: to `values`, any number of times. Cost: nothing is copied; N entries of work, whatever the longest row.
     Raises: TypeError, ValueError (lens that do not sum to N, negative, of another dtype or not 1-d). The values of lens
     are looked at on the CPU; on a device only with `check=True`, which waits for it.
+
+    Example:
+        >>> p = tl.PackedTensor(torch.arange(6.0), [2, 3, 1])
+        >>> p.sum(1), p.softmax(1).lens
+        (tensor([1., 9., 5.]), tensor([2, 3, 1]))
+        >>> (p * 2).pad()
+        tensor([[ 0.,  2.,  0.],
+                [ 4.,  6.,  8.],
+                [10.,  0.,  0.]])
     """
 
     __slots__ = ()
@@ -334,6 +343,10 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
     these. Gradient: to the entries packed; 0 for the padding. Cost: one copy of N entries.
     Raises: TypeError, ValueError (another number of rows, a negative length, a row longer than T). Lengths on a device
     are waited for, once for each Dim: N must be known. Keep them on the CPU and nothing waits.
+
+    Example:
+        >>> tl.pack_padded(torch.arange(6).view(2, 3), [2, 3]).values
+        tensor([0, 1, 3, 4, 5])
     """
     name = "pack_padded"
     dim = as_dim(lens, name, check)
