@@ -64,7 +64,7 @@ def variable_length(q: Tensor, k: Tensor, v: Tensor, task: Task, of_q: Dim, of_k
     """By `varlen_attn` of packed (1, N, heads, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_q, cu_k = (dim.offsets.to(torch.int32) for dim in (of_q, of_k))
+    cu_q, cu_k = (dim._offsets.to(torch.int32) for dim in (of_q, of_k))
     window, shared = (-1, 0) if task.causal else (-1, -1), q.shape[2] != k.shape[2]
     out = varlen_attn(
         *(q[0], k[0], v[0], cu_q, cu_k),

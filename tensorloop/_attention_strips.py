@@ -137,10 +137,10 @@ def shorter(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Itera
 def bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
     """The given rows of a packed tensor, padded to the longest one or to `width`."""
     rows = list(rows)
-    lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64)
-    starts = torch.tensor([offsets[b] for b in rows], dtype=torch.int64)
+    lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device="cpu")
+    starts = lens.new_tensor([offsets[b] for b in rows])
     length = int(lens.max()) if width is None and rows else width or 0
-    steps = torch.arange(length)
+    steps = torch.arange(length, device=lens.device)
     places = (steps < lens[:, None]).flatten().nonzero().flatten()
     slots = (starts[:, None] + steps.minimum(lens[:, None] - 1)).flatten()
     tokens = slots[places]
@@ -243,9 +243,10 @@ class BlockTable:
         if not listed:
             return None
         numbers, sure = zip(*listed, strict=True)
-        positions = (torch.tensor(numbers)[:, None] * self.k_size + torch.arange(self.k_size)).flatten()
+        within = torch.arange(self.k_size, device="cpu")
+        positions = (within.new_tensor(numbers)[:, None] * self.k_size + within).flatten()
         inside = positions < self._width
-        return Seen(positions[inside], torch.tensor(sure).repeat_interleave(self.k_size)[inside])
+        return Seen(positions[inside], inside.new_tensor(sure).repeat_interleave(self.k_size)[inside])
 
     def mask(self, b: int, h: int, start: int, stop: int, seen: Seen, device: torch.device) -> Tensor:
         """(1, 1, stop - start, S) bool for the queries from start to stop."""

@@ -12,17 +12,30 @@ from tensorloop import _modes
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
+_PER_ELEMENT = {
+    "index": "; under vmap read several with gather()",
+    "lower": "; use while_loop and carry the number, where each element stops on its own",
+    "upper": "; use while_loop with the bound in cond_fn, where each element stops on its own",
+    "length": "; use while_loop with the length in cond_fn, where each element stops on its own",
+    "max_steps": "; carry a count, and let cond_fn compare it",
+}
+
+
 def as_int(i: SupportsIndex, name: str, what: str = "index") -> int:
     """`i` as an int: ints, numpy integers and 0-d integer tensors are taken, bools and floats are not."""
     if type(i) is int:
         return i
     bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
+    if isinstance(i, Tensor) and _modes.is_batched(i):
+        raise TypeError(
+            f"{name}: {what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}"
+        )
+    hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
     if not bad:
         try:
             return operator.index(i)
-        except TypeError:
-            pass
-    hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
+        except TypeError as error:
+            hint = f"; {error}" if hasattr(i, "__index__") else ""  # what could be an index says why it is none
     raise TypeError(f"{name}: {what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
 
 
@@ -53,7 +66,7 @@ def index_tensor(indices: Tensor | Iterable[int], device: torch.device, name: st
         for k, i in enumerate(as_list):
             if not -(2**63) <= i < 2**63:
                 raise IndexError(f"{name}: {what}[{k}] is {i}, which no array reaches")
-        return torch.tensor(as_list, dtype=torch.int64)
+        return torch.tensor(as_list, dtype=torch.int64, device="cpu")
     if indices.dtype not in INTEGERS:
         raise TypeError(f"{name}: {what} must be integers, got dtype {indices.dtype}")
     if indices.device != device and indices.device.type != "cpu":

@@ -33,6 +33,14 @@ def called_eagerly(function: _F) -> _F:
     return function
 
 
+def runs_kernels(function: _F) -> _F:
+    """Marks a function in the same way: what it calls is no Python that dynamo could trace, but numba's."""
+    plain: object = function
+    if isinstance(plain, FunctionType):
+        _skip(plain, f"{plain.__name__} runs a compiled kernel")
+    return function
+
+
 def _skip(function: FunctionType, reason: str) -> None:
     frame = _dynamo.eval_frame
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]

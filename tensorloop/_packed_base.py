@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from tensorloop import _checks
+from tensorloop import _checks, _tree
 from tensorloop._packed_dim import Dim, differ
+from tensorloop._packed_size import RAGGED, RaggedSize
 
 if TYPE_CHECKING:
     from tensorloop._packed_types import TensorTypes as _Base
@@ -36,9 +36,9 @@ class Packed(_Base):
         return made
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
-        """(B, None, *F): None is the ragged dim."""
-        return len(self._dim), None, *self.values.shape[1:]
+    def shape(self) -> tuple[int, RaggedSize, *tuple[int, ...]]:
+        """(B, None, *F). What stands for the ragged dim equals None, and refuses to be computed with."""
+        return len(self._dim), RAGGED, *self.values.shape[1:]
 
     @property
     def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -62,7 +62,8 @@ def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
     n, size = _checks.as_int(dim, name, "dim"), p.ndim + extra
     if not -size <= n < size:
         raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
-    return n % size
+    # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
+    return tuple(range(size))[n]
 
 
 def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ def is_packed(x: Any) -> bool:
 
 def any_packed(tree: Any) -> bool:
     """Whether one of the leaves of a tree is a packed tensor."""
-    return any(is_packed(x) for x in _pytree.tree_leaves(tree, is_leaf=is_packed))
+    return any(is_packed(x) for x in _tree.leaves(tree, is_packed))
 
 
 def is_tensor(x: Any) -> bool:

@@ -48,20 +48,25 @@ class Dim(int):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"Dim: name must be a string or None, got {_checks.describe(name)}")
         self.name = name
-        self.lens = _lengths(lens, "Dim", check)
-        self.offsets = _offsets(self.lens)  # (B+1,): where each row begins among the values, and the last one's end
+        # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
+        # that who writes to it writes to nobody's rows.
+        self._lens = _lengths(lens, "Dim", check)
+        with _lasting():
+            self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
+            self.lens = self._lens.clone()  # (B,)
+            self.offsets = self._offsets.clone()  # (B+1,): where rows begin among the values, and the last one's end
         self._cache: dict[str, Any] = {}
         self._key = object()  # shared by dims that were found equal
         self._peers: dict[torch.device, Dim] = {}
 
     def __len__(self) -> int:
         """The number of rows, B."""
-        return len(self.lens)
+        return len(self._lens)
 
     @property
     def device(self) -> torch.device:
         """Where `lens` is."""
-        return self.lens.device
+        return self._lens.device
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
@@ -72,46 +77,53 @@ class Dim(int):
     @property
     def total(self) -> int:
         """N, the sum of the lengths. On a device the first time waits for it, if no packed tensor has told it."""
-        return self._kept("total", lambda: int(self.offsets[-1]))
+        return self._kept("total", lambda: int(self._offsets[-1]))
 
     @property
     def max_len(self) -> int:
         """The longest row; 0 for no rows. On a device the first time waits for it."""
-        return self._kept("max_len", lambda: int(self.lens.max()) if len(self) else 0)
+        return self._kept("max_len", lambda: int(self._lens.max()) if len(self) else 0)
 
     @property
     def has_empty_rows(self) -> bool:
         """Whether a row has length 0. On a device the first time waits for it."""
-        return self._kept("has_empty_rows", lambda: bool((self.lens == 0).any()))
+        return self._kept("has_empty_rows", lambda: bool((self._lens == 0).any()))
 
     @property
     def row_ids(self) -> Tensor:
         """(N,) int64: the row of each entry."""
-
-        def make() -> Tensor:
-            rows = torch.arange(len(self), device=self.device)
-            return torch.repeat_interleave(rows, self.lens, output_size=self.total)
-
-        return self._kept("row_ids", make)
+        return self._kept("row_ids", lambda: self._row_ids.clone())
 
     @property
     def positions(self) -> Tensor:
         """(N,) int64: the place of each entry in its row."""
+        return self._kept("positions", lambda: self._positions.clone())
+
+    @property
+    def _row_ids(self) -> Tensor:
 
         def make() -> Tensor:
-            starts = self.offsets[:-1].index_select(0, self.row_ids)
+            rows = torch.arange(len(self), device=self.device)
+            return torch.repeat_interleave(rows, self._lens, output_size=self.total)
+
+        return self._kept("_row_ids", make)
+
+    @property
+    def _positions(self) -> Tensor:
+        def make() -> Tensor:
+            starts = self._offsets[:-1].index_select(0, self._row_ids)
             return torch.arange(self.total, device=self.device) - starts
 
-        return self._kept("positions", make)
+        return self._kept("_positions", make)
 
     @property
     def by_time(self) -> tuple["Dim", Tensor, Tensor]:
         """The dim turned round: (rows at each t, the permutation of the entries into time order, its inverse)."""
 
         def make() -> tuple[Dim, Tensor, Tensor]:
-            order = torch.argsort(self.positions, stable=True)
+            order = torch.argsort(self._positions, stable=True)
             inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
-            return Dim(None, torch.bincount(self.positions, minlength=self.max_len)), order, inverse
+            return Dim(None, torch.bincount(self._positions, minlength=self.max_len)), order, inverse
 
         return self._kept("by_time", make)
 
@@ -133,7 +145,7 @@ class Dim(int):
             if self.device.type == "cpu":
                 _ = self.total, self.max_len, self.has_empty_rows
             with _lasting():
-                other = Dim(self.name, self.lens.to(device))
+                other = Dim(self.name, self._lens.to(device))
             other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
             other._key = self._key
             self._peers[device] = other
@@ -143,7 +155,7 @@ class Dim(int):
         """Whether the lengths are equal; looked at once for two dims, by identity afterwards."""
         if self._key is other._key:
             return True
-        if len(self) != len(other) or not torch.equal(self.lens, other.lens.to(self.device)):
+        if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
             return False
         other._key = self._key
         return True
@@ -162,7 +174,7 @@ class Dim(int):
 
     def __repr__(self) -> str:
         """The name and the lengths, or a few of them."""
-        few = self.lens[:6].tolist() if len(self) > 8 else self.lens.tolist()
+        few = self._lens[:6].tolist() if len(self) > 8 else self._lens.tolist()
         shown = ", ".join(map(str, few)) + (f", ... ({len(self)} rows)" if len(self) > 8 else "")
         return f"Dim({self.name!r}, [{shown}])"
 
@@ -176,16 +188,16 @@ class Dim(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its name and lengths."""
-        return Dim, (self.name, self.lens)
+        return Dim, (self.name, self._lens)
 
 
 def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
     if isinstance(lens, Dim):
-        return lens.lens
+        return lens._lens
     if not isinstance(lens, Tensor):
         numbers = [_checks.as_int(n, name, "lens") for n in _checks.items(lens, name, "lens")]
         with _lasting():
-            lens = torch.tensor(numbers, dtype=torch.int64)
+            lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     elif lens.dtype is not torch.int64:
         raise TypeError(f"{name}: lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
     elif _modes.is_batched(lens):
@@ -199,11 +211,6 @@ def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
         row = int((lens < 0).nonzero()[0])
         raise ValueError(f"{name}: lens[{row}] is {int(lens[row])}; a length is at least 0")
     return lens
-
-
-def _offsets(lens: Tensor) -> Tensor:
-    with _lasting():
-        return torch.cat([lens.new_zeros(1), lens.cumsum(0)])
 
 
 def as_dim(lens: Any, name: str, check: bool | None = None) -> Dim:
@@ -221,6 +228,6 @@ def differ(a: Dim, b: Dim, name: str) -> ValueError:
     """The error for two packed tensors whose lengths are not the same: it shows the first row that differs."""
     if len(a) != len(b):
         return ValueError(f"{name}: packed tensors of {len(a)} and {len(b)} rows")
-    pairs = zip(a.lens.tolist(), b.lens.tolist(), strict=True)
+    pairs = zip(a._lens.tolist(), b._lens.tolist(), strict=True)
     row, (m, n) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     return ValueError(f"{name}: packed tensors of different lens; the first row that differs is {row}: {m} and {n}")

@@ -13,6 +13,11 @@ from tensorloop._packed_dim import Dim
 _ALL = slice(None)
 
 
+def _is_whole(k: slice) -> bool:
+    """Whether it is `:`. By identity: `p.shape[1]` equals None, and as the end of a slice is refused."""
+    return k.start is None and k.stop is None and k.step is None
+
+
 def getitem(p: Packed, key: Any) -> Any:
     """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
     if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
@@ -24,10 +29,10 @@ def getitem(p: Packed, key: Any) -> Any:
         raise refused("indexing", "lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
     if isinstance(rows, int):
         return _in_row(p, rows, times, features)
-    if rows != _ALL if isinstance(rows, slice) else True:
+    if not (isinstance(rows, slice) and _is_whole(rows)):
         p = _select(p, rows)
     if isinstance(times, slice):
-        p = p if times == _ALL else crop(p, times)
+        p = p if _is_whole(times) else crop(p, times)
         return p._with(_features(p.values, features)) if features else p
     return _at(p, times, features)
 
@@ -89,7 +94,7 @@ def _row_number(p: Packed, b: int) -> int:
 def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
     """p[b], p[b, t], p[b, a:c]: from one row, which has no ragged dim."""
     b = _row_number(p, b)
-    start, end = p._dim.offsets[b : b + 2].tolist()
+    start, end = p._dim._offsets[b : b + 2].tolist()
     if isinstance(times, int):
         if not start - end <= times < end - start:
             raise IndexError(f"indexing: t = {times} is out of range for row {b} of length {end - start}")
@@ -101,8 +106,8 @@ def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
 
 def slice_rows(p: Packed, a: int, b: int) -> Packed:
     """Rows a to b: a view."""
-    lens = p._dim.lens[a:b]
-    start, end = (int(p._dim.offsets[i]) for i in (a, max(a, b)))
+    lens = p._dim._lens[a:b]
+    start, end = (int(p._dim._offsets[i]) for i in (a, max(a, b)))
     return p._with(p.values[start:end], Dim(p._dim.name, lens))
 
 
@@ -143,10 +148,10 @@ def _select(p: Packed, rows: Any) -> Packed:
 
 def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
     """Rows in another order, left out or repeated; `rows` (M,) is in range."""
-    offsets = p._dim.offsets
+    offsets = p._dim._offsets
     rows = rows.to(offsets.device)
-    dim = Dim(p._dim.name, p._dim.lens.index_select(0, rows))
-    index = offsets[:-1].index_select(0, rows).index_select(0, dim.row_ids) + dim.positions
+    dim = Dim(p._dim.name, p._dim._lens.index_select(0, rows))
+    index = offsets[:-1].index_select(0, rows).index_select(0, dim._row_ids) + dim._positions
     if not permutation:
         return p._with(_ragged.gather(p.values, index), dim)
     inverse = torch.empty_like(index).index_copy_(0, index, torch.arange(len(index), device=index.device))
@@ -155,7 +160,7 @@ def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
 
 def _at(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
     """p[:, t] (B, *F) and p[:, ts] (B, M, *F), and features of it: every row must be long enough."""
-    lens, offsets = p._dim.lens, p._dim.offsets
+    lens, offsets = p._dim._lens, p._dim._offsets
     ts = times if isinstance(times, Tensor) else torch.tensor([times], device=lens.device)
     if ts.dim() != 1:
         raise IndexError(f"indexing: times must be an int or (M,), got shape {tuple(ts.shape)}")
@@ -187,11 +192,11 @@ def _pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
     if _checks.must_check(None, rows):
         _checks.in_range(rows, -n, n, "indexing", "rows")
     rows = torch.where(rows < 0, rows + n, rows)
-    lens = p._dim.lens[rows]
+    lens = p._dim._lens[rows]
     if _checks.must_check(None, times):
         _checks.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing", "times")
     times = torch.where(times < 0, times + lens, times)
-    return p._dim.offsets[:-1][rows] + times
+    return p._dim._offsets[:-1][rows] + times
 
 
 def crop(p: Packed, times: slice) -> Packed:
@@ -199,7 +204,7 @@ def crop(p: Packed, times: slice) -> Packed:
     step = 1 if times.step is None else _checks.as_int(times.step, "indexing", "step")
     if step < 1:
         raise ValueError(f"indexing: step must be at least 1, got {step}; use flip(1)")
-    lens = p._dim.lens
+    lens = p._dim._lens
 
     def bound(x: Any, default: Tensor) -> Tensor:
         if x is None:
@@ -210,5 +215,5 @@ def crop(p: Packed, times: slice) -> Packed:
     start = bound(times.start, torch.zeros_like(lens))
     size = (bound(times.stop, lens) - start + step - 1).clamp(min=0) // step
     dim = Dim(p._dim.name, size)
-    index = (p._dim.offsets[:-1] + start).index_select(0, dim.row_ids) + dim.positions * step
+    index = (p._dim._offsets[:-1] + start).index_select(0, dim._row_ids) + dim._positions * step
     return p._with(_ragged.gather(p.values, index, in_order=True), dim)

@@ -52,11 +52,11 @@ def time_order(dim: Dim) -> TimeOrder:
     """The time order of a dim; made once."""
 
     def make() -> TimeOrder:
-        rows = torch.argsort(dim.lens, descending=True, stable=True)
+        rows = torch.argsort(dim._lens, descending=True, stable=True)
         rank = torch.argsort(rows)
-        index = torch.argsort(dim.positions * max(len(dim), 1) + rank[dim.row_ids])
+        index = torch.argsort(dim._positions * max(len(dim), 1) + rank[dim._row_ids])
         inverse = torch.argsort(index)
-        sizes = torch.bincount(dim.positions, minlength=dim.max_len).cpu()
+        sizes = torch.bincount(dim._positions, minlength=dim.max_len).cpu()
         filled = int(sizes[0]) if len(sizes) else 0
         return TimeOrder(rows[:filled], index, inverse, sizes)
 
@@ -69,7 +69,8 @@ def to_packed_sequence(p: Packed) -> PackedSequence:
         raise ValueError("to_packed_sequence: a PackedSequence has no empty rows; leave them out: p[p.lens > 0]")
     order = time_order(p._dim)
     values = _ragged.permute(p.values, order.forth, order.back)
-    return PackedSequence(values, order.batch_sizes, order.rows, torch.argsort(order.rows))
+    rows = order.rows.clone()  # what is kept is not handed out
+    return PackedSequence(values, order.batch_sizes.clone(), rows, torch.argsort(rows))
 
 
 def from_packed_sequence(cls: Any, sequence: PackedSequence) -> Any:
@@ -77,14 +78,14 @@ def from_packed_sequence(cls: Any, sequence: PackedSequence) -> Any:
     if not isinstance(sequence, PackedSequence):
         raise TypeError(f"from_packed_sequence: expected a PackedSequence, got {_checks.describe(sequence)}")
     sizes, device = sequence.batch_sizes, sequence.data.device
-    ranks = torch.arange(int(sizes[0]))
+    ranks = torch.arange(int(sizes[0]), device=sizes.device)
     lens = (sizes[:, None] > ranks).sum(0)
     if sequence.unsorted_indices is not None:
         ranks = sequence.unsorted_indices.cpu()
         lens = lens[ranks]
     dim = Dim(None, lens).to(device)
     starts = (sizes.cumsum(0) - sizes).to(device)
-    index = starts[dim.positions] + ranks.to(device)[dim.row_ids]
+    index = starts[dim._positions] + ranks.to(device)[dim._row_ids]
     return cls(_ragged.permute(sequence.data, index, torch.argsort(index)), dim)
 
 
@@ -93,7 +94,7 @@ def from_packed_sequence(cls: Any, sequence: PackedSequence) -> Any:
 
 def to_nested(p: Packed) -> Tensor:
     """A jagged nested tensor over the same values."""
-    return torch.nested.nested_tensor_from_jagged(p.values, p._dim.offsets)
+    return torch.nested.nested_tensor_from_jagged(p.values, p._dim._offsets)
 
 
 def from_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +106,7 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
         rows = nested.unbind()
         if not rows:
             raise ValueError(f"{name}: a nested tensor without rows has no feature dims; give values (0, *F) and lens")
-        return torch.cat(rows), torch.tensor([len(row) for row in rows])
+        return torch.cat(rows), torch.tensor([len(row) for row in rows], device="cpu")
     if getattr(nested, "_ragged_idx", 1) != 1:
         raise ValueError(f"{name}: the ragged dim must be dim 1; transpose it back first")
     offsets, lens = nested.offsets(), nested.lengths()  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,7 +134,7 @@ def lengths_of(cu_seqlens: Tensor) -> Tensor:
 
 def document_mask(p: Packed, causal: bool) -> Callable[..., Tensor]:
     """mask_mod(b, h, q, kv) of FlexAttention over the N entries as one sequence."""
-    rows = p._dim.row_ids
+    rows = p._dim._row_ids
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         same = rows[q] == rows[kv]

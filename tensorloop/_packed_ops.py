@@ -142,7 +142,19 @@ def aligned(x: Any, base: Packed, name: str) -> Any:
     """An argument as it goes beside the values of `base`."""
     if is_packed(x):
         return x.values
-    return align(x, base, name) if is_tensor(x) else x
+    if is_tensor(x):
+        return align(x, base, name)
+    no_array(x, name)
+    return x
+
+
+def no_array(x: Any, name: str) -> None:
+    """Refuses NumPy's arrays, which torch would broadcast to the values, or NumPy entry by entry to the packed tensor.
+
+    NumPy's numbers have no length, and are taken.
+    """
+    if hasattr(x, "__array__") and hasattr(x, "__len__"):
+        raise refused(name, "a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
 
 
 def align(x: Tensor, base: Packed, name: str) -> Tensor:
@@ -158,10 +170,10 @@ def align(x: Tensor, base: Packed, name: str) -> Tensor:
             f"as the ragged dim take 1 or {dim.max_len}"
         )
     if x.shape[0] == 1:
-        return x[0, 0] if x.shape[1] == 1 else _ragged.gather(x[0], dim.positions)
+        return x[0, 0] if x.shape[1] == 1 else _ragged.gather(x[0], dim._positions)
     if x.shape[1] == 1:
-        return _ragged.spread(x[:, 0], dim.offsets, dim.total)
-    return _ragged.pack(x, dim.offsets, dim.total)
+        return _ragged.spread(x[:, 0], dim._offsets, dim.total)
+    return _ragged.pack(x, dim._offsets, dim.total)
 
 
 def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -237,6 +249,10 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
     name = func.__name__
     if name == "__rmatmul__":
         input, other = other, input
+    for x in (input, other):
+        if not is_packed(x) and not is_tensor(x):
+            no_array(x, "matmul")
+            raise refused("matmul", f"of a packed tensor and a {type(x).__name__}", "give it a tensor")
     if is_packed(input) and is_packed(other):
         check_partner(input, other, "matmul")
         _needs_matrix(input)
@@ -283,12 +299,12 @@ def fall_back(name: str, p: Packed, run: Any, fill: float = 0, reduces: bool = F
     """Pads, runs, and packs the result, unless that is reduced; with a PackedFallbackWarning."""
     assert name in FALLBACKS
     _warn(name)
-    out = run(_ragged.pad(p.values, p._dim.offsets, p._dim.max_len, fill))
+    out = run(_ragged.pad(p.values, p._dim._offsets, p._dim.max_len, fill))
     if reduces:
         return out
     if isinstance(out, Tensor):
-        return p._with(_ragged.pack(out, p._dim.offsets, p._dim.total))
-    return type(out)([p._with(_ragged.pack(x, p._dim.offsets, p._dim.total)) for x in out])
+        return p._with(_ragged.pack(out, p._dim._offsets, p._dim.total))
+    return type(out)([p._with(_ragged.pack(x, p._dim._offsets, p._dim.total)) for x in out])
 
 
 def _warn(name: str) -> None:

@@ -151,10 +151,10 @@ def _steps(run: Any, p: Packed, dim: Any, index: Any, name: str) -> Any:
     """Along the ragged dim: the index counts from the start of each row, as argsort gives it."""
     if dim_number(p, dim, name) == 0:
         raise refused(name, "dim 0 would mix rows", "take rows by p[index]")
-    lens, starts = p._dim.lens, p._dim.offsets[:-1]
+    lens, starts = p._dim._lens, p._dim._offsets[:-1]
     if is_packed(index):
         at = _plain(index, p, name)
-        rows = p._dim.row_ids.view(-1, *[1] * (at.dim() - 1))
+        rows = p._dim._row_ids.view(-1, *[1] * (at.dim() - 1))
     else:
         at = index
         if at.dim() < 2 or len(at) != len(lens):
@@ -210,7 +210,7 @@ def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
     values = input.values.roll(*zip(*features, strict=True)) if features else input.values.clone()
     n = builtins.sum(_checks.as_int(n, "roll", "shifts") for n, d in zip(shifts, numbers, strict=True) if d == 1)
     if n and len(values):
-        places, lens = input._dim.positions, input._dim.lens[input._dim.row_ids]
+        places, lens = input._dim._positions, input._dim._lens[input._dim._row_ids]
         starts = torch.arange(len(places), device=places.device) - places
         values = _ragged.permute(values, starts + (places - n) % lens, starts + (places + n) % lens)
     return input._with(values)

@@ -35,12 +35,12 @@ def segments(p: Packed, dims: tuple[int, ...]) -> Segments:
         values = _ragged.permute(values, order, inverse)
     features = [d - 1 for d in dims if d > 1]
     if not features:
-        return Segments(values, dim.offsets, dim, order, 1)
+        return Segments(values, dim._offsets, dim, order, 1)
     inner = prod(values.shape[d] for d in features)
     rest = [d for d in range(1, values.dim()) if d not in features]
     moved = values.permute(0, *sorted(features), *rest)
     moved = moved.reshape(len(values) * inner, *(values.shape[d] for d in rest))
-    return Segments(moved, dim.offsets * inner, dim, order, inner)
+    return Segments(moved, dim._offsets * inner, dim, order, inner)
 
 
 def kept_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
@@ -128,7 +128,7 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
 def no_empty(s: Segments, name: str) -> None:
     """Raises where a segment has no entry, and so no extreme and no middle."""
     if s.dim.has_empty_rows or (s.inner == 0 and len(s.dim)):
-        row = int((s.dim.lens == 0).nonzero()[0]) if s.dim.has_empty_rows else 0
+        row = int((s.dim._lens == 0).nonzero()[0]) if s.dim.has_empty_rows else 0
         what = next((n for n in ("median", "quantile") if n in name), "minimum" if "min" in name else "maximum")
         instead = "give initial=" if name in ("amax", "amin") else "leave such rows out: p[p.lens > 0]"
         if name[-3:] in ("max", "min") and name not in ("amax", "amin"):
@@ -173,7 +173,7 @@ def _best(p: Packed, d: int, which: str, name: str) -> tuple[Tensor, Tensor]:
     no_empty(s, name)
     values, where = _ragged_reduce.extreme(s.values, s.offsets, which)
     if s.order is not None:  # the row that the entry at this t is in
-        return values, p._dim.row_ids[s.order][where]
+        return values, p._dim._row_ids[s.order][where]
     return values, where - s.offsets[:-1].view(-1, *[1] * (where.dim() - 1))
 
 
@@ -264,9 +264,9 @@ def _shaped(func: Any, p: Packed, dim: Any, on_segments: Any, *args: Any, **kwar
     if d > 1:
         return rewrap(p, func(p.values, d - 1, *args, **kwargs))
     if d == 1:
-        return p._with(on_segments(p.values, p._dim.offsets))
+        return p._with(on_segments(p.values, p._dim._offsets))
     turned, order, inverse = p._dim.by_time
-    out = on_segments(_ragged.permute(p.values, order, inverse), turned.offsets)
+    out = on_segments(_ragged.permute(p.values, order, inverse), turned._offsets)
     return p._with(_ragged.permute(out, inverse, order))
 
 
@@ -342,4 +342,4 @@ def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
         raise refused("flip", "dim 0 would put rows in another order", "use p[::-1] or p[index]")
     features = tuple(d - 1 for d in numbers if d > 1)
     values = input.values.flip(features) if features else input.values
-    return input._with(_ragged.flip(values, input._dim.offsets) if 1 in numbers else values)
+    return input._with(_ragged.flip(values, input._dim._offsets) if 1 in numbers else values)

@@ -4,8 +4,10 @@ torch runs them on entries in time order, longest row first, which is a permutat
 Both directions see the rows alone; the last state of a row is that after its own last entry.
 """
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop import _ragged
@@ -30,17 +32,39 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
         out, *ended = func(whole, hx, params, has_biases, *settings, True)
         return (input._with(out.flatten(0, 1)), *ended)
     order = time_order(input._dim)
+    result, state = _dtypes(name, input.values, states[0], params[0])
     if not len(order.rows):  # nothing to run on: no entry, and every state stays
         size = states[0].shape[-1] * (2 if settings[-1] else 1)
-        return (input._with(input.values.new_zeros(0, size)), *states)
+        return (input._with(input.values.new_zeros(0, size, dtype=result)), *(h.to(state) for h in states))
     begun = [h.index_select(1, order.rows) for h in states]
     data = _ragged.permute(input.values, order.forth, order.back)
     given = begun if isinstance(hx, (tuple, list)) else begun[0]
     out, *ended = func(data, order.batch_sizes, given, params, has_biases, *settings)
-    values = _ragged.permute(out, order.back, order.forth)
-    return (input._with(values), *(_back(h, new, order) for h, new in zip(states, ended, strict=True)))
+    values = _ragged.permute(out.to(result), order.back, order.forth)
+    return (input._with(values), *(_back(h, new, order).to(state) for h, new in zip(states, ended, strict=True)))
 
 
 def _back(before: Tensor, after: Tensor, order: TimeOrder) -> Tensor:
     """The states in the rows' own order; an empty row keeps what it began with."""
     return before.index_copy(1, order.rows, after)
+
+
+def _dtypes(name: str, input: Tensor, state: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Those of the output and of the states, as a padded tensor of these would give them."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return input.dtype, state.dtype
+    return _under_autocast(name, kind, torch.get_autocast_dtype(kind), (input.dtype, state.dtype, weight.dtype))
+
+
+@functools.cache
+def _under_autocast(
+    name: str, kind: str, to: torch.dtype, given: tuple[torch.dtype, ...]
+) -> tuple[torch.dtype, torch.dtype]:
+    """Autocast has another rule for entries in time order than for a padded tensor: the smallest of these is asked."""
+    gates = {"lstm": 4, "gru": 3}.get(name, 1)
+    x, h, w = (torch.zeros(n, 1, 1, dtype=d, device=kind) for n, d in zip((1, 1, gates), given, strict=True))
+    hx = (h, h) if name == "lstm" else h
+    with torch.no_grad():
+        out, *ended = getattr(torch, name)(x, hx, [w.squeeze(1)] * 2, False, 1, 0.0, False, False, True)
+    return out.dtype, ended[0].dtype

@@ -10,6 +10,7 @@ from tensorloop._packed_base import Packed, dim_number, is_packed, refused, same
 from tensorloop._packed_dim import Dim
 from tensorloop._packed_index import select_rows
 from tensorloop._packed_ops import align, feature_dim, handles
+from tensorloop._packed_size import RaggedSize
 from tensorloop._packed_time_first import TimeFirst
 
 _STAYS = (
@@ -95,7 +96,7 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     given = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if isinstance(given, torch.dtype):
         return input._with(input.values.view(given))
-    sizes: tuple[Any, ...] = tuple(None if isinstance(n, Dim) else n for n in given)
+    sizes: tuple[Any, ...] = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in given)
     features = input.values.shape[1:]
     if len(sizes) >= 2 and sizes[0] in (len(input._dim), -1) and (sizes[1] is None or sizes[:2] == (sizes[0], -1)):
         rest = sizes[2:]
@@ -130,7 +131,7 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     if func.__name__ == "expand_as":
         sizes = sizes[0].shape
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
-    sizes = tuple(None if isinstance(n, Dim) else n for n in sizes)
+    sizes = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
         raise refused("expand", f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
     return input._with(input.values.expand(-1, *sizes[2:]))
@@ -148,7 +149,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
             same_rows(first, x, "cat")
         return first._with(torch.cat([x.values for x in tensors], d - 1))
     values = torch.cat([x.values for x in tensors])
-    lens = [x._dim.lens for x in tensors]
+    lens = [x._dim._lens for x in tensors]
     if d == 0:
         return first._with(values, Dim(first._dim.name, torch.cat(lens)))
     if len({len(n) for n in lens}) > 1:
@@ -187,8 +188,13 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
 
 @handles("equal", "allclose")
 def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether both are packed, of the same rows, and their values are equal or close."""
-    if not (is_packed(input) and is_packed(other)) or not input._dim.same(other._dim):
+    """Whether two packed tensors are of the same rows, and their values are equal or close."""
+    name = func.__name__
+    if not (is_packed(input) and is_packed(other)):
+        raise refused(
+            name, "only one of the two is packed", "pack the other: pack_padded(x, p.lens), or compare p.pad()"
+        )
+    if not input._dim.same(other._dim):
         return False
     return func(input.values, other.values, *args, **kwargs)
 

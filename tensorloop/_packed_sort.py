@@ -40,8 +40,8 @@ def _sort(func: Any, input: Any, dim: Any = -1, descending: bool = False, *, sta
     if d == 0:
         raise refused(name, f"dim {dim} is the batch dim", _ROWS_STAY)
     rows = input._dim
-    order = _order(input.values, rows.row_ids, descending)
-    first = torch.arange(rows.total, device=order.device) - rows.positions  # of the row of each entry
+    order = _order(input.values, rows._row_ids, descending)
+    first = torch.arange(rows.total, device=order.device) - rows._positions  # of the row of each entry
     places = input._with(order - _columns(first, order))
     if name == "argsort":
         return places
@@ -60,9 +60,9 @@ class _Ranks:
     def __init__(self, p: Packed, d: int, descending: bool = False) -> None:
         s: Segments = segments(p, (d,))
         self.s, self.p = s, p
-        self.order = _order(s.values, s.dim.row_ids, descending)
+        self.order = _order(s.values, s.dim._row_ids, descending)
         self.starts = _columns(s.offsets[:-1], s.values)
-        self.counts = _columns(s.dim.lens, s.values)
+        self.counts = _columns(s.dim._lens, s.values)
 
     def entries(self, rank: Tensor) -> Tensor:
         """(Q, S, *F): the entry of each rank (Q, S, 1, ..) or (Q, S, *F)."""
@@ -76,7 +76,7 @@ class _Ranks:
     def places(self, entries: Tensor) -> Tensor:
         """Where each is along the dim: its position in the row, or its row."""
         if self.s.order is not None:
-            return self.p._dim.row_ids[self.s.order][entries]
+            return self.p._dim._row_ids[self.s.order][entries]
         return entries - self.starts
 
     def has_nan(self) -> Tensor:
@@ -104,7 +104,7 @@ def _has_ranks(p: Packed, d: int, k: int, least: int, name: str, instead: str) -
     """Raises where a segment has fewer than k entries. Lengths on a device are waited for, once a dim."""
     if k < least:
         raise ValueError(f"{name}: k must be at least {least}, got {k}")
-    lens = p._dim.lens if d == 1 else p._dim.by_time[0].lens
+    lens = p._dim._lens if d == 1 else p._dim.by_time[0]._lens
     if len(lens) and int(lens.min()) < k:
         at = int((lens < k).nonzero()[0])
         which = f"row {at} has {int(lens[at])} entries" if d == 1 else f"{int(lens[at])} rows reach t = {at}"

@@ -27,7 +27,7 @@ class TimeFirst:
         self.packed = packed
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
+    def shape(self) -> tuple[Any, ...]:
         """(None, B, *F)"""
         rows, steps, *features = self.packed.shape
         return steps, rows, *features
@@ -47,7 +47,7 @@ class TimeFirst:
         return self.packed.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size; None for the ragged dim."""
+        """The shape, or one size; that of the ragged dim equals None, and is no number."""
         return self.shape if dim is None else self.shape[dim]
 
     def transpose(self, dim0: int, dim1: int) -> Packed:
@@ -82,13 +82,13 @@ def _ctc_loss(
     if not isinstance(log_probs, TimeFirst):
         raise refused("ctc_loss", "its log_probs are not packed", "pack them, or pass the padded targets")
     p = log_probs.packed
-    lens, given = p._dim.lens, torch.as_tensor(input_lengths).to(p._dim.device)
+    lens, given = p._dim._lens, torch.as_tensor(input_lengths).to(p._dim.device)
     if lens.device.type == "cpu" and given.shape == lens.shape and bool((given > lens).any()):
         row = int((given > lens).nonzero()[0])
         raise ValueError(
             f"ctc_loss: input_lengths[{row}] is {int(given[row])}, but row {row} has {int(lens[row])} entries"
         )
-    padded = _ragged.pad(p.values, p._dim.offsets, p._dim.max_len).transpose(0, 1)
+    padded = _ragged.pad(p.values, p._dim._offsets, p._dim.max_len).transpose(0, 1)
     targets = targets.values if is_packed(targets) else targets
     return func(padded, targets, input_lengths, target_lengths, *args, **kwargs)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
+from tensorloop._compile import runs_kernels
 from tensorloop.kernels import find
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -56,6 +57,7 @@ class _Linear(torch.autograd.Function):
 setattr(_Linear.forward, "__signature__", inspect.signature(_Linear.forward))  # noqa: B010
 
 
+@runs_kernels
 def _linear(x: Tensor, pair: _Pair) -> Tensor:
     return _Linear.apply(x, pair)  # pyright: ignore[reportReturnType]
 
@@ -79,6 +81,7 @@ def pack(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     return _linear(padded, _pack_pair(offsets, n, padded.shape[1]))
 
 
+@runs_kernels
 def pad(values: Tensor, offsets: Tensor, steps: int, fill: float = 0) -> Tensor:
     """(N, *F) -> (B, steps, *F), `fill` behind the end of each row; no row is longer than `steps`."""
     if fill == 0:
@@ -147,6 +150,7 @@ def mean(values: Tensor, offsets: Tensor) -> Tensor:
     return sum(values, offsets) / counts(offsets, values)
 
 
+@runs_kernels
 def gather(values: Tensor, index: Tensor, in_order: bool = False) -> Tensor:
     """(N, *F), (M,) -> (M, *F) for any index, with repeats or without; its gradient is a gather and a segment sum.
 
@@ -164,6 +168,7 @@ def gather(values: Tensor, index: Tensor, in_order: bool = False) -> Tensor:
     return _linear(values, _Pair(_take(index), adjoint))
 
 
+@runs_kernels
 def permute(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """(N, *F) -> (N, *F): values[index] for a permutation; its gradient is the gather by `inverse`."""
     return _linear(values, _Pair(_take(index), _take(inverse)))
@@ -181,6 +186,7 @@ def _take(index: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: run_kernel("gather_rows", x, 1, index)
 
 
+@runs_kernels
 def mirror(offsets: Tensor, n: int) -> Tensor:
     """(n,): for each entry the one as far from the other end of its row; a permutation that is its own inverse."""
     with _modes.outside_transforms():
@@ -194,6 +200,7 @@ def flip(values: Tensor, offsets: Tensor) -> Tensor:
     return permute(values, index, index)
 
 
+@runs_kernels
 def cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, *F) -> (N, *F), each row's sums from its start."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._compile import runs_kernels
 from tensorloop._ragged import last, run_kernel, spread, sum
 from tensorloop.kernels import find
 
@@ -84,10 +85,12 @@ def _weighted(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return spread(sum(a * b, offsets), offsets, len(a))
 
 
+@runs_kernels
 def _softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return _SoftmaxGrad.apply(y, dy, offsets)  # pyright: ignore[reportReturnType]
 
 
+@runs_kernels
 def softmax(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, *F) -> (N, *F), over each row."""
     return _Softmax.apply(values, offsets)  # pyright: ignore[reportReturnType]
@@ -154,6 +157,7 @@ class _LogSumExpGrad(torch.autograd.Function):
         return last(_logsumexp_grad(x, out, grad, args[-1]))
 
 
+@runs_kernels
 def _logsumexp_grad(x: Tensor, out: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     return _LogSumExpGrad.apply(x, out, grad, offsets)  # pyright: ignore[reportReturnType]
 
@@ -176,11 +180,13 @@ def _weights(x: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
     return (x - spread(out.masked_fill(out == -torch.inf, 0), offsets, len(x))).exp()
 
 
+@runs_kernels
 def logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, *F) -> (B, *F); -inf for an empty row."""
     return _LogSumExp.apply(values, offsets)  # pyright: ignore[reportReturnType]
 
 
+@runs_kernels
 def log_softmax(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, *F) -> (N, *F), over each row."""
     # Taking the maximum off first keeps the digits of large scores; it has no influence on the gradient.
@@ -217,6 +223,7 @@ class _Extreme(torch.autograd.Function):
         return (best, where), (best.dim() - 1, where.dim() - 1)
 
 
+@runs_kernels
 def extreme(values: Tensor, offsets: Tensor, which: str, fill: float = 0) -> tuple[Tensor, Tensor]:
     """(N, *F) -> (B, *F) and the entry of values (B, *F) int64 each is; `fill` and -1 for an empty row.
 
@@ -284,16 +291,19 @@ class _AmaxGrad(torch.autograd.Function):
         return last(_amax_grad(x, best, grad, args[-1]))
 
 
+@runs_kernels
 def _amax_grad(x: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     return _AmaxGrad.apply(x.detach(), best.detach(), grad, offsets)  # pyright: ignore[reportReturnType]
 
 
 def _shared_sum(x: Tensor, best: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
     """The adjoint of `_amax_grad`: the mean of values (N, *F) over the entries that are the extreme of their row."""
-    equal = (x.detach() == spread(best.detach(), offsets, len(x))).to(x.dtype)
-    return sum(values * equal, offsets) / sum(equal, offsets).clamp_min(1)
+    equal = x.detach() == spread(best.detach(), offsets, len(x))
+    kept = torch.where(equal, values, 0)  # 0 * inf would be NaN
+    return sum(kept, offsets) / sum(equal.to(x.dtype), offsets).clamp_min(1)
 
 
+@runs_kernels
 def amax(values: Tensor, offsets: Tensor, which: str = "max", fill: float = 0) -> Tensor:
     """(N, *F) -> (B, *F); `fill` for an empty row. As in `torch.amax`, equal entries share the gradient equally."""
     return _Amax.apply(values, offsets, fill, which)  # pyright: ignore[reportReturnType]

@@ -49,6 +49,16 @@ def _operator(name: str) -> Callable[..., Any]:
     return run
 
 
+def _unchanged(x: Tensor, what: str) -> Tensor:
+    """What a Dim hands out, unless somebody wrote to it."""
+    if not torch.compiler.is_compiling() and x._version:
+        raise RuntimeError(
+            f"PackedTensor.{what}: what it gave was changed in place, which changes no rows; clone() it before, and "
+            "make a packed tensor of other rows with PackedTensor(values, lens)"
+        )
+    return x
+
+
 class PackedTensor(InAutograd):
     """A ragged tensor (B, T*, *F) held as its entries alone, values (N, *F): torch functions take it like a padded one.
 
@@ -104,23 +114,23 @@ class PackedTensor(InAutograd):
 
     @property
     def lens(self) -> Tensor:
-        """(B,) int64: the length of each row. Do not change it."""
-        return self._dim.lens
+        """(B,) int64: the length of each row. This and the three below are copies, which tensors of one Dim share."""
+        return _unchanged(self._dim.lens, "lens")
 
     @property
     def offsets(self) -> Tensor:
         """(B+1,) int64: where each row begins among the values, and the end of the last one."""
-        return self._dim.offsets
+        return _unchanged(self._dim.offsets, "offsets")
 
     @property
     def row_ids(self) -> Tensor:
         """(N,) int64: the row of each entry."""
-        return self._dim.row_ids
+        return _unchanged(self._dim.row_ids, "row_ids")
 
     @property
     def positions(self) -> Tensor:
         """(N,) int64: the place of each entry in its row."""
-        return self._dim.positions
+        return _unchanged(self._dim.positions, "positions")
 
     @property
     def max_len(self) -> int:
@@ -153,13 +163,18 @@ class PackedTensor(InAutograd):
         return self.transpose(-1, -2)
 
     is_nested = False
+    __array_ufunc__ = None  # `array * p` and NumPy's numbers come to the operators below
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: NumPy would make an array of one object."""
+        raise TypeError("NumPy: a packed tensor is no array; use p.values.numpy() (N, *F), or p.pad().numpy()")
 
     def dim(self) -> int:
         """The number of dims, batch and ragged dim included."""
         return self.ndim
 
     def size(self, dim: Any = None) -> Any:
-        """The shape, or one size; None for the ragged dim."""
+        """The shape, or one size; that of the ragged dim equals None, and is no number."""
         return self.shape if dim is None else self.shape[dim_number(self, dim, "size")]
 
     def numel(self) -> int:
@@ -182,13 +197,13 @@ class PackedTensor(InAutograd):
             raise ValueError(
                 f"pad: max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]"
             )
-        return _ragged.pad(self.values, self._dim.offsets, steps, value)
+        return _ragged.pad(self.values, self._dim._offsets, steps, value)
 
     def unbind(self, dim: Any = 0) -> Any:
         """The rows, as a tuple of tensors (len_b, *F), views; or the slices of a feature dim, packed."""
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
-        return tuple(self.values.split(self._dim.lens.tolist()))
+        return tuple(self.values.split(self._dim._lens.tolist()))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
         """Packed tensors of `sizes` rows, or of so many each, as `torch.split`; along a feature dim, of features."""
@@ -239,9 +254,9 @@ class PackedTensor(InAutograd):
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Shape, rows and values."""
         rows = len(self._dim)
-        lens = self._dim.lens[:8].tolist() if rows > 10 else self._dim.lens.tolist()
+        lens = self._dim._lens[:8].tolist() if rows > 10 else self._dim._lens.tolist()
         shown = ", ".join(map(str, lens)) + (f", ... ({rows} rows)" if rows > 10 else "")
-        sizes = ", ".join("*" if n is None else str(n) for n in self.shape)
+        sizes = ", ".join(map(str, self.shape))
         named = f"name={self._dim.name!r}, " if self._dim.name is not None else ""
         return f"PackedTensor(({sizes}), {named}lens=[{shown}], values={self.values!r})"
 
@@ -254,7 +269,7 @@ class PackedTensor(InAutograd):
     @property
     def cu_seqlens(self) -> Tensor:
         """(B+1,) int32: the offsets as varlen attention kernels take them."""
-        return self._dim.offsets.to(torch.int32)
+        return self._dim._offsets.to(torch.int32)
 
     @classmethod
     def from_cu_seqlens(cls, values: Tensor, cu_seqlens: Tensor) -> Self:
@@ -359,10 +374,10 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
     if dim.device != x.device and dim.device.type != "cpu":
         raise ValueError(f"{name}: lens are on {dim.device}, x on {x.device}; move one of them")
     if dim.max_len > x.shape[1]:
-        row = int((dim.lens > x.shape[1]).nonzero()[0])
-        raise ValueError(f"{name}: lens[{row}] is {int(dim.lens[row])}, but x has {x.shape[1]} steps")
+        row = int((dim._lens > x.shape[1]).nonzero()[0])
+        raise ValueError(f"{name}: lens[{row}] is {int(dim._lens[row])}, but x has {x.shape[1]} steps")
     dim = dim.to(x.device)
-    return _rebuilt(PackedTensor, _ragged.pack(x, dim.offsets, dim.total), dim)
+    return _rebuilt(PackedTensor, _ragged.pack(x, dim._offsets, dim.total), dim)
 
 
 def collate(examples: Sequence[Any]) -> Any:
@@ -398,7 +413,7 @@ _pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="tensorloop.PackedTensor",
-    to_dumpable_context=lambda dim: [dim.name, dim.lens.tolist()],
+    to_dumpable_context=lambda dim: [dim.name, dim._lens.tolist()],
     from_dumpable_context=lambda dumped: Dim(*dumped),
     flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -34,7 +34,7 @@ def test_facts():
     assert p.shape == (4, None, 2)
     assert (p.ndim, p.dim(), p.numel()) == (3, 3, 16)
     assert p.size(0) == 4
-    assert p.size(1) is None
+    assert p.size(1) == None  # noqa: E711
     assert p.size(-1) == 2
     assert p.offsets.tolist() == [0, 3, 3, 7, 8]
     assert p.row_ids.tolist() == [0, 0, 0, 2, 2, 2, 2, 3]

@@ -186,3 +186,22 @@ def test_losses_see_no_padding():
     got = F.nll_loss(model(pack_padded(ids, time), 5).flatten(0, 1), pack_padded(goal, time).flatten(0, 1))
     torch.testing.assert_close(got, want)
     assert_same_gradients(model, got, want)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("lens", [[3, 3], [2, 4], [0, 6], [0, 0]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_gives_one_dtype_whatever_the_rows(layer: Any, lens: list[int], dtype: torch.dtype):
+    def dtypes(out: Any, states: Any) -> list[torch.dtype]:
+        return [out.dtype, *(h.dtype for h in (states if isinstance(states, tuple) else (states,)))]
+
+    model = layer(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+    x = torch.randn(2, 6, 4)
+    p = pack_padded(x, lens)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, states = model(p.to(dtype))
+        padded, ended = model(x.to(dtype))
+    assert dtypes(out, states) == dtypes(padded, ended)
+    precise, _ = model(p)
+    torch.testing.assert_close(out.values.float(), precise.values, atol=0.05, rtol=0.05)
+    assert precise.dtype is torch.float32

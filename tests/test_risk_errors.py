@@ -56,7 +56,7 @@ ROWS: list[tuple[Any, Any, type[Exception], str]] = [
     ),
     (
         *([[1]], packed(torch.ones(3, 2, dtype=torch.int64), [3]), ValueError),
-        "b must be packed tokens (rows, T*), got shape (1, None, 2)",
+        "b must be packed tokens (rows, T*), got shape (1, *, 2)",
     ),
     (
         *(torch.ones(2, 3, dtype=torch.int64), [[1]], TypeError),
