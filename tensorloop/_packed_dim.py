@@ -32,6 +32,12 @@ class Dim(int):
     Cost: B numbers, and N more for each of `row_ids` and `positions` once asked for.
     Raises: TypeError (dtype, not a sequence), ValueError (not 1-d, a negative length). `check=None` looks at the values
     of lengths on the CPU only; True looks at a device's too, which waits for it.
+
+    Example:
+        >>> time = tl.Dim("time", [2, 3])
+        >>> p = tl.PackedTensor(torch.ones(5), time)
+        >>> p.sum("time"), p.pad().sum(time)
+        (tensor([2., 3.]), tensor([2., 3.]))
     """
 
     def __new__(cls, name: str | None, lens: Any, *, check: bool | None = None) -> Self:

@@ -50,6 +50,10 @@ def associative_scan(
     RuntimeError (`fn` changes an argument in place that needs a gradient).
     Source: Ladner and Fischer, Parallel prefix computation, JACM 27(4), 1980; Blelloch, Prefix sums and their
     applications, CMU-CS-90-190, 1990.
+
+    Example:
+        >>> tl.associative_scan(torch.maximum, torch.tensor([3, 1, 4, 1, 5]))
+        tensor([3, 3, 4, 4, 5])
     """
     name = "associative_scan"
     if unknown:

@@ -14,6 +14,12 @@ class Checkpoints:
 
     A budget becomes the largest k that fits, from the measured size of one carry and of one step's residuals (at least
     1). `offload` keeps them on the CPU ("cpu") or in files below a folder, which are deleted with the last of them.
+
+    Example:
+        >>> angle = torch.tensor(0.1, requires_grad=True)
+        >>> plan = tl.Checkpoints(k=4)  # four of the hundred carries are kept
+        >>> h = tl.fori_loop(0, 100, lambda i, h: torch.sin(angle + h), torch.zeros(()), checkpoints=plan)
+        >>> h.backward()
     """
 
     k: int | None = None

@@ -78,6 +78,10 @@ def edit_distance(
     Raises: TypeError (not rows of integers, costs that are no numbers), ValueError (rows that do not divide, unlike
     devices, a negative or NaN cost, a table that is not square, `whole` with costs), IndexError (a token outside the
     table; that check, and those of a table's numbers, wait for a device).
+
+    Example:
+        >>> tl.edit_distance([[1, 2, 3], []], [[1, 3], [4]])
+        tensor([1, 1])
     """
     pairs = pairs_of(a, b, _NAME)
     unit = all(type(cost) is int and cost == 1 for cost in (insertion, deletion, substitution))

@@ -57,6 +57,11 @@ def attention(
     Raises: TypeError (kinds or dtypes that do not go together), ValueError (shapes, heads, lens, a mask that does not
     fit, `causal` with a mask or with arrays).
     Source: Vaswani et al. 2017; for how it stays within O(N), `_attention.py`.
+
+    Example:
+        >>> p = tl.PackedTensor(torch.randn(5, 2, 8), [3, 2])  # two rows (T*, heads, D)
+        >>> tl.attention(p, p, p, causal=True).values.shape
+        torch.Size([5, 2, 8])
     """
     scale = None if scale is None else _scale(scale)
     attends = getattr(getattr(k, "_store", None), "attend", None)

@@ -112,6 +112,14 @@ def beam_search(
     One sync a step on a device, or a few.
     Raises: ValueError (sizes, ids, NaN, all tokens forbidden, a length model without a bound), TypeError.
     Sources: Huang et al. 2017 (1809.00069) for the optimal stop; `docs/beam.md` for the others.
+
+    Example:
+        >>> words = torch.tensor([0.5, 0.3, 0.2]).log()  # of the end, 1 and 2
+        >>> def step(carry, tokens):
+        ...     return carry, words.expand(*tokens.shape, 3)
+        >>> hyps = tl.beam_search(step, (), batch_size=1, beam_size=3, bos_id=0, eos_id=0)
+        >>> [row.tolist() for row in hyps.tokens.unbind()], hyps.scores.exp()
+        ([[], [1], [2]], tensor([[0.5000, 0.1500, 0.1000]]))
     """
     batch_size, beam_size = _int(batch_size, "batch_size", 0), _int(beam_size, "beam_size", 1)
     bos_id, eos_id = _int(bos_id, "bos_id", 0), _int(eos_id, "eos_id", 0)
