@@ -53,7 +53,7 @@ def index_tensor(indices: Tensor | Iterable[int], device: torch.device, name: st
         for k, i in enumerate(as_list):
             if not -(2**63) <= i < 2**63:
                 raise IndexError(f"{name}: {what}[{k}] is {i}, which no array reaches")
-        return torch.tensor(as_list, dtype=torch.int64)
+        return torch.tensor(as_list, dtype=torch.int64, device="cpu")
     if indices.dtype not in INTEGERS:
         raise TypeError(f"{name}: {what} must be integers, got dtype {indices.dtype}")
     if indices.device != device and indices.device.type != "cpu":
