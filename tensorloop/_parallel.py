@@ -195,7 +195,8 @@ class _Element:
             assert self._ys is not None
         what = f"{self._name}: fn must return the same for every chunk as for the first"
         ys = _leaves_like(self._kinds, self._ys, out, what)
-        return tuple(torch.as_tensor(y) for y in ys if y is not None)
+        # Of a tensor `as_tensor` would make one on the default device.
+        return tuple(y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys if y is not None)
 
     def _learn(self, out: Any) -> None:
         no_packed(out, f"{self._name}: y")

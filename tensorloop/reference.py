@@ -87,7 +87,7 @@ def scan(
 def _stacked(ys: Sequence[Any], dim: int) -> Tensor | None:
     if ys[0] is None:
         return None
-    values = [torch.as_tensor(y) for y in ys]
+    values = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
     return torch.stack(values, dim if dim < 0 else min(dim, values[0].dim()))
 
 
