@@ -58,7 +58,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"eos": "top_k"},
     {"choose": beam.Sample()},
     {"choose": beam.StochasticBeam()},
-    {"gold": tl.PackedTensor.from_list([torch.tensor([2, 3]), torch.tensor([4]), torch.tensor([2]), torch.tensor([0])])},
+    {
+        "gold": tl.PackedTensor.from_list(
+            [torch.tensor([2, 3]), torch.tensor([4]), torch.tensor([2]), torch.tensor([0])]
+        )
+    },
     {"checkpoints": 2},
 ]
 
