@@ -91,8 +91,8 @@ def beam_search(
         carry, log_probs = step_fn(carry, tokens, context)
         carry, log_probs = step_fn(carry, tokens, history=history)   # (B, K, t): each hypothesis' own tokens so far
 
-    `bos_id`: one for all rows, or (B,) or a list of one each. `eos_id`: one or several; each ends a hypothesis (`ends` has
-    which; gold ends with the first).
+    `bos_id`: one for all rows, or (B,) or a list of one each. `eos_id`: one or several; each ends a hypothesis, and
+    `ends` says which did (that of gold is the first).
     Shapes: leaves of init_carry (B, *F) come to step_fn as (B, K, *F); 0-d tensors and numbers are shared. A
     TensorArray gets elements (B, K, *F) by its first append, grows, and shows each hypothesis its own past; one that
     has slots of (B, *F) already shows them to all hypotheses of the row. `context` stays (B, ...).
