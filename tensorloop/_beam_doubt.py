@@ -48,8 +48,8 @@ def warn_of_scores(over: Tensor) -> bool:
     rows = over.nonzero()[:, 0].tolist()
     if rows:
         warn(
-            f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more than "
-            f"1, so nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax in step_fn. A "
+            f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more "
+            X
             f"reward for length belongs into a length model"
         )
     return bool(rows)

@@ -34,6 +34,7 @@ from tensorloop._beam_result import Hypotheses, Lattice, hypotheses
 from tensorloop._beam_scores import linear_log_softmax
 from tensorloop._carry import Carry, describe, leading_rows
 from tensorloop._compile import called_eagerly
+from tensorloop._cuts import hidden, shown
 from tensorloop._keywords import BEAM, names_instead
 from tensorloop._progress import Progress
 from tensorloop._steps import Loop
@@ -157,7 +158,8 @@ class _Search:
         self.tree = _tree.Tree(init_carry)
         leaves = self.tree.flatten(init_carry)
         assert leaves is not None
-        paths, given = ([pair[i] for pair in _tree.leaves_with_paths(context)] for i in (0, 1))
+        paths, given = ([pair[i] for pair in _tree.leaves_with_paths(hidden(context))] for i in (0, 1))
+        given = shown(given)
         leading_rows(given, paths, rows, _NAME, "context", "there are")
         self.device = _device_of([*leaves, *given])
         self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
