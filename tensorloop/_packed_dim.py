@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes
+from tensorloop import _active, _checks, _modes
 from tensorloop._compile import runs_eagerly
 
 
@@ -70,7 +70,8 @@ class Dim(int):
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
-            with _lasting():
+            # Not seen by a checkpointed loop: its replay finds what is here made already.
+            with _lasting(), _active.unnoted():
                 self._cache[name] = make()
         return self._cache[name]
 
@@ -144,7 +145,7 @@ class Dim(int):
             # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
             if self.device.type == "cpu":
                 _ = self.total, self.max_len, self.has_empty_rows
-            with _lasting():
+            with _lasting(), _active.unnoted():
                 other = Dim(self.name, self._lens.to(device))
             other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
             other._key = self._key
@@ -155,8 +156,9 @@ class Dim(int):
         """Whether the lengths are equal; looked at once for two dims, by identity afterwards."""
         if self._key is other._key:
             return True
-        if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
-            return False
+        with _active.unnoted():
+            if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
+                return False
         other._key = self._key
         return True
 
