@@ -33,6 +33,8 @@ class Checkpoints:
             raise TypeError(f'Checkpoints: offload must be "cpu" or a folder, got {describe(self.offload)}')
         if not Path(self.offload).is_dir():
             raise ValueError(f"Checkpoints: offload is {str(self.offload)!r}, which is no folder; make it first")
+        if not Path(self.offload).is_absolute():  # the working directory may change before a loop begins
+            object.__setattr__(self, "offload", Path(self.offload).absolute())
 
 
 def plan_of(checkpoints: Any, name: str) -> Checkpoints | Schedule | None:
