@@ -14,6 +14,7 @@ class Checkpoints:
 
     A budget becomes the largest k that fits, from the measured size of one carry and of one step's residuals (at least
     1). `offload` keeps them on the CPU ("cpu") or in files below a folder, which are deleted with the last of them.
+    A file that cannot be written is an OSError, one that is not what was written a RuntimeError.
     """
 
     k: int | None = None
