@@ -14,6 +14,7 @@ class Checkpoints:
 
     A budget becomes the largest k that fits, from the measured size of one carry and of one step's residuals (at least
     1). `offload` keeps them on the CPU ("cpu") or in files below a folder, which are deleted with the last of them.
+    A file that cannot be written is an OSError, one that is not what was written a RuntimeError.
 
     Example:
         >>> angle = torch.tensor(0.1, requires_grad=True)
@@ -39,6 +40,8 @@ class Checkpoints:
             raise TypeError(f'Checkpoints: offload must be "cpu" or a folder, got {describe(self.offload)}')
         if not Path(self.offload).is_dir():
             raise ValueError(f"Checkpoints: offload is {str(self.offload)!r}, which is no folder; make it first")
+        if not Path(self.offload).is_absolute():  # the working directory may change before a loop begins
+            object.__setattr__(self, "offload", Path(self.offload).absolute())
 
 
 def plan_of(checkpoints: Any, name: str) -> Checkpoints | Schedule | None:

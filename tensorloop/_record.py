@@ -20,6 +20,7 @@ from tensorloop._checks import describe
 from tensorloop._closures import Constants
 from tensorloop._in_place import check_apart
 from tensorloop._plan import Checkpoints
+from tensorloop._progress import Progress
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
 from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
@@ -38,6 +39,7 @@ class Record:
         self.replacing = Replacing()
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
         self.plan = plan
+        self.shown, self.bar = False, Progress(False, loop.name, None)  # whether a backward has a bar; the one it has
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
         self.captures = Captures(loop.name, here.serial)

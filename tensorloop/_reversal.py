@@ -94,6 +94,7 @@ class Reversal:
                     if step != left:
                         raise RuntimeError(f"{record.name}: the schedule reverses step {step} where {left} is next")
                     self._reverse(step, state)
+                    record.bar.update()
                     at, state = None, []
             if left:
                 raise RuntimeError(f"{record.name}: the schedule ended with {left} steps not reversed")

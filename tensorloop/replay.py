@@ -21,6 +21,7 @@ from tensorloop._active import quietly
 from tensorloop._engine import keeps_graph
 from tensorloop._held import HeldTensorWarning
 from tensorloop._plan import Checkpoints, plan_of
+from tensorloop._progress import Progress
 from tensorloop._record import Record
 from tensorloop._reversal import Reversal
 from tensorloop._steps import Loop
@@ -41,6 +42,7 @@ def applies(loop: Loop) -> bool:
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
     record = Record(loop, plan, length)
+    record.shown = progress.shown
     with quietly():
         with loop.counted(), record.autocast.again():
             state = record.sweep(progress)
@@ -72,7 +74,8 @@ class Replayed(torch.autograd.Function):
             if torch.is_grad_enabled() or _modes.maybe_level() is not None:
                 found = _again.differentiated(record, grads)
             else:
-                with record.as_then():
+                bar = Progress(record.shown, f"{record.name} backward", record.steps)
+                with record.as_then(), bar as record.bar:
                     found = Reversal(record, grads).run()
         if not keeps_graph():
             ctx.record = None
