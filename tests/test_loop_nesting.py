@@ -1,5 +1,6 @@
 """Gradients of loops over arrays, of loops in loops, and of loops beside torch.utils.checkpoint."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +156,95 @@ def test_an_inner_loop_reads_one_array_of_the_outer_and_writes_another(checkpoin
         return loops.fori_loop(0, 3, outer, start)
 
     compare(program, randn(2), randn(2, seed=1), checkpoints=checkpoints)
+
+
+READS: dict[str, Callable[[Any, int], Tensor]] = {
+    "slot": lambda a, j: a[j],
+    "negative slot": lambda a, j: a[-1 - j],
+    "slice": lambda a, j: a[: j + 1].sum(0),
+    "stack": lambda a, j: a.stack().sin().sum(0),
+    "gather": lambda a, j: a.gather(torch.tensor([j, 0])).sum(0),
+    "copy": lambda a, j: copy.copy(a)[: j + 1].sum(0),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("plans", [(2, 1), (2, None, 1), (1, 3, 2)])
+@pytest.mark.parametrize("reads", [(), (0,)], ids=["innermost", "and outer"])
+def test_an_array_closed_over_by_loops_in_loops(reads: tuple[int, ...], plans: tuple[Any, ...], how: str) -> None:
+    """Each level has its own plan; the innermost reads the array, and so do the levels `reads`."""
+
+    def program(plans: tuple[Any, ...], values: Tensor, w: Tensor) -> Tensor:
+        array = tl.TensorArray.unstack(values.sin()).append(w * 2).append(w.cos())
+
+        def level(n: int) -> Callable[[int, Tensor], Tensor]:
+            def body(j: int, c: Tensor) -> Tensor:
+                c = rotate(c)
+                if n == len(plans) - 1:
+                    return c + READS[how](array, j) * w
+                if n in reads:
+                    c = c + array[1] * array[:2].sum(0)
+                return tl.fori_loop(0, 2, level(n + 1), c, checkpoints=plans[n + 1]) + c.cos()
+
+            return body
+
+        return tl.fori_loop(0, 3, level(0), values[0], checkpoints=plans[0])
+
+    def run(plans: tuple[Any, ...]) -> list[Tensor]:
+        given = randn(2, 2), randn(2, seed=1)
+        out = program(plans, *given)
+        first = grad(out.sin().sum(), given, create_graph=True)
+        again = grad(program(plans, *given).sin().sum(), given)
+        return [out, *first, *again, *grad(sum(x.sin().sum() for x in first), given)]  # pyright: ignore[reportArgumentType]
+
+    torch.testing.assert_close(run(plans), run((None,) * len(plans)))
+
+
+class Looped(torch.autograd.Function):
+    """A loop in a node: its backward runs the loop and differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.function = function
+        ctx.save_for_backward(*given)
+        with torch.no_grad():
+            return function(*given)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.function(*given)
+        return None, *grad(out, given, g)
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("inner", [None, 1, 2])
+@pytest.mark.parametrize("node", ["function", "checkpoint"])
+def test_loops_inside_other_nodes_read_a_closed_over_array(node: str, inner: Any, checkpoints: Any) -> None:
+    def run(checkpoints: Any, inner: Any, wrapped: bool) -> list[Tensor]:
+        values, init = randn(3, 2), randn(2, seed=1)
+        array = tl.TensorArray.unstack(values.sin())
+
+        def loop(c: Tensor, w: Tensor) -> Tensor:
+            read = tl.TensorArray.unstack(w) if node == "function" else array
+            return tl.fori_loop(
+                0, 2, lambda j, c: tl.fori_loop(0, 2, lambda k, c: rotate(c) + read[k], c, checkpoints=inner), c,
+                checkpoints=inner,
+            )  # fmt: skip
+
+        def body(i: int, c: Tensor) -> Tensor:
+            c = rotate(c) + (array[1] if i else 0)
+            if not wrapped:
+                return loop(c, values)
+            if node == "function":
+                return Looped.apply(loop, c, values)  # pyright: ignore[reportReturnType]
+            return checkpoint(loop, c, values, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+        out = tl.fori_loop(0, 3, body, init, checkpoints=checkpoints)
+        return [out, *grad(out.sin().sum(), (values, init))]
+
+    torch.testing.assert_close(run(checkpoints, inner, True), run(None, None, False))
 
 
 @with_and_without_checkpoints
