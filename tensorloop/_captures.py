@@ -16,6 +16,7 @@ Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_
 """
 
 import functools
+import gc
 import itertools
 import sys
 import weakref
@@ -248,10 +249,12 @@ class Captures(TorchFunctionMode):
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
-        for reference, version in self._fresh:
-            x = reference()
-            if x is not None:
-                self._keep(x, version)
+        if self.replaying:
+            self._check_fresh()
+        else:
+            for reference, version in self._fresh:
+                if (x := reference()) is not None and not self._is_met(x):
+                    self.met[id(x)] = Met(reference, version)
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
@@ -262,15 +265,29 @@ class Captures(TorchFunctionMode):
         references = [met.tensor for met in self.met.values()] + [reference for reference, _ in self._fresh]
         return [x for reference in references if (x := reference()) is not None]
 
-    def _keep(self, x: Tensor, version: int | None) -> None:
-        if id(x) in self.met and self.met[id(x)].tensor() is x:
-            return
-        if self.replaying:
+    def _is_met(self, x: Tensor) -> bool:
+        return id(x) in self.met and self.met[id(x)].tensor() is x
+
+    def _check_fresh(self) -> None:
+        """Raises where a replayed step used what the sweep did not, and somebody holds it still."""
+        for generation in (0, 2):
+            if self._unknown() is None:
+                return
+            # The step itself may have made it, and a cycle hold it: a loop inside, whose body uses a name that is bound
+            # to the loop's result afterwards, and which no gradient has reached.
+            gc.collect(generation)
+        if (unknown := self._unknown()) is not None:
             raise RuntimeError(
-                f"{self.name}: step {self.step} used {describe(x)} in its replay, which the forward pass did not use; "
+                f"{self.name}: step {self.step} used {unknown} in its replay, which the forward pass did not use; "
                 f"a body must close over the same tensors until backward has run"
             )
-        self.met[id(x)] = Met(weakref.ref(x), version)
+
+    def _unknown(self) -> str | None:
+        """The first of what the step met that is still there and no capture: in words, which keep nothing alive."""
+        for reference, _ in self._fresh:
+            if (x := reference()) is not None and not self._is_met(x):
+                return describe(x)
+        return None
 
     def _check_count(self) -> None:
         before = self.calls[self.step]

@@ -247,6 +247,30 @@ def test_loops_inside_other_nodes_read_a_closed_over_array(node: str, inner: Any
     torch.testing.assert_close(run(checkpoints, inner, True), run(None, None, False))
 
 
+@pytest.mark.parametrize("used", ["not at all", "without gradient"])
+@pytest.mark.parametrize("plans", [(2, 1), (9, 2), (1, 2, 1)])
+def test_a_name_that_an_inner_body_uses_is_bound_to_what_its_loop_gave(plans: tuple[int, ...], used: str) -> None:
+    """A cycle of references, which only the collector takes apart, where no gradient reaches the inner loop."""
+
+    def program(loops: Any, init: Tensor, w: Tensor) -> Any:
+        below = (lambda n: loops) if isinstance(loops, Plain) else (lambda n: Ours(plans[n]))
+
+        def inner(c: Tensor, w: Tensor) -> Tensor:
+            read = loops.array.unstack(torch.stack([c, w]))[:2].sum(0)
+            h = c
+            h = below(len(plans) - 1).fori_loop(0, 2, lambda j, z: rotate(z) + read + (h * 0).detach(), h)
+            return rotate(c) + read + (h.detach() if used == "without gradient" else 0)
+
+        def outer(i: int, c: Tensor) -> Tensor:
+            if len(plans) == 2:
+                return inner(c, w)
+            return below(1).fori_loop(0, 2, lambda j, z: inner(z, w), c)
+
+        return below(0).fori_loop(0, 4, outer, init)
+
+    compare(program, randn(2), randn(2, seed=1), checkpoints=1)
+
+
 @with_and_without_checkpoints
 def test_two_loops_in_series_share_an_array(checkpoints: Any) -> None:
     def program(loops: Any, init: Tensor, xs: Tensor) -> Any:
