@@ -5,6 +5,7 @@ graph, or with the node.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -293,6 +294,8 @@ class Record:
             if here.notes is not None:
                 here.notes.note(self.inputs)
             connected = node(self, values, flags, *self.inputs)
+            if here.nodes is not None:
+                here.nodes.append(weakref.ref(connected[flags.index(True)].grad_fn))
         else:
             connected = values
         result = self._result(state, connected)
@@ -419,6 +422,7 @@ class Record:
             after, _ = self.close(new, state, leaves)
             for captured in self.captures.arrays.values():
                 captured.end_step()
+            self.captures.let_go()
             return after
         finally:
             self.body.on = True

@@ -1,6 +1,7 @@
 """Gradients of loops over arrays, of loops in loops, and of loops beside torch.utils.checkpoint."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
+from tensorloop import replay
+from tensorloop.memory import collector_off
 from tests.loop_cases import (
     Ours,
     Plain,
@@ -195,7 +198,7 @@ def test_an_array_closed_over_by_loops_in_loops(reads: tuple[int, ...], plans: t
         out = program(plans, *given)
         first = grad(out.sin().sum(), given, create_graph=True)
         again = grad(program(plans, *given).sin().sum(), given)
-        return [out, *first, *again, *grad(sum(x.sin().sum() for x in first), given)]  # pyright: ignore[reportArgumentType]
+        return [out, *first, *again, *grad(torch.stack([x.sin().sum() for x in first]).sum(), given)]
 
     torch.testing.assert_close(run(plans), run((None,) * len(plans)))
 
@@ -269,6 +272,32 @@ def test_a_name_that_an_inner_body_uses_is_bound_to_what_its_loop_gave(plans: tu
         return below(0).fori_loop(0, 4, outer, init)
 
     compare(program, randn(2), randn(2, seed=1), checkpoints=1)
+
+
+@pytest.mark.parametrize("plan", [1, 2, tl.Checkpoints(budget=500)], ids=["1", "2", "budget"])
+def test_nothing_of_a_loop_inside_a_step_outlives_the_step(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body closes over an array that its result goes to: a cycle through torch's own nodes."""
+    records: list[weakref.ref[Any]] = []
+    begin = replay.Record.__init__
+
+    def watched(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        records.append(weakref.ref(self))
+
+    monkeypatch.setattr(replay.Record, "__init__", watched)
+    w = randn(2)
+
+    def body(i: int, carry: Any) -> Any:
+        array, h = carry
+        h = tl.fori_loop(0, 2, lambda j, z: rotate(z) + array[0], h, checkpoints=1).sin()
+        return array.append(h), h.cos() * w
+
+    with collector_off():
+        array, h = tl.fori_loop(0, 6, body, (tl.TensorArray().append(w * 1), w), checkpoints=plan)
+        assert sum(record() is not None for record in records) == 1
+        grad(array.stack().sum() + h.sum(), w)
+        assert len(records) > 12
+        assert not any(record() is not None for record in records)
 
 
 @with_and_without_checkpoints
