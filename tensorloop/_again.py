@@ -143,6 +143,7 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
             record.draw_again(t, state)
     finally:
         record.body.on = True
+        record.captures.nodes.clear()  # their graph is wanted
     return [_output(record, place, state, ys, pieces) for place in record.output_places]
 
 

@@ -15,12 +15,10 @@ Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_
 `torch._C.DisableTorchFunction`.
 """
 
-import functools
-import itertools
-import sys
+import gc
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -32,6 +30,7 @@ from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._checks import describe
 from tensorloop._compile import runs_eagerly
+from tensorloop._held import held, references
 from tensorloop._in_place import Given
 from tensorloop._stand_ins import leads_to
 from tensorloop._tape import CapturedArray
@@ -73,6 +72,7 @@ class Captures(TorchFunctionMode):
         self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # by the body: tensor, its values before
         self.calls = array("q")  # torch functions called in each step that gave a tensor
         self.given = Given()
+        self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
         self.step = 0
         self._seen: dict[int, Tensor] = {}  # arguments, results and captures of this step
@@ -268,7 +268,7 @@ class Captures(TorchFunctionMode):
 
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
-        for key in _held(self._made, self._seen, _references()):
+        for key in held(self._made, self._seen, references()):
             if key not in returned:
                 self._left[key] = weakref.ref(self._seen[key])
 
@@ -278,10 +278,13 @@ class Captures(TorchFunctionMode):
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
-        for reference, version in self._fresh:
-            x = reference()
-            if x is not None:
-                self._keep(x, version)
+        self.let_go()
+        if self.replaying:
+            self._check_fresh()
+        else:
+            for reference, version in self._fresh:
+                if (x := reference()) is not None and not self._is_met(x):
+                    self.met[id(x)] = Met(reference, version)
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
@@ -295,15 +298,40 @@ class Captures(TorchFunctionMode):
         references = [met.tensor for met in self.met.values()] + [reference for reference, _ in self._fresh]
         return [x for reference in references if (x := reference()) is not None]
 
-    def _keep(self, x: Tensor, version: int | None) -> None:
-        if id(x) in self.met and self.met[id(x)].tensor() is x:
-            return
-        if self.replaying:
+    def let_go(self) -> None:
+        """Empties the nodes of loops inside a step that is over.
+
+        A node holds the body of its loop, and that may hold the node, by a name or an array that the loop's result went
+        to. The collector does not see a cycle that leads through torch's own nodes.
+        """
+        for reference in self.nodes:
+            if (node := reference()) is not None:
+                node.record = None
+        self.nodes.clear()
+
+    def _is_met(self, x: Tensor) -> bool:
+        return id(x) in self.met and self.met[id(x)].tensor() is x
+
+    def _check_fresh(self) -> None:
+        """Raises where a replayed step used what the sweep did not, and somebody holds it still."""
+        for generation in (0, 2):
+            if self._unknown() is None:
+                return
+            # The step itself may have made it, and a cycle hold it: a loop inside, whose body uses a name that is bound
+            # to the loop's result afterwards, and which no gradient has reached.
+            gc.collect(generation)
+        if (unknown := self._unknown()) is not None:
             raise RuntimeError(
-                f"{self.name}: step {self.step} used {describe(x)} in its replay, which the forward pass did not use; "
+                f"{self.name}: step {self.step} used {unknown} in its replay, which the forward pass did not use; "
                 f"a body must close over the same tensors until backward has run"
             )
-        self.met[id(x)] = Met(weakref.ref(x), version)
+
+    def _unknown(self) -> str | None:
+        """The first of what the step met that is still there and no capture: in words, which keep nothing alive."""
+        for reference, _ in self._fresh:
+            if (x := reference()) is not None and not self._is_met(x):
+                return describe(x)
+        return None
 
     def _check_count(self) -> None:
         before = self.calls[self.step]
@@ -424,22 +452,6 @@ class Captures(TorchFunctionMode):
         """Puts back the values of a snapshot; what was changed later only has those of before."""
         for key, (x, before) in self.changed.items():
             x.data.copy_(values.get(key, before))
-
-
-def _held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
-    """Those of `seen` that somebody else holds too: to which there are more references."""
-    held = []
-    for key in keys:
-        x = seen[key]
-        if sys.getrefcount(x) > references:
-            held.append(key)
-    return held
-
-
-@functools.cache
-def _references() -> int:
-    """How many `_held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
-    return next(n for n in itertools.count() if not _held([0], {0: object()}, n))
 
 
 @contextmanager

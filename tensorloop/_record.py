@@ -5,6 +5,7 @@ graph, or with the node.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _again, _held, _modes, schedule
+from tensorloop import _again, _leaving, _modes, schedule
 from tensorloop._active import here, quietly, running
 from tensorloop._asked import Conditions
 from tensorloop._captures import Captures
@@ -24,7 +25,7 @@ from tensorloop._progress import Progress
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
 from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
-from tensorloop._tape import Version, begun, closed, final, let_go, new_token
+from tensorloop._tape import Version, begun, closed, final, new_token
 from tensorloop._watched import Watched, as_users
 from tensorloop._world import Autocast, DefaultDevice, Random
 from tensorloop.schedule import Schedule
@@ -64,7 +65,7 @@ class Record:
     def sweep(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
         captures = self.captures
-        leaving = _held.Leaving(captures)
+        leaving = _leaving.Leaving(captures)
         state, self.first = self._begin()
         start = Random(())
         try:
@@ -85,7 +86,7 @@ class Record:
                     )
             captures.settle()
             captures.check_versions()
-            _held.warn(self.name, self.constants.code, leaving)
+            _leaving.warn(self.name, self.constants.code, leaving)
         finally:
             self.conditions.fed = (None, None)
             captures.end_sweep()
@@ -185,8 +186,6 @@ class Record:
         captures.end_step(outputs, arguments, [*new, *ys])
         for captured in captures.arrays.values():
             captured.end_step()
-        for x in (*leaves, *new):
-            let_go(x, captures.serial)
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
@@ -291,6 +290,8 @@ class Record:
             if here.notes is not None:
                 here.notes.note(self.inputs)
             connected = node(self, values, flags, *self.inputs)
+            if here.nodes is not None:
+                here.nodes.append(weakref.ref(connected[flags.index(True)].grad_fn))
         else:
             connected = values
         result = self._result(state, connected)
@@ -419,6 +420,7 @@ class Record:
             after, _ = self.close(new, state, leaves)
             for captured in self.captures.arrays.values():
                 captured.end_step()
+            self.captures.let_go()
             return after
         finally:
             self.body.on = True

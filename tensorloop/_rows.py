@@ -236,7 +236,7 @@ def _select(x: Any, index: Tensor) -> Any:
 def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
     array = TensorArray.unstack(values)
     array._capacity = like._capacity
-    # The loop's own stays the loop's. What a body only reads is older than this loop, and made in a step of those around.
+    # The loop's own stays the loop's. What a body only reads is older than this loop, and new to those around it.
     array._born = like._born
     if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
         array._store.born = max(like._store.born, here.serial - 1)

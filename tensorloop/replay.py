@@ -19,7 +19,7 @@ from torch import Tensor
 from tensorloop import _again, _modes
 from tensorloop._active import quietly
 from tensorloop._engine import keeps_graph
-from tensorloop._held import HeldTensorWarning
+from tensorloop._leaving import HeldTensorWarning
 from tensorloop._plan import Checkpoints, plan_of
 from tensorloop._progress import Progress
 from tensorloop._record import Record
@@ -66,7 +66,8 @@ class Replayed(torch.autograd.Function):
         if record is None:
             raise RuntimeError(
                 "Trying to backward through a checkpointed loop a second time, but what it kept was freed by the "
-                "first; give retain_graph=True to the first backward"
+                "first; give retain_graph=True to the first backward (where the loop ran in a step of another "
+                "checkpointed loop, that freed it: return what it gave from the body)"
             )
         if all(grad is None for grad in grads):
             return (None,) * (3 + len(record.inputs))

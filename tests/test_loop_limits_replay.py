@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tensorloop import _captures, memory, schedule
+from tensorloop import _held, memory, schedule
 from tensorloop.memory import collector_off
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
 from tests.loop_cases import cell, inputs, randn, rotate
@@ -319,17 +319,17 @@ def test_a_sweep_that_ends_before_the_loop_does() -> None:
 
 
 @pytest.fixture(params=["as they are", "one fewer"])
-def references(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """References as this interpreter counts them, and as one does that borrows its locals."""
     if request.param == "one fewer":
         count = sys.getrefcount
         monkeypatch.setattr(sys, "getrefcount", lambda x: count(x) - 2)  # one of them is this function's own
-    _captures._references.cache_clear()
+    _held.references.cache_clear()
     yield
-    _captures._references.cache_clear()
+    _held.references.cache_clear()
 
 
-@pytest.mark.usefixtures("references")
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("detached", [True, False])
 def test_what_a_step_leaves_for_the_next_outside_of_the_carry(detached: bool) -> None:
     w, mean = randn(2), torch.zeros(2, dtype=torch.float64)
