@@ -129,7 +129,7 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
             row = [
                 x if x is None else loop.slices.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(record.xs)
             ]
-            state, y = loop.step(t, state, row)
+            state, y = record.step(t, state, row)
             if loop.outputs is not None:
                 ys.append(loop.outputs.leaves_of(y, t))
             pieces += [leaves for _, leaves in record.take_pieces()]

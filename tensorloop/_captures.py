@@ -80,6 +80,7 @@ class Captures(TorchFunctionMode):
         self._unseen: set[int] = set()  # written to by functions that raise no version
         self._made: list[int] = []  # results of this step
         self._passing: list[weakref.ref[Tensor]] = []  # arguments and results of the step last done
+        self.told: set[int] = set()  # tensors that a loop inside has warned of
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
         self._walk = False

@@ -35,16 +35,19 @@ class Leaving:
     def tensors(self) -> list[Tensor]:
         """Those that are alive when all of the sweep is gone."""
         self._release()
-        left = [x for reference in self.captures._left.values() if (x := reference()) is not None]
-        return [x for x in left if x.requires_grad]
+        captures = self.captures
+        left = [x for reference in captures._left.values() if (x := reference()) is not None]
+        return [x for x in left if x.requires_grad and id(x) not in captures.told and id(x) not in captures.recorded]
 
     def _release(self) -> None:
         """Has the recorders around forget what the steps used and nobody else holds."""
+        known = []
         for outer, made, met in self.around:
             candidates = [(weakref.ref(x), version) for x, version in outer._candidates[met:]]
             keys = [*outer._made[made:], *(id(x) for x, _ in outer._candidates[met:])]
             del outer._candidates[met:]
-            seen = {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}
+            known.append((candidates, {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}))
+        for (outer, made, _), (candidates, seen) in zip(self.around, known, strict=True):
             alive = {key: x for key, reference in seen.items() if (x := reference()) is not None}
             outer._seen.update(alive)
             outer._made[made:] = [key for key in outer._made[made:] if key in alive]
@@ -66,9 +69,11 @@ def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
         _FOUND[place] = bool(tensors)
     if not _FOUND[place]:
         return
+    for outer, _, _ in leaving.around:
+        outer.told.update(id(x) for x in tensors)
     text = (
         f"{name}: the loop is over, and somebody still holds {describe(tensors[0])}, which one of its steps was given "
-        f"or made ({len(tensors)} such in all). With checkpoints its graph is that of one step, and so is a gradient "
-        f"through it: return it from the body, as a y or in the carry, or keep a detach() of it"
+        f"or made; with checkpoints its graph is that of one step, and so is a gradient through it: return it from the "
+        f"body, as a y or in the carry, or keep a detach() of it"
     )
     warnings.warn(text, HeldTensorWarning, stacklevel=level)

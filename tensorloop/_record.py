@@ -18,6 +18,7 @@ from tensorloop._asked import Conditions
 from tensorloop._captures import Captures
 from tensorloop._checks import describe
 from tensorloop._closures import Constants
+from tensorloop._fingerprints import Checked
 from tensorloop._in_place import check_apart
 from tensorloop._plan import Checkpoints
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
@@ -47,6 +48,8 @@ class Record:
         loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
         self.conditions = Conditions(loop, self.captures)
+        checked = isinstance(plan, Checkpoints) and plan.check
+        self.step = Checked(loop, self.captures).step if checked else loop.step
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
@@ -170,7 +173,7 @@ class Record:
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = self.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
-        new, y = loop.step(t, leaves, row)
+        new, y = self.step(t, leaves, row)
         self._check_hooks([(i, leaves[i]) for i, _ in recorded])
         if captures.given.changed:
             check_apart(new, loop.carry.tree.paths, self.name)
@@ -408,7 +411,7 @@ class Record:
         try:
             leaves, recorded, _ = fed(state)
             leaves = self.captures.given.of(leaves, recorded)
-            new, _ = self.loop.step(t, leaves, self.row(t))
+            new, _ = self.step(t, leaves, self.row(t))
             self.take_pieces()
             self.draw_again(t, new)
             after, _ = self.close(new, state, leaves)
