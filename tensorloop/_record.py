@@ -127,10 +127,8 @@ class Record:
         yield from self.schedule.sweep(self.length)
 
     def _bytes(self, state: State) -> int:
-        storages = {
-            x.values.untyped_storage()._cdata: x.values.untyped_storage().nbytes() for x in state if type(x) is Kept
-        }
-        return sum(storages.values())
+        storages = [_modes.storage(x.values) for x in state if type(x) is Kept]
+        return sum({x._cdata: x.nbytes() for x in storages}.values())
 
     def keep(self, step: int, state: State) -> State:
         """Takes a snapshot; gives the state to go on with."""
@@ -311,7 +309,7 @@ class Record:
 
         def give_alone(place: tuple[Any, ...], value: Tensor, flag: bool) -> None:
             """Outputs of one node must not share memory: autograd would not see a change of one in the other."""
-            storage = _modes.numbers(value).untyped_storage()._cdata
+            storage = _modes.storage(value)._cdata
             give(place, value.clone() if storage in storages else value, flag)
             storages.add(storage)
 

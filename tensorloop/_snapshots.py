@@ -82,7 +82,7 @@ class Snapshot:
         if store.folder is not None:
             self.path = store.file()
             torch.save(values, self.path)
-            values = [x.new_empty(0) for x in values]
+            values = [torch.empty(0)] * len(values)
         self.state = list(self.state)
         for i, x in zip(places, values, strict=True):
             self.state[i] = Kept(x, self.state[i].recorded)

@@ -89,7 +89,7 @@ ALLOWED: dict[str, set[str]] = {
     "_asked": {"_captures", "_checks", "_modes", "_snapshots", "_steps", "tensor_array"},
     "_tape": {"_array_buffer", "_array_grad", "_holes", "tensor_array"},
     "_stand_ins": {"_active", "_compile"},
-    "_world": set(),
+    "_world": {"_modes"},
     "schedule": set(),
     "_no_steps": {"_carry", "_fake", "_steps", "_tree", "_ys", "tensor_array"},
     "_parallel": {"_carry", "_checks", "_fake", "_packed_base", "_tree", "_ys", "tensor_array"},

@@ -154,15 +154,13 @@ def test_the_step_of_a_beam_search_is_looked_into_too() -> None:
 # -- what leaves a step
 
 
-@pytest.mark.parametrize("what", ["result", "part", "argument", "x", "attribute", "result of a loop"])
+@pytest.mark.parametrize("what", ["result", "part", "argument", "x", "attribute"])
 @pytest.mark.parametrize("outer", [None, 3])
 def test_a_tensor_that_stays_behind_is_warned_of(what: str, outer: int | None) -> None:
     w, init, xs, seen = randn(2), randn(2), randn(STEPS, 2), list[Tensor]()
 
     def body(c: Tensor, x: Tensor) -> tuple[Tensor, None]:
         h = rotate(c) + (c * w).sin() + x
-        if what == "result of a loop":
-            h = tl.fori_loop(0, 2, lambda i, h: rotate(h), h, checkpoints=1)
         if what == "attribute":
             body.last = h  # pyright: ignore[reportFunctionMemberAccess]
         else:
@@ -172,9 +170,8 @@ def test_a_tensor_that_stays_behind_is_warned_of(what: str, outer: int | None) -
     def loop(i: int, init: Tensor) -> Tensor:
         return tl.scan(body, init, xs, checkpoints=2)[0]
 
-    with pytest.warns(
-        HeldTensorWarning, match=r"scan: the loop is over, and somebody still holds a tensor of shape \(2,\)"
-    ) as met:
+    message = "scan: the loop is over, and somebody still holds something that the body computed from a tensor of shape"
+    with pytest.warns(HeldTensorWarning, match=message) as met:
         loop(0, init) if outer is None else tl.fori_loop(0, 1, loop, init, checkpoints=outer)
     assert met[0].filename == __file__
 
@@ -182,7 +179,8 @@ def test_a_tensor_that_stays_behind_is_warned_of(what: str, outer: int | None) -
 @pytest.mark.parametrize("outer", [None, 3])
 def test_nothing_else_is_warned_of(outer: int | None) -> None:
     w, init, log, cell = randn(2), randn(2), list[Any](), nn.LSTMCell(2, 2, dtype=torch.float64)
-    v = w * 2
+    xs = randn(STEPS, 2)
+    normed = nn.utils.spectral_norm(nn.Linear(2, 2, dtype=torch.float64))  # keeps its weight, and that a graph
 
     def recursive(c: Tensor) -> Tensor:
         def again(n: int) -> Tensor:
@@ -196,12 +194,12 @@ def test_nothing_else_is_warned_of(outer: int | None) -> None:
         log.append((h.detach(), x.detach(), h.sum().item()))
         c, s = cell(x[None], (c, s))
         inner = tl.fori_loop(0, 2, lambda i, h: rotate(h) + (h * w).sin(), h, checkpoints=1)
-        h = recursive(h) + inner + past[-1]
-        return (h, (c, s), past.append(h * 2), v), (h, w)
+        h = (recursive(h) if outer is None else (h * w).sin()) + inner + past[-1] + normed(h)
+        return (h, (c, s), past.append(h * 2), w), (h, w)
 
     def loop(i: int, init: Tensor) -> Tensor:
-        start = (init, (randn(1, 2), randn(1, 2)), tl.TensorArray().append(init), init)
-        carry, ys = tl.scan(inside, start, randn(STEPS, 2), checkpoints=2)
+        start = (init, (torch.ones(1, 2).double(), torch.ones(1, 2).double()), tl.TensorArray().append(init), init)
+        carry, ys = tl.scan(inside, start, xs, checkpoints=2)
         return carry[0] + carry[1][0][0] + carry[2].stack().sum(0) + ys[0].sum(0)
 
     with warnings.catch_warnings():
