@@ -284,6 +284,8 @@ class Captures(TorchFunctionMode):
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
+        if self.given.loose:
+            self.given.release()
         stayed = [reference for reference in self._given if reference() is not None]
         for reference in (*self._passing, *stayed):
             if (x := reference()) is not None:
