@@ -81,7 +81,10 @@ class Captures(TorchFunctionMode):
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
         self._unseen: set[int] = set()  # written to by functions that raise no version
         self._made: list[int] = []  # results of this step
-        self._passing: list[weakref.ref[Tensor]] = []  # arguments and results of the step last done
+        self._passing: list[weakref.ref[Tensor]] = []  # results of the step last done
+        self.loops = False  # whether loops in the body were nodes of its graph
+        self._given: list[weakref.ref[Tensor]] = []  # its arguments with gradient
+        self.stayed: list[weakref.ref[Tensor]] = []  # such that lived on after their step
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
         self._walk = False
@@ -146,6 +149,7 @@ class Captures(TorchFunctionMode):
 
     def own(self, results: Iterable[Any]) -> None:
         """What a loop in the body gave: no torch function shows that it was made in this step."""
+        self.loops = True
         for x in results:
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
@@ -248,11 +252,9 @@ class Captures(TorchFunctionMode):
         for x in (*state, *row):
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
-                if x.requires_grad:
-                    self._passing.append(weakref.ref(x))
         return state
 
-    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Sequence[Any] = ()) -> None:
+    def end_step(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], returned: Sequence[Any] = ()) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
         if self.replaying:
             self._check_count()
@@ -261,7 +263,8 @@ class Captures(TorchFunctionMode):
             self._look_for_left({id(x) for x in returned})
             if self._walk or any(id(x) not in self._seen for x in outputs):
                 self._find_recorded(outputs, {id(x) for x in (*arguments, *self.given.roots)})
-            self._passing += [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
+            self._passing = [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
+            self._given = [weakref.ref(x) for x in (*arguments, *self.given.roots) if x.requires_grad]
         self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
         self.given.end()
@@ -288,10 +291,14 @@ class Captures(TorchFunctionMode):
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
-        for reference in self._passing:
+        if self.given.loose:
+            self.given.release()
+        stayed = [reference for reference in self._given if reference() is not None]
+        for reference in (*self._passing, *stayed):
             if (x := reference()) is not None:
                 self._left[id(x)] = reference
-        self._fresh, self._written, self._passing = [], {}, []
+        self.stayed += stayed
+        self._fresh, self._written, self._passing, self._given = [], {}, [], []
 
     def tensors(self) -> list[Tensor]:
         """What the body has used so far that it did not make."""
@@ -433,7 +440,7 @@ class Captures(TorchFunctionMode):
             self.check_versions()
         finally:
             self.replaying = False
-            self._fresh, self._candidates, self._seen, self._written, self._passing = [], [], {}, {}, []
+            self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}
             for captured in self.arrays.values():
                 captured.leave()
             for x, values in now:

@@ -21,7 +21,10 @@ _FOUND: dict[tuple[CodeType | None, str, int], bool] = {}
 
 
 class Leaving:
-    """The tensors with gradient that steps of a sweep were given or made, and that live on."""
+    """What steps of a sweep were given and somebody still holds, or something computed from it.
+
+    A tensor that a body makes of closed-over ones alone, as `spectral_norm` keeps its weight, has its whole graph.
+    """
 
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
@@ -33,18 +36,22 @@ class Leaving:
             outer = outer.outer
 
     def tensors(self) -> list[Tensor]:
-        """Those that are alive when all of the sweep is gone."""
+        """Those that are alive when all of the sweep is gone. A graph that is alive keeps the leaves it begins at."""
+        # A loop that was one node and whose result its own body refers to is a cycle that the collector does not see.
+        if not self.captures.stayed or self.captures.loops:
+            return []
         self._release()
-        left = [x for reference in self.captures._left.values() if (x := reference()) is not None]
-        return [x for x in left if x.requires_grad]
+        return [x for reference in self.captures.stayed if (x := reference()) is not None]
 
     def _release(self) -> None:
         """Has the recorders around forget what the steps used and nobody else holds."""
+        known = []
         for outer, made, met in self.around:
             candidates = [(weakref.ref(x), version) for x, version in outer._candidates[met:]]
             keys = [*outer._made[made:], *(id(x) for x, _ in outer._candidates[met:])]
             del outer._candidates[met:]
-            seen = {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}
+            known.append((candidates, {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}))
+        for (outer, made, _), (candidates, seen) in zip(self.around, known, strict=True):
             alive = {key: x for key, reference in seen.items() if (x := reference()) is not None}
             outer._seen.update(alive)
             outer._made[made:] = [key for key in outer._made[made:] if key in alive]
@@ -67,8 +74,8 @@ def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
     if not _FOUND[place]:
         return
     text = (
-        f"{name}: the loop is over, and somebody still holds {describe(tensors[0])}, which one of its steps was given "
-        f"or made ({len(tensors)} such in all). With checkpoints its graph is that of one step, and so is a gradient "
+        f"{name}: the loop is over, and somebody still holds something that the body computed from "
+        f"{describe(tensors[0])}, its argument; with checkpoints its graph is that of one step, and so is a gradient "
         f"through it: return it from the body, as a y or in the carry, or keep a detach() of it"
     )
     warnings.warn(text, HeldTensorWarning, stacklevel=level)

@@ -15,6 +15,9 @@ class Checkpoints:
     A budget becomes the largest k that fits, from the measured size of one carry and of one step's residuals (at least
     1). `offload` keeps them on the CPU ("cpu") or in files below a folder, which are deleted with the last of them.
     A file that cannot be written is an OSError, one that is not what was written a RuntimeError.
+    `check` compares what each step that runs again in backward gives, and the generators it moves (torch's, NumPy's,
+    Python's), with the forward pass, bit for bit: a RuntimeError names the step and all that differs. For debugging: it
+    costs a pass over the carry and some 50 us at every step, and some hundred bytes a step for each leaf.
 
     Example:
         >>> angle = torch.tensor(0.1, requires_grad=True)
@@ -26,6 +29,7 @@ class Checkpoints:
     k: int | None = None
     budget: int | None = None
     offload: str | Path | None = None
+    check: bool = False
 
     def __post_init__(self) -> None:
         if (self.k is None) == (self.budget is None):
@@ -34,6 +38,8 @@ class Checkpoints:
         value = as_int(getattr(self, what), "Checkpoints", what)
         if value < 1:
             raise ValueError(f"Checkpoints: {what} must be at least 1, got {value}")
+        if not isinstance(self.check, bool):
+            raise TypeError(f"Checkpoints: check must be a bool, got {describe(self.check)}")
         if self.offload is None or self.offload == "cpu":
             return
         if not isinstance(self.offload, str | Path):

@@ -19,6 +19,7 @@ from tensorloop._asked import Conditions
 from tensorloop._captures import Captures
 from tensorloop._checks import describe
 from tensorloop._closures import Constants
+from tensorloop._fingerprints import Checked
 from tensorloop._in_place import check_apart
 from tensorloop._plan import Checkpoints
 from tensorloop._progress import Progress
@@ -51,6 +52,8 @@ class Record:
         self.body = loop.body = Watched(loop.body, self.captures)
         loop.note = self.captures.note
         self.conditions = Conditions(loop, self.captures)
+        checked = isinstance(plan, Checkpoints) and plan.check
+        self.step = Checked(loop, self.captures).step if checked else loop.step
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
@@ -128,10 +131,8 @@ class Record:
         yield from self.schedule.sweep(self.length)
 
     def _bytes(self, state: State) -> int:
-        storages = {
-            x.values.untyped_storage()._cdata: x.values.untyped_storage().nbytes() for x in state if type(x) is Kept
-        }
-        return sum(storages.values())
+        storages = [_modes.storage(x.values) for x in state if type(x) is Kept]
+        return sum({x._cdata: x.nbytes() for x in storages}.values())
 
     def keep(self, step: int, state: State) -> State:
         """Takes a snapshot; gives the state to go on with."""
@@ -174,7 +175,7 @@ class Record:
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = self.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
-        new, y = loop.step(t, leaves, row)
+        new, y = self.step(t, leaves, row)
         self._check_hooks([(i, leaves[i]) for i, _ in recorded])
         if captures.given.changed:
             check_apart(new, loop.carry.tree.paths, self.name)
@@ -314,7 +315,7 @@ class Record:
 
         def give_alone(place: tuple[Any, ...], value: Tensor, flag: bool) -> None:
             """Outputs of one node must not share memory: autograd would not see a change of one in the other."""
-            storage = _modes.numbers(value).untyped_storage()._cdata
+            storage = _modes.storage(value)._cdata
             give(place, value.clone() if storage in storages else value, flag)
             storages.add(storage)
 
@@ -414,7 +415,7 @@ class Record:
         try:
             leaves, recorded, _ = fed(state)
             leaves = self.captures.given.of(leaves, recorded)
-            new, _ = self.loop.step(t, leaves, self.row(t))
+            new, _ = self.step(t, leaves, self.row(t))
             self.take_pieces()
             self.draw_again(t, new)
             after, _ = self.close(new, state, leaves)

@@ -121,7 +121,7 @@ class Reversal:
         rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
         leaves = captures.begin_step(t, leaves, recorded, row)
         with record.standing_in():
-            new, y = record.loop.step(t, leaves, row)
+            new, y = record.step(t, leaves, row)
         outputs, grads = self._outputs(t, new, y, state)
         captures.end_step((), ())
         inputs = [*recorded, *tokens]

@@ -152,7 +152,7 @@ class Snapshot:
         if store.folder is not None:
             self.path = store.file()
             self.sum, self.process = _written(values, self.path), store.process
-            values = [x.new_empty(0) for x in values]
+            values = [torch.empty(0)] * len(values)
         self.state = list(self.state)
         for i, x in zip(places, values, strict=True):
             self.state[i] = Kept(x, self.state[i].recorded)

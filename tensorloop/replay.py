@@ -36,7 +36,8 @@ def applies(loop: Loop) -> bool:
     if not torch.is_grad_enabled() or _modes.maybe_level() is not None or _modes.forward_mode():
         return False
     leaves = [*loop.init, *loop.context]
-    return all(not isinstance(x, TensorArray) or x._home == 0 for x in leaves)
+    arrays = [x for x in leaves if isinstance(x, TensorArray)]
+    return all(x._home == 0 for x in arrays) and not (arrays and _modes.faking())
 
 
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:

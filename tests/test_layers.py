@@ -65,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "_captures",
         "_checks",
         "_closures",
+        "_fingerprints",
         "_in_place",
         "_leaving",
         "_modes",
@@ -91,7 +92,7 @@ ALLOWED: dict[str, set[str]] = {
     "_asked": {"_captures", "_checks", "_modes", "_snapshots", "_steps", "tensor_array"},
     "_tape": {"_array_buffer", "_array_grad", "_holes", "tensor_array"},
     "_stand_ins": {"_active", "_compile"},
-    "_world": set(),
+    "_world": {"_modes"},
     "schedule": set(),
     "_no_steps": {"_carry", "_fake", "_steps", "_tree", "_ys", "tensor_array"},
     "_parallel": {"_advice", "_carry", "_checks", "_fake", "_packed_base", "_tree", "_ys", "tensor_array"},
@@ -416,6 +417,7 @@ ALLOWED: dict[str, set[str]] = {
         "memory._svg",
     },
     "_leaving": {"_captures", "_checks"},
+    "_fingerprints": {"_array_buffer", "_captures", "_modes", "_steps", "tensor_array"},
 }
 ON_THE_SIDE = {"memory", "testing", "reference"}
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
