@@ -49,8 +49,8 @@ def warn_of_scores(over: Tensor) -> bool:
     if rows:
         warn(
             f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more "
-            X
-            f"reward for length belongs into a length model"
+            f"than 1, so nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax in "
+            f"step_fn. A reward for length belongs into a length model"
         )
     return bool(rows)
 
