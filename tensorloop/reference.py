@@ -302,7 +302,8 @@ def beam_search(
     score and tokens after t steps.
     """
     eos = eos_id if isinstance(eos_id, tuple) else (eos_id,)
-    running, pool, t = [(0.0, ())], [], 0
+    running: list[Any] = [(0.0, ())]
+    pool, t = [], 0
     while running and t < max_steps and not (len(pool) == n_best and stop(pool, running, t)):
         offers = [(s + p, (*past, k)) for s, past in running for k, p in enumerate(log_probs(past)) if p > -math.inf]
         best, t = sorted(offers, key=lambda offer: -offer[0]), t + 1

@@ -33,8 +33,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     clock = Clock()
+    caplog.set_level(logging.WARNING, logger="tensorloop")  # an example in the documents turns it off
     monkeypatch.setattr(_compiled, "perf_counter", clock)
     return clock
 
