@@ -5,7 +5,6 @@ beside this one fill (`HANDLERS`), or it is pointwise, which torch says itself: 
 are refused. The tables are filled when `packed.py` imports those modules.
 """
 
-import functools
 import sys
 import warnings
 from typing import Any
@@ -54,9 +53,17 @@ _LOSSES = frozenset(
 )
 
 
-@functools.cache
+_POINTWISE: dict[str, bool] = {}  # no functools.cache: dynamo warns of every one that it meets
+
+
 def is_pointwise(name: str) -> bool:
     """Whether the torch function of this name works entry by entry."""
+    if name not in _POINTWISE:
+        _POINTWISE[name] = _has_pointwise_tag(name)
+    return _POINTWISE[name]
+
+
+def _has_pointwise_tag(name: str) -> bool:
     base = name.strip("_")
     if name in _NOT_POINTWISE or base in _NOT_POINTWISE:
         return False
