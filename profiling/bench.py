@@ -33,6 +33,7 @@ SCRIPTS = (
     "beam",
     "memory_tools",
     "import_time",
+    "torch_loops",
 )
 PEERS = {"jax": "jax and equinox", "tf": "tensorflow", "fbgemm": "fbgemm_gpu", "hf": "transformers"}
 PAGE, MARKER = "docs/benchmarks.md", "bench"

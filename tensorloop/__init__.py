@@ -9,6 +9,7 @@ from tensorloop.tensor_array import TensorArray
 
 if TYPE_CHECKING:
     from tensorloop import beam as beam
+    from tensorloop import cuda as cuda
     from tensorloop import memory as memory
     from tensorloop import packed as packed
     from tensorloop import risk as risk
@@ -54,7 +55,7 @@ _LATER = {
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
 _HOMES = {name: module for module, names in _LATER.items() for name in names}
-_SUBMODULES = ("beam", "memory", "packed", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "cuda", "memory", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):
@@ -84,4 +85,4 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})

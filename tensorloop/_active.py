@@ -18,6 +18,8 @@ class _Here(threading.local):
     notes: Any = None
     # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
     quiet = False
+    # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.
+    elements: Any = None
     # The stand-ins of replays that run here, outermost first (`_stand_ins`).
     replaced: tuple[Any, ...] = ()
 

@@ -15,17 +15,20 @@ from torch import Tensor
 
 from tensorloop import _modes
 from tensorloop._snapshots import Kept
+from tensorloop._stand_ins import differentiate
 from tensorloop._tape import Version, dense, token_of, values_of
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]
+# The closed-over tensors, and what stands for some of them.
+Outside = tuple[list[Tensor], dict[int, Tensor]]
 
 
 def differentiated(record: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of a record's inputs, as differentiable as its inputs and `grads`."""
     live = [k for k, grad in enumerate(grads) if grad is not None]
     cotangents = [grad for grad in grads if grad is not None]
-    outside = [record.replaced.get(id(x), x) for x in record.recorded]
+    outside = record.recorded, record.replaced
     explicit = record.inputs[: record.explicit]
     function = _vjp(
         lambda leaves: [out for k, out in enumerate(_plain(record, leaves)) if k in live], len(explicit), outside
@@ -43,7 +46,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: Function, outside: list[Tensor], values: dict[int, Tensor], n: int, *inputs: Tensor
+        ctx: Any, function: Function, outside: Outside, values: dict[int, Tensor], n: int, *inputs: Tensor
     ) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.function, ctx.outside, ctx.values, ctx.n = function, outside, values, n
         ctx.save_for_backward(*inputs)
@@ -70,23 +73,27 @@ def _leaves(inputs: Sequence[Tensor], values: dict[int, Tensor]) -> list[Tensor]
     return [values.get(i, x).detach().requires_grad_() for i, x in enumerate(inputs)]
 
 
-def _vjp(function: Function, n: int, outside: list[Tensor]) -> Function:
+def _vjp(function: Function, n: int, outside: Outside) -> Function:
     """(n inputs, cotangents) -> gradients of the inputs and of the closed-over tensors."""
 
     def gradients(leaves: list[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
             outputs = function(leaves[:n])
             pairs = [(x, g) for x, g in zip(outputs, leaves[n:], strict=True) if x.requires_grad]
-            wanted = [*leaves[:n], *outside]
+            given = [*leaves[:n], *outside[0]]
             if not pairs:
-                return [torch.zeros_like(x) for x in wanted]
-            return list(
-                torch.autograd.grad(
-                    [x for x, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, materialize_grads=True
-                )
-            )
+                return [torch.zeros_like(x) for x in given]
+            found = differentiate(_recorded, [x for x, _ in pairs], leaves[:n], [g for _, g in pairs], *outside)
+            return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(given, found, strict=True)]
 
     return gradients
+
+
+def _recorded(
+    outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Tensor], _: bool
+) -> Sequence[Tensor | None]:
+    """A backward pass that can itself be differentiated."""
+    return torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True)
 
 
 def _dense_values(record: Any) -> dict[int, Tensor]:

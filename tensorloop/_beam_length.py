@@ -68,10 +68,10 @@ class BoundedReward:
 class Power:
     """S / L ** alpha; alpha=1 is the mean.
 
-    For alpha > 0 a longer hypothesis may always come nearer to 0, so no bound exists unless `max_steps` or a `floor`
-    says how: every token but the eos then costs at least `floor` nats. A floor bounds alpha < 1 alone, and ends a
-    search after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late at 0.9.
-    With alpha=1 the bound would be the floor itself, which no search reaches: give max_steps.
+    For alpha > 0 a longer hypothesis may always come nearer to 0, a bound that ends no search, unless `max_steps` or a
+    `floor` says how near: every token but the eos then costs at least `floor` nats. A floor helps alpha < 1 alone, and
+    ends a search after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late
+    at 0.9. With alpha=1 the bound is the floor itself, which no search reaches: give max_steps.
     """
 
     alpha: float
@@ -120,7 +120,7 @@ def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
     """The most that (s - floor * (L - t - 1)) / (L + shift) ** alpha reaches over t < L <= longest.
 
     As a function of M = L + shift it is (A - floor * M) / M ** alpha: it falls where A >= 0, and else rises up to
-    M = -alpha * A / (floor * (1 - alpha)), or for ever where that is not finite.
+    M = -alpha * A / (floor * (1 - alpha)), or for ever where that is not finite: then the limit is the bound.
     """
     first = t + 1 + shift
     at_once = s / first**alpha
@@ -128,16 +128,13 @@ def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
         return at_once
     top = s + floor * first
     last = math.inf if longest is None else max(longest + shift, first)
-    if not floor:
-        return torch.maximum(at_once, s / last**alpha) if longest is not None else torch.full_like(s, torch.inf)
-    if alpha >= 1:
-        if longest is None:
-            at_last = torch.full_like(s, -floor if alpha == 1 else torch.inf)
-        else:
-            at_last = (top - floor * last) / last**alpha
-    else:
+    if floor and alpha < 1:
         peak = (-alpha * top / (floor * (1 - alpha))).clamp(first, last)
         at_last = (top - floor * peak) / peak**alpha
+    elif longest is None:  # what it tends to, and none comes to
+        at_last = torch.full_like(s, -floor if alpha == 1 else 0.0)
+    else:
+        at_last = (top - floor * last) / last**alpha
     return torch.where(s > -torch.inf, torch.maximum(at_once, at_last), s)
 
 
@@ -184,8 +181,8 @@ def check_bound(model: Any, bound: Bound, rows: int, longest: int | None, device
     if longest is not None or not rows:
         return
     probe = bound(torch.full((rows, 1), -1.0, device=device), 1)
-    # What a mean tends to, -floor, is below nothing that can end.
-    unreached = isinstance(model, Power | GNMT) and model.alpha >= 1
+    # What these tend to is below nothing that can end.
+    unreached = isinstance(model, Power | GNMT) and model.alpha > 0 and (model.alpha >= 1 or not model.floor)
     if unreached or not bool(torch.isfinite(probe).all()):
         raise ValueError(
             f"{name}: {model!r} has no bound on what longer hypotheses can reach, so no step is the last one of an "

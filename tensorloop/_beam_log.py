@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tensorloop import _beam_doubt
 from tensorloop._beam_choice import Choice, Offer, TopK, best, row_seeds
 from tensorloop._beam_length import Sum, bound_of
 from tensorloop.kernels import find
@@ -52,11 +53,15 @@ class Log:
     sums: Tensor
     most: Tensor  # (B,) the best that a running hypothesis can still reach
     left_out: Tensor  # (B,) the best key that the pool did not take in the step
+    first_mass: Tensor  # (B,) the log of what the first step's probabilities sum to
+    slack: float  # how far above 0 that may be
+    told: bool  # whether it has been said
 
     def __init__(self, rules: Rules, rows: int, gold: Gold | None, device: torch.device) -> None:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
         self.size = rules.size + (gold is not None)
         self.bound = bound_of(rules.length, rules.max_steps)
+        self.bound_beyond = bound_of(rules.length, None)  # of hypotheses of any length
         self.seeds = row_seeds(rules.choose, rows, device)
         self.steps = 0
         self.parents: list[Tensor] = []  # (B, size) int64, of each step
@@ -89,7 +94,7 @@ class Log:
         """(B,) bool: the rows that need another step."""
         if self.gold is None:
             return self.searching
-        return self.searching | (self.steps <= self.gold.lens)
+        return self.searching | ((self.steps <= self.gold.lens) & (self.gold_sum > -torch.inf))
 
     def step(self, t: int, ids: Tensor | None, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step t, as decided, or decided now: tokens and places, as `beam_chosen`. `ids`: the rows in the batch."""
@@ -104,6 +109,11 @@ class Log:
             self._begin(wide)
         every = _as(log_probs, self.sums.dtype)
         log_probs = every if self.gold is None else every[:, :-1]
+        if not t:
+            self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), _beam_doubt.slack(dtype)
+            self.told = rules.check or _beam_doubt.warn_of_scores(self.first_mass > self.slack)
+        elif t == _beam_doubt.ENDLESS and rules.max_steps is None:
+            self._warn_of_endless()
         choice, sums, end_sums = self._choose(t, ids, log_probs)
         self._keep(t, choice)
         if self.gold is not None:
@@ -157,18 +167,23 @@ class Log:
         self.gold_place = torch.where(found & (lens == t), place, self.gold_place)
         self.is_gold = same.gather(1, parents[:, :k]) & (tokens[:, :k] == column[:, None])
         taken = self._wide(log_probs.gather(1, _rows(column, ids)[:, None])[:, 0], ids, 0.0)
-        self.gold_sum = self.gold_sum + taken.masked_fill(t > lens, 0)
+        self.gold_sum = self.gold_sum + taken.masked_fill(self._gold_is_over(t), 0)
         # What is over goes on as one that is not, so that step_fn sees nothing that cannot be.
         runs = choice.keys.amax(1) > -torch.inf
         for log, gold in ((parents, torch.full_like(column, k)), (tokens, column)):
             log[:, :k] = torch.where(runs[:, None], log[:, :k], gold[:, None])
-            log[:, k] = torch.where(runs & (t >= lens), log[:, 0], gold)
+            log[:, k] = torch.where(runs & self._gold_is_over(t + 1), log[:, 0], gold)
+
+    def _gold_is_over(self, t: int) -> Tensor:
+        """(B,) bool: the rows whose gold hypothesis has ended before step t, or cannot be."""
+        assert self.gold is not None
+        return (t > self.gold.lens) | (self.gold_sum == -torch.inf)
 
     def _all_sums(self, t: int) -> Tensor:
         """(B, size): the sums of all that runs on after step t."""
         if self.gold is None:
             return self.sums
-        gold = self.gold_sum.masked_fill(t >= self.gold.lens, -torch.inf)
+        gold = self.gold_sum.masked_fill(self._gold_is_over(t + 1), -torch.inf)
         return torch.cat([self.sums, gold[:, None]], 1)
 
     def _wide(self, x: Tensor, ids: Tensor | None, fill: float = -torch.inf) -> Tensor:
@@ -180,7 +195,9 @@ class Log:
     def _pool(self, t: int, ends: Tensor, end_sums: Tensor) -> int:
         """Takes the ends of step t into the pool. What it says is told in `beam_pool`."""
         rules = self.rules
-        bound = self.keys if rules.choose.by_key else self.bound(self.sums, t + 1)
+        # After the last step allowed nothing comes any more; what could have come is a matter of any length.
+        bound_of_all = self.bound_beyond if t + 1 == rules.max_steps else self.bound
+        bound = self.keys if rules.choose.by_key else bound_of_all(self.sums, t + 1)
         if not rules.choose.by_key and type(rules.length) is not Sum:
             ranks = rules.length.final(end_sums, torch.full_like(end_sums, t + 1, dtype=torch.int64))
             spoilt = (ranks.isnan() & (ends.abs() < torch.inf)).any(1)
@@ -224,19 +241,30 @@ class Log:
         self._end(self.searching)
 
     def _end(self, rows: Tensor) -> None:
-        gap = torch.where(self.most == -torch.inf, -torch.inf, (self.most - self.pool_key[:, -1]).double())
+        gap = self._above_worst(self.most)
+        if self.rules.max_steps is not None and self.rules.stop in ("first_n", "hf"):
+            beyond = self.bound_beyond(self.sums, self.steps).where(self.keys > -torch.inf, -torch.inf)
+            gap = torch.where(gap <= 0, gap, self._above_worst(beyond.amax(1)))
         self.gap = torch.where(rows, gap, self.gap)
         if self.rules.choose.by_key:  # what runs on is left out
             self._lose(torch.where(rows, self.most, -torch.inf))
 
-    # -- what is refused
+    def _above_worst(self, most: Tensor) -> Tensor:
+        return torch.where(most == -torch.inf, -torch.inf, (most - self.pool_key[:, -1]).double())
+
+    # -- what is refused, and what is told
+
+    def _warn_of_endless(self) -> None:
+        if rows := self.searching.nonzero()[:, 0].tolist():
+            _beam_doubt.warn_of_endless(rows, self.pool_key > -torch.inf, self.rules.n_best)
 
     def _refuse(self, choice: Any, log_probs: Tensor, ids: Tensor | None, t: int) -> None:
         top = torch.maximum(choice.keys.amax(1), choice.ends.amax(1))
-        fine = (top.abs() < torch.inf) | ~self.searching  # not if it is NaN
+        over = (top == -torch.inf) & (self.pool_key[:, 0] > -torch.inf)  # all have ended that could
+        fine = (top.abs() < torch.inf) | over | ~self.searching  # not if it is NaN
         if self.gold is not None:
-            spoilt = self._wide(log_probs[:, -1].isnan().any(1), ids, False)
-            fine = fine & ~(spoilt & (t <= self.gold.lens))
+            spoilt = self._wide(~(log_probs[:, -1] < torch.inf).all(1), ids, False)
+            fine = fine & ~(spoilt & ~self._gold_is_over(t))
         if not bool(fine.all()):
             row = int((~fine).nonzero()[0, 0])
             where = f"step {t}, row {row}"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop import _beam_show
+from tensorloop import _beam_doubt, _beam_show
 from tensorloop._beam_lineage import index_of
 from tensorloop._beam_log import Log
 from tensorloop.kernels import find
@@ -54,7 +54,9 @@ class Hypotheses:
     valid: Tensor  # (B, n_best) bool: whether there is one
     finished: Tensor  # (B, n_best) bool: whether it ended with eos
     stopped: list[str]  # per row: "exact" (no later one could be better), "heuristic" (by a rule), "capped" (max_steps)
-    gap: Tensor  # (B,) float64: the most that a later one could have scored, above the n-th that was returned
+    # (B,) float64: the most by which one that goes on from what ran, of any length, can be above the n-th that ended;
+    # 0 or less where the row is exact.
+    gap: Tensor
     coverage: Tensor  # (B,): the probability of all ended hypotheses returned, each once
     lattice: Lattice
     keys: Tensor | None = None  # (B, n_best) of StochasticBeam
@@ -121,10 +123,17 @@ def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> H
     value = best.sums.to(wide)
     # The sum as the search had it; the gradient is that of the parts.
     scores = torch.where(valid, value.masked_fill(~valid, 0) + (sums - sums.detach()), -torch.inf)
-    final = rules.length.final(scores, best.lens + finished)
+    # Numbers for a length model where there is no hypothesis: what it makes of none may have a NaN for a gradient.
+    final = rules.length.final(torch.where(valid, scores, 0.0), torch.where(valid, best.lens + finished, 1))
     repeats = repeated(packed, best.lens, valid) if rules.choose.repeats else torch.zeros_like(valid)
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
     kept = _stacked(log.sums_of, log).to(wide)
+    if count:
+        running, ends = kept.amax(2), (best.lens, value)
+        over = _beam_doubt.disproved(log.slack, log.first_mass, running, steps, ends, mass)
+        if not log.told:
+            _beam_doubt.warn_of_scores(over)
+        log.gap = torch.where(over, torch.inf, log.gap)
     result = Hypotheses(
         packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished,
         _stopped(log), log.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
@@ -163,7 +172,7 @@ def _entries(log: Log) -> _Entries:
     if log.gold is not None and log.steps:
         entries = _with_gold(entries, log)
     if not bool(log.searching.any()):
-        return _blanked(entries.sorted(n))
+        return _blanked(entries.sorted(n), log)
     lens = torch.full_like(log.places, log.steps)
     keys = log.keys if log.rules.choose.by_key else log.rules.length.final(log.sums, lens)
     running = (log.keys > -torch.inf) & log.searching[:, None]
@@ -171,22 +180,29 @@ def _entries(log: Log) -> _Entries:
         keys.masked_fill(~running, -torch.inf), log.sums, lens, log.places, running.long(), torch.zeros_like(running)
     )
     both = _Entries(*(torch.cat(pair, 1) for pair in zip(entries, late, strict=True)))
-    return _blanked(both.sorted(n))
+    return _blanked(both.sorted(n), log)
 
 
-def _blanked(entries: _Entries) -> _Entries:
+def _blanked(entries: _Entries, log: Log) -> _Entries:
+    """With zeros where there is no hypothesis, and in the last place of rows whose gold one the model excludes."""
+    if log.gold is not None and log.steps:
+        excluded = torch.zeros_like(entries.gold)
+        excluded[:, -1] = log.gold_sum == -torch.inf
+        keys, sums = (x.masked_fill(excluded, -torch.inf) for x in (entries.keys, entries.sums))
+        group = entries.group.masked_fill(excluded, 0)
+        entries = entries._replace(keys=keys, sums=sums, group=group, gold=entries.gold | excluded)
     none = entries.group == 0
     return entries._replace(lens=entries.lens.masked_fill(none, 0), places=entries.places.masked_fill(none, 0))
 
 
 def _with_gold(entries: _Entries, log: Log) -> _Entries:
-    """With the gold hypothesis in the last place, unless the search has found it."""
+    """With the gold hypothesis in the last place, unless the search has found it or it cannot be."""
     assert log.gold is not None
     lens, sums = log.gold.lens, log.gold_sum
     found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == log.gold_place[:, None])
     found &= found.long().cumsum(1) == 1
     last = torch.zeros_like(found)
-    last[:, -1] = ~found.any(1)
+    last[:, -1] = ~found.any(1) & (sums > -torch.inf)
     key = log.rules.length.final(sums[:, None], lens[:, None] + 1)
 
     def put(old: Tensor, new: Any) -> Tensor:

@@ -15,10 +15,12 @@ Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_
 `torch._C.DisableTorchFunction`.
 """
 
+import functools
+import itertools
 import sys
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -30,6 +32,7 @@ from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._checks import describe
 from tensorloop._compile import runs_eagerly
+from tensorloop._in_place import Given
 from tensorloop._stand_ins import leads_to
 from tensorloop._tape import CapturedArray
 
@@ -38,7 +41,8 @@ _R = TypeVar("_R")
 
 _NONE: dict[str, Any] = {}
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-_WRITING: dict[Any, bool] = {}  # torch functions met so far: whether they may change an argument
+_WRITING: dict[Any, bool | str] = {}  # torch functions met so far: whether they may change an argument
+_UNSEEN = "without a version"
 _WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
 )
@@ -68,13 +72,16 @@ class Captures(TorchFunctionMode):
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # by the body: tensor, its values before
         self.calls = array("q")  # torch functions called in each step that gave a tensor
+        self.given = Given()
         self.replaying = False
         self.step = 0
         self._seen: dict[int, Tensor] = {}  # arguments, results and captures of this step
         self._fresh: list[tuple[weakref.ref[Tensor], int | None]] = []
         self._candidates: list[tuple[Tensor, int | None]] = []
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
+        self._unseen: set[int] = set()  # written to by functions that raise no version
         self._made: list[int] = []  # results of this step
+        self._passing: list[weakref.ref[Tensor]] = []  # arguments and results of the step last done
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
         self._walk = False
@@ -102,10 +109,15 @@ class Captures(TorchFunctionMode):
         if writes is None:
             writes = _WRITING[func] = _may_write(func)
         if writes or "out" in kwargs:
-            self._before_write(args, kwargs)
+            self._before_write(args, kwargs, writes is _UNSEEN)
         elif func in _HOOKS and here.notes is self:
             self._before_hook(args[0])
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if not self.given.loosened(error, args, kwargs):
+                raise
+            out = func(*args, **kwargs)
         if not self._walk and not torch.is_grad_enabled():
             self._walk = True  # maybe in a custom function's forward: its node may have inputs that no function saw
         if isinstance(out, Tensor):
@@ -120,13 +132,17 @@ class Captures(TorchFunctionMode):
                     self._made.append(id(x))
         return out
 
-    def note(self, tensors: Iterable[Tensor | None]) -> None:
-        """A loop in the body uses these, where no torch function of the body shows it."""
+    def note(self, leaves: Iterable[Any]) -> None:
+        """These are used where no torch function of the body shows it: by a loop in the body, or as its result."""
         if self.replaying:  # some of them may be stand-ins
             return
-        for x in tensors:
-            if x is not None and id(x) not in self._seen:
-                self._meet(x)
+        for x in leaves:
+            if isinstance(x, Tensor):
+                if id(x) not in self._seen:
+                    self._meet(x)
+            elif isinstance(store := getattr(x, "_store", None), Buffer):
+                with torch._C.DisableTorchFunction():
+                    self.meet_array(store)
 
     def own(self, results: Iterable[Any]) -> None:
         """What a loop in the body gave: no torch function shows that it was made in this step."""
@@ -163,19 +179,27 @@ class Captures(TorchFunctionMode):
                 f"than in the carry, so a replay would find another one; put it in the carry"
             )
 
-    def _before_write(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _before_write(self, args: Sequence[Any], kwargs: dict[str, Any], unseen: bool) -> None:
         fresh = {id(x) for x, _ in self._candidates}
         for x in (*args, *kwargs.values()):
             if not isinstance(x, Tensor) or x.requires_grad:
                 continue
             if x._base is not None and id(x) not in self.met:
                 x = x._base  # a write to a view is one to what it is a view of
+            if unseen:
+                self._unseen.add(id(x))
             if id(x) in self.changed:
                 continue
             if id(x) in self.met:
                 self.changed[id(x)] = (x, x.detach().clone())
             elif id(x) in fresh:
                 self._written.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
+
+    def written_to(self) -> list[tuple[Tensor, bool]]:
+        """What the body has changed in place, or may have, and whether without a new version."""
+        tensors = [x for x, _ in self.changed.values()]
+        tensors += [x for reference, _ in self._written.values() if (x := reference()) is not None]
+        return [(x, id(x) in self._unseen) for x in tensors]
 
     def _before_hook(self, x: Tensor) -> None:
         now = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
@@ -211,18 +235,24 @@ class Captures(TorchFunctionMode):
 
     # -- around one step
 
-    def begin_step(self, step: int, arguments: Iterable[Any]) -> None:
-        """Before the body of a step, whose arguments these are."""
+    def begin_step(
+        self, step: int, state: list[Any], recorded: Sequence[tuple[int, Tensor]], row: Iterable[Any]
+    ) -> list[Any]:
+        """Before the body of a step: the state as it gets it. Its arguments are that and `row`."""
         self.settle()
         self._count, self._candidates, self._made, self._walk = 0, [], [], False
         self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self.step = step
         self._seen = dict(self.recorded)
-        for x in arguments:
+        state = self.given.begin(state, recorded)
+        for x in (*state, *row):
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
+                if x.requires_grad:
+                    self._passing.append(weakref.ref(x))
+        return state
 
-    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Iterable[Any] = ()) -> None:
+    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Sequence[Any] = ()) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
         if self.replaying:
             self._check_count()
@@ -230,17 +260,21 @@ class Captures(TorchFunctionMode):
             self.calls.append(self._count)
             self._look_for_left({id(x) for x in returned})
             if self._walk or any(id(x) not in self._seen for x in outputs):
-                self._find_recorded(outputs, {id(x) for x in arguments})
+                self._find_recorded(outputs, {id(x) for x in (*arguments, *self.given.roots)})
+            self._passing += [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
         self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
+        self.given.end()
 
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
-        for key in self._made:
-            x = self._seen[key]
-            # References to a result that nobody kept: from `_seen`, from `x`, and as the argument.
-            if sys.getrefcount(x) > 3 and key not in returned:
-                self._left[key] = weakref.ref(x)
+        for key in _held(self._made, self._seen, _references()):
+            if key not in returned:
+                self._left[key] = weakref.ref(self._seen[key])
+
+    def _makes(self, x: Tensor) -> bool:
+        """Whether a result with a gradient is of this step, and not a tensor from outside."""
+        return x.grad_fn is not None and id(x) not in self.recorded and all(y is not x for y, _ in self._candidates)
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
@@ -251,7 +285,10 @@ class Captures(TorchFunctionMode):
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
-        self._fresh, self._written = [], {}
+        for reference in self._passing:
+            if (x := reference()) is not None:
+                self._left[id(x)] = reference
+        self._fresh, self._written, self._passing = [], {}, []
 
     def tensors(self) -> list[Tensor]:
         """What the body has used so far that it did not make."""
@@ -368,7 +405,7 @@ class Captures(TorchFunctionMode):
             self.check_versions()
         finally:
             self.replaying = False
-            self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}
+            self._fresh, self._candidates, self._seen, self._written, self._passing = [], [], {}, {}, []
             for captured in self.arrays.values():
                 captured.leave()
             for x, values in now:
@@ -389,6 +426,22 @@ class Captures(TorchFunctionMode):
             x.data.copy_(values.get(key, before))
 
 
+def _held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
+    """Those of `seen` that somebody else holds too: to which there are more references."""
+    held = []
+    for key in keys:
+        x = seen[key]
+        if sys.getrefcount(x) > references:
+            held.append(key)
+    return held
+
+
+@functools.cache
+def _references() -> int:
+    """How many `_held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
+    return next(n for n in itertools.count() if not _held([0], {0: object()}, n))
+
+
 @contextmanager
 def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
     """No hook of these tensors runs, and no `.grad` is kept: backward will call them once, with the sum."""
@@ -405,8 +458,8 @@ def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
             x.grad = grad
 
 
-def _may_write(func: Any) -> bool:
+def _may_write(func: Any) -> bool | str:
     name = getattr(func, "__name__", "")
     if name.endswith("_") and not name.endswith("__"):
         return name not in _KEEPS
-    return name in _WRITES or name.endswith(_STATISTICS)
+    return name in _WRITES or (_UNSEEN if name.endswith(_STATISTICS) else False)

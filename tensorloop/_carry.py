@@ -2,10 +2,13 @@
 
 A carry is a pytree whose leaves are tensors (shape, dtype and device stay), TensorArrays (dtype, device and element
 shape stay, once known), Python numbers (the type stays: an int remains an int), None, or any other object (its type
-stays).
+stays; what it holds is its own business, as long as nothing must be kept, frozen or replayed).
 """
 
+import dataclasses
+import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,13 +30,15 @@ def describe(leaf: Any) -> str:
 class Carry:
     """The structure and leaves that a carry must keep, learnt from `init`."""
 
-    __slots__ = ("arrays", "kinds", "leaves", "name", "tree")
+    __slots__ = ("arrays", "hidden", "kinds", "leaves", "name", "tree")
 
     def __init__(self, init: Any, name: str) -> None:
         self.name = name
         self.tree = _tree.Tree(init)
         leaves = self.tree.flatten(init)
         assert leaves is not None
+        # What the objects among the leaves hold, by place: tensors that no loop sees.
+        self.hidden = {i: tensors_in(x) for i, x in enumerate(leaves) if _is_object(x)}
         self.expect(leaves)
 
     def expect(self, leaves: Sequence[Any]) -> None:
@@ -64,6 +69,19 @@ class Carry:
             raise TypeError(self._leaves_message(leaves, step))
         return leaves
 
+    def refuse_hidden(self, leaves: Sequence[Any], step: int, why: str) -> None:
+        """Raises where the tensors in an object are not those that it held at first."""
+        for i, first in self.hidden.items():
+            now = tensors_in(leaves[i])
+            changed = [path for path in now if now[path] is not first.get(path)] or [*first.keys() - now.keys()]
+            if changed:
+                path, kind = f"carry{self.tree.paths[i]}", type(leaves[i]).__name__
+                raise TypeError(
+                    f"{self.name}: {path} is an object of class {kind}, and {path}{changed[0]} in it became another "
+                    f"tensor at step {step}; {why}, and the loop does not look into objects: "
+                    f"{_instead(leaves[i])}"
+                )
+
     def _array_fits(self, i: int, array: TensorArray) -> bool:
         old: Any = self.kinds[i]
         if old[1:] == (array._shape, array._dtype, array._device):  # fixed, and known as that
@@ -90,11 +108,13 @@ class Carry:
         here = {path: describe(leaf) for path, leaf in now}
         lines = [f"  - carry{path}: {was[path]}" for path in was if path not in here]
         lines += [f"  + carry{path}: {here[path]}" for path in here if path not in was]
+        grown = not was.keys() - here.keys() and any(re.search(r"\[\d+\]$", path) for path in here.keys() - was.keys())
+        cure = "What grows is a TensorArray: begin with tl.TensorArray() in init, and return carry.append(x)."
         structures = f"  - {self.structure}\n  + {_tree.structure(tree)}"
         return (
             f"{self.name}: the body returned a carry of another structure at step {step}:\n{structures}\n"
             + "\n".join(lines)
-            + "\nReturn the same containers with the same keys as in init."
+            + ("\n" + cure if grown else "\nReturn the same containers with the same keys as in init.")
         )
 
     @property
@@ -114,6 +134,45 @@ class Carry:
             + "\n"
             + " ".join(sorted(hints))
         )
+
+
+_PLAIN = (Tensor, TensorArray, bool, int, float, complex, str, bytes, torch.Generator, torch.nn.Module, type)
+
+
+def _is_object(leaf: Any) -> bool:
+    """Whether a leaf is none of those that a loop knows, so that tensors may hide in it."""
+    return leaf is not None and not isinstance(leaf, _PLAIN)
+
+
+def tensors_in(x: Any) -> dict[str, Tensor]:
+    """The tensors that an object holds, in attributes and in the containers there, by path; the first few hundred."""
+    found: dict[str, Tensor] = {}
+    left = [("", x)]
+    for _ in range(500):
+        if not left:
+            break
+        path, x = left.pop()
+        if isinstance(x, Tensor):
+            found[path] = x
+        elif isinstance(x, dict):
+            left += [(f"{path}[{key!r}]", part) for key, part in islice(x.items(), 500)]
+        elif isinstance(x, (list, tuple, set, frozenset)):
+            left += [(f"{path}[{k}]", part) for k, part in enumerate(islice(x, 500))]
+        elif path.count(".") < 4 and not isinstance(x, _PLAIN):
+            slots = [name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
+            left += [(f"{path}.{name}", getattr(x, name)) for name in slots if hasattr(x, name)]
+            left += [(f"{path}.{name}", part) for name, part in islice(getattr(x, "__dict__", {}).items(), 500)]
+    return found
+
+
+def _instead(x: Any) -> str:
+    """What to write for an object that holds tensors."""
+    if dataclasses.is_dataclass(x):
+        return "declare all of its attributes as fields of the dataclass, and the loop takes it as a tree"
+    return (
+        "carry a dict, a tuple or a dataclass instead, or register the class with "
+        "torch.utils._pytree.register_dataclass or torch.utils._pytree.register_pytree_node"
+    )
 
 
 def _facts(array: TensorArray) -> tuple[Any, ...]:

@@ -12,11 +12,24 @@ from tensorloop import _modes
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
+_PER_ELEMENT = {
+    "index": "; under vmap read several with gather()",
+    "lower": "; use while_loop and carry the number, where each element stops on its own",
+    "upper": "; use while_loop with the bound in cond_fn, where each element stops on its own",
+    "length": "; use while_loop with the length in cond_fn, where each element stops on its own",
+    "max_steps": "; carry a count, and let cond_fn compare it",
+}
+
+
 def as_int(i: SupportsIndex, name: str, what: str = "index") -> int:
     """`i` as an int: ints, numpy integers and 0-d integer tensors are taken, bools and floats are not."""
     if type(i) is int:
         return i
     bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
+    if isinstance(i, Tensor) and _modes.is_batched(i):
+        raise TypeError(
+            f"{name}: {what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}"
+        )
     hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
     if not bad:
         try:

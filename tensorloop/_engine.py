@@ -6,6 +6,7 @@ the arguments here are known to be right. Private names of torch, tried with 2.1
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ _run = torch.autograd.Variable._execution_engine.run_backward  # pyright: ignore
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad(outputs, inputs, grads, allow_unused=True)`; the graph is freed."""
+def gradients(
+    outputs: Sequence[Any], inputs: Sequence[Any], grads: Sequence[Tensor], keep: bool
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(outputs, inputs, grads, allow_unused=True, retain_graph=keep)`."""
     if not inputs:
         return ()
-    return _run(tuple(outputs), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False)
+    return _run(tuple(outputs), tuple(grads), keep, False, tuple(inputs), True, accumulate_grad=False)

@@ -1,22 +1,26 @@
 """What a packed tensor holds, for the modules that work on it: values, their ragged dim, and facts about both."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from tensorloop import _checks
+from tensorloop import _checks, _tree
 from tensorloop._packed_dim import Dim, differ
 from tensorloop._packed_size import RAGGED, RaggedSize
+
+if TYPE_CHECKING:
+    from tensorloop._packed_types import TensorTypes as _Base
+else:
+    _Base = object
 
 
 class PackedFallbackWarning(UserWarning):
     """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N."""
 
 
-class Packed:
+class Packed(_Base):
     """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
 
     __slots__ = ("__weakref__", "_dim", "values")
@@ -37,7 +41,7 @@ class Packed:
         return len(self._dim), RAGGED, *self.values.shape[1:]
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of dims, batch and ragged dim included."""
         return self.values.dim() + 1
 
@@ -103,7 +107,7 @@ def is_packed(x: Any) -> bool:
 
 def any_packed(tree: Any) -> bool:
     """Whether one of the leaves of a tree is a packed tensor."""
-    return any(is_packed(x) for x in _pytree.tree_leaves(tree, is_leaf=is_packed))
+    return any(is_packed(x) for x in _tree.leaves(tree, is_packed))
 
 
 def is_tensor(x: Any) -> bool:

@@ -32,7 +32,7 @@ def getitem(p: Packed, key: Any) -> Any:
     if not (isinstance(rows, slice) and _is_whole(rows)):
         p = _select(p, rows)
     if isinstance(times, slice):
-        p = p if _is_whole(times) else _crop(p, times)
+        p = p if _is_whole(times) else crop(p, times)
         return p._with(_features(p.values, features)) if features else p
     return _at(p, times, features)
 
@@ -121,7 +121,7 @@ def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
         if ends[-1] != rows:
             raise ValueError(f"split: sizes {list(map(int, size))} do not sum to the {rows} rows")
     else:
-        ends = [*range(0, rows, _at_least(1, size, "size")), rows]
+        ends = [*range(0, max(rows, 1), _at_least(1, size, "size")), rows]  # of no rows one piece, as torch's
     return tuple(slice_rows(p, a, b) for a, b in itertools.pairwise(ends))
 
 
@@ -199,7 +199,7 @@ def _pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
     return p._dim._offsets[:-1][rows] + times
 
 
-def _crop(p: Packed, times: slice) -> Packed:
+def crop(p: Packed, times: slice) -> Packed:
     """p[:, a:b:step]: of each row what Python's slice gives."""
     step = 1 if times.step is None else _checks.as_int(times.step, "indexing", "step")
     if step < 1:

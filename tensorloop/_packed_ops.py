@@ -123,23 +123,25 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     base = next(x for x in given if is_packed(x))
     for x in given:
         if is_packed(x) and x is not base:
-            _check_partner(base, x, name)
+            check_partner(base, x, name)
     in_place = name.endswith("_")
     if in_place and not is_packed(args[0]):
         raise refused(name, "a padded tensor cannot be changed in place by a packed one", f"use {name[:-1]}")
-    out = func(*(_aligned(x, base, name) for x in args), **{k: _aligned(x, base, name) for k, x in kwargs.items()})
+    out = func(*(aligned(x, base, name) for x in args), **{k: aligned(x, base, name) for k, x in kwargs.items()})
     if in_place:
         return args[0]
     return rewrap(base, out)
 
 
-def _check_partner(base: Packed, other: Packed, name: str) -> None:
+def check_partner(base: Packed, other: Packed, name: str) -> Packed:
+    """`other`, if it has the rows and the number of dims of `base`."""
     same_rows(base, other, name)
     if base.ndim != other.ndim:
         raise ValueError(
             f"{name}: packed tensors of {base.ndim} and {other.ndim} dims, {base.shape} and {other.shape}; their dims "
             "would be aligned from the right, ragged dim with feature dim; unsqueeze(-1) the smaller one"
         )
+    return other
 
 
 def rewrap(base: Packed, out: Any) -> Any:
@@ -152,7 +154,8 @@ def rewrap(base: Packed, out: Any) -> Any:
     return out
 
 
-def _aligned(x: Any, base: Packed, name: str) -> Any:
+def aligned(x: Any, base: Packed, name: str) -> Any:
+    """An argument as it goes beside the values of `base`."""
     if is_packed(x):
         return x.values
     if is_tensor(x):
@@ -196,14 +199,14 @@ def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **
         args, weight = (weight, *args), None  # an old-style size_average
     if not (is_packed(input) and is_packed(target)):
         raise refused(name, "input and target must both be packed", "pack the other: pack_padded(x, p.lens)")
-    _check_partner(input, target, name)
+    check_partner(input, target, name)
     if isinstance(weight, Packed):
-        _check_partner(input, weight, name)
+        check_partner(input, weight, name)
     if kwargs.get("reduction") == "batchmean":
         return _loss(func, input, target, weight, *args, **(kwargs | {"reduction": "sum"})) / len(input._dim)
-    kwargs = {k: _aligned(x, input, name) for k, x in kwargs.items()}
+    kwargs = {k: aligned(x, input, name) for k, x in kwargs.items()}
     if weight is not None:
-        kwargs["weight"] = _aligned(weight, input, name)
+        kwargs["weight"] = aligned(weight, input, name)
     out = func(input.values, target.values, *args, **kwargs)
     return rewrap(input, out) if kwargs.get("reduction") == "none" else out
 
@@ -213,6 +216,7 @@ def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **
 
 @handles("linear")
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    """The layer applied to every entry."""
     _only_first("linear", input, weight, bias)
     _needs_features(input, 1, "linear")
     return input._with(func(input.values, weight, bias))
@@ -220,12 +224,14 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
 
 @handles("embedding")
 def _embedding(func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """A vector for every index."""
     _only_first("embedding", input, weight)
     return input._with(func(input.values, weight, *args, **kwargs))
 
 
 @handles("layer_norm", "rms_norm")
 def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every entry normalised over its features."""
     name = func.__name__
     _only_first(name, input, *args, *kwargs.values())
     _needs_features(input, 1 if isinstance(normalized_shape, int) else len(normalized_shape), name)
@@ -234,6 +240,7 @@ def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: An
 
 @handles("prelu")
 def _prelu(func: Any, input: Any, weight: Any) -> Any:
+    """Entry by entry, with one weight."""
     _only_first("prelu", input, weight)
     if weight.numel() != 1:
         raise refused(
@@ -254,11 +261,12 @@ def _needs_features(p: Packed, n: int, name: str) -> None:
 
 @handles("matmul", "__matmul__", "__rmatmul__")
 def _matmul(func: Any, input: Any, other: Any) -> Any:
+    """Of matrices in the feature dims; a matrix for each row pads, with a PackedFallbackWarning."""
     name = func.__name__
     if name == "__rmatmul__":
         input, other = other, input
     if is_packed(input) and is_packed(other):
-        _check_partner(input, other, "matmul")
+        check_partner(input, other, "matmul")
         _needs_matrix(input)
         return input._with(torch.matmul(input.values, other.values))
     if is_packed(other):
@@ -295,6 +303,7 @@ def _needs_matrix(p: Packed) -> None:
 
 @handles("to", "type_as")
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """In another dtype or on another device; its lens move along."""
     if not is_packed(input):  # tensor.to(packed): its dtype and device
         return func(input, *(x.values if is_packed(x) else x for x in args), **kwargs)
     values = func(input.values, *(x.values if is_packed(x) else x for x in args), **kwargs)

@@ -17,7 +17,7 @@ from tensorloop._packed_dim import Dim
 from tensorloop._packed_ops import fall_back, handles, rewrap
 
 
-class _Segments(NamedTuple):
+class Segments(NamedTuple):
     """The entries to reduce, and the segments they are in."""
 
     values: Tensor  # (N * K, *rest): K numbers of each entry are reduced together
@@ -27,7 +27,7 @@ class _Segments(NamedTuple):
     inner: int  # K
 
 
-def _segments(p: Packed, dims: tuple[int, ...]) -> _Segments:
+def segments(p: Packed, dims: tuple[int, ...]) -> Segments:
     """`dims` holds 0 or 1, not both, and any feature dims."""
     values, dim, order = p.values, p._dim, None
     if 0 in dims:
@@ -35,29 +35,30 @@ def _segments(p: Packed, dims: tuple[int, ...]) -> _Segments:
         values = _ragged.permute(values, order, inverse)
     features = [d - 1 for d in dims if d > 1]
     if not features:
-        return _Segments(values, dim._offsets, dim, order, 1)
+        return Segments(values, dim._offsets, dim, order, 1)
     inner = prod(values.shape[d] for d in features)
     rest = [d for d in range(1, values.dim()) if d not in features]
     moved = values.permute(0, *sorted(features), *rest)
     moved = moved.reshape(len(values) * inner, *(values.shape[d] for d in rest))
-    return _Segments(moved, dim._offsets * inner, dim, order, inner)
+    return Segments(moved, dim._offsets * inner, dim, order, inner)
 
 
-def _kept_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+def kept_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """The reduced dims back as 1."""
     for d in sorted(dims) if keepdim else ():
         out = out.unsqueeze(d)
     return out
 
 
-def _wide(values: Tensor) -> Tensor:
+def wide_values(values: Tensor) -> Tensor:
     """In the dtype of sums: counts and squares of half precision overflow, or lose their digits, before the result."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-def _root(square: Tensor) -> Tensor:
-    """The square root, with the slope 0 at 0, as torch's norms and deviations have it."""
-    return torch.where(square == 0, 0, torch.where(square == 0, 1, square).sqrt())
+def root(power: Tensor, order: float = 2) -> Tensor:
+    """The square root, or that of another order, with the slope 0 at 0, as torch's norms and deviations have it."""
+    safe = torch.where(power == 0, 1, power)
+    return torch.where(power == 0, 0, safe.sqrt() if order == 2 else safe ** (1 / order))
 
 
 def _over(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwargs: dict[str, Any]) -> Any:
@@ -67,15 +68,17 @@ def _over(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwarg
     plain = getattr(torch, name)
     if {0, 1} <= set(dims):
         out = plain(p.values, dim=tuple(sorted({max(d - 1, 0) for d in dims})), **kwargs)
-        return _kept_dims(out, dims, keepdim)
+        return kept_dims(out, dims, keepdim)
     if not {0, 1} & set(dims):
         return p._with(plain(p.values, dim=tuple(d - 1 for d in dims), keepdim=keepdim, **kwargs))
-    return _kept_dims(on_segments(_segments(p, dims)), dims, keepdim)
+    return kept_dims(on_segments(segments(p, dims)), dims, keepdim)
 
 
 @handles("sum", "nansum")
 def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    def reduce(s: _Segments) -> Tensor:
+    """Over the batch or ragged dim an ordinary tensor, over features a packed one; of an empty row 0."""
+
+    def reduce(s: Segments) -> Tensor:
         values = s.values if dtype is None else s.values.to(dtype)
         if not values.is_floating_point() and not values.is_complex():
             values = values.to(dtype or torch.int64)
@@ -88,13 +91,14 @@ def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
 
 @handles("mean", "nanmean")
 def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Over the entries there are: of an empty row NaN."""
     name = func.__name__
 
-    def reduce(s: _Segments) -> Tensor:
+    def reduce(s: Segments) -> Tensor:
         values = s.values if dtype is None else s.values.to(dtype)
         if not values.is_floating_point() and not values.is_complex():
             raise TypeError(f"{name}: a mean needs floating point, got {values.dtype}; give dtype=")
-        wide = _wide(values)
+        wide = wide_values(values)
         if name == "mean":
             return _ragged.mean(wide, s.offsets).to(values.dtype)
         there = wide.isnan().logical_not().to(wide.dtype)
@@ -110,9 +114,9 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
     name = func.__name__
     which = name[1:]
 
-    def reduce(s: _Segments) -> Tensor:
+    def reduce(s: Segments) -> Tensor:
         if initial is None:
-            _no_empty(s, name)
+            no_empty(s, name)
         return _ragged_reduce.amax(s.values, s.offsets, which, 0 if initial is None else initial)
 
     out = _over(func, input, dim, keepdim, reduce, {})
@@ -121,15 +125,20 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
     return torch.clamp(out, min=initial) if which == "max" else torch.clamp(out, max=initial)
 
 
-def _no_empty(s: _Segments, name: str) -> None:
+def no_empty(s: Segments, name: str) -> None:
+    """Raises where a segment has no entry, and so no extreme and no middle."""
     if s.dim.has_empty_rows or (s.inner == 0 and len(s.dim)):
         row = int((s.dim._lens == 0).nonzero()[0]) if s.dim.has_empty_rows else 0
-        hint = "; give initial=" if name in ("amax", "amin") else "; leave such rows out, or use amax with initial="
-        raise ValueError(f"{name}: row {row} is empty and has no {'minimum' if 'min' in name else 'maximum'}{hint}")
+        what = next((n for n in ("median", "quantile") if n in name), "minimum" if "min" in name else "maximum")
+        instead = "give initial=" if name in ("amax", "amin") else "leave such rows out: p[p.lens > 0]"
+        if name[-3:] in ("max", "min") and name not in ("amax", "amin"):
+            instead += ", or use amax with initial="
+        raise ValueError(f"{name}: row {row} is empty and has no {what}; {instead}")
 
 
 @handles("max", "min")
 def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """(values, indices) over one dim, the first of equal entries; of two tensors the larger of each pair."""
     name = func.__name__
     dim = kwargs.pop("other", dim)
     if is_packed(dim) or (is_packed(input) and isinstance(dim, Tensor)):  # of two tensors
@@ -143,24 +152,25 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs
         return rewrap(input, func(input.values, d - 1, keepdim))
     values, index = _best(input, d, name, name)
     result = getattr(torch.return_types, name)
-    return result((_kept_dims(values, (d,), keepdim), _kept_dims(index, (d,), keepdim)))
+    return result((kept_dims(values, (d,), keepdim), kept_dims(index, (d,), keepdim)))
 
 
 @handles("argmax", "argmin")
 def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """The place of the first extreme: along the ragged dim a position in the row, along the batch a row."""
     name = func.__name__
     if dim is None:
         raise refused(name, "without dim it counts the entries of a padded tensor", "give dim")
     d = dim_number(input, dim, name)
     if d > 1:
         return input._with(func(input.values, d - 1, keepdim))
-    return _kept_dims(_best(input, d, name[3:], name)[1], (d,), keepdim)
+    return kept_dims(_best(input, d, name[3:], name)[1], (d,), keepdim)
 
 
 def _best(p: Packed, d: int, which: str, name: str) -> tuple[Tensor, Tensor]:
     """The best of each segment, and its index along dim d."""
-    s = _segments(p, (d,))
-    _no_empty(s, name)
+    s = segments(p, (d,))
+    no_empty(s, name)
     values, where = _ragged_reduce.extreme(s.values, s.offsets, which)
     if s.order is not None:  # the row that the entry at this t is in
         return values, p._dim._row_ids[s.order][where]
@@ -169,19 +179,33 @@ def _best(p: Packed, d: int, which: str, name: str) -> tuple[Tensor, Tensor]:
 
 @handles("logsumexp")
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    return _over(func, input, dim, keepdim, lambda s: _ragged_reduce.logsumexp(s.values, s.offsets), {})
+    """Of an empty row -inf; integers count as torch's default dtype."""
+
+    def reduce(s: Segments) -> Tensor:
+        whole = _complex_logsumexp if s.values.is_complex() else _ragged_reduce.logsumexp
+        return whole(s.values, s.offsets)
+
+    exact = input.is_floating_point() or input.values.is_complex()
+    return _over(func, input if exact else input.to(torch.get_default_dtype()), dim, keepdim, reduce, {})
 
 
-def _square(x: Tensor) -> Tensor:
+def _complex_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
+    """By plain operations: the largest real part is taken off first, as it has no influence on the gradient."""
+    top = _ragged_reduce.amax(values.detach().real, offsets).nan_to_num(0, 0, 0)
+    powers = (values - _ragged.spread(top, offsets, len(values))).exp()
+    return _ragged.sum(powers, offsets).log() + top
+
+
+def square(x: Tensor) -> Tensor:
     """|x|^2"""
     return torch.real(x * torch.conj(x)) if x.is_complex() else x * x
 
 
-def _variance(s: _Segments, correction: float) -> tuple[Tensor, Tensor]:
+def _variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
     """(variance, mean): NaN where a segment has no more than `correction` entries, or is empty."""
     mean = _ragged.mean(s.values, s.offsets)
     centred = s.values - _ragged.spread(mean, s.offsets, len(s.values))
-    total = _ragged.sum(_square(centred), s.offsets)
+    total = _ragged.sum(square(centred), s.offsets)
     number = _ragged.counts(s.offsets, total)
     return total / torch.where(number > correction, number - correction, torch.nan), mean
 
@@ -190,6 +214,7 @@ def _variance(s: _Segments, correction: float) -> tuple[Tensor, Tensor]:
 def _std(
     func: Any, input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
+    """Over the entries there are: NaN where they are no more than the correction, which is 1."""
     name = func.__name__
     if isinstance(dim, bool):  # std(x, unbiased)
         dim, unbiased = None, dim
@@ -202,54 +227,32 @@ def _std(
         out = func(input.values, dim=inner, correction=correction, keepdim=keepdim and not whole)
         if not whole:
             return rewrap(input, out)
-        return tuple(_kept_dims(x, dims, keepdim) for x in out) if "_" in name else _kept_dims(out, dims, keepdim)
+        return tuple(kept_dims(x, dims, keepdim) for x in out) if "_" in name else kept_dims(out, dims, keepdim)
     if not input.is_floating_point() and not input.is_complex():
         raise TypeError(f"{name}: a deviation needs floating point, got {input.dtype}; convert with .float()")
-    var, mean = _variance(_segments(input._with(_wide(input.values)), dims), correction)
-    spread = _root(var) if "std" in name else var
-    spread, mean = _kept_dims(spread, dims, keepdim).to(input.dtype.to_real()), _kept_dims(mean, dims, keepdim)
+    var, mean = _variance(segments(input._with(wide_values(input.values)), dims), correction)
+    spread = root(var) if "std" in name else var
+    spread, mean = kept_dims(spread, dims, keepdim).to(input.dtype.to_real()), kept_dims(mean, dims, keepdim)
     return (spread, mean.to(input.dtype)) if "_" in name else spread
 
 
 @handles("any", "all")
 def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    def reduce(s: _Segments) -> Tensor:
+    """Bools, and uint8 of uint8, as torch's; of an empty row False, and all of it True."""
+
+    def reduce(s: Segments) -> Tensor:
         wanted = (s.values != 0) if func.__name__ == "any" else (s.values == 0)
         found = _ragged.sum(wanted.to(torch.int64), s.offsets) > 0
-        return found if func.__name__ == "any" else ~found
+        found = found if func.__name__ == "any" else ~found
+        return found.to(torch.uint8) if s.values.dtype is torch.uint8 else found
 
     return _over(func, input, dim, keepdim, reduce, {})
 
 
 @handles("count_nonzero")
 def _count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
+    """How many entries are not zero."""
     return torch.sum(input != 0, dim_numbers(input, dim, "count_nonzero"))
-
-
-@handles("norm", "vector_norm", "linalg_vector_norm")
-def _norm(
-    func: Any, input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, ord: Any = None
-) -> Any:
-    p = {"fro": 2, None: 2}.get(p if ord is None else ord, p if ord is None else ord)
-    x = input if dtype is None else input.to(dtype)
-    if not x.is_floating_point() and not x.is_complex():
-        raise TypeError(f"norm: it needs floating point, got {x.dtype}; convert with .float()")
-    dims = dim_numbers(x, dim, "norm")
-    if not {0, 1} & set(dims):
-        inner = tuple(d - 1 for d in dims)
-        return x._with(torch.linalg.vector_norm(x.values, p, inner, keepdim=keepdim))
-    if p == torch.inf:
-        return _amax(torch.amax, torch.abs(x), dims, keepdim, initial=0)
-    if p == 1:
-        return torch.sum(torch.abs(x), dims, keepdim)
-    if p == 2:
-        return _root(torch.sum(x._with(_square(_wide(x.values))), dims, keepdim)).to(x.dtype.to_real())
-    raise refused("norm", f"order {p!r} over the batch or ragged dim", "use 1, 2 or inf")
-
-
-@handles("normalize")
-def _normalize(func: Any, input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    return input / torch.clamp(_norm(func, input, p, dim, True), min=eps)
 
 
 # -- what keeps the shape
@@ -276,21 +279,25 @@ def _softmax_like(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
 
 @handles("softmax", "special_softmax")
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Over the entries there are along `dim`: of each row by itself along the ragged dim."""
     return _softmax_like(torch.softmax, input, dim, dtype, _ragged_reduce.softmax)
 
 
 @handles("log_softmax", "special_log_softmax")
 def _log_softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """The logarithm of softmax."""
     return _softmax_like(torch.log_softmax, input, dim, dtype, _ragged_reduce.log_softmax)
 
 
 @handles("softmin")
 def _softmin(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """Softmax of the negative."""
     return _softmax_like(torch.softmax, -input, dim, dtype, _ragged_reduce.softmax)
 
 
 @handles("cumsum")
 def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
+    """Running sums along `dim`, of each row by itself along the ragged dim."""
     x = input if dtype is None else input.to(dtype)
     if not x.values.is_floating_point() and not x.values.is_complex() and dtype is None:
         x = x.to(torch.int64)
@@ -298,8 +305,14 @@ def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
 
 
 @handles("cumprod", "cummax", "cummin", "logcumsumexp")
-def _running(func: Any, input: Any, dim: Any) -> Any:
+def _running(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
+    """Along the ragged dim by padding, with a PackedFallbackWarning; `dtype` is for cumprod."""
     name = func.__name__
+    if name == "cumprod":
+        exact = input.is_floating_point() or input.values.is_complex()
+        input = input.to(dtype or (input.dtype if exact else torch.int64))
+    elif dtype is not None:
+        raise TypeError(f"{name}: it has no dtype=; convert with .to({dtype})")
     d = dim_number(input, dim, name)
     if d > 1:
         return rewrap(input, func(input.values, d - 1))
@@ -310,6 +323,7 @@ def _running(func: Any, input: Any, dim: Any) -> Any:
 
 @handles("prod")
 def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Over features a packed tensor; over the ragged or batch dim by padding, with a PackedFallbackWarning."""
     x = input if dtype is None else input.to(dtype)
     if dim is None:
         return torch.prod(x.values)
@@ -321,6 +335,7 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
 
 @handles("flip")
 def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
+    """Along the ragged dim each row from its end to its start."""
     (dims,) = (kwargs.get("dims", dims),)
     numbers = dim_numbers(input, dims[0] if len(dims) == 1 else tuple(dims), "flip")
     if 0 in numbers:

@@ -18,6 +18,7 @@ from tensorloop._packed_ops import handles
 
 @handles("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *settings: Any) -> Any:
+    """Every row by itself, in both directions; an empty row keeps its first state."""
     name = func.__name__
     settings, batch_first = settings[:-1], settings[-1]  # num_layers, dropout, train, bidirectional, batch_first
     if not batch_first:

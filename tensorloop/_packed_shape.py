@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tensorloop._packed_base import Packed, dim_number, is_packed, refused, same_rows
 from tensorloop._packed_dim import Dim
-from tensorloop._packed_index import select_rows, split_rows
-from tensorloop._packed_ops import align, feature_dim, handles, rewrap
+from tensorloop._packed_index import select_rows
+from tensorloop._packed_ops import align, feature_dim, handles
 from tensorloop._packed_size import RaggedSize
 from tensorloop._packed_time_first import TimeFirst
 
@@ -18,6 +18,7 @@ _STAYS = "the batch and the ragged dim stay where they are; for attention use te
 
 @handles("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
+    """A feature dim of size 1, dim 2 or later."""
     d = dim_number(input, dim, "unsqueeze", extra=1)
     if d < 2:
         raise refused("unsqueeze", f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
@@ -26,6 +27,7 @@ def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
 
 @handles("squeeze")
 def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
+    """Without feature dims of size 1."""
     if dim is None:
         dims = [d for d in range(2, input.ndim) if input.shape[d] == 1]
     else:
@@ -37,6 +39,7 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
 
 @handles("transpose", "swapaxes", "swapdims")
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
+    """Two feature dims exchanged; (0, 1) gives a name for the same tensor, for layers that want time first."""
     a, b = dim_number(input, dim0, "transpose"), dim_number(input, dim1, "transpose")
     if a == b:
         return input
@@ -49,6 +52,7 @@ def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
 
 @handles("permute", "movedim", "moveaxis")
 def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
+    """Feature dims in another order."""
     name = func.__name__
     if name == "permute":
         given = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
@@ -78,6 +82,7 @@ def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> An
 
 @handles("unflatten")
 def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
+    """One feature dim as several."""
     return input._with(input.values.unflatten(feature_dim(input, dim, "unflatten"), tuple(sizes)))
 
 
@@ -108,6 +113,7 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
 
 @handles("view_as", "reshape_as")
 def _view_as(func: Any, input: Any, other: Any) -> Any:
+    """The features as those of `other`, of the same rows."""
     if not (is_packed(input) and is_packed(other)):
         raise refused(func.__name__, "only one of two tensors is packed", "use .flatten(0, 1) or pack_padded")
     same_rows(input, other, func.__name__)
@@ -116,6 +122,7 @@ def _view_as(func: Any, input: Any, other: Any) -> Any:
 
 @handles("expand", "expand_as")
 def _expand(func: Any, input: Any, *sizes: Any) -> Any:
+    """Feature dims of size 1 repeated without a copy."""
     if not is_packed(input):
         return sizes[0]._with(align(input, sizes[0], "expand_as").expand(sizes[0].values.shape))
     if func.__name__ == "expand_as":
@@ -125,47 +132,6 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
         raise refused("expand", f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
     return input._with(input.values.expand(-1, *sizes[2:]))
-
-
-@handles("chunk", "tensor_split", "unbind", "select", "narrow", "index_select", "roll", "glu", "gather", "topk", "sort")
-def _along_features(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions with one `dim`, taken along feature dims."""
-    name = func.__name__
-    place = {"unbind": 0, "select": 0, "narrow": 0, "index_select": 0, "glu": 0, "gather": 0, "sort": 0}.get(name, 1)
-    default = {"chunk": 0, "tensor_split": 0, "unbind": 0, "glu": -1, "topk": -1, "sort": -1}.get(name)
-    if not is_packed(input):
-        raise refused(name, "only another argument than its input is packed", "pack the input: pack_padded(x, p.lens)")
-    many = list(args)
-    given = kwargs.pop("dims", kwargs.pop("dim", None))
-    if given is None and len(many) > place and not (name in ("topk", "sort") and isinstance(many[place], bool)):
-        given = many.pop(place)
-    if given is None:
-        given = default
-    if given is None:
-        raise TypeError(f"{name}: give dim")
-    if name in ("unbind", "select", "index_select") and dim_number(input, given, name) == 0:
-        return input.unbind() if name == "unbind" else input[many[0] if many else kwargs["index"]]
-    dim = feature_dim(input, given, name)
-    for x in filter(is_packed, (*many, *kwargs.values())):
-        same_rows(input, x, name)
-    many = [x.values if is_packed(x) else x for x in many]
-    kwargs = {k: x.values if is_packed(x) else x for k, x in kwargs.items()}
-    plain = getattr(torch, name, None) or getattr(torch.nn.functional, name)
-    if len(many) < place:  # what comes before it has a name, too
-        kwargs["dims" if name == "roll" else "dim"] = dim
-    else:
-        many.insert(place, dim)
-    return rewrap(input, plain(input.values, *many, **kwargs))
-
-
-@handles("split", "split_with_sizes")
-def _split(func: Any, input: Any, size: Any, dim: Any = 0) -> Any:
-    d = dim_number(input, dim, "split")
-    if d > 1:
-        return rewrap(input, input.values.split(size if isinstance(size, int) else list(size), d - 1))
-    if d == 1:
-        raise refused("split", "pieces of a ragged dim would have other rows each", "slice it: p[:, a:b]")
-    return split_rows(input, size)
 
 
 @handles("cat", "concat", "concatenate")
@@ -194,6 +160,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
 
 @handles("stack")
 def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
+    """Along a new feature dim."""
     first = tensors[0]
     if not all(is_packed(x) for x in tensors):
         raise refused("stack", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
@@ -207,6 +174,7 @@ def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
 
 @handles("repeat", "tile")
 def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
+    """Features repeated."""
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(sizes) != input.ndim or sizes[:2] != (1, 1):
         raise refused(
@@ -217,6 +185,7 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
 
 @handles("equal", "allclose")
 def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether two packed tensors are of the same rows, and their values are equal or close."""
     name = func.__name__
     if not (is_packed(input) and is_packed(other)):
         raise refused(
@@ -233,20 +202,17 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return func(input.values, *args, **kwargs)
 
 
-@handles("cosine_similarity")
-def _cosine_similarity(func: Any, x1: Any, x2: Any, dim: Any = 1, eps: float = 1e-8) -> Any:
-    same_rows(x1, x2, "cosine_similarity")
-    return x1._with(func(x1.values, x2.values, feature_dim(x1, dim, "cosine_similarity"), eps))
-
-
 @handles("repeat_interleave")
-def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None) -> Any:
+def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Any:
     """Rows or features as often as given: beams and samples."""
-    d = dim_number(input, dim, "repeat_interleave") if dim is not None else -1
+    if dim is None:
+        raise refused("repeat_interleave", "without dim it repeats the entries of a padded tensor", "give dim")
+    d = dim_number(input, dim, "repeat_interleave")
     if d == 0:
         rows = torch.arange(len(input._dim), device=input.values.device)
-        return select_rows(input, rows.repeat_interleave(repeats))
-    return input._with(input.values.repeat_interleave(repeats, feature_dim(input, dim, "repeat_interleave")))
+        return select_rows(input, rows.repeat_interleave(repeats, output_size=output_size))
+    d = feature_dim(input, dim, "repeat_interleave")
+    return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
 
 
 @handles("__getitem__")

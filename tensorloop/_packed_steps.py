@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from tensorloop import _checks, _modes, _ragged, _tree
 from tensorloop._carry import describe
@@ -39,8 +38,8 @@ class PackedSlices(Slices):
             mirror = _ragged.mirror(ragged._offsets, ragged.total)
             order, inverse = mirror[order], inverse[mirror]
         self.order, self.inverse = order, inverse
-        in_time = _pytree.tree_map(
-            lambda x: None if x is None else _ragged.permute(x.values, order, inverse), xs, is_leaf=is_packed
+        in_time = _tree.mapped(
+            lambda x: None if x is None else _ragged.permute(x.values, order, inverse), xs, is_packed
         )
         self.counts = turned._lens.tolist()
         self.starts = turned._offsets.tolist()
@@ -107,7 +106,7 @@ class PackedOutputs(Outputs):
         return self.slices.part(ys, 0, t)
 
     def of_no_steps(self, ys: Any) -> Any:
-        return _pytree.tree_map(lambda y: PackedTensor(y.flatten(0, 1), self.slices.ragged) if y.dim() > 1 else y, ys)
+        return _tree.mapped(lambda y: PackedTensor(y.flatten(0, 1), self.slices.ragged) if y.dim() > 1 else y, ys)
 
     def stack(self, reverse: bool) -> Any:
         slices = self.slices
@@ -140,7 +139,7 @@ class _Column:
 def _common(xs: Any, name: str) -> Dim:
     """The one dim of all packed leaves."""
     found: Dim | None = None
-    for path, x in _tree.leaves_with_paths(_pytree.tree_map(_Opaque, xs, is_leaf=is_packed)):
+    for path, x in _tree.leaves_with_paths(_tree.mapped(_Opaque, xs, is_packed)):
         x = x.value
         if x is None:
             continue

@@ -9,12 +9,12 @@ slices and makes a dense one for each.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import Tensor
 
-from tensorloop import _checks
+from tensorloop import _advice, _checks
 from tensorloop._carry import describe
 from tensorloop._fake import fake_tensors
 from tensorloop._packed_base import any_packed
@@ -26,7 +26,9 @@ Xs = TypeVar("Xs")
 Leaves = Sequence[Tensor]
 
 
-def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False) -> Xs:
+def associative_scan(
+    fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, **unknown: Never
+) -> Xs:
     """All partial results of an associative `fn` over `xs`, in O(log T) calls: ys[t] = fn(ys[t - 1], xs[t]).
 
     `fn(a, b)` must be associative; it need not be commutative: `a` is always the earlier one, with `reverse` the later
@@ -50,6 +52,8 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
     applications, CMU-CS-90-190, 1990.
     """
     name = "associative_scan"
+    if unknown:
+        _advice.refuse_unknown(associative_scan, unknown)
     _callable(fn, name)
     dim = _checks.as_int(dim, name, "dim")
     if not isinstance(reverse, bool):
@@ -62,7 +66,11 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
     def combine(a: Leaves, b: Leaves) -> Leaves:
         was = [describe(x) for x in a]
         versions = _versions([*a, *b])
-        out = fn(tree.unflatten(a), tree.unflatten(b))
+        try:
+            out = fn(tree.unflatten(a), tree.unflatten(b))
+        except (TypeError, AttributeError) as error:
+            _advice.of_slabs(name, ("fn", fn, ("a", "b")), xs, error)
+            raise
         if _versions([*a, *b]) != versions:
             raise RuntimeError(f"{name}: fn changed an argument in place under no_grad, so xs or ys too; clone() it")
         return _leaves_like(was, tree, out, f"{name}: fn must return slabs like those it gets, of {len(a[0])} pairs")
@@ -145,7 +153,12 @@ def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int, 
         ys = _empty(element, columns, dim, name)
     else:
         chunks = zip(*(x.split(n) for x in columns), strict=True)
-        ys = [_joined(parts, dim) for parts in zip(*(element.of(rows) for rows in chunks), strict=True)]
+        try:
+            done = [element.of(rows) for rows in chunks]
+        except (TypeError, AttributeError) as error:
+            _advice.of_slabs(name, ("fn", fn, ("x",)), xs, error)
+            raise
+        ys = [_joined(parts, dim) for parts in zip(*done, strict=True)]
     return element.tree_of(ys)
 
 

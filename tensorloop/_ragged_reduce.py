@@ -298,8 +298,9 @@ def _amax_grad(x: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor
 
 def _shared_sum(x: Tensor, best: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
     """The adjoint of `_amax_grad`: the mean of values (N, *F) over the entries that are the extreme of their row."""
-    equal = (x.detach() == spread(best.detach(), offsets, len(x))).to(x.dtype)
-    return sum(values * equal, offsets) / sum(equal, offsets).clamp_min(1)
+    equal = x.detach() == spread(best.detach(), offsets, len(x))
+    kept = torch.where(equal, values, 0)  # 0 * inf would be NaN
+    return sum(kept, offsets) / sum(equal.to(x.dtype), offsets).clamp_min(1)
 
 
 @runs_kernels

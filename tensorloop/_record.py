@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _again, _modes, schedule
+from tensorloop import _again, _held, _modes, schedule
 from tensorloop._active import here, quietly, running
+from tensorloop._asked import Conditions
 from tensorloop._captures import Captures
 from tensorloop._checks import describe
+from tensorloop._closures import Constants
+from tensorloop._in_place import check_apart
 from tensorloop._plan import Checkpoints
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
 from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
-from tensorloop._tape import Version, begun, closed, final, new_token
+from tensorloop._tape import Version, begun, closed, final, let_go, new_token
 from tensorloop._watched import Watched, as_users
 from tensorloop._world import Autocast, DefaultDevice, Random
 from tensorloop.schedule import Schedule
@@ -40,15 +43,17 @@ class Record:
         self.captures = Captures(loop.name, here.serial)
         loop.eager = True
         loop.init = [self.replacing.of(x) for x in loop.init]
+        self.constants = Constants(loop.body)
         loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
         self.body = loop.body = Watched(loop.body, self.captures)
+        loop.note = self.captures.note
+        self.conditions = Conditions(loop, self.captures)
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
         self.random: Random | None = None  # as it was at the start, if the loop drew from it
         self.xs = [] if loop.slices is None else [(self.replacing.of(x), dim) for x, dim in loop.slices.tensors]
         self.y_recorded: list[bool] = []
-        self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
         self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
         self.replaced: dict[int, Tensor] = {}  # captures that a replay must not go through: id -> leaf
 
@@ -57,10 +62,11 @@ class Record:
     def sweep(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
         captures = self.captures
+        leaving = _held.Leaving(captures)
         state, self.first = self._begin()
         start = Random(())
         try:
-            going = self._goes_on(state)
+            going = self.conditions.goes_on(state)
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     state = self.keep(action.step, state)
@@ -77,9 +83,11 @@ class Record:
                     )
             captures.settle()
             captures.check_versions()
+            _held.warn(self.name, self.constants.code, leaving)
         finally:
-            self.fed = (None, None)
+            self.conditions.fed = (None, None)
             captures.end_sweep()
+        self.constants.settle()
         if self.schedule is None:  # the loop ended before a budget had its number
             self.schedule = schedule.of(1, self.length)
         if Random(g for g, _ in captures.generators.values()) != start:
@@ -124,7 +132,7 @@ class Record:
 
     def keep(self, step: int, state: State) -> State:
         """Takes a snapshot; gives the state to go on with."""
-        self.fed = (None, None)
+        self.conditions.fed = (None, None)
         self.captures.settle()
         random = Random(g for g, _ in self.captures.generators.values())
         snapshot = Snapshot(state, random, self.captures.buffers(), self.store)
@@ -153,34 +161,21 @@ class Record:
             state = self._step_first(loop.taken, state)
             loop.taken += 1
             progress.update()
-            if not self._goes_on(state):
+            if not self.conditions.goes_on(state):
                 return state, False
         return state, True
-
-    def _goes_on(self, state: State) -> bool:
-        """Whether there is another step. Captured arrays are the caller's meanwhile: a cut takes rows of a context."""
-        loop, arrays = self.loop, self.captures.arrays.values()
-        for captured in arrays:
-            captured.leave()
-        try:
-            if loop.cond is None:
-                return loop.goes_on(loop.taken, [])
-            self.fed = state, fed(state)  # the next step gets the same
-            return loop.goes_on(loop.taken, self.fed[1][0])
-        finally:
-            for captured in arrays:
-                captured.enter()
 
     def _step_first(self, t: int, state: State) -> State:
         """The state after step t, done for the first time."""
         loop, captures = self.loop, self.captures
-        known, self.fed = self.fed, (None, None)
-        leaves, recorded, tokens = known[1] if known[0] is state else fed(state)
+        leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = self.row(t)
-        captures.begin_step(t, [*leaves, *row])
+        leaves = captures.begin_step(t, leaves, recorded, row)
         new, y = loop.step(t, leaves, row)
-        self._check_hooks(recorded)
-        loop.asks_until(t, new)
+        self._check_hooks([(i, leaves[i]) for i, _ in recorded])
+        if captures.given.changed:
+            check_apart(new, loop.carry.tree.paths, self.name)
+        self.conditions.asks_until(t, new)
         after, outputs = self.close(new, state, leaves)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
         outputs += self._collect(t, ys)
@@ -188,6 +183,8 @@ class Record:
         captures.end_step(outputs, arguments, [*new, *ys])
         for captured in captures.arrays.values():
             captured.end_step()
+        for x in (*leaves, *new):
+            let_go(x, captures.serial)
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
@@ -373,6 +370,7 @@ class Record:
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """The surroundings of the sweep: everything that a body's result depends on."""
+        self.constants.check(self.name)
         for x, version in self.outside:
             if x._version != version:
                 raise RuntimeError(
@@ -411,7 +409,8 @@ class Record:
         """Replays a step for its state alone."""
         self.body.on = False
         try:
-            leaves, _, _ = fed(state)
+            leaves, recorded, _ = fed(state)
+            leaves = self.captures.given.of(leaves, recorded)
             new, _ = self.loop.step(t, leaves, self.row(t))
             self.take_pieces()
             self.draw_again(t, new)

@@ -14,7 +14,7 @@ from tensorloop import _modes, schedule
 from tensorloop._array_buffer import Buffer
 from tensorloop._engine import gradients
 from tensorloop._snapshots import State, fed
-from tensorloop._stand_ins import escaped
+from tensorloop._stand_ins import differentiate
 from tensorloop.tensor_array import TensorArray
 
 
@@ -118,29 +118,25 @@ class Reversal:
         leaves, recorded, tokens = fed(state)
         row = record.row(t)
         rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
-        captures.begin_step(t, [*leaves, *row])
+        leaves = captures.begin_step(t, leaves, recorded, row)
         with record.standing_in():
             new, y = record.loop.step(t, leaves, row)
         outputs, grads = self._outputs(t, new, y, state)
         captures.end_step((), ())
         inputs = [*recorded, *tokens]
-        outside = [record.replaced.get(id(x), x) for x in record.recorded]
         stands = [a.stand_in for a in record.arrays]
         after: dict[int, Tensor] = {}
         if outputs:
-            self._check_escapes(outputs)
-            wanted = [x for _, x in inputs] + [x for _, x in rows] + outside + stands
-            found = iter(gradients(outputs, wanted, grads))
+            wanted = [x for _, x in inputs] + [x for _, x in rows] + stands
+            found = iter(differentiate(gradients, outputs, wanted, grads, record.recorded, record.replaced))
             for i, _ in inputs:
                 if (grad := next(found)) is not None:
                     after[i] = grad
             for k, _ in rows:
                 self._add_row(k, t, next(found))
+            self.arrays = [next(found) for _ in self.arrays]
             for total in self.sums:
                 total.add(next(found))
-            for number in range(len(self.arrays)):
-                grad = next(found)
-                self.arrays[number] = self.arrays[number] if grad is None else grad
         self.after = after
 
     def _outputs(self, t: int, new: Sequence[Any], y: Any, before: State) -> tuple[list[Tensor], list[Tensor]]:
@@ -176,7 +172,7 @@ class Reversal:
                     put(x, self.pieces.get((number, k)))
         for captured in record.captures.arrays.values():
             token = captured.end_step()
-            if captured in record.arrays and token is not captured.stand_in:
+            if captured in record.arrays:  # also one that no read has moved: an inner loop may hang on the stand-in
                 put(token, self.arrays[record.arrays.index(captured)])
         return outputs, grads
 
@@ -187,13 +183,3 @@ class Reversal:
         if k not in self.xs:
             self.xs[k] = grad.new_zeros(x.shape)  # of the gradient's own kind: it may be batched
         self.record.loop.slices.part(self.xs[k], dim, t).copy_(grad)
-
-    def _check_escapes(self, outputs: Sequence[Tensor]) -> None:
-        record = self.record
-        if record.replaced:
-            nodes = {x.grad_fn for x in record.recorded if id(x) in record.replaced}
-            if escaped(outputs, nodes, set()):
-                raise RuntimeError(
-                    f"{record.name}: the body closes over a tensor and over one computed from it, and gives the latter "
-                    f"to a custom autograd function; pass it in the carry"
-                )

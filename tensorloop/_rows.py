@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _modes
+from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._cuts import Shrunk, one_store, pick, shrink, whole_batch, with_rows
 from tensorloop.tensor_array import TensorArray
@@ -65,14 +66,16 @@ class Rows:
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
         active = cond if self._every else cond & self.active
+        if not self.batched:
+            self.batched = _modes.is_batched(active)
         numbers = _modes.numbers(active)
         if t and torch.equal(numbers, _modes.numbers(self.active)):
             self._step = t
             return True
         ids = self.ids_at(t)
-        stopped = (self.active & ~active) if ids is None else torch.zeros_like(self.steps, dtype=torch.bool)
+        stopped = self.active & ~active
         if ids is not None:
-            stopped[ids[self.active & ~active]] = True
+            stopped = torch.zeros_like(self.steps, dtype=torch.bool).index_copy(0, ids, stopped)
         self.steps = torch.where(stopped, t, self.steps)
         running = int(numbers.sum())
         self._step, self.active, self._every = t, active, running == numbers.numel()
@@ -111,18 +114,29 @@ class Rows:
             self._step, self._every = t, bool(_modes.numbers(self.active).all())
         return self.active, self._every
 
+    def elements_at(self, t: int, around: Tensor | None) -> Tensor:
+        """Under vmap: the elements that run at step t, here and in the loops around."""
+        mask, _ = self.mask_at(t)
+        mask = mask.any() if mask.dim() else mask
+        return mask if around is None else mask & around
+
     def holds(self, leaf: Any) -> bool:
-        """Whether a leaf has rows: not a shared one, nor an array, which masks its own writes."""
-        return isinstance(leaf, Tensor) and (self.size is None or leaf.dim() > 0)
+        """Whether a leaf has rows: not a shared one, nor an array, which masks its own writes.
+
+        Under vmap a shared one is frozen too, when all rows of its element have stopped.
+        """
+        return isinstance(leaf, Tensor) and (self.size is None or leaf.dim() > 0 or self.batched)
 
 
 def spread(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask, (B,) or 0-d, shaped to broadcast over (B, *F)."""
+    """A mask, (B,) or 0-d, shaped to broadcast over (B, *F); over a 0-d tensor, whether any row runs."""
+    if mask.dim() > like.dim():
+        return mask.any()
     return mask.view((*mask.shape, *[1] * (like.dim() - mask.dim())))
 
 
 def first_inputs(rows: Rows, carry: Sequence[Any]) -> list[Any]:
-    """`last` before the first step: a running row's values, for rows that never run."""
+    """`last` before the first step: a running row's values, for rows that never run; under vmap each one's own."""
     mask, _ = rows.mask_at(0)
     if rows.size is None or rows.batched:
         return [x.detach() if rows.holds(x) else None for x in carry]
@@ -139,7 +153,8 @@ def inputs(rows: Rows, t: int, carry: list[Any], last: Sequence[Any]) -> list[An
         if isinstance(x, TensorArray):
             x._mask = mask
     return [
-        torch.where(spread(mask, x), x, y.detach()) if rows.holds(x) else x for x, y in zip(carry, last, strict=True)
+        torch.where(spread(mask, x), x, y.detach()) if rows.holds(x) and y is not None else x
+        for x, y in zip(carry, last, strict=True)
     ]
 
 
@@ -215,10 +230,10 @@ def _select(x: Any, index: Tensor) -> Any:
 def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
     array = TensorArray.unstack(values)
     array._capacity = like._capacity
-    # The loop's own stays the loop's, and what a body only reads stays the caller's.
+    # The loop's own stays the loop's. What a body only reads is older than this loop, and made in a step of those around.
     array._born = like._born
     if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
-        array._store.born = like._store.born
+        array._store.born = max(like._store.born, here.serial - 1)
     return array
 
 

@@ -5,14 +5,15 @@ are given follow (`_rows`). `Loop.step` takes a state to the next one and is all
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes, _rows, _tree
+from tensorloop import _advice, _checks, _modes, _rows, _tree
+from tensorloop._active import here
 from tensorloop._carry import Carry, leading_rows
 from tensorloop._cuts import read_in_bulk
 from tensorloop._rows import Rows
@@ -35,9 +36,11 @@ class Loop:
         self.outputs: Outputs | None = None
         self.cond: Callable[..., Any] | None = None  # asked before each step
         self.until: Callable[..., Any] | None = None  # asked after each step
+        self.functions: tuple[_advice.Called, ...] = ()  # the user's, for advice
         self.compact = False
         self.rows: Rows | None = None
         self.cut = 0  # after how many cuts the carry is checked against
+        self.note: Callable[[Iterable[Any]], None] | None = None  # told what the body returned, where rows have stopped
         self.eager = False  # whether a cut copies arrays at once: a replay begins at any step
         leaves = self.carry.tree.flatten(init)
         assert leaves is not None
@@ -48,6 +51,7 @@ class Loop:
         self.context_trees: list[Any] = []  # the same as the functions get them
         self.versions: list[int | None] = []  # of the tensors of the last, where rows leave
         self.known: tuple[Any, Any] = (None, None)  # a state, and the tree that it came in
+        self.before: State = []  # the last one, where vmap may have elements stop on their own from the next on
         self.ended = False  # by `until`
         self.pieces: list[tuple[Tensor, list[Any]]] = []  # of the carry: rows that left the batch
         self.taken = 0  # steps
@@ -64,8 +68,11 @@ class Loop:
             return True
         with _without_graph():
             answer = self.cond(self.tree_of(state), *self.context_at(t))
-        if self.rows is None and not self._by_row(answer):
-            return self.truth(answer, "cond_fn")
+        if self.rows is None:
+            answer = self._one_or_rows(answer, t, state)
+            if not self._by_row(answer):
+                self.before = state if _modes.maybe_level() is not None else []
+                return self.truth(answer, "cond_fn")
         return self._rows_go_on(t, answer, state)
 
     def asks_until(self, t: int, state: State) -> None:
@@ -75,15 +82,34 @@ class Loop:
                 self.ended = self.truth(self.until(self.tree_of(state), *self.context_at(t)), "until")
 
     def truth(self, answer: Any, what: str) -> bool:
-        """The one bool that a condition gave, as Python's."""
+        """The one bool that a condition gave, as Python's; a tensor of one bool has any shape."""
         if isinstance(answer, bool):
             return answer
-        if isinstance(answer, Tensor) and answer.dtype is torch.bool and answer.dim() == 0:
+        if isinstance(answer, Tensor) and answer.dtype is torch.bool and answer.numel() == 1:
             if not _modes.is_batched(answer):
                 return bool(_modes.numbers(answer))
             raise TypeError(f"{self.name}: {what} is batched by vmap; only while_loop stops each element on its own")
         rows = " (or a (B,) bool tensor, one for each row)" if what == "cond_fn" else ""
-        raise TypeError(f"{self.name}: {what} must return a bool or a 0-d bool tensor{rows}, got {_said(answer)}")
+        raise TypeError(
+            f"{self.name}: {what} must return a bool or a bool tensor of one element{rows}, got {_said(answer)}"
+            f"{_cure(answer, what)}"
+        )
+
+    def _one_or_rows(self, answer: Any, t: int, state: State) -> Any:
+        """A condition of one bool in whatever shape, as a 0-d one; as a row's if it is (1,) and the carry has one row.
+
+        That is no more than to choose what `return_steps` gives: the row stops when the loop does.
+        """
+        if not isinstance(answer, Tensor) or not answer.dim() or answer.numel() != 1 or answer.dtype is not torch.bool:
+            return answer
+        if answer.dim() == 1 and not t:
+            try:
+                leading_rows(state, self.carry.tree.paths, 1, self.name, "carry", "")
+            except ValueError:
+                pass
+            else:
+                return answer
+        return answer.reshape(())
 
     def _by_row(self, answer: Any) -> bool:
         if not isinstance(answer, Tensor) or answer.dtype is not torch.bool:
@@ -92,22 +118,35 @@ class Loop:
 
     def _rows_go_on(self, t: int, answer: Any, state: State) -> bool:
         if self.rows is None:
-            if t:
+            if t and answer.dim():
                 raise TypeError(f"{self.name}: cond_fn gave one bool before, and at step {t} {_said(answer)}")
             if answer.dim():
                 self._need_rows(state, len(answer), "cond_fn gave a bool for each of", context=self.compact)
             self.rows = Rows(answer, self.compact)
             if self.compact:
                 self._begin_cutting()
-        if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.shape != self.rows.active.shape:
-            shape = tuple(self.rows.active.shape)
-            raise TypeError(
-                f"{self.name}: cond_fn must return a bool tensor of shape {shape} again, got {_said(answer)}"
-            )
+        answer = self._as_before(answer, t)
+        if here.elements is not None:  # who is out of a loop around is out of this one: here it might run for ever
+            answer = answer & here.elements
         if not self.rows.begin_step(t, answer, lambda: self._cuts_cheaply(state)):
             return False
         self._cut_context(t)
         return True
+
+    def _as_before(self, answer: Any, t: int) -> Tensor:
+        """What cond_fn gave, as a bool tensor of the shape that it gave first."""
+        assert self.rows is not None
+        like = self.rows.active
+        if isinstance(answer, Tensor) and answer.dtype is torch.bool:
+            if answer.shape == like.shape:
+                return answer
+            if answer.numel() == 1 == like.numel():
+                return answer.reshape(like.shape)
+        elif isinstance(answer, bool) and self.rows.size is None:  # under vmap, and now the same for all elements
+            return torch.full_like(like, answer)
+        raise TypeError(
+            f"{self.name}: cond_fn must return a bool tensor of shape {tuple(like.shape)} again, got {_said(answer)}"
+        )
 
     def known_rows(self, rows: Rows, state: State) -> None:
         """Before the first step: rows stop after known numbers of steps, and leave the batch at once."""
@@ -134,7 +173,8 @@ class Loop:
             self._check_context()
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
             before = self.contexts[-1]
-            later = _rows.select(self.context, cut.ids) if self.eager else _rows.picked(self.context, cut, before)
+            at_once = self.eager or here.notes is not None  # in a step that is recorded, reads must be seen
+            later = _rows.select(self.context, cut.ids) if at_once else _rows.picked(self.context, cut, before)
             self.contexts.append(later)
             self.versions = _versions(later)
 
@@ -173,6 +213,9 @@ class Loop:
     def _checked(self, carry: Any, t: int) -> State:
         """The leaves of what the body returned."""
         leaves = self.carry.check(carry, t)
+        if self.carry.hidden and (self.eager or self.rows is not None):
+            rows = "rows that have stopped keep their carry"
+            self.carry.refuse_hidden(leaves, t, "replays begin at a kept carry" if self.rows is None else rows)
         apart = len(self.carry.arrays) > 1 and _apart(leaves)
         # A recorder looks at what is left of a step, so there nothing may hold on to it.
         self.known = (None, None) if apart or self.eager else (leaves, carry)
@@ -181,7 +224,7 @@ class Loop:
     def _masked_step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         rows, n = self.rows, self.carry.tree.size
         assert rows is not None
-        carry, last = state[:n], state[n:] or _rows.first_inputs(rows, state)
+        carry, last = state[:n], state[n:] or _rows.first_inputs(rows, self.before or state)
         if (cut := rows.cut_at(t)) is not None:
             carry, last = self._without_ended(cut, carry, last, t)
         if self.cut != (cuts := rows.cuts_until(t)):
@@ -192,7 +235,8 @@ class Loop:
         fed = _rows.inputs(rows, t, carry, last)
         as_it_came = every and cut is None and state is self.known[0]
         tree = self.known[1] if as_it_came else self.carry.tree.unflatten(fed)
-        returned, y = self.body(t, tree, row, self.context_at(t))
+        body = self.body if every or not rows.batched else self._body_of_some
+        returned, y = body(t, tree, row, self.context_at(t))
         new = self._checked(returned, t)
         last = [x if rows.holds(x) else None for x in fed]
         if self.eager:  # else they are detached when they are needed
@@ -205,7 +249,18 @@ class Loop:
             if self.known[0] is new:
                 self.known = state, returned
             return state, y
+        if self.note is not None:  # what follows is no function of the body
+            self.note(new)
         return _rows.frozen(rows, t, carry, new, lengths) + last, y
+
+    def _body_of_some(self, t: int, tree: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The body under vmap, where some elements have stopped: loops in it are to pass them by."""
+        assert self.rows is not None
+        around, here.elements = here.elements, self.rows.elements_at(t, here.elements)
+        try:
+            return self.body(t, tree, row, context)
+        finally:
+            here.elements = around
 
     def _moved(self, old: State, new: State) -> bool:
         """Whether the body put another array in the place of one."""
@@ -258,6 +313,7 @@ class Loop:
         if self.rows is None and self.length == 0 and self.cond is not None:
             with torch.no_grad():
                 answer = self.cond(self.tree_of(self.init), *self.context_at(0))
+            answer = self._one_or_rows(answer, 0, self.init)
             if self._by_row(answer):
                 return torch.zeros_like(answer, dtype=torch.int64)
         return self.taken if self.rows is None else self.rows.steps.clamp(max=self.taken)
@@ -269,6 +325,9 @@ class Loop:
             yield
         except BaseException as error:
             error.add_note(f"raised in step {self.taken} of {self.name}")
+            _advice.refuse_arguments(self.name, self.functions, error)
+            for note in _advice.notes(self, error):
+                error.add_note(note)
             raise
 
 
@@ -326,3 +385,14 @@ def _apart(leaves: State) -> bool:
 
 def _said(answer: Any) -> str:
     return _checks.describe(answer)
+
+
+def _cure(answer: Any, what: str) -> str:
+    """What to write in the place of a condition of many elements, or of numbers."""
+    if not isinstance(answer, Tensor):
+        return ""
+    if answer.numel() == 1:
+        return "; compare it with something"
+    if what == "until":
+        return "; ys have one length, so reduce it (.all(), .any()), or use while_loop, where rows stop on their own"
+    return "; reduce it to one element, or to one for each row"

@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes, _tree
+from tensorloop import _advice, _checks, _modes, _tree
 from tensorloop._ys import Outputs
 from tensorloop.tensor_array import TensorArray
 
@@ -29,7 +29,12 @@ class Slices:
             for path, x in zip(self.tree.paths, leaves, strict=True)
             if (n := self._length_of(path, x)) is not None
         }
-        self.length = self._agreed(lengths, length)
+        try:
+            self.length = self._agreed(lengths, length)
+        except ValueError as error:
+            if _advice.is_sequence(xs):
+                raise ValueError(f"{error}. {_advice.steps_or_leaves(len(xs))}") from None
+            raise
         # (tensor, its dim) for each leaf, (None, 0) for a leaf that is None.
         self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
         self._versions = [None if x is None or x.is_inference() else x._version for x, _ in self.tensors]
@@ -84,7 +89,7 @@ class Slices:
                 f"{self.name}: xs{path} has shape {tuple(x.shape)} and no dim {self.dim} to run over; "
                 f"give it one, or close over it"
             )
-        return x.shape[self.dim]
+        return int(x.shape[self.dim])  # of a tracer: a number, as the loop is unrolled
 
     def _agreed(self, lengths: dict[str, int], length: Any) -> int | None:
         if length is not None and (length := _checks.as_int(length, self.name, "length")) < 0:

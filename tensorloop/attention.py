@@ -4,7 +4,7 @@ This file is the surface: it checks arguments and brings every kind to (B, T, he
 offsets. The work is done in `_attention.py`, or on a GPU by torch's own kernels where they can (`_attention_gpu.py`).
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -19,8 +19,23 @@ from tensorloop.tensor_array import TensorArray
 
 _NAME = "attention"
 _PARTS = ("q", "k", "v")
+P = TypeVar("P", bound=Packed)
 
 
+@overload
+def attention(
+    q: P, k: Packed, v: Packed, *, causal: bool = False, block_mask: Any = None, scale: float | None = None
+) -> P: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | TensorArray,
+    v: Tensor | TensorArray,
+    *,
+    causal: bool = False,
+    block_mask: Any = None,
+    scale: float | None = None,
+) -> Tensor: ...
 @called_eagerly
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, block_mask: Any = None, scale: float | None = None

@@ -34,6 +34,7 @@ from tensorloop._beam_result import Hypotheses, Lattice, hypotheses
 from tensorloop._beam_scores import linear_log_softmax
 from tensorloop._carry import Carry, describe, leading_rows
 from tensorloop._compile import called_eagerly
+from tensorloop._keywords import BEAM, names_instead
 from tensorloop._progress import Progress
 from tensorloop._steps import Loop
 from tensorloop.kernels.eager_beam import widened
@@ -61,6 +62,7 @@ _STOPS = ("exact", "first_n", "hf", "never")
 _EOS = ("always", "top_k", "top_2k")
 
 
+@names_instead(**BEAM)
 @called_eagerly
 def beam_search(
     step_fn: Callable[..., tuple[Any, Tensor]],
@@ -100,7 +102,8 @@ def beam_search(
     `gold` (B rows, without bos and eos) are hypotheses that are followed beside the others, in a place K of their own
     (step_fn then gets K + 1), and returned among the n best. `compact` drops rows that have stopped, by default where
     there is a context: a step_fn that closes over tensors with B rows cannot shrink. `check` refuses log_probs that do
-    not sum to one. `progress` shows steps and rows that run.
+    not sum to one; probabilities of more than 1 are warned of, and then no row is "exact". `progress` shows steps and
+    rows that run.
     Ties: the hypothesis that ended first, then the smaller beam index, then the smaller token.
     Gradient: of `scores`, `final` and `token_scores`, as forced decoding of the same hypotheses has it, to init_carry,
     context, and all that step_fn closes over. Decisions are constants.
@@ -216,8 +219,16 @@ class _Search:
         given = self._given(t, rows, count, leaves, prefixes)
         options = {"history": self._history(t, rows, count)} if self.takes_history else {}
         user = () if self.context is None else (context,)
-        out = self.step_fn(self.tree.unflatten(given), tokens, *user, **options)
-        returned, log_probs = self._checked(out, given, t, count)
+        try:
+            out = self.step_fn(self.tree.unflatten(given), tokens, *user, **options)
+            returned, log_probs = self._checked(out, given, t, count)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if rows is not None:
+                error.add_note(
+                    f"{_NAME}: {count} of {self.rows} rows are left in the batch, as those that stop leave it. Where "
+                    f"step_fn closes over a tensor with all {self.rows}, pass that in context=, or give compact=False"
+                )
+            raise
         with self._aside():
             tokens, parents, chosen = self.log.step(t, rows, log_probs)
             if t + 1 == self.log.steps and self.bar.bar is not None:

@@ -6,11 +6,11 @@ recomputes the rest.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Never, TypeVar, overload
 
 from torch import Tensor
 
-from tensorloop import _active, _checks, _no_steps, replay
+from tensorloop import _active, _advice, _checks, _no_steps, replay
 from tensorloop._carry import describe
 from tensorloop._compile import called_eagerly
 from tensorloop._packed_base import any_packed
@@ -103,6 +103,7 @@ def scan(
     context: Any = None,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> tuple[Any, Any]:
     """A fold over slices that also stacks an output of each step: (carry, ys).
 
@@ -128,6 +129,8 @@ def scan(
     Source: jax.lax.scan for the surface.
     """
     name = "scan"
+    if unknown:
+        _advice.refuse_unknown(scan, unknown)
     _callable(name, body_fn=body_fn)
     _callable(name, optional=True, until=until)
     packed = any_packed(xs)
@@ -145,6 +148,8 @@ def scan(
 
     loop = Loop(name, body, init, slices.length, context)
     loop.slices, loop.outputs, loop.until = slices, slices.outputs(), until
+    more = () if context is None else ("context",)
+    loop.functions = ("body_fn", body_fn, ("carry", "x", *more)), ("until", until, ("carry", *more))
     if isinstance(slices, PackedSlices):
         loop.known_rows(slices.rows(), loop.init)
     carry = run_loop(loop, checkpoints, progress)
@@ -182,6 +187,32 @@ def while_loop(
 ) -> C: ...
 @overload
 def while_loop(
+    cond_fn: Callable[[C], Tensor],
+    body_fn: Callable[[C], C],
+    init: C,
+    *,
+    context: None = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Tensor | Any]: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C, Context], Tensor],
+    body_fn: Callable[[C, Context], C],
+    init: C,
+    *,
+    context: Context,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Tensor | Any]: ...
+@overload
+def while_loop(
     cond_fn: Callable[[C], Condition],
     body_fn: Callable[[C], C],
     init: C,
@@ -192,7 +223,7 @@ def while_loop(
     return_steps: Literal[True],
     checkpoints: Plan = None,
     progress: bool = False,
-) -> tuple[C, Any]: ...
+) -> tuple[C, int | Any]: ...
 @overload
 def while_loop(
     cond_fn: Callable[[C, Context], Condition],
@@ -205,7 +236,7 @@ def while_loop(
     return_steps: Literal[True],
     checkpoints: Plan = None,
     progress: bool = False,
-) -> tuple[C, Any]: ...
+) -> tuple[C, int | Any]: ...
 @called_eagerly
 def while_loop(
     cond_fn: Callable[..., Condition],
@@ -218,6 +249,7 @@ def while_loop(
     return_steps: bool = False,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> Any:
     """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
 
@@ -225,13 +257,15 @@ def while_loop(
             init = body_fn(init)
         return init
 
-    cond_fn gives a bool, a 0-d bool tensor, or a (B,) bool tensor: then each row stops on its own and stays stopped.
+    cond_fn gives a bool, a bool tensor of one element, or a (B,) bool tensor: then each row stops on its own and stays
+    stopped.
     Shapes: with a (B,) condition every tensor of the carry has B leading rows, or is 0-d and shared (as numbers are);
     arrays have elements (B, ...). A stopped row's carry is frozen exactly; a new slot of an array is 0 there. With
     `context`, cond_fn and body_fn take it as last argument. `max_steps` truncates. `compact` drops rows that have
     stopped from the batch, and from `context` (leading B) with it, whenever they are a quarter of it; the carry
     returned has all rows again. `return_steps` gives (carry, steps): (B,) int64, or an int. Under `torch.func.vmap`
-    a 0-d condition stops each element on its own.
+    a condition of one bool stops each element on its own. What the body computes from several rows at once sees those
+    that have stopped as their last real input; with `compact` they are gone.
     Gradient: as the Python loop's, also to closed-over tensors; none to what only cond_fn uses. What the body computes
     for a stopped row gets none, and NaN there reaches no other row.
     Cost: as `scan`; one sync a step on a device, to ask the condition. A (B,) condition keeps B bools a step.
@@ -239,6 +273,8 @@ def while_loop(
     Source: jax.lax.while_loop for the surface; Equinox for checkpoints in a loop of unknown length.
     """
     name = "while_loop"
+    if unknown:
+        _advice.refuse_unknown(while_loop, unknown)
     _callable(name, cond_fn=cond_fn, body_fn=body_fn)
     if max_steps is not None and (max_steps := _checks.as_int(max_steps, name, "max_steps")) < 0:
         raise ValueError(f"{name}: max_steps must be at least 0, got {max_steps}")
@@ -248,6 +284,8 @@ def while_loop(
 
     loop = Loop(name, body, init, max_steps, context)
     loop.cond, loop.compact = cond_fn, compact
+    more = ("carry",) if context is None else ("carry", "context")
+    loop.functions = ("cond_fn", cond_fn, more), ("body_fn", body_fn, more)
     carry = run_loop(loop, checkpoints, progress, known=False)
     return (carry, loop.steps()) if return_steps else carry
 
@@ -261,6 +299,7 @@ def fori_loop(
     *,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> C:
     """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
 
@@ -268,13 +307,17 @@ def fori_loop(
     Gradient, cost, errors: as `scan`.
     """
     name = "fori_loop"
+    if unknown:
+        _advice.refuse_unknown(fori_loop, unknown)
     _callable(name, body_fn=body_fn)
     first, last = _checks.as_int(lower, name, "lower"), _checks.as_int(upper, name, "upper")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return body_fn(first + t, carry), None
 
-    return run_loop(Loop(name, body, init, max(last - first, 0)), checkpoints, progress)
+    loop = Loop(name, body, init, max(last - first, 0))
+    loop.functions = (("body_fn", body_fn, ("i", "carry")),)
+    return run_loop(loop, checkpoints, progress)
 
 
 @called_eagerly
@@ -286,6 +329,7 @@ def map(
     batch_size: int | None = None,
     checkpoints: Plan = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> Y:
     """fn of each slice of xs along `dim`, stacked: ys.
 
@@ -295,6 +339,8 @@ def map(
     (`checkpoints` is then refused).
     """
     name = "map"
+    if unknown:
+        _advice.refuse_unknown(map, unknown)
     _callable(name, fn=fn)
     if batch_size is not None:
         if checkpoints is not None:
@@ -311,6 +357,7 @@ def map(
 
     loop = Loop(name, body, (), slices.length)
     loop.slices, loop.outputs = slices, slices.outputs()
+    loop.functions = (("fn", fn, ("x",)),)
     run_loop(loop, checkpoints, progress)
     return loop.outputs.stack(False) if loop.taken else _no_steps.empty_outputs(loop)
 

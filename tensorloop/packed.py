@@ -2,8 +2,9 @@
 
 In the order to read it: `_packed_dim.py` has the lengths and all that follows from them; `_ragged.py` has the
 differentiable operations on plain values and offsets; `_packed_ops.py` the dispatch of torch functions and what works
-entry by entry; `_packed_reduce.py`, `_packed_shape.py`, `_packed_index.py` and `_packed_rnn.py` the rest;
-`_packed_interop.py` other people's layouts. This file is the surface.
+entry by entry; `_packed_reduce.py`, `_packed_norms.py`, `_packed_sort.py`, `_packed_shape.py`, `_packed_pieces.py`,
+`_packed_index.py` and `_packed_rnn.py` the rest; `_packed_facts.py` gradients and hooks, `_packed_methods.py` the
+methods; `_packed_interop.py` other people's layouts. This file is the surface.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,17 +14,29 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop import _checks, _packed_interop, _packed_reduce, _packed_rnn, _packed_shape, _ragged
+from tensorloop import (
+    _checks,
+    _packed_interop,
+    _packed_norms,
+    _packed_pieces,
+    _packed_reduce,
+    _packed_rnn,
+    _packed_shape,
+    _packed_sort,
+    _ragged,
+)
 from tensorloop._packed_autograd import apply, recording, refuse_lost_gradient
 from tensorloop._packed_base import Packed, PackedFallbackWarning, dim_number, same_rows
 from tensorloop._packed_dim import Dim, as_dim
+from tensorloop._packed_facts import FACTS, InAutograd
 from tensorloop._packed_index import getitem
+from tensorloop._packed_methods import add_methods
 from tensorloop._packed_ops import FALLBACKS, HANDLERS, dispatch, is_pointwise
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (_packed_reduce, _packed_rnn, _packed_shape)
+_TABLES = (_packed_norms, _packed_pieces, _packed_reduce, _packed_rnn, _packed_shape, _packed_sort)
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -46,7 +59,7 @@ def _unchanged(x: Tensor, what: str) -> Tensor:
     return x
 
 
-class PackedTensor(Packed):
+class PackedTensor(InAutograd):
     """A ragged tensor (B, T*, *F) held as its entries alone, values (N, *F): torch functions take it like a padded one.
 
     Row b has lens[b] entries, in order; N is the sum. `lens` is (B,) int64, a sequence of ints, or a `Dim`, which
@@ -126,27 +139,17 @@ class PackedTensor(Packed):
         return len(self._dim), self._dim, *self.values.shape[1:]
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
         """That of the values."""
         return self.values.dtype
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
         """That of the values."""
         return self.values.device
 
     @property
-    def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
-        return self.values.requires_grad
-
-    @property
-    def grad(self) -> "PackedTensor | None":
-        """The gradient of the values, packed; None where there is none yet."""
-        return None if self.values.grad is None else self._with(self.values.grad)
-
-    @property
-    def mT(self) -> Self:
+    def mT(self) -> Self:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The last two feature dims exchanged."""
         return self.transpose(-1, -2)
 
@@ -219,26 +222,17 @@ class PackedTensor(Packed):
         """The rows (len_b, *F)."""
         return iter(self.unbind())
 
-    # -- autograd, copies
+    # -- copies; autograd is in `_packed_facts.py`
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Marks the values as in need of a gradient."""
-        self.values.requires_grad_(requires_grad)
-        return self
-
-    def backward(self, gradient: "PackedTensor | None" = None, **kwargs: Any) -> None:
-        """Backward from these values, with a packed gradient."""
-        self.values.backward(None if gradient is None else gradient.values, **kwargs)
-
-    def pin_memory(self) -> Self:
+    def pin_memory(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The same with its values in pinned memory."""
         return self._with(self.values.pin_memory())
 
-    def cpu(self) -> Self:
+    def cpu(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The same on the CPU."""
         return self.to("cpu")
 
-    def cuda(self, device: Any = None) -> Self:
+    def cuda(self, device: Any = None) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The same on a GPU."""
         return self.to("cuda" if device is None else device)
 
@@ -250,7 +244,7 @@ class PackedTensor(Packed):
         """The minimum over `dim`; equal entries share the gradient. `initial` counts as one more entry everywhere."""
         return dispatch(torch.amin, (self, dim, keepdim), {"initial": initial})
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Shape, rows and values."""
         rows = len(self._dim)
         lens = self._dim._lens[:8].tolist() if rows > 10 else self._dim._lens.tolist()
@@ -311,13 +305,19 @@ class PackedTensor(Packed):
         return dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        """The methods of a tensor, for those torch functions that take a packed one."""
+        """Facts of the values, and rarer methods of a tensor, for those torch functions that take a packed one."""
+        if name in FACTS:
+            return getattr(self.values, name)
         func = getattr(Tensor, name, None)
         if func is None or not callable(func) or name.startswith("__"):
             raise AttributeError(f"a packed tensor has no attribute {name!r}; .values and .pad() give ordinary tensors")
         if name not in HANDLERS and not is_pointwise(name):
             raise AttributeError(f"{name} is not known for packed tensors; use .values (N, *F), or .pad() and a mask")
         return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
+
+    def __dir__(self) -> list[str]:
+        """What there is to complete."""
+        return sorted({*super().__dir__(), *FACTS})
 
     # In-place operators are left out: `p += 1` makes a new packed tensor, as it does for numbers.
     __add__, __radd__ = _operator("__add__"), _operator("__radd__")
@@ -337,6 +337,9 @@ class PackedTensor(Packed):
     __neg__, __pos__ = _operator("__neg__"), _operator("__pos__")
     __abs__, __invert__ = _operator("__abs__"), _operator("__invert__")
     __hash__ = object.__hash__  # by identity, as a tensor's
+
+
+add_methods(PackedTensor)
 
 
 def _rebuilt(cls: type[PackedTensor], values: Tensor, dim: Dim) -> PackedTensor:

@@ -175,9 +175,8 @@ def _route(moves: Moves, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """(*B, W) as (B, W) whose rows are each contiguous; a view where the strides allow it."""
-    rows = x.resolve_conj().resolve_neg().reshape(x.shape[:-1].numel(), x.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] < 2 else rows.contiguous()
+    """(*B, W) as (B, W); a view where the strides allow it."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _map_of(keys: Keys, lengths: Lengths, groups: Keys, name: str) -> Moves:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tensorloop import _again, _modes
 from tensorloop._active import quietly
 from tensorloop._engine import keeps_graph
+from tensorloop._held import HeldTensorWarning
 from tensorloop._plan import Checkpoints, plan_of
 from tensorloop._record import Record
 from tensorloop._reversal import Reversal
@@ -26,7 +27,7 @@ from tensorloop._steps import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array import TensorArray
 
-__all__ = ["Checkpoints", "applies", "plan_of", "run"]
+__all__ = ["Checkpoints", "HeldTensorWarning", "applies", "plan_of", "run"]
 
 
 def applies(loop: Loop) -> bool:

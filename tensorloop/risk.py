@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _checks
+from tensorloop._keywords import RISK, names_instead
 from tensorloop._risk_bleu import sentence_bleu
 from tensorloop._risk_edits import EDITS, edit_distance
 
@@ -32,6 +33,7 @@ __all__ = [
 _ESTIMATORS = ("normalised", "baseline", "unbiased")
 
 
+@names_instead(**RISK)
 def minimum_risk(
     scores: Tensor,
     risks: Tensor,
@@ -67,6 +69,7 @@ def minimum_risk(
     return _reduced(name, (_renormalised(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
 
 
+@names_instead(**RISK)
 def mwer(
     scores: Tensor,
     risks: Tensor,
@@ -83,7 +86,8 @@ def mwer(
     Formula: sum_i Q_i (D_i - mean D) - weight * gold_scores, with Q and D as in `minimum_risk` for alpha = 1, and the
     mean over the valid hypotheses of the row.
     Shapes: as `minimum_risk`; gold_scores (B,), the log-probability of each reference, or None for no cross entropy. A
-    row without a valid hypothesis has its cross entropy alone.
+    row without a valid hypothesis has its cross entropy alone; a reference of -inf, which the model excludes, takes no
+    part, as no gradient could change that.
     Gradient: that of `minimum_risk`, as the mean is a constant: it makes the value comparable between rows, 0 where the
     model is indifferent. And -weight to gold_scores.
     Cost, `check` (gold_scores, too), Raises: as `minimum_risk`; weight must be 0 or more.
@@ -97,10 +101,11 @@ def mwer(
         gold_scores = _per_row(gold_scores, scores, f"{name}: gold_scores")
         if check and _checks.must_check(check, gold_scores):
             _refuse(~gold_scores.isfinite(), gold_scores, f"{name}: gold_scores")
-        loss = loss - weight * gold_scores
+        loss = loss - weight * gold_scores.masked_fill(gold_scores == -torch.inf, 0)
     return _reduced(name, loss, reduction)
 
 
+@names_instead(**RISK)
 def leave_one_out(
     scores: Tensor,
     risks: Tensor,
@@ -129,6 +134,7 @@ def leave_one_out(
     return _reduced(name, (_centred(given) * given.scores).sum(1) / others, reduction)
 
 
+@names_instead(**RISK)
 def stochastic_beam_risk(
     scores: Tensor,
     risks: Tensor,

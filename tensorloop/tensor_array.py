@@ -14,12 +14,12 @@ This file is the surface: it checks arguments, counts slots and holes, and hands
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, SupportsIndex
+from typing import Any, Never, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from tensorloop import _active, _checks, _modes, _to
+from tensorloop import _active, _advice, _checks, _modes, _to
 from tensorloop._active import here
 from tensorloop._array_buffer import Buffer, recording
 from tensorloop._array_grad import Rows
@@ -33,7 +33,7 @@ _STRIDED = torch.strided
 
 
 @runs_eagerly
-class TensorArray:
+class TensorArray(_advice.NoTensor):
     """A growing array of equal tensors, written and read slot by slot, differentiable at O(n) cost.
 
     An array is mutable, like a list; values and gradients are those of a functional array, where each write would make
@@ -62,8 +62,11 @@ class TensorArray:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         capacity: int | None = None,
+        **unknown: Never,
     ) -> None:
         name = "TensorArray"
+        if unknown:
+            _advice.refuse_unknown(TensorArray, unknown)
         if capacity is not None and (capacity := _checks.as_int(capacity, name, "capacity")) < 0:
             raise ValueError(f"{name}: capacity must be at least 0, got {capacity}")
         if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._dispatch import keystr, tree_flatten_with_path
+from tensorloop._dispatch import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from tensorloop._packed_base import is_packed
 from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
 
 
@@ -148,6 +149,32 @@ def assert_matches_reference(
     for name in inputs:
         what = f"the gradient of args{name}"
         _assert_close(what, found_gradients[name], expected_gradients[name], rtol, atol)
+
+
+def assert_close(actual: Any, expected: Any, **options: Any) -> None:
+    """`torch.testing.assert_close` for what it takes and for packed tensors, alone or in nested lists, tuples, dicts.
+
+    Packed tensors are close where their lens are equal and their values close. torch's own function takes no tensors
+    but its own class, and says "No comparison pair was able to handle inputs of type PackedTensor".
+
+    Args:
+        actual, expected: of one structure.
+        options: those of `torch.testing.assert_close` (rtol, atol, equal_nan, check_dtype, msg, ...).
+
+    Raises:
+        AssertionError: naming the place, `['lens']` or `['values']`, and the largest difference.
+        TypeError: one is packed, the other is not.
+    """
+    for a, b in zip(tree_leaves(actual, is_leaf=is_packed), tree_leaves(expected, is_leaf=is_packed), strict=False):
+        if is_packed(a) != is_packed(b):
+            kinds = " and ".join("packed" if is_packed(x) else type(x).__name__ for x in (a, b))
+            raise TypeError(f"assert_close: {kinds} do not compare; pack the other: pack_padded(x, p.lens)")
+    torch.testing.assert_close(_opened(actual), _opened(expected), **options)
+
+
+def _opened(tree: Any) -> Any:
+    """Packed tensors as dicts of lens and values."""
+    return tree_map(lambda x: {"lens": x.lens, "values": x.values} if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def _run(

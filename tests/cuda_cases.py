@@ -41,3 +41,43 @@ def some_moves() -> Moves:
     """Two sources, three targets (one of them empty): a key copied twice, once within a target, columns left out."""
     table = [Move(0, 0, 1, 2, 2), Move(1, 0, 0, 0, 2), Move(0, 1, 1, 0, 2), Move(0, 1, 1, 5, 2), Move(1, 1, 3, 2, 3)]
     return Moves((4, 6), (5, 7, 0), table)
+
+
+# ---- the disguises of a tensor: what reads the same, and stands otherwise in memory, or nowhere
+
+
+def zero(x: Tensor) -> Tensor:
+    return torch._efficientzerotensor(x.shape, dtype=x.dtype)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def zero_further_on(x: Tensor) -> Tensor:
+    """A view of a zero tensor: its address is how far it is from the start."""
+    return torch._efficientzerotensor((2, *x.shape), dtype=x.dtype)[1]  # pyright: ignore[reportPrivateImportUsage]
+
+
+def negated(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.bool else torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def conjugated(x: Tensor) -> Tensor:
+    return x.conj().clone().conj() if x.is_complex() else x
+
+
+def turned(x: Tensor) -> Tensor:
+    order = range(x.dim() - 1, -1, -1)
+    return x.permute(*order).contiguous().permute(*order)
+
+
+def apart(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 1]
+
+
+def further_on(x: Tensor) -> Tensor:
+    return torch.cat([x[:1], x]).narrow(0, min(len(x), 1), len(x))
+
+
+def expanded(x: Tensor) -> Tensor:
+    return x[:1].expand(x.shape) if len(x) else x
+
+
+DISGUISES = [zero, zero_further_on, negated, conjugated, turned, apart, further_on, expanded]

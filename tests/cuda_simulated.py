@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorloop.kernels import eager, eager_moves
 from tensorloop.kernels.moves import Move, Moves
-from tests.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, offsets_of, some_moves
+from tests.cuda_cases import DISGUISES, MOVED, OPERATIONS, REDUCED, arguments, offsets_of, some_moves
 
 LENS = [[], [0, 0], [1], [3, 0, 1, 5, 0], [0, 11]]
 GUARD = 64  # numbers before and behind a tensor that are not its own
@@ -233,3 +233,51 @@ def test_regroup_and_writes_stay_inside(outputs: list[Tensor]) -> None:
 def test_results_repeat_to_the_bit() -> None:
     args = arguments("segment_sum", [30, 7], 2)
     assert all(torch.equal(tensorloop_cuda.segment_sum(*args), tensorloop_cuda.segment_sum(*args)) for _ in range(3))
+
+
+# ---- what is read, and what is in memory
+
+
+@pytest.mark.parametrize("disguise", DISGUISES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_tensor_is_what_it_reads_as(operation: str, disguise: Callable[[Tensor], Tensor]) -> None:
+    args = arguments(operation, [2, 0, 3], 3, torch.complex64 if operation in MOVED else torch.float32)
+    for place, x in enumerate(args):
+        if not isinstance(x, Tensor) or (x.dtype is torch.int64 and not torch.equal(disguise(x), x)):
+            continue  # other offsets are none
+        args_of, plain = (
+            (*args[:place], y, *args[place + 1 :]) for y in (disguise(x), disguise(x).contiguous().clone())
+        )
+        torch.testing.assert_close(ours(operation)(*args_of), ours(operation)(*plain), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("disguise", DISGUISES)
+def test_moved_tensors_are_what_they_read_as(disguise: Callable[[Tensor], Tensor]) -> None:
+    moves, rows = some_moves(), [torch.randn(3, 4), torch.randn(3, 6)]
+    for sources in ([disguise(rows[0]), rows[1]], [rows[0], disguise(rows[1])]):
+        plain = [x.contiguous().clone() for x in sources]
+        for found, expected in zip(
+            tensorloop_cuda.regroup(sources, moves), eager_moves.regroup(plain, moves), strict=True
+        ):
+            assert torch.equal(found, expected)
+    x, pos, where = torch.randn(3, 4), torch.tensor([1, 0, 1]), torch.tensor([True, True, False])
+    for some in ((disguise(pos), x, where), (pos, disguise(x), where), (pos, x, disguise(where))):
+        plain = [y.contiguous().clone() for y in some]
+        found, expected = torch.zeros(2, 2, 3, 4)
+        tensorloop_cuda.write_rows(found, *some)
+        eager.write_rows(expected, *plain)
+        assert torch.equal(found, expected)
+
+
+def test_what_cannot_be_written_to_is_refused() -> None:
+    pos, where = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
+    for slots in (DISGUISES[0](torch.ones(2, 2, 3)), torch.ones(2, 3, 2).mT):
+        with pytest.raises(ValueError, match="write_rows: slots are written in place: expected a contiguous tensor"):
+            tensorloop_cuda.write_rows(slots, pos, torch.ones(2, 3), where)
+        with pytest.raises(ValueError, match="take_rows: slots are written in place: expected a contiguous tensor"):
+            tensorloop_cuda.take_rows(slots, pos, where)
+
+
+def test_what_has_no_memory_is_refused() -> None:
+    with pytest.raises(TypeError, match="kernels read numbers in memory, and a Tensor on meta has none here"):
+        tensorloop_cuda.spread_rows(torch.ones(2, 3, device="meta"), offsets_of([1, 1]), 2)

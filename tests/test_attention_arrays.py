@@ -67,7 +67,7 @@ def python_loop(xs: Tensor, h: Tensor, w: Tensor, u: Tensor, arrays: bool) -> Te
         if isinstance(ks, list) and isinstance(vs, list):
             out = of_step(q, torch.stack(ks), torch.stack(vs))
         else:
-            out = attention(q, ks, vs)
+            out = attention(q, ks, vs)  # pyright: ignore
         h = h + out.flatten(1)
     return h
 

@@ -81,7 +81,7 @@ def test_ties_go_to_the_smaller_beam_then_the_smaller_token(eos: str):
 def test_ties_at_every_place_of_coarse_scores():
     generator = torch.Generator().manual_seed(3)
     table = Table(torch.randint(-2, 1, (8, 5, 5, 5), generator=generator).double())
-    coarse = table.logits.clone()
+    coarse = table.logits - 2  # probabilities of less than 1 in all
     coarse[..., EOS] -= 1
 
     def step(before: Tensor, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -204,7 +204,7 @@ def test_a_row_of_which_every_token_is_forbidden(eos: str):
 
     def step(before: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         at = scores[torch.arange(3)[:, None], before, tokens].clone()
-        at[1, :, BOS] = -torch.inf
+        at[1, :, [BOS, EOS]] = -torch.inf
         return tokens, at
 
     init = torch.zeros(3).long()
@@ -224,7 +224,8 @@ def test_log_probs_that_do_not_sum_to_one_are_refused_on_request():
     def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
         return carry, torch.full((*tokens.shape, 4), -1.0)
 
-    search(step)
+    with pytest.warns(UserWarning, match="probabilities of more than 1"):
+        search(step)
     with pytest.raises(ValueError, match=r"step 0, row 0, hypothesis 0 sum to a probability of 1\.472, not 1"):
         search(step, check=True)
     Table.random(2, 4).search(3, check=True)
@@ -316,3 +317,24 @@ def test_a_context_changed_in_place_is_named_as_the_user_has_it():
 
     with pytest.raises(RuntimeError, match=re.escape("beam_search: context['w'], or a tensor")):
         search(step, context={"w": torch.zeros(2, 1)})
+
+
+def test_a_closed_over_tensor_with_all_rows_is_told_of_context():
+    """Rows leave: torch only says that sizes differ."""
+    table = Table.random(4, 5, seed=2)
+    table.logits[0, ..., EOS] += 9  # row 0 stops first
+    bias = torch.zeros(4, 1, 5)
+
+    def step(before: Tensor, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits[torch.arange(len(tokens))[:, None], before, tokens] + bias
+        return tokens, scores.log_softmax(-1)
+
+    init = torch.zeros(4).long()
+    with pytest.raises(RuntimeError, match="size of tensor") as caught:
+        beam.beam_search(step, init, batch_size=4, beam_size=3, bos_id=BOS, eos_id=EOS, context=table.logits)
+    (note,) = [x for x in caught.value.__notes__ if "context" in x]
+    assert re.match(r"beam_search: \d of 4 rows are left in the batch.*pass that in context=, or give compact=F", note)
+    fine = beam.beam_search(
+        step, init, batch_size=4, beam_size=3, bos_id=BOS, eos_id=EOS, context=table.logits, compact=False
+    )
+    assert fine.stopped == ["exact"] * 4

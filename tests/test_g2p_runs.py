@@ -199,7 +199,7 @@ def test_a_kill_while_writing_leaves_the_old_file_whole(tmp_path: Path, moment: 
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 9
     assert checkpoint.load(path, "kind")["value"] == 1
-    assert (tmp_path / ".model.pt.tmp").exists()
+    assert len(list(tmp_path.glob(".model.pt.*.tmp"))) == 1
     checkpoint.save(path, "kind", {"value": 3})
     assert checkpoint.load(path, "kind")["value"] == 3
     assert os.listdir(tmp_path) == ["model.pt"]
@@ -384,10 +384,9 @@ def test_bad_data_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_cannot_be_written_or_resumed_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_cannot_be_written_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     lexicon = str(write_lexicon(tmp_path / "toy.txt"))
     train = ["train", "--size", "small", "--data", lexicon, "--run"]
-    assert_one_line(capsys, [*train, str(tmp_path / "new"), "--resume"], "training.pt: no such checkpoint")
     assert_one_line(capsys, [*train, lexicon], f"{lexicon}: File exists")
 
 

@@ -117,7 +117,7 @@ def test_a_body_that_returns_no_pair(out: Any, got: str, checkpoints: Any) -> No
         ((True,), "tuple (True,)"),
         (torch.tensor(1), "a tensor of shape () and dtype torch.int64"),
         (torch.ones(2), "a tensor of shape (2,) and dtype torch.float32"),
-        (torch.ones(1, 1, dtype=torch.bool), "a tensor of shape (1, 1) and dtype torch.bool"),
+        (torch.ones(2, 1, dtype=torch.bool), "a tensor of shape (2, 1) and dtype torch.bool; reduce it"),
     ],
     ids=["int", "float", "None", "tuple", "int tensor", "floats", "matrix"],
 )
@@ -126,15 +126,15 @@ def test_a_condition_that_is_no_bool(answer: Any, got: str, checkpoints: Any) ->
         TypeError, match=re.escape("while_loop: cond_fn must return a bool") + ".*" + re.escape(f"got {got}")
     ):
         tl.while_loop(lambda c: answer, lambda c: c, ZERO, checkpoints=checkpoints)
+    got = got.removesuffix("; reduce it")
     with pytest.raises(TypeError, match=re.escape("scan: until must return a bool") + ".*" + re.escape(f"got {got}")):
         tl.scan(keep, ZERO, XS, until=lambda c: answer, checkpoints=checkpoints)
 
 
 def test_until_is_one_bool_for_all_rows() -> None:
-    with pytest.raises(
-        TypeError, match=re.escape("until must return a bool or a 0-d bool tensor, got a tensor of shape (2,)")
-    ):
+    with pytest.raises(TypeError, match=re.escape("got a tensor of shape (2,)")) as caught:
         tl.scan(keep, ZERO, XS, until=lambda c: c > 1)
+    assert "reduce it (.all(), .any()), or use while_loop, where rows stop on their own" in str(caught.value)
 
 
 # -- the carry

@@ -38,7 +38,7 @@ def test_until_by_row_is_refused() -> None:
     def run(x: Tensor) -> Any:
         return tl.scan(lambda c, _: (c + 1, c), x, None, 3, until=lambda c: c > 2)
 
-    with pytest.raises(TypeError, match="scan: until must return a bool or a 0-d bool tensor, got a tensor of shape"):
+    with pytest.raises(TypeError, match="scan: until must return a bool or a bool tensor of one element, got a"):
         run(torch.zeros(3))
     with pytest.raises(TypeError, match="until is batched by vmap; only while_loop stops each element on its own"):
         vmap(run)(torch.zeros(3))
@@ -146,6 +146,34 @@ def test_nan_from_the_carry_of_a_stopped_row_reaches_nothing(compact: bool, chec
     alone = tl.while_loop(runs, lambda c: rooted(c, w), NEVER[1:])
     torch.testing.assert_close(out, torch.cat([NEVER[:1], alone]))
     torch.testing.assert_close(grad(out.sum(), w), grad(alone.sum(), w))
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_body_that_mixes_rows_sees_the_last_real_input_of_stopped_ones(compact: bool, checkpoints: Any) -> None:
+    """With compact=True it does not see them at all."""
+    init, limits = randn(3, 2), [2, 4, 1]
+
+    def mixed(x: Tensor) -> Tensor:
+        return torch.sin(3 * x) + x.mean(0)
+
+    got = tl.while_loop(
+        lambda c: c[1] < torch.tensor(limits)[c[2]],
+        lambda c: (mixed(c[0]), c[1] + 1, c[2]),
+        (init, torch.zeros(3, dtype=torch.int64), torch.arange(3)),
+        compact=compact,
+        checkpoints=checkpoints,
+    )[0]
+    state, last = list(init.unbind(0)), list(init.unbind(0))
+    for t in range(max(limits)):
+        on = [b for b in range(3) if t < limits[b]]
+        seen = on if compact else range(3)
+        last = [state[b] if b in on else last[b].detach() for b in range(3)]
+        new = mixed(torch.stack([last[b] for b in seen]))
+        state = [new[list(seen).index(b)] if b in on else state[b] for b in range(3)]
+    plain = torch.stack(state)
+    torch.testing.assert_close(got, plain)
+    torch.testing.assert_close(grad(got.sum(), init), grad(plain.sum(), init))
 
 
 @pytest.mark.parametrize("checkpoints", [None, 2])

@@ -161,3 +161,58 @@ def test_a_condition_on_state_and_array_bounds(limit: int, checkpoints: Any) -> 
         return out
 
     compare(program, randn(4, 2), randn(2), checkpoints=checkpoints)
+
+
+@with_and_without_checkpoints
+@compact_or_not
+@pytest.mark.parametrize("how", ["closed over", "context"])
+def test_a_body_returns_an_array_that_is_not_its_own(how: str, compact: bool, checkpoints: Any) -> None:
+    """In rows that run it takes the carried array's place; the others keep theirs."""
+    values, first = randn(2, 6, 2), randn(2, 6, 2, seed=1)
+
+    def run(k: Any) -> Any:
+        array = tl.TensorArray.unstack(values.sin())
+        init = tl.TensorArray.unstack(first.cos()), LIMITS, torch.zeros(6, dtype=torch.int64)
+        options = {"context": array} if how == "context" else {"compact": False}
+        out = tl.while_loop(
+            lambda c, *_: c[2] < c[1],
+            lambda c, *context: (context[0] if context else array, c[1], c[2] + 1),
+            init,
+            **{"compact": compact, **options},
+            checkpoints=k,
+        )[0].stack()
+        return out.detach(), *grad((out.sin() * cotangents([out])[0]).sum(), (values, first))
+
+    found, d_values, d_first = run(checkpoints)
+    runs = (LIMITS > 0).view(1, 6, 1)
+    torch.testing.assert_close(found, torch.where(runs, values.sin(), first.cos()).detach())
+    given = found.cos() * cotangents([found])[0]
+    torch.testing.assert_close(d_values, (given * values.cos() * runs).detach())
+    torch.testing.assert_close(d_first, (given * -first.sin() * ~runs).detach())
+
+
+@pytest.mark.parametrize("inner", [None, 1, 2])
+@with_and_without_checkpoints
+def test_rows_leave_an_array_of_the_context_in_a_step_of_another_loop(inner: int | None, checkpoints: Any) -> None:
+    values, init = randn(3, 6, 2), randn(6, 2, seed=1)
+
+    def run(plans: tuple[Any, Any]) -> Any:
+        array = tl.TensorArray.unstack(values.sin())
+
+        def body(carry: Any, context: Any) -> Any:
+            x, limit, n = carry
+            return rotate(x) + context[0] * context[-1] + context[:2].sum(0).sin(), limit, n + 1
+
+        def outer(i: int, x: Tensor) -> Tensor:
+            begin = x, LIMITS, torch.zeros(6, dtype=torch.int64)
+            return (
+                tl.while_loop(lambda c, _: c[2] < c[1], body, begin, context=array, compact=True, checkpoints=plans[1])[
+                    0
+                ]
+                + array[1]
+            )
+
+        x = tl.fori_loop(0, 3, outer, init, checkpoints=plans[0])
+        return x, *grad((x.sin() * cotangents([x])[0]).sum(), (values, init))
+
+    torch.testing.assert_close(run((checkpoints, inner)), run((None, None)))

@@ -389,6 +389,31 @@ def test_second_order_by_row(compact: bool, checkpoints: Any) -> None:
     torch.testing.assert_close(run(True), run(False))
 
 
+@with_and_without_checkpoints
+@compact_or_not
+def test_a_body_returns_what_it_was_not_given(compact: bool, checkpoints: Any) -> None:
+    """Tensors that it closes over, of which one leads to another, and its context, as they are."""
+    x, w = randn(6, 2), randn(2, seed=1)
+
+    def run(k: Any) -> list[Tensor]:
+        made = w.sin().expand(6, 2)
+        context = (w * 2).cos().expand(6, 2)
+        begin = x, x * 2, x * 3, LIMITS, torch.zeros(6, dtype=torch.int64)
+
+        def body(carry: Any, given: Tensor) -> Any:
+            a, b, c, limit, n = carry
+            returned = given if compact else made  # rows leave a context, and no closed-over tensor
+            return rotate(b), returned, given, limit, n + 1
+
+        out = tl.while_loop(lambda c, _: c[4] < c[3], body, begin, context=context, compact=compact, checkpoints=k)[:3]
+        return [*out, *grad([o.sin() for o in out], (x, w), cotangents(out), allow_unused=True)]
+
+    found = run(checkpoints)
+    torch.testing.assert_close(found, run(None))
+    runs, given = (LIMITS > 0)[:, None], (w * 2).cos().expand(6, 2)
+    torch.testing.assert_close(found[2], torch.where(runs, given, x * 3))
+
+
 def test_the_reference_runs_each_row_alone() -> None:
     (x, n), steps = reference.while_rows(
         lambda c: c[1] < 3, lambda c: (c[0] * 2, c[1] + 1), (torch.ones(3), torch.tensor([0, 5, 2]))

@@ -1,6 +1,6 @@
 """The types of loops follow from init and xs: pyright holds `assert_type`, running it checks that the values agree."""
 
-from typing import NamedTuple, assert_type
+from typing import Any, NamedTuple, assert_type
 
 import torch
 from torch import Tensor
@@ -42,7 +42,11 @@ def test_while_loop() -> None:
     carry, steps = tl.while_loop(lambda carry: carry.n < 3, body, init, return_steps=True)
     assert_type(carry, State)
     assert (type(carry), steps) == (State, 3)
+    assert_type(steps, int | Any)
     limits = torch.tensor([1, 2])
+    rows = tl.while_loop(lambda n: n < limits, lambda n: n + 1, limits * 0, return_steps=True)
+    assert_type(rows, tuple[Tensor, Tensor | Any])  # a number where the condition gives one
+    assert isinstance(rows[1], Tensor)
     assert_type(tl.while_loop(lambda n, most: n < most, lambda n, most: n + 1, limits * 0, context=limits), Tensor)
 
 
@@ -57,3 +61,13 @@ def test_fori_loop_and_map() -> None:
 
 def test_associative_scan() -> None:
     assert_type(tl.associative_scan(torch.maximum, torch.rand(4)), Tensor)
+
+
+def test_attention() -> None:
+    x = torch.ones(1, 3, 2, 4)
+    p = tl.pack_padded(x, [2])
+    assert_type(tl.attention(x, x, x), Tensor)
+    assert_type(tl.attention(p, p, p, causal=True), tl.PackedTensor)
+    keys = tl.TensorArray().append(x[:, 0])
+    assert_type(tl.attention(x[:, 0], keys, keys), Tensor)
+    assert type(tl.attention(p, p, p)) is tl.PackedTensor

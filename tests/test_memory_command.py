@@ -139,6 +139,38 @@ def test_a_timeline(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("where", ["caf\udce9.py", "d\udce9r/model.py"])
+def test_a_name_that_is_no_utf_8(where: str, script: str, capfd: pytest.CaptureFixture[str]):
+    """The bytes of the name are shown as \\xe9: in the table, the page, the picture, the data and in messages."""
+    Path(where).parent.mkdir(exist_ok=True)
+    Path(where).write_text(Path(script).read_text())
+    shown = where.replace("\udce9", "\\xe9")
+    pages = ["--report", "r.html", "--report", "r.png", "--report", "r\udce9.html", "--json", "f.json"]
+    assert measure(f"{where}:grows", *pages) == 0
+    out, err = capfd.readouterr()
+    assert out.splitlines()[0] == f"{shown}:13  past = torch.cat([past, h])"
+    assert err == ""
+    page = Path("r.html").read_text(encoding="utf-8")
+    assert f"<title>Memory of {shown}:grows</title>" in page
+    assert f"{shown}:13 grows faster than T" in page
+    assert Path("r\udce9.html").read_text(encoding="utf-8") == page
+    data = json.loads(Path("f.json").read_text())
+    assert (data["target"], data["lines"][0]["site"]["file"]) == (f"{shown}:grows", shown)
+    assert measure(f"{where}:nix") == 2
+    assert f"{shown}: there is no nix" in capfd.readouterr().err
+
+
+def test_a_function_that_fails_in_a_file_whose_name_is_no_utf_8(script: str, capfd: pytest.CaptureFixture[str]):
+    where = "caf\udce9.py"
+    late = "\n\ndef late(T):\n    if T > 32:\n        raise ValueError(__file__)\n    return linear(T)\n"
+    Path(where).write_text(Path(script).read_text() + late)
+    assert measure(f"{where}:late", "--report", "r.html", "--json", "-") == 2
+    out, err = capfd.readouterr()
+    assert json.loads(out)["failed"]["error"].endswith("caf\\xe9.py")
+    assert "caf\\xe9.py" in err
+    assert "caf\\xe9.py" in Path("r.html").read_text(encoding="utf-8")
+
+
 def test_from_a_shell(script: str):
     command = [sys.executable, "-m", "tensorloop.memory", f"{script}:grows", "--T", "16,32", "--fail-above", "1.2"]
     done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=120)

@@ -100,7 +100,7 @@ def test_growth_prints_a_table():
         "      32            1,000           31.2",
         "      64            2,000           31.2     1.000",
         "     128            8,000           62.5     2.000",
-        "bytes ~ T^1.500; T^2.000 beside a constant",
+        "bytes ~ T^2.000 beside a constant",
     ]
     assert "0.000" in str(Growth((4, 8), (0, 0), 0.0, 0.0))
 

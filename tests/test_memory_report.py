@@ -12,8 +12,8 @@ from matplotlib.transforms import Bbox
 from tensorloop.memory import Growth, LineGrowth, Site
 from tensorloop.memory import _charts as charts
 from tensorloop.memory import _html as html
-from tensorloop.memory import _picture as picture
 from tensorloop.memory import _svg as svg
+from tensorloop.memory._page import document
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 6.7  # pixels of a letter at 11 px in a wide font; the widest, capitals of a bold one, are above it
@@ -50,6 +50,10 @@ CASES = {
 every_case = pytest.mark.parametrize("found", CASES.values(), ids=CASES.keys())
 
 
+def page_on(found: Growth, target: str, error: str = "") -> str:
+    return document(f"Memory of {target}", html.body(found, error))
+
+
 def drawings(found: Growth) -> list[str]:
     return [*map(svg.curves, charts.panels(found)), *map(svg.bars, charts.bars(found))]
 
@@ -82,7 +86,7 @@ def test_no_text_lies_over_another(found: Growth):
 
 @every_case
 def test_no_text_of_the_picture_lies_over_another(found: Growth):
-    figure = picture.draw(found, "model/decoder.py:loss")
+    figure = found.plot("Memory of model/decoder.py:loss")
     figure.draw_without_rendering()
     shown = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_visible() and text.get_text()]
     texts = [(text.get_text(), text.get_window_extent()) for text in shown]
@@ -99,7 +103,7 @@ def test_texts_that_overlap_are_seen():
 
 @every_case
 def test_a_page_stands_alone(found: Growth):
-    page = html.page(found, "a<b>.py:loss", "Traceback: <error>")
+    page = page_on(found, "a<b>.py:loss", "Traceback: <error>")
     assert page.count("<svg") == page.count("</svg>") == len(drawings(found))
     addresses = re.findall(r"\w+://[^\"' ]+", page)
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}
@@ -112,7 +116,7 @@ def test_a_page_stands_alone(found: Growth):
 
 
 def test_a_page_names_what_was_found():
-    page = html.page(CASES["usual"], "model.py:loss")
+    page = page_on(CASES["usual"], "model.py:loss")
     first = page.index('<div class="guilty">')
     assert (
         "model/decoder.py:31 grows faster than T: saves 32 MiB, T^2.00; has at its peak 32 MiB, T^2.00; "
@@ -122,14 +126,17 @@ def test_a_page_names_what_was_found():
     assert page.count('<div class="guilty">') == 1
     assert "At T = 512 a step saves 32 MiB for backward (T^1.96) and has 32 MiB alive at its peak (T^1.95)" in page
     assert "h = cell(x, h) if h is not None and 1 &lt; 2 else start" in page
-    assert ">saved  T^1.91<" in page
+    assert ">saved  T^1.96<" in page  # one number, in the text and on the curve
+    assert ">peak  T^1.95<" in page
+    assert "T^1.91" not in page
+    assert "T^1.90" not in page
     assert ">time  T^1.02<" in page
 
 
 def test_a_page_shows_how_it_failed():
-    page = html.page(CASES["failed"], "model.py:loss", "line 7\nRuntimeError: no <memory>")
+    page = page_on(CASES["failed"], "model.py:loss", "line 7\nRuntimeError: no <memory>")
     assert "<h2>Failed at T = 128</h2>\n<pre>line 7\nRuntimeError: no &lt;memory&gt;</pre>" in page
-    assert "no &lt;memory&gt;" in html.page(CASES["failed"], "model.py:loss")
+    assert "no &lt;memory&gt;" in page_on(CASES["failed"], "model.py:loss")
 
 
 def test_bars_show_the_largest_lines_and_hatch_the_guilty():

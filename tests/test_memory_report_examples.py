@@ -119,7 +119,7 @@ def without_time(text: str) -> str:
 
 
 def test_seconds_alone_may_differ():
-    line = "peak ~ T^1.862 (17,873,380 at T=256); time ~ T^{} ({} s)"
+    line = "bytes ~ T^1.950; peak ~ T^1.943 (17,873,380 at T=256) beside a constant; time ~ T^{} ({} s)"
     assert without_time(line.format("1.14", "0.407")) == without_time(line.format("-0.20", "1e-05"))
     assert without_time(line.format("1.14", "0.407")) != without_time(
         line.replace("380", "381").format("1.14", "0.407")

@@ -167,7 +167,7 @@ def test_figures_of_a_timeline():
 
 
 def test_the_picture(tmp_path: Path):
-    TIMELINE.save_png(tmp_path / "line.png")
+    TIMELINE.save(tmp_path / "line.png")
     assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
     figure = picture.draw(TIMELINE)
     figure.draw_without_rendering()

@@ -248,7 +248,8 @@ def test_a_table_has_one_row_for_what_differs_in_sizes_alone():
     data = json.loads(json.dumps(found.as_dict()))
     assert data["bytes"] == 104
     assert data["entries"][0]["shape"] == [2, 8]
-    assert data["entries"][0]["site"] == {"file": "<stdin>", "line": 3, "function": "f", "code": site.code}
+    where = {"file": "<stdin>", "line": 3, "function": "f", "code": site.code}
+    assert data["entries"][0]["site"] == {**where, "module": "", "library": None}
     assert data["entries"][2]["saved_at"] is None
 
 

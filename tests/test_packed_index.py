@@ -170,6 +170,6 @@ def test_a_table_by_packed_indices():
     got = table[ids]  # pyright: ignore
     assert torch.equal(got.values, table[ids.values])  # pyright: ignore
     places = PackedTensor(table[ids.positions], ids.dims[0])
-    assert torch.equal((got + places).values, table[ids.values] + table[ids.positions])
+    assert torch.equal((got + places).values, table[ids.values] + table[ids.positions])  # pyright: ignore
     with pytest.raises(TypeError, match=r"len: a packed tensor has B rows"):
         len(ids)

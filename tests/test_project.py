@@ -1,15 +1,20 @@
 """The house rules that can be counted: sizes, no path of one machine, a wheel that holds everything."""
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
+from email import message_from_string
 from pathlib import Path
 
 import pytest
+
+from tests.test_docs import INLINE_LINK, OUTSIDE, REFERENCE_LINK, fenced_blocks, prose
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [p for folder in ("tensorloop", "cuda", "tests", "docs", "profiling") for p in (ROOT / folder).rglob("*.py")]
@@ -68,10 +73,63 @@ def test_a_path_of_one_machine_is_seen():
     assert not MACHINE_PATH.search("https://example.org/home/page and tests/home/x")
 
 
-def test_the_wheel_holds_the_package_and_imports(tmp_path: Path):
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with wheel and source distribution."""
+    folder = tmp_path_factory.mktemp("built")
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("tensorloop-*.whl")
+    return folder
+
+
+def test_what_a_package_index_shows_has_no_link_to_a_file_beside_it(built: Path):
+    (wheel,), (source,) = built.glob("tensorloop-*.whl"), built.glob("tensorloop-*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        shown = message_from_string(archive.read(name).decode())
+    with tarfile.open(source) as archive:
+        member = archive.extractfile(f"{source.name.removesuffix('.tar.gz')}/PKG-INFO")
+        assert member is not None
+        assert message_from_string(member.read().decode()).get_payload() == shown.get_payload()
+    assert shown["Description-Content-Type"] == "text/markdown"
+    text, readme = str(shown.get_payload()), (ROOT / "README.md").read_text()
+    assert links(readme)
+    assert links(text) == []
+    assert list(fenced_blocks_without_lines(text)) == list(fenced_blocks_without_lines(readme))
+    headings = re.findall("^#+ .*", prose(readme), re.MULTILINE)
+    assert re.findall("^#+ .*", prose(text), re.MULTILINE) == headings
+    assert "`docs/README.md`" in text
+    assert len(text) > 0.9 * len(readme)
+
+
+def links(text: str) -> list[str]:
+    """Targets of all links and pictures that are no addresses, headings of the same page among them."""
+    text = re.sub(r"(?<!\[)`[^`\n]*`", "", prose(text))
+    found = [*INLINE_LINK.findall(text), *REFERENCE_LINK.findall(text), *re.findall(r"(?:src|href)=\S+", text)]
+    return [link for link in found if not link.startswith(OUTSIDE)]
+
+
+def fenced_blocks_without_lines(text: str) -> Iterator[tuple[str, str]]:
+    return ((info, code) for _, info, code in fenced_blocks(text))
+
+
+def test_links_that_are_code_or_addresses_stay():
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (
+        "![a](b.png)\n\n[`x`](docs/x.md), [y\nz](y.md#z), `d[i](x)`, [w](https://example.org) [h](#here)\n"
+        "```python\nd[i](x)\n```\n[v](v.md)\n"
+    )
+    assert module.for_an_index(text) == (
+        "`x`, y\nz, `d[i](x)`, [w](https://example.org) h\n```python\nd[i](x)\n```\nv\n"
+    )
+
+
+def test_the_wheel_holds_the_package_and_imports(built: Path, tmp_path: Path):
+    (wheel,) = built.glob("tensorloop-*.whl")
     version = wheel.name.split("-")[1]
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}

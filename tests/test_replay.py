@@ -231,23 +231,53 @@ def test_a_capture_that_leads_to_another_counts_once():
     assert_equal(found[1], found[0])
 
 
-def test_an_entangled_capture_in_a_custom_function_is_refused():
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
 
-        @staticmethod
-        def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-            x, w = ctx.saved_tensors
-            return grad @ w.T, x.T @ grad
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        return grad * w, grad * x
 
-    body = Rotation()
-    v = body.w * 2
-    out = tl.fori_loop(0, 3, lambda i, x: Product.apply(x, v) + x @ body.w, body.x, checkpoints=2)
-    with pytest.raises(RuntimeError, match="gives the latter to a custom autograd function; pass it in the carry"):
-        out.sum().backward()
+
+# x: the carry; w: a leaf; v, u: made from w, and from v
+BODIES = {
+    "the later one": lambda x, w, v, u: Product.apply(x, v) + x @ w,
+    "the earlier one": lambda x, w, v, u: Product.apply(x, w) + x @ v,
+    "both, each alone": lambda x, w, v, u: Product.apply(Product.apply(x, v), w),
+    "both at once": lambda x, w, v, u: x @ Product.apply(v, w),
+    "both, the earlier one without the carry": lambda x, w, v, u: Product.apply(x, v) + Product.apply(w, w.new_tensor(2.0)),
+    "three in a row": lambda x, w, v, u: Product.apply(x, u) + Product.apply(Product.apply(v, w), u).sin(),
+    "one twice": lambda x, w, v, u: Product.apply(v, v) * x + x @ w,
+    "in an array": lambda x, w, v, u: tl.TensorArray.unstack(v)[0] + x @ w,
+    "in arrays": lambda x, w, v, u: x * tl.TensorArray().append(v).append(u).stack().sum(0) + w,
+}
+
+
+@pytest.mark.parametrize("how", BODIES)
+def test_entangled_captures_in_custom_functions(how: str):
+    """Their gradients count once, and replays touch nothing of the graph that made them."""
+    found = []
+    for k in (None, 1, 3):
+        w = torch.tensor([[1.0, 0.5], [-0.5, 1.0]], dtype=D, requires_grad=True)
+        x = torch.tensor([[1.0, -0.3], [0.2, 0.8]], dtype=D, requires_grad=True)
+        calls: list[Tensor] = []
+        v = Product.apply(w, w.sin())
+        u = v.cos()
+        v.register_hook(calls.append)
+        u.register_hook(calls.append)
+        out = tl.fori_loop(0, 4, lambda i, c, w=w, v=v, u=u: BODIES[how](c, w, v, u).sin(), x, checkpoints=k)
+        grads = torch.autograd.grad(out.cos().sum(), [w, x, v, u], create_graph=True, allow_unused=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in grads if g is not None), [w, x], retain_graph=True)
+        calls.clear()
+        again = torch.autograd.grad(out.cos().sum(), [w, x])
+        found.append([*grads, *second, *again, *calls])
+    for others in found[1:]:
+        assert [g is None for g in others] == [g is None for g in found[0]]
+        assert_equal([g for g in others if g is not None], [g for g in found[0] if g is not None])
 
 
 def test_nothing_is_kept_under_transforms_but_the_plain_loop():

@@ -93,6 +93,16 @@ def test_mwer_is_minimum_risk_less_a_constant_and_cross_entropy() -> None:
     torch.testing.assert_close(alone[4], -0.01 * gold[4])  # no hypothesis: cross entropy remains
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_a_reference_that_the_model_excludes_takes_no_part(weight: float) -> None:
+    scores, risks, valid = drawn()
+    given = torch.randn(B, dtype=torch.float64).index_fill(0, torch.tensor([1]), -torch.inf).requires_grad_()
+    losses = mwer(scores, risks, gold_scores=given, weight=weight, valid=valid, reduction="none")
+    torch.testing.assert_close(losses[1], mwer(scores, risks, valid=valid, reduction="none")[1])
+    assert losses.isfinite().all()
+    assert grad(losses.sum(), given)[0].tolist() == [0.0 if b == 1 else -weight for b in range(B)]
+
+
 def test_mwer_with_cross_entropy_is_the_formula() -> None:
     scores, risks, valid = drawn()
     gold = torch.randn(B, dtype=torch.float64)

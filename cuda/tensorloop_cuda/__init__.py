@@ -1,4 +1,4 @@
-"""tensorloop's kernels for NVIDIA GPUs, in numba-CUDA. They take checked, contiguous tensors on one device.
+"""tensorloop's kernels for NVIDIA GPUs, in numba-CUDA. They take checked tensors on one device.
 
 Kernels run on torch's current stream and wait for nothing. They are compiled when first called, and kept on disk. To
 import this package starts no CUDA. `offsets` (B+1,) int64 cut N rows of values into B segments: segment b is

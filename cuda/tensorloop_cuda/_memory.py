@@ -8,7 +8,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import torch
 from numba import types
+from torch import Tensor
 
 from tensorloop_cuda._numba import SIMULATED, cuda
 
@@ -16,6 +18,27 @@ if SIMULATED:
     from numba.extending import intrinsic
 else:
     from numba.cuda.extending import intrinsic
+
+_LOW = 1 << 40  # the address of what is no memory is 0, or how far a view is from its start
+
+
+def laid(x: Tensor) -> Tensor:
+    """`x` contiguous, as it is read: torch's zero tensor has no memory, and a bit may say that numbers are negated."""
+    return (x.clone() if x._is_zerotensor() or x.is_neg() or x.is_conj() else x).contiguous()
+
+
+def is_laid(x: Tensor) -> bool:
+    """Whether `laid` gives `x` itself, so that what is written there is written into `x`."""
+    return x.is_contiguous() and not (x._is_zerotensor() or x.is_neg() or x.is_conj())
+
+
+def address(x: Tensor) -> int:
+    """Where the first number of a laid tensor stands. It must be kept alive till the kernel is queued."""
+    at = x.data_ptr() if type(x) in (Tensor, torch.nn.Parameter) and torch._C._has_storage(x) else 0
+    if at < _LOW and x.numel() and (not at or x._is_zerotensor()):
+        raise TypeError(f"kernels read numbers in memory, and a {type(x).__name__} on {x.device} has none here")
+    return at
+
 
 _SIMULATED = {
     np.uint8: ctypes.c_uint8,

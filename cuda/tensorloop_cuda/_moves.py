@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop_cuda._launch import Shape, block_shape, launch
-from tensorloop_cuda._memory import INT, load, store
+from tensorloop_cuda._memory import INT, address, laid, load, store
 from tensorloop_cuda._numba import cuda
 from tensorloop_cuda._rows import WORDS
 
@@ -61,10 +61,11 @@ _tables: "WeakKeyDictionary[Moves, dict[torch.device, _Table]]" = WeakKeyDiction
 
 
 def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
-    """Targets (B, width) from sources (B, width) whose rows may lie apart but are each contiguous.
+    """Targets (B, width) from sources (B, width); rows that are each contiguous may lie apart, others are copied.
 
     Where `moves.sums`, the dtype must be one of `SUMMED`.
     """
+    rows = [_in_rows(x) for x in rows]
     like = rows[0]
     out = [like.new_empty(len(like), width) for width in moves.targets]
     tables = _tables.setdefault(moves, {})
@@ -73,6 +74,11 @@ def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
         table = tables[like.device] = _Table(moves, like.device)
     _run(table, rows, out, like.element_size(), SUMMED[like.dtype] if moves.sums else None)
     return out
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    plain = not (x._is_zerotensor() or x.is_neg() or x.is_conj())
+    return x if plain and (x.shape[1] < 2 or x.stride(1) == 1) else laid(x)
 
 
 def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int, like: Any) -> None:
@@ -84,14 +90,14 @@ def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int
         like = WORDS[_word((*sources, *targets), table.divisor * size)]
     shape = block_shape(table.width * size // like.itemsize)
     addresses = _on_device([*sources, *targets], out[0])
-    args = addresses.data_ptr(), len(rows), table.numbers.data_ptr(), table.count, batch, size, like.itemsize, like
+    args = address(addresses), len(rows), address(table.numbers), table.count, batch, size, like.itemsize, like
     launch(_move, out[0], -(-batch * table.count // shape.down), shape, *args)
     _keep(table.numbers)
 
 
 def _places(tensors: Sequence[Tensor], size: int) -> list[int]:
     """Of each tensor the address, and the bytes from row to row."""
-    return [k for x in tensors for k in (x.data_ptr(), x.stride(0) * size)]
+    return [k for x in tensors for k in (address(x), x.stride(0) * size)]
 
 
 def _word(places: Sequence[int], size: int) -> int:
@@ -106,7 +112,7 @@ def _on_device(numbers: list[int], like: Tensor) -> Tensor:
     numbers = numbers + [0] * (-len(numbers) % _ARGUMENTS)
     out = torch.empty(len(numbers), dtype=torch.int64, device=like.device)
     for k in range(0, len(numbers), _ARGUMENTS):
-        launch(_poke, like, 1, Shape(1, 1), out.data_ptr() + 8 * k, tuple(numbers[k : k + _ARGUMENTS]))
+        launch(_poke, like, 1, Shape(1, 1), address(out) + 8 * k, tuple(numbers[k : k + _ARGUMENTS]))
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorloop_cuda._launch import block_shape, launch
-from tensorloop_cuda._memory import BOOL, INT, load, segment_of, store
+from tensorloop_cuda._memory import BOOL, INT, address, is_laid, laid, load, segment_of, store
 from tensorloop_cuda._numba import cuda
 
 WORDS = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
@@ -18,42 +18,46 @@ WORDS = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
 
 def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
+    padded, offsets = laid(padded), laid(offsets)
     batch, steps, features = padded.shape
     out = padded.new_empty(n, features)
     if out.numel():
-        args = padded.data_ptr(), out.data_ptr(), offsets.data_ptr(), batch, steps, n
+        args = address(padded), address(out), address(offsets), batch, steps, n
         _per_row(_pack, out, padded, features, n, args)
     return out
 
 
 def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:
     """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
+    values, offsets = laid(values), laid(offsets)
     n, features = values.shape
     batch = len(offsets) - 1
     out = values.new_empty(batch, steps, features)
     if out.numel():
         word = _word(features * values.element_size(), values, out)
-        args = values.data_ptr(), out.data_ptr(), offsets.data_ptr(), batch, steps, n, *_fills(values.dtype, fill, word)
+        args = address(values), address(out), address(offsets), batch, steps, n, *_fills(values.dtype, fill, word)
         _per_row(_pad, out, values, features, batch * steps, args)
     return out
 
 
 def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, F) -> (n, F): row b as often as segment b is long."""
+    rows, offsets = laid(rows), laid(offsets)
     batch, features = rows.shape
     out = rows.new_empty(n, features)
     if out.numel():
-        args = rows.data_ptr(), out.data_ptr(), offsets.data_ptr(), batch, n
+        args = address(rows), address(out), address(offsets), batch, n
         _per_row(_spread, out, rows, features, n, args)
     return out
 
 
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """(N, F), (M,) int64 -> (M, F). An index outside [0, N) is not followed: its row is 0."""
+    values, index = laid(values), laid(index)
     n, features = values.shape
     out = values.new_empty(len(index), features)
     if out.numel():
-        args = values.data_ptr(), out.data_ptr(), index.data_ptr(), n, len(index)
+        args = address(values), address(out), address(index), n, len(index)
         _per_row(_gather, out, values, features, len(index), args)
     return out
 
@@ -63,9 +67,11 @@ def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
 
     A `pos` outside [0, n) is not followed: its row is not written.
     """
+    _check_target(slots, "write_rows")
+    pos, x, where = laid(pos), laid(x), laid(where)
     count, batch, features = slots.shape
     if x.numel() and count:
-        args = x.data_ptr(), slots.data_ptr(), pos.data_ptr(), where.data_ptr(), count, batch
+        args = address(x), address(slots), address(pos), address(where), count, batch
         _per_row(_write, slots, x, features, batch, args)
 
 
@@ -74,12 +80,19 @@ def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
 
     A `pos` outside [0, n) is not followed: its row is 0.
     """
+    _check_target(slots, "take_rows")
+    pos, where = laid(pos), laid(where)
     count, batch, features = slots.shape
     out = slots.new_empty(batch, features)
     if out.numel():
-        args = out.data_ptr(), slots.data_ptr(), pos.data_ptr(), where.data_ptr(), count, batch
+        args = address(out), address(slots), address(pos), address(where), count, batch
         _per_row(_take, slots, out, features, batch, args)
     return out
+
+
+def _check_target(slots: Tensor, name: str) -> None:
+    if not is_laid(slots):
+        raise ValueError(f"{name}: slots are written in place: expected a contiguous tensor, not negated or conjugated")
 
 
 def _per_row(kernel: Any, out: Tensor, source: Tensor, features: int, rows: int, args: tuple[int, ...]) -> None:
@@ -93,7 +106,7 @@ def _word(size: int, *tensors: Tensor) -> int:
     """The most bytes that divide a row of `size` bytes and the addresses: at least an element's, or 8."""
     together = size | 8
     for x in tensors:
-        together |= x.data_ptr()
+        together |= address(x)
     return together & -together
 
 

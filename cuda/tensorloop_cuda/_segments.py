@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop_cuda._launch import THREADS, block_shape, launch
-from tensorloop_cuda._memory import bounds_of, cast, load, store
+from tensorloop_cuda._memory import address, bounds_of, cast, laid, load, store
 from tensorloop_cuda._numba import cuda
 
 LIKE = {torch.float32: np.float32(0), torch.float64: np.float64(0)}
@@ -24,8 +24,9 @@ _NONE = -1
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); 0 for an empty segment."""
+    values, offsets = laid(values), laid(offsets)
     out = values.new_empty(len(offsets) - 1, values.shape[1])
-    _per_segment(_sum, values, offsets, values.data_ptr(), out.data_ptr())
+    _per_segment(_sum, values, offsets, address(values), address(out))
     return out
 
 
@@ -41,22 +42,25 @@ def segment_min(values: Tensor, offsets: Tensor, fill: float) -> tuple[Tensor, T
 
 def segment_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); -inf for an empty segment."""
+    values, offsets = laid(values), laid(offsets)
     out = values.new_empty(len(offsets) - 1, values.shape[1])
-    _per_segment(_logsumexp, values, offsets, values.data_ptr(), out.data_ptr())
+    _per_segment(_logsumexp, values, offsets, address(values), address(out))
     return out
 
 
 def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F), each segment and column adding up to 1; NaN where torch's softmax has NaN."""
+    values, offsets = laid(values), laid(offsets)
     out = torch.empty_like(values)
-    _per_segment(_softmax, values, offsets, values.data_ptr(), out.data_ptr())
+    _per_segment(_softmax, values, offsets, address(values), address(out))
     return out
 
 
 def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (N, F) -> (N, F): the gradient of what y is the softmax of, y * (dy - sum(y * dy))."""
+    y, dy, offsets = laid(y), laid(dy), laid(offsets)
     out = torch.empty_like(y)
-    _per_segment(_softmax_grad, y, offsets, y.data_ptr(), dy.data_ptr(), out.data_ptr())
+    _per_segment(_softmax_grad, y, offsets, address(y), address(dy), address(out))
     return out
 
 
@@ -72,21 +76,24 @@ def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Te
 
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F): sums from the start of the segment. Nothing of one segment reaches another, NaN included."""
+    values, offsets = laid(values), laid(offsets)
     out = torch.empty_like(values)
-    _per_segment(_cumsum, values, offsets, values.data_ptr(), out.data_ptr())
+    _per_segment(_cumsum, values, offsets, address(values), address(out))
     return out
 
 
 def _spread_grad(kernel: Any, values: Tensor, reduced: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    values, reduced, grad, offsets = laid(values), laid(reduced), laid(grad), laid(offsets)
     out = torch.empty_like(values)
-    _per_segment(kernel, values, offsets, values.data_ptr(), reduced.data_ptr(), grad.data_ptr(), out.data_ptr())
+    _per_segment(kernel, values, offsets, address(values), address(reduced), address(grad), address(out))
     return out
 
 
 def _extremes(values: Tensor, offsets: Tensor, fill: float, sign: int) -> tuple[Tensor, Tensor]:
+    values, offsets = laid(values), laid(offsets)
     out = values.new_empty(len(offsets) - 1, values.shape[1])
     where = offsets.new_empty(out.shape)
-    _per_segment(_extreme, values, offsets, values.data_ptr(), out.data_ptr(), where.data_ptr(), float(fill), sign)
+    _per_segment(_extreme, values, offsets, address(values), address(out), address(where), float(fill), sign)
     return out, where
 
 
@@ -95,7 +102,7 @@ def _per_segment(kernel: Any, values: Tensor, offsets: Tensor, *args: Any) -> No
     batch = len(offsets) - 1
     shape = block_shape(features)
     strips = -(-features // shape.across)
-    launch(kernel, values, batch * strips, shape, *args, offsets.data_ptr(), batch, n, features, LIKE[values.dtype])
+    launch(kernel, values, batch * strips, shape, *args, address(offsets), batch, n, features, LIKE[values.dtype])
 
 
 @cuda.jit(device=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._compile import called_eagerly, runs_kernels
+from tensorloop.kernels._memory import PLAIN
 
 MOVED = None  # any dtype: bytes are moved, whatever they stand for
 SINGLE = frozenset({torch.float32})
@@ -56,7 +57,6 @@ EAGER = {  # those that are not in `eager`
     ),
 }
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _FAKES = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -75,10 +75,8 @@ def find(operation: str, *like: Tensor) -> Callable[..., Any]:
 
 
 def _is_memory(x: Tensor) -> bool:
-    """Whether the numbers of `x` stand in memory as they are: not conjugated or negated when read, say."""
-    if type(x) not in _PLAIN or x.device.type != "cpu":
-        return False
-    return torch._C._has_storage(x) and not x.is_neg() and not x.is_conj()
+    """Whether `x` is an ordinary tensor on the CPU. `_memory` tells where its numbers are."""
+    return type(x) in PLAIN and x.is_cpu and torch._C._has_storage(x)
 
 
 @cache

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels._compiled import inlined, summing
+from tensorloop.kernels._memory import address, laid
 from tensorloop.kernels._pointers import LIKE, pointer, prefetch
 from tensorloop.kernels._threads import share
 from tensorloop.kernels.cpu_segments import exp
@@ -30,12 +31,12 @@ def beam_attend(
     """The output and the log-sum-exp of the scores."""
     rows, size, heads, width = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
-    q, shared, own = q.contiguous(), shared.contiguous(), own.contiguous()
-    before, grown = ([x.contiguous() for x in kv] for kv in (prefix, slots))
+    q, shared, own = map(laid, (q, shared, own))
+    before, grown = ([laid(x) for x in kv] for kv in (prefix, slots))
     counts = (len(before[0]) if before else 0, len(shared), len(own))
     heads_kv = (before or grown)[0].shape[-2]
     args = (
-        *(x.data_ptr() for x in (q, out, lse, shared, own)), *_addresses(before), *_addresses(grown),
+        *map(address, (q, out, lse, shared, own)), *_addresses(before), *_addresses(grown),
         *counts, rows, size, heads, heads_kv, width, np.float32(scale), LIKE[own.dtype],
     )  # fmt: skip
     seen = counts[0] + counts[1] + size * counts[2]
@@ -45,7 +46,7 @@ def beam_attend(
 
 def _addresses(kv: Sequence[Tensor]) -> tuple[int, int]:
     """Of keys and of values, which may be the same."""
-    return (kv[0].data_ptr(), kv[-1].data_ptr()) if kv else (0, 0)
+    return (address(kv[0]), address(kv[-1])) if kv else (0, 0)
 
 
 @summing

@@ -12,7 +12,9 @@ from llvmlite import ir
 from numba.core import types
 from torch import Tensor
 
+from tensorloop.kernels import eager_beam
 from tensorloop.kernels._compiled import compiled, inlined
+from tensorloop.kernels._memory import address, is_laid, laid
 from tensorloop.kernels._pointers import LIKE, intrinsic, pointer
 from tensorloop.kernels._threads import share
 
@@ -23,16 +25,17 @@ def beam_best(
     keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best continuations, and the ends."""
-    keys, log_probs = keys.contiguous(), log_probs.contiguous()
+    keys, log_probs = laid(keys), laid(log_probs)
     (rows, size, vocabulary), every = log_probs.shape, len(keys)
     values, ends = keys.new_empty(every, count), keys.new_empty(every, size)
     parents = keys.new_empty(every, count, dtype=torch.int64)
     tokens = parents.new_empty(every, count)
     if ids is not None:
+        ids = laid(ids)
         for x, fill in ((values, -torch.inf), (ends, -torch.inf), (parents, 0), (tokens, 0)):
             x.fill_(fill)
     alive = (keys, log_probs, values, parents, tokens, ends)
-    addresses = (*(x.data_ptr() for x in alive), _address(ids))
+    addresses = (*map(address, alive), _address(ids))
     args = (*addresses, size, vocabulary, count, eos_id, keys.element_size(), LIKE[keys.dtype])
     share(_best, rows, log_probs.nbytes, args, (*alive, keys if ids is None else ids))
     return values, parents, tokens, ends
@@ -42,10 +45,12 @@ def beam_pool(
     ends: Sequence[Tensor], runs: Sequence[Tensor], pool: Sequence[Tensor], searching: Tensor, t: int, rule: str
 ) -> int:
     """Takes the ends of a step into the pool, and tells what has come of it."""
-    ends, runs = ([x.contiguous() for x in given] for given in (ends, runs))
-    keys, sums, *_ = pool
+    if not all(map(is_laid, pool)):
+        return eager_beam.beam_pool(ends, runs, pool, searching, t, rule)
+    ends, runs = ([laid(x) for x in given] for given in (ends, runs))
+    (keys, sums, *_), searching = pool, laid(searching)
     rows, size = runs[0].shape
-    addresses = (x.data_ptr() for x in (*ends, *runs, *pool, searching))
+    addresses = map(address, (*ends, *runs, *pool, searching))
     rules = (rule == "exact", rule == "first_n")
     return _pool(*addresses, rows, size, keys.shape[1], t, *rules, LIKE[keys.dtype], LIKE[sums.dtype])
 
@@ -54,37 +59,40 @@ def beam_chosen(
     parents: Tensor, tokens: Tensor, ids: Tensor | None, vocabulary: int, eos_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens, and where parents and log-probabilities are."""
-    parents, tokens = parents.contiguous(), tokens.contiguous()
+    parents, tokens = laid(parents), laid(tokens)
+    ids = None if ids is None else laid(ids)
     size, rows = parents.shape[1], len(parents) if ids is None else len(ids)
     small = torch.int32 if rows * size * vocabulary < 1 << 31 else torch.int64
     places, chosen = tokens.new_empty(rows * size, dtype=small), tokens.new_empty(2 * rows * size, dtype=small)
     taken = tokens.new_empty(rows, size)
-    addresses = (x.data_ptr() for x in (parents, tokens, taken, places, chosen))
+    addresses = map(address, (parents, tokens, taken, places, chosen))
     _chosen(*addresses, _address(ids), rows, size, vocabulary, eos_id, LIKE[small])
     return taken, places, chosen
 
 
 def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
     """Takes the ancestors on to state t, and keeps the parents."""
+    if not (is_laid(table) and is_laid(kept)):
+        return eager_beam.beam_ancestors(table, kept, parents, ids, first, t)
     _, rows, size = table.shape
+    parents, ids = laid(parents), None if ids is None else laid(ids)
     count = rows if ids is None else len(ids)
-    parents = parents.contiguous()
-    addresses = (table.data_ptr(), kept.data_ptr(), parents.data_ptr(), _address(ids))
+    addresses = (*map(address, (table, kept, parents)), _address(ids))
     return _ancestors(*addresses, count, rows, size, first, t, LIKE[table.dtype])
 
 
 def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
     """The places of ancestors after each step."""
-    parents, lens, places = parents.contiguous(), lens.contiguous(), places.contiguous()
+    parents, lens, places = map(laid, (parents, lens, places))
     (steps, rows, size), each = parents.shape, places.shape[1]
     out = parents.new_zeros(steps, rows, each)
-    args = (parents.data_ptr(), lens.data_ptr(), places.data_ptr(), out.data_ptr(), steps, rows, size, each)
+    args = (*map(address, (parents, lens, places, out)), steps, rows, size, each)
     share(_trace, rows, 16 * out.numel(), args, (parents, lens, places, out))
     return out
 
 
 def _address(ids: Tensor | None) -> int:
-    return 0 if ids is None else ids.data_ptr()
+    return 0 if ids is None else address(ids)
 
 
 @intrinsic

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.kernels._compiled import compiled, inlined
+from tensorloop.kernels._memory import array
 from tensorloop.kernels._threads import share
 from tensorloop.kernels.cpu_rows import _bounds
 from tensorloop.kernels.eager_edits import DELETION, INSERTION, MATCH, SUBSTITUTION
@@ -23,7 +24,7 @@ def edit_distance(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) ->
     """(R,) int64: the fewest edits."""
     rows = _rows(a, a_offsets, b, b_offsets, "edit_distance")
     out = a_offsets.new_empty(len(a_offsets) - 1)
-    _over_pairs(_count, BIT_COST, rows, out.numpy())
+    _over_pairs(_count, BIT_COST, rows, array(out))
     return out
 
 
@@ -39,7 +40,7 @@ def edit_cost(
     """(R,) float64: the least cost of edits. Tokens must be rows of the table, where there is one."""
     rows = _rows(a, a_offsets, b, b_offsets, "edit_cost")
     out = a.new_empty(len(a_offsets) - 1, dtype=torch.float64)
-    _over_pairs(_weigh, CELL_COST, rows, insertion, deletion, *_substitutions(substitution), out.numpy())
+    _over_pairs(_weigh, CELL_COST, rows, insertion, deletion, *_substitutions(substitution), array(out))
     return out
 
 
@@ -61,9 +62,7 @@ def edit_paths(
     longest = a_offsets.diff() + b_offsets.diff()[torch.arange(count) // each]
     stops = longest.cumsum(0)
     steps = a.new_full((int(longest.sum()), 3), -1)
-    _over_pairs(
-        _trace, PATH_COST, rows, insertion, deletion, *_substitutions(substitution), stops.numpy(), steps.numpy()
-    )
+    _over_pairs(_trace, PATH_COST, rows, insertion, deletion, *_substitutions(substitution), array(stops), array(steps))
     kept = steps[:, 0] >= 0
     ends = torch.cat([stops.new_zeros(1), kept.cumsum(0)])  # steps kept before each place
     return steps[kept], ends[stops] - ends[stops - longest]
@@ -76,7 +75,7 @@ def _rows(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, name: str)
     if rows % others if others else rows:
         raise ValueError(f"{name}: {rows} rows of a cannot be shared among {others} rows of b")
     return (
-        *(a.detach().contiguous().numpy(), a_bounds, b.detach().contiguous().numpy(), b_bounds),
+        *(array(a), a_bounds, array(b), b_bounds),
         rows // others if rows else 1,
     )
 
@@ -84,7 +83,7 @@ def _rows(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, name: str)
 def _substitutions(substitution: float | Tensor) -> tuple[float, Any]:
     """The number for tokens that differ, and the table; it is empty where the number holds."""
     if isinstance(substitution, Tensor):
-        return 0.0, substitution.detach().double().contiguous().numpy()
+        return 0.0, array(substitution.double())
     return float(substitution), np.empty((0, 0))
 
 

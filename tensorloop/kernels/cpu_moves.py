@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tensorloop.kernels import eager_moves
 from tensorloop.kernels._compiled import compiled, inlined
+from tensorloop.kernels._memory import address, settled
 from tensorloop.kernels._pointers import copy_short, pointer
 from tensorloop.kernels._threads import share
 from tensorloop.kernels.moves import Moves
@@ -31,16 +32,23 @@ _tables: "WeakKeyDictionary[Moves, tuple[np.ndarray, np.ndarray]]" = WeakKeyDict
 
 
 def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
-    """Targets (B, width) from sources (B, width) whose rows may lie apart but are each contiguous."""
+    """Targets (B, width) from sources (B, width)."""
     if moves.sums and rows[0].dtype not in SUMMED:  # float16 and bfloat16: numba cannot add them
         return eager_moves.regroup(rows, moves)
+    rows = [_in_rows(x) for x in rows]
     out = [rows[0].new_empty(len(rows[0]), width) for width in moves.targets]
     run(rows, out, moves)
     return out
 
 
+def _in_rows(x: Tensor) -> Tensor:
+    """Each row contiguous; rows may lie apart."""
+    x = settled(x)
+    return x if x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
+
+
 def run(rows: Sequence[Tensor], out: Sequence[Tensor], moves: Moves) -> None:
-    """The kernel alone, into tensors (B, width) that are there."""
+    """The kernel alone, from rows that are each contiguous, into tensors (B, width) that are there."""
     like = rows[0]
     size = like.element_size()
     count = len(like)
@@ -55,7 +63,7 @@ def run(rows: Sequence[Tensor], out: Sequence[Tensor], moves: Moves) -> None:
 
 def _places(tensors: Sequence[Tensor], size: int) -> tuple[np.ndarray, np.ndarray]:
     """(addresses, bytes from row to row)."""
-    addresses = [x.data_ptr() for x in tensors]
+    addresses = [address(x) for x in tensors]
     steps = [x.stride(0) * size for x in tensors]
     return np.array(addresses, dtype=np.int64), np.array(steps, dtype=np.int64)
 

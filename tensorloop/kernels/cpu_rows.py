@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels._compiled import compiled
+from tensorloop.kernels._memory import address, array, laid
 from tensorloop.kernels._pointers import FRESH, copy_bytes, copy_run, copy_short, zero_run
 from tensorloop.kernels._threads import share
 
@@ -21,11 +22,11 @@ LONG = 512
 def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
     _, steps, features = padded.shape
-    padded = padded.contiguous()
+    padded = laid(padded)
     bounds = _bounds(offsets, n, steps, "pack_rows")
     out = padded.new_empty(n, features)
     row = features * out.element_size()
-    args = padded.data_ptr(), out.data_ptr(), bounds, steps * row, row, out.nbytes >= FRESH
+    args = address(padded), address(out), bounds, steps * row, row, out.nbytes >= FRESH
     share(_pack, n, 2 * n * row, args, (padded, out))
     return out
 
@@ -33,7 +34,7 @@ def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
 def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:
     """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
     n, features = values.shape
-    values = values.contiguous()
+    values = laid(values)
     bounds = _bounds(offsets, n, n, "pad_rows")
     batch = len(bounds) - 1
     out = values.new_empty(batch, steps, features)
@@ -41,7 +42,7 @@ def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor
     filled = values.new_full((features,), fill)
     size = (batch * steps + n) * row
     zero = not filled.count_nonzero() and not _has_sign(fill)
-    args = values.data_ptr(), out.data_ptr(), bounds, steps, row, filled.data_ptr(), zero, out.nbytes >= FRESH
+    args = address(values), address(out), bounds, steps, row, address(filled), zero, out.nbytes >= FRESH
     share(_pad, batch * steps, size, args, (values, out, filled))
     return out
 
@@ -49,11 +50,11 @@ def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor
 def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, F) -> (n, F): row b as often as segment b is long."""
     features = rows.shape[1]
-    rows = rows.contiguous()
+    rows = laid(rows)
     bounds = _bounds(offsets, n, n, "spread_rows")
     out = rows.new_empty(n, features)
     row = features * out.element_size()
-    share(_spread, n, n * row, (rows.data_ptr(), out.data_ptr(), bounds, row), (rows, out))
+    share(_spread, n, n * row, (address(rows), address(out), bounds, row), (rows, out))
     return out
 
 
@@ -63,11 +64,11 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     row = features * values.element_size()
     if row < LONG or len(index) * row < LARGE:
         return values.index_select(0, index)
-    values = values.contiguous()
-    picked = index.detach().contiguous().numpy()
+    values = laid(values)
+    picked = array(index)
     out = values.new_empty(len(picked), features)
     outside = np.full(1, -1, np.int64)
-    args = values.data_ptr(), out.data_ptr(), picked, n, row, outside
+    args = address(values), address(out), picked, n, row, outside
     share(_gather, len(picked), 2 * len(picked) * row, args, (values, out))
     if outside[0] >= 0:
         place = int(outside[0])
@@ -77,7 +78,7 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 def _bounds(offsets: Tensor, n: int, longest: int, name: str) -> np.ndarray:
     """The offsets, which decide what memory is touched: looked at once more, as it takes but 2 us."""
-    bounds = offsets.detach().numpy()
+    bounds = array(offsets)
     if not _are_bounds(bounds, n, longest):
         raise ValueError(f"{name}: offsets must rise from 0 to {n} by at most {longest} a row, got {offsets}")
     return bounds

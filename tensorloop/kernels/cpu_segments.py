@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels._compiled import compiled, inlined
+from tensorloop.kernels._memory import array
 from tensorloop.kernels._threads import share
 
 BLOCK = 256  # columns of a task; its sums are 2 KiB
@@ -102,7 +103,7 @@ def _extreme(
 
 def _bounds(values: Tensor, offsets: Tensor, name: str) -> np.ndarray:
     """The offsets, which decide what memory is touched: looked at once more, as it takes but 2 us."""
-    bounds = offsets.detach().numpy()
+    bounds = array(offsets)
     if not _are_bounds(bounds, len(values)):
         raise ValueError(f"{name}: offsets must rise from 0 to {len(values)}, got {offsets}")
     return bounds
@@ -113,7 +114,7 @@ def _over_segments(
 ) -> None:
     """Runs a kernel over all (segment, block of columns); `passes`: how often it goes through the values."""
     tasks = (len(bounds) - 1) * -(-values.shape[1] // BLOCK)
-    arrays = [x.detach().contiguous().numpy() for x in (values, *others)]  # what is written is contiguous already
+    arrays = [array(x) for x in (values, *others)]  # what is written is contiguous already
     share(kernel, tasks, passes * values.numel() * values.element_size(), (bounds, *arrays))
 
 

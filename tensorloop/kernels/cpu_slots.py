@@ -7,21 +7,22 @@ from torch import Tensor
 
 from tensorloop.kernels import eager
 from tensorloop.kernels._compiled import compiled
+from tensorloop.kernels._memory import address, is_laid, laid
 from tensorloop.kernels._pointers import copy_short, pointer, zero_run
 from tensorloop.kernels._threads import share
 
 
 def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
     """Row b of x (B, *F) to slots[pos[b], b] of (n, B, *F), in place, where `where` (B,) bool is true."""
-    if slots.is_contiguous():
-        _each_row(_write, slots, pos, x.contiguous(), where)
+    if is_laid(slots):
+        _each_row(_write, slots, pos, laid(x), where)
     else:
         eager.write_rows(slots, pos, x, where)
 
 
 def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
     """slots[pos[b], b] of (n, B, *F), which is 0 afterwards, in row b of (B, *F); 0 where `where` (B,) is false."""
-    if not slots.is_contiguous():
+    if not is_laid(slots):
         return eager.take_rows(slots, pos, where)
     out = slots.new_empty(slots.shape[1:])
     _each_row(_take, slots, pos, out, where)
@@ -30,9 +31,9 @@ def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
 
 def _each_row(kernel: Any, slots: Tensor, pos: Tensor, rows: Tensor, where: Tensor) -> None:
     """A `pos` outside [0, n) is not followed."""
-    pos, where = pos.contiguous(), where.contiguous()
+    pos, where = laid(pos), laid(where)
     batch, size = len(rows), rows.nbytes
-    args = slots.data_ptr(), pos.data_ptr(), rows.data_ptr(), where.data_ptr(), len(slots), batch, size // max(batch, 1)
+    args = *map(address, (slots, pos, rows, where)), len(slots), batch, size // max(batch, 1)
     share(kernel, batch, 2 * size, args, (slots, pos, rows, where))
 
 

@@ -106,7 +106,7 @@ def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Te
     n = len(values)
     equal = values == spread_rows(best, offsets, n)
     shares = grad / segment_sum(equal.to(torch.int64), offsets).clamp_min_(1)
-    return spread_rows(shares.to(grad.dtype), offsets, n) * equal
+    return torch.where(equal, spread_rows(shares.to(grad.dtype), offsets, n), 0)  # 0 * inf would be NaN
 
 
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def _seen(
     like, (rows, size) = (prefix or slots)[0], own.shape[1:]
     before = prefix or [like.new_empty(0, rows, *like.shape[-2:])]
     grown = slots or [like.new_empty(0, rows, size, *like.shape[-2:])]
-    first = torch.arange(len(grown[0]) * rows, device=like.device).view(-1, rows) * size
+    first = torch.arange(len(grown[0]) * rows, device=like.device).view(len(grown[0]), rows) * size
     split = len(shared)
     places = shared + first[:split], own + first[split:, :, None]
     flat = [grown[i].flatten(0, 2) for i in (0, -1)]

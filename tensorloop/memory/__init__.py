@@ -12,11 +12,11 @@ Out of sight are bytes that no operation makes: NumPy arrays that never became t
 `torch.UntypedStorage(n)`, scratch space inside one kernel, opaque (MKL-DNN) tensors, what other threads make.
 """
 
-from tensorloop.memory._growth import Growth as Growth
 from tensorloop.memory._growth import LineGrowth as LineGrowth
 from tensorloop.memory._measure import growth as growth
 from tensorloop.memory._process import mark as mark
 from tensorloop.memory._process import timeline as timeline
+from tensorloop.memory._report import Growth as Growth
 from tensorloop.memory._residuals import Residual as Residual
 from tensorloop.memory._residuals import Residuals as Residuals
 from tensorloop.memory._residuals import saved_residuals as saved_residuals

@@ -23,8 +23,10 @@ _GATHERS = {"index_select", "gather", "index", "take"}
 _WRITES = {"index_put", "scatter", "scatter_add", "index_copy", "index_add", "select_scatter", "slice_scatter"}
 _MASKS = {"where", "masked_scatter", "lerp"}
 _FILLS = ("inf", "1e")  # masks scores: -inf, finfo, -1e9
-_ATTENTION = {"_softmax", "_safe_softmax"}
+_PLAIN = "_safe_softmax"  # what scaled_dot_product_attention runs where none of its kernels takes the call
+_ATTENTION = {"_softmax", _PLAIN}
 _WEIGHTS = {*_ATTENTION, "_log_softmax"}
+_DROPOUT = {"empty_like", "native_dropout", "bernoulli"}  # on the CPU, on CUDA, elsewhere
 
 CAT = (
     "torch.cat copies all earlier steps at every step. Use a tl.TensorArray: array.append(x), and array[:t] to read "
@@ -68,7 +70,26 @@ WEIGHTS = (
 )
 ALL_PAIRS = (
     "Attention keeps its weights over all pairs of steps. torch.nn.functional.scaled_dot_product_attention keeps none, "
-    "nor does nn.MultiheadAttention with need_weights=False."
+    "nor does nn.MultiheadAttention with need_weights=False, both without dropout."
+)
+DROPOUT = (
+    "With dropout scaled_dot_product_attention has no kernel here: it keeps its weights over all pairs of steps. With "
+    "dropout_p=0 (dropout=0 in nn.MultiheadAttention) it keeps none; drop out its result instead. Or let "
+    "torch.utils.checkpoint make the weights again in backward."
+)
+PLAIN = (
+    "scaled_dot_product_attention has no kernel for this call and keeps its weights over all pairs of steps: a mask "
+    "that requires grad, or values of another size than queries. tl.attention(q, k, v) keeps none; "
+    "torch.utils.checkpoint makes them again in backward."
+)
+MEMORY = (
+    "Each step keeps its attention weights over a whole sequence that is there from the start, such as an encoder's "
+    "states. torch.nn.functional.scaled_dot_product_attention keeps none; for other scores, tl.scan with checkpoints=K "
+    "keeps K carries and computes the weights again."
+)
+GATHERED = (
+    "A whole sequence is gathered at every step. One that is there from the start is gathered once, before the loop; "
+    "a history that beams reorder belongs in a tl.TensorArray in the carry of tl.beam_search."
 )
 ONCE = (
     "It is made in one go, not step by step. torch.utils.checkpoint makes it again in backward; a block of rows at a "
@@ -88,6 +109,11 @@ def advice(parts: Mapping[Part, int], code: str, keeps: bool) -> str | None:
         code: the line.
         keeps: whether saved bytes grow, not peak or traffic alone.
     """
+    if any(part.operation == _PLAIN for part in parts):
+        if any(part.operation in _DROPOUT and not part.backward for part in parts):
+            return DROPOUT
+        if not any(part.operation == _PLAIN and part.varied and part.repeated for part in parts):
+            return PLAIN
     largest_first = sorted(parts, key=lambda part: -parts[part])
     forward = [part for part in largest_first if not part.backward]  # what backward makes is not saved
     for part in (keeps and forward) or largest_first:
@@ -112,9 +138,9 @@ def _advice_for(part: Part, code: str) -> str | None:
     if part.ours:
         return OVERWRITTEN
     forward = {
-        **dict.fromkeys(_GATHERS, REORDER),
+        **dict.fromkeys(_GATHERS, REORDER if part.varied else GATHERED),
         **dict.fromkeys(_WRITES, WRITE),
-        **dict.fromkeys(_WEIGHTS, WEIGHTS),
+        **(dict.fromkeys(_WEIGHTS, WEIGHTS) if part.varied else dict.fromkeys(_ATTENTION, MEMORY)),
     }
     if not part.varied and not any(name in code for name in _FILLS):
         forward.update(dict.fromkeys(_MASKS, MASK))

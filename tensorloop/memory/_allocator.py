@@ -5,11 +5,12 @@ snapshot of torch 2.13.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tensorloop.memory._finder import USER, kind_of_file
+from tensorloop.memory._finder import PACKAGE, USER, kind_of_file
 from tensorloop.memory._sites import UNKNOWN, Site, site_at
 
 EVENTS = 1_000_000  # what the history holds; older events are forgotten
@@ -92,7 +93,12 @@ def _keep(live: Allocations) -> None:
 def _line(frames: Iterable[Mapping[str, Any]]) -> tuple[Site, bool]:
     """The innermost frame of the user's; without any frame the thread is one of PyTorch's, which run backward."""
     frames = list(frames)
+    package: Site | None = None
     for frame in frames:
-        if kind_of_file(frame["filename"]) == USER:
-            return site_at(frame["filename"], frame["line"], frame["name"]), False
-    return UNKNOWN, not frames
+        kind = kind_of_file(frame["filename"])
+        if kind in (USER, PACKAGE):
+            site = site_at(frame["filename"], frame["line"], frame["name"])
+            if kind == USER:
+                return replace(site, library=package), False
+            package = package or site
+    return package or UNKNOWN, not frames

@@ -1,10 +1,10 @@
-"""What the pictures of a `Growth` show, before anybody draws it: curves with their exponents, lines as bars, units."""
+"""What pictures show, before anybody draws them: curves with their exponents, lines as bars, units."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorloop.memory._growth import SUPERLINEAR, Growth
+from tensorloop.memory._growth import SUPERLINEAR, Figures
 from tensorloop.memory._sites import Site, shortened
 
 TOP = 6  # lines drawn as bars
@@ -56,28 +56,45 @@ class Bars:
     rows: tuple[Bar, ...]
 
 
-def panels(growth: Growth) -> list[Panel]:
+def panels(growth: Figures) -> list[Panel]:
     """Bytes and time of the whole over T."""
     unit, scale = unit_of(max(growth.bytes + growth.peaks))
-    saved = _curve("saved", growth.Ts, growth.bytes, scale, growth.exponent, 0)
-    peak = _curve("peak", growth.Ts, growth.peaks, scale, growth.peak_exponent, 1)
+    whole = bool(growth.peaks)  # else something was measured that need not be saved bytes
+    saved = _curve("saved" if whole else "bytes", growth.Ts, growth.bytes, scale, growth.marginal, 0)
+    peak = _curve("peak", growth.Ts, growth.peaks, scale, growth.peak_marginal, 1)
     seconds = _curve("time", growth.Ts, growth.seconds, 1e-3, growth.seconds_exponent, 2)
     made = [
-        _panel("Bytes: saved for backward, and at the peak of a step", unit, [saved, peak]),
+        _panel("Bytes: saved for backward, and at the peak of a step" if whole else "Bytes", unit, [saved, peak]),
         _panel("Time of a step, forward and backward", "ms", [seconds]),
     ]
     return [panel for panel in made if panel is not None]
 
 
-def bars(growth: Growth) -> list[Bars]:
+def bars(growth: Figures) -> list[Bars]:
     """The lines that save most and the lines that allocate most, at the largest T."""
-    saved = [(line.site, line.saved, line.exponent) for line in growth.lines if line.saved]
-    made = [(line.site, line.made, line.made_exponent) for line in growth.lines if line.made]
+    at = f"by line, T = {growth.Ts[-1]:,}"
+    saved = [(line.site, line.saved[-1], line.exponent) for line in growth.lines if line.saved]
+    made = [(line.site, line.made[-1], line.made_exponent) for line in growth.lines if line.made]
+    several = len(growth.Ts) > 1
     groups = [
-        _bars("Saved for backward, by line", growth.Ts[-1], saved),
-        _bars("Allocated in all, forward and backward, by line", growth.Ts[-1], made),
+        by_line(f"Saved for backward, {at}", saved, several),
+        by_line(f"Allocated in all, forward and backward, {at}", made, several),
     ]
     return [group for group in groups if group.rows]
+
+
+def by_line(title: str, lines: Sequence[tuple[Site, int, float]], powers: bool = False) -> Bars:
+    """The lines that have most bytes, with their share of all and, where asked for, the power of T that they follow."""
+    lines = sorted((line for line in lines if line[1]), key=lambda line: -line[1])
+    total = sum(n for _, n, _ in lines)
+    unit, scale = unit_of(lines[0][1] if lines else 0)
+    rows = []
+    for site, n, exponent in lines[:TOP]:
+        figures = [size(n), _share(n / total), *([power(exponent, (1, 2))] if powers else [])]
+        rows.append(
+            Bar(_place(site), shortened(site.code), n / scale, ", ".join(figures), powers and exponent > SUPERLINEAR)
+        )
+    return Bars(title, unit, tuple(rows))
 
 
 def unit_of(largest: float) -> tuple[str, float]:
@@ -149,24 +166,7 @@ def _curve(
     return Curve(f"{name}  T^{exponent:.2f}", tuple(Ts), tuple(value / scale for value in values), style)
 
 
-def _bars(title: str, T: int, lines: list[tuple[Site, tuple[int, ...], float]]) -> Bars:
-    lines = sorted((line for line in lines if line[1][-1]), key=lambda line: -line[1][-1])
-    total = sum(sizes[-1] for _, sizes, _ in lines)
-    unit, scale = unit_of(lines[0][1][-1] if lines else 0)
-    rows = (
-        Bar(
-            where=_place(site),
-            code=shortened(site.code),
-            value=sizes[-1] / scale,
-            figures=f"{size(sizes[-1])}, {_share(sizes[-1] / total)}, {power(exponent, sizes)}",
-            guilty=exponent > SUPERLINEAR,
-        )
-        for site, sizes, exponent in lines[:TOP]
-    )
-    return Bars(f"{title}, T = {T:,}", unit, tuple(rows))
-
-
-def _place(site: Site, width: int = 48) -> str:
+def _place(site: Site, width: int = 60) -> str:
     place = str(site)
     return place if len(place) <= width else "..." + place[3 - width :]
 

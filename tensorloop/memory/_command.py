@@ -15,10 +15,13 @@ from typing import Any, TextIO
 
 import torch
 
-from tensorloop.memory import _html, _picture
-from tensorloop.memory._growth import Growth
+from tensorloop.memory import _html
 from tensorloop.memory._measure import growth
-from tensorloop.memory._process import refuse_without, timeline
+from tensorloop.memory._page import document
+from tensorloop.memory._process import timeline
+from tensorloop.memory._report import Growth
+from tensorloop.memory._shown import refuse_without, write
+from tensorloop.memory._sites import printable
 from tensorloop.memory._target import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
 
 _TWICE = "backward through the graph a second time"
@@ -114,22 +117,23 @@ def _measure(options: argparse.Namespace, watched: _Watched, out: TextIO) -> int
 def _timeline(options: argparse.Namespace, watched: _Watched) -> None:
     """Before anything else, as what was allocated once stays with the allocator; at the largest T."""
     try:
-        timeline(watched.at(options.T[-1])).save_png(options.timeline)
+        timeline(watched.at(options.T[-1])).save(options.timeline)
     except Exception as error:
         _say(f"no timeline at T = {options.T[-1]}: {one_line(error)}")
 
 
 def _write(options: argparse.Namespace, found: Growth, error: str, above: list[str], out: TextIO) -> None:
+    title = printable(f"Memory of {options.target}")
     for report in options.report:
         if report.suffix == ".png":
-            _picture.save(found, options.target, report)
-        else:
-            report.write_text(_html.page(found, options.target, error), encoding="utf-8")
+            found.save(report, title)
+        else:  # with the frames of an error, which the result has not
+            write(report, document(title, _html.body(found, error)))
     if options.json:
         data = {
-            "target": options.target,
+            "target": printable(options.target),
             **found.as_dict(),
-            "traceback": error,
+            "traceback": printable(error),
             "limit": options.fail_above,
             "above": above,
             "torch": torch.__version__,
@@ -139,7 +143,7 @@ def _write(options: argparse.Namespace, found: Growth, error: str, above: list[s
         if options.json == "-":
             print(text, end="", file=out, flush=True)
         else:
-            Path(options.json).write_text(text, encoding="utf-8")
+            write(Path(options.json), text)
 
 
 def _above(found: Growth, limit: float | None) -> list[str]:
@@ -245,7 +249,7 @@ def _own_output() -> Iterator[TextIO]:
     """The standard output for ourselves: what a script, its C code or its children print goes to standard error."""
     sys.stdout.flush()
     kept = os.dup(1)
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="backslashreplace")
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
@@ -258,4 +262,4 @@ def _own_output() -> Iterator[TextIO]:
 
 
 def _say(what: str) -> None:
-    print(f"tensorloop.memory: {what}", file=sys.stderr)
+    print(printable(f"tensorloop.memory: {what}"), file=sys.stderr)

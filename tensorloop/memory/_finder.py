@@ -1,21 +1,24 @@
-"""From a frame to the user's line: the innermost one that is not in PyTorch, this library or Python's own."""
+"""From a frame to the user's line: the innermost one that is in no package, PyTorch, this library or Python itself."""
 
 import os
 import sysconfig
+import weakref
+from dataclasses import replace
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from tensorloop.memory._nodes import backward_code, current_node, sequence_number
-from tensorloop.memory._sites import UNKNOWN, Site, site_at
+from tensorloop.memory._nodes import backward_code, current_node, module_code, sequence_number
+from tensorloop.memory._sites import PACKAGES, UNKNOWN, Site, site_at
 
 BACKWARD = 1
 """Flag of a place: made while backward ran."""
 OURS = 2
 """Flag of a place: made by an array or loop of this library, on behalf of the line."""
 
-USER, SKIPPED, LIBRARY, PASSED, ENGINE = range(5)  # kinds of code
+USER, SKIPPED, LIBRARY, PASSED, ENGINE, PACKAGE, MODULE = range(7)  # kinds of code
 KEPT_NODES = 1 << 18
 
 
@@ -28,7 +31,6 @@ _MEMORY = _folder(__file__)
 _LIBRARY = _folder(os.path.dirname(__file__))
 _KERNELS = os.path.join("", "tensorloop_cuda", "")
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
-_PACKAGES = ("site-packages", "dist-packages")
 
 
 class Line:
@@ -55,12 +57,12 @@ class Place:
 
 
 class Spot:
-    """One instruction of the user's code."""
+    """One instruction of the user's code, and of what it called a package's line or a part of a module, if any."""
 
-    __slots__ = ("line", "places")
+    __slots__ = ("called", "line", "places")
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, line: Line, called: tuple[weakref.ref[torch.nn.Module], ...] = ()) -> None:
+        self.line, self.called = line, called
         self.places: dict[tuple[int, int], Place] = {}
 
 
@@ -71,10 +73,13 @@ class _Code:
 
     def __init__(self, code: CodeType) -> None:
         self.code = code  # kept, so that no other can take its id
-        self.kind = ENGINE if code is backward_code else kind_of_file(code.co_filename)
+        if code is backward_code:
+            self.kind = ENGINE
+        else:
+            self.kind = MODULE if code is module_code else kind_of_file(code.co_filename)
         if self.kind == LIBRARY and code.co_name == "__torch_function__":
             self.kind = PASSED  # an operation of the user's on its way through the library
-        self.spots: dict[int, Spot] = {}
+        self.spots: dict[Any, Spot] = {}
 
 
 def kind_of_file(file: str) -> int:
@@ -85,9 +90,9 @@ def kind_of_file(file: str) -> int:
         return LIBRARY
     if file.startswith((_TORCH, "<frozen", "<eval_with_key", "<torch_package", "<__array_function__")):
         return SKIPPED
-    if file.startswith(_PYTHON) and not file[len(_PYTHON) :].startswith(_PACKAGES):
-        return SKIPPED
-    return USER
+    if any(folder in file for folder in PACKAGES):
+        return PACKAGE
+    return SKIPPED if file.startswith(_PYTHON) else USER
 
 
 class Finder:
@@ -101,7 +106,7 @@ class Finder:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[tuple[str, int], Line] = {}
+        self.lines: dict[Site, Line] = {}
         self._codes: dict[int, _Code] = {}
         self._nodes: dict[int, Spot] = {}
         self._older: dict[int, Spot] = {}
@@ -117,6 +122,8 @@ class Finder:
         if frame is not None and frame.f_code is backward_code and (of_node := self._of_node()) is not None:
             return of_node, BACKWARD  # an operation of PyTorch's own backward: most of them
         codes, flags, caller = self._codes, 0, False
+        package: FrameType | None = None
+        modules: list[Any] = []
         while frame is not None:
             code = frame.f_code
             known = codes.get(id(code))
@@ -126,10 +133,17 @@ class Finder:
             if kind == SKIPPED:
                 pass
             elif kind == USER:
-                found = known.spots.get(frame.f_lasti)
-                if found is None:
-                    found = known.spots[frame.f_lasti] = Spot(self._line_of(frame))
+                if package is not None or len(modules) > 1:
+                    found = self._within(known, frame, package, modules)
+                else:
+                    found = known.spots.get(frame.f_lasti)
+                    if found is None:
+                        found = known.spots[frame.f_lasti] = Spot(self._line(_site_of(frame)))
                 return found, flags if current_node() is None else flags | BACKWARD
+            elif kind == MODULE:
+                modules.append(frame.f_locals["self"])
+            elif kind == PACKAGE:
+                package = package or frame
             elif kind == ENGINE and not caller:
                 if (found := self._of_node()) is not None:
                     return found, flags | BACKWARD
@@ -139,7 +153,11 @@ class Finder:
             elif kind == PASSED:
                 flags = 0
             frame = frame.f_back
-        return self._of_node() or self._unknown, flags
+        if (of_node := self._of_node()) is not None:
+            return of_node, flags
+        if package is None:
+            return self._unknown, flags
+        return self._within(codes[id(package.f_code)], package, None, []), flags
 
     def note(self, spot: Spot, number: int) -> None:
         """The node before `number` was made by `spot`; nodes made since the last call, by the spot before."""
@@ -160,9 +178,42 @@ class Finder:
         found = self._nodes.get(number)
         return self._older.get(number) if found is None else found
 
-    def _line_of(self, frame: FrameType) -> Line:
-        code = frame.f_code
-        return self._line(site_at(code.co_filename, frame.f_lineno or 0, code.co_qualname))
+    def _within(self, known: _Code, frame: FrameType, package: FrameType | None, modules: list[Any]) -> Spot:
+        """The spot of a frame that called an installed package, or a module with parts, innermost first."""
+        modules = modules if len(modules) > 1 else []
+        inner = (id(package.f_code), package.f_lasti) if package is not None else None
+        key = frame.f_lasti, inner, *map(id, modules)
+        found = known.spots.get(key)
+        if found is None or any(ref() is not module for ref, module in zip(found.called, modules, strict=True)):
+            site = _site_of(frame)
+            library = None if package is None else _site_of(package)
+            site = replace(site, module=_path(modules[::-1], frame) if modules else "", library=library)
+            found = known.spots[key] = Spot(self._line(site), tuple(map(weakref.ref, modules)))
+        return found
 
     def _line(self, site: Site) -> Line:
-        return self.lines.setdefault((site.file, site.line), Line(site))
+        return self.lines.setdefault(site, Line(site))
+
+
+def _site_of(frame: FrameType) -> Site:
+    code = frame.f_code
+    return site_at(code.co_filename, frame.f_lineno or 0, code.co_qualname)
+
+
+def _path(modules: list[Any], frame: FrameType) -> str:
+    """Names of modules, each called by the one before; the first by the module whose code the user's frame is, if any.
+
+    That module is asked of the frame in which it was called: `f_locals` of the user's own would keep his tensors alive.
+    """
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code is not module_code:
+        outer = outer.f_back
+    caller = None if outer is None else outer.f_locals["self"]
+    return ".".join(_name(a, b) or type(b).__name__ for a, b in pairwise([caller, *modules]))
+
+
+def _name(outer: Any, inner: Any) -> str:
+    """What a module calls a part of it; nothing where it is none."""
+    if not isinstance(outer, torch.nn.Module):
+        return ""
+    return next((name for name, part in outer.named_modules() if part is inner), "")

@@ -9,9 +9,10 @@ from tensorloop.memory._sites import Site, shortened, table
 
 SUPERLINEAR = 1.2
 """Exponents above this are told as growing faster than T; an exact linear loop stays within 0.05 of 1."""
+_TOLD = 12  # lines that grow faster than T, told one by one: a deep model has the same one in every layer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LineGrowth:
     """What one line makes at several T, and the powers of T that its bytes follow.
 
@@ -39,6 +40,10 @@ class LineGrowth:
         """Whether anything about the line grows clearly faster than T."""
         return max(self.exponent, self.peak_exponent, self.made_exponent) > SUPERLINEAR
 
+    def __repr__(self) -> str:
+        story = _story(self) if self.superlinear else f"{self.saved[-1]:,} bytes saved, T^{self.exponent:.2f}"
+        return f"<LineGrowth {self.site}: {story}>"
+
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
         return {
@@ -49,9 +54,9 @@ class LineGrowth:
         }
 
 
-@dataclass(frozen=True)
-class Growth:
-    """Bytes at several sizes, and the power of T that they follow. `str()` gives a table.
+@dataclass(frozen=True, repr=False)
+class Figures:
+    """Bytes at several sizes, and the power of T that they follow: what a `Growth` is made of.
 
     What stands after `marginal` is empty where `growth` was given `measure`, and not compared by ==.
     """
@@ -96,26 +101,30 @@ class Growth:
         for i, (T, n) in enumerate(zip(self.Ts, self.bytes, strict=True)):
             step = f"{fitted(self.Ts[i - 1 : i + 1], self.bytes[i - 1 : i + 1]):9.3f}" if i else ""
             rows.append(f"{T:>8} {n:>16,} {n / T:>14,.1f} {step}".rstrip())
-        last = f"bytes ~ T^{self.exponent:.3f}; T^{self.marginal:.3f} beside a constant"
+        powers = [f"bytes ~ T^{self.marginal:.3f}"]
+        if self.peaks:
+            powers.append(f"peak ~ T^{self.peak_marginal:.3f} ({self.peaks[-1]:,} at T={self.Ts[-1]})")
+        last = "; ".join(powers) + " beside a constant"
+        if self.seconds:
+            last += f"; time ~ T^{self.seconds_exponent:.2f} ({self.seconds[-1]:.3g} s)"
         return "\n".join([*self._guilty(), *rows, last, *self._others()])
 
     def _guilty(self) -> list[str]:
         """The lines that grow faster than T, each with what to write instead."""
         found = []
-        for line in self.lines:
-            if line.superlinear:
-                found.append(f"{line.site}  {shortened(line.site.code)}")
-                found.append(f"    {_story(line)}")
-                found += [f"    {line.advice}"] if line.advice else []
+        guilty = [line for line in self.lines if line.superlinear]
+        for line in guilty[:_TOLD]:
+            found.append(f"{line.site}  {shortened(line.site.code)}")
+            if line.site.library:
+                found.append(f"    calls {line.site.library}  {shortened(line.site.library.code)}")
+            found.append(f"    {_story(line)}")
+            found += [f"    {line.advice}"] if line.advice else []
+        if len(guilty) > _TOLD:
+            found.append(f"... and {len(guilty) - _TOLD} more lines that grow faster than T")
         return [*found, ""] if found else []
 
     def _others(self) -> list[str]:
         found = []
-        if self.peaks:
-            found.append(
-                f"peak ~ T^{self.peak_exponent:.3f} ({self.peaks[-1]:,} at T={self.Ts[-1]}); "
-                f"time ~ T^{self.seconds_exponent:.2f} ({self.seconds[-1]:.3g} s)"
-            )
         if self.lines:
             header = ("saved", "T^", "peak", "T^", "made", "T^", "line", "code")
             rows = [

@@ -4,8 +4,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +15,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from tensorloop._progress import Progress
 from tensorloop.memory._advice import Part, advice
 from tensorloop.memory._exponents import exponent, line_exponent, marginal, settled
-from tensorloop.memory._finder import BACKWARD, OURS, USER, kind_of_file
-from tensorloop.memory._growth import SUPERLINEAR, Growth, LineGrowth
+from tensorloop.memory._finder import BACKWARD, OURS, PACKAGE, USER, kind_of_file
+from tensorloop.memory._growth import SUPERLINEAR, LineGrowth
 from tensorloop.memory._located import LocatedStorages, operation_name
 from tensorloop.memory._nodes import no_modes
-from tensorloop.memory._sites import Site, site_at
+from tensorloop.memory._report import Growth
+from tensorloop.memory._sites import Site, printable, site_at
 from tensorloop.memory._storages import collector_off
+
+_T = TypeVar("_T")
 
 REPEATED = 0.3
 """An operation whose number of calls follows a higher power of T is part of a loop."""
@@ -45,7 +49,7 @@ def growth(
         measure: takes the function, gives bytes; nothing else is measured then, the function need not return a
             loss, and its errors come through. `peak` measures the peak, `saved_bytes` what is saved, both forward
             alone.
-        progress: shows a bar (needs tqdm).
+        progress: shows a bar of steps, which moves with each pass over a size (needs tqdm).
 
     Without `measure`, each T takes a forward and backward pass in which bytes are counted, by line, and up to three
     more, which are timed. Gradients go to nobody: no `.grad` changes, no hook after accumulation runs. A function
@@ -68,8 +72,9 @@ def growth(
     """
     Ts = _checked(make_fn, Ts)
     if measure is not None:
-        with Progress(progress, "growth", len(Ts)) as bar:
-            sizes = _subtracted(Ts, tuple(_shown(bar, measure(make_fn(T))) for T in Ts), subtract, strict=True)
+        with _Passes(progress, "growth", sum(Ts)) as bar:
+            counted = tuple(bar.shown(T, "", partial(_measured, measure, make_fn, T)) for T in Ts)
+        sizes = _subtracted(Ts, counted, subtract, strict=True)
         return Growth(Ts, sizes, exponent(Ts, sizes), marginal(Ts[-3:], sizes[-3:]))
     runs, failed, failed_at = _runs(make_fn, Ts, progress)
     Ts = Ts[: len(runs)]
@@ -105,9 +110,26 @@ def _checked(make_fn: Any, Ts: Any) -> tuple[int, ...]:
     return Ts
 
 
-def _shown(bar: Progress, size: int) -> int:
-    bar.update()
-    return size
+def _measured(measure: Callable[[Callable[[], Any]], int], make_fn: Callable[[int], Callable[[], Any]], T: int) -> int:
+    return measure(make_fn(T))
+
+
+class _Passes(Progress):
+    """A bar of steps: a pass at T has T of them, so that it moves within a size, and its end can be foretold."""
+
+    def shown(self, T: int, what: str, run: Callable[[], _T]) -> _T:
+        """Runs one pass, and says so meanwhile."""
+        if self.bar is not None:
+            self.bar.set_description(f"growth: T={T:,}{what and ', '}{what}")
+        found = run()
+        self.moved(T)
+        return found
+
+    def moved(self, steps: int) -> None:
+        """So many steps are done, or need not be."""
+        if self.bar is not None:
+            self.bar.set_description("growth", refresh=False)
+            self.bar.update(steps)
 
 
 def _subtracted(
@@ -147,19 +169,18 @@ def _runs(
 ) -> tuple[list[_Run], tuple[int, str] | None, tuple[Site, ...]]:
     """A run for each T up to the first that fails, how that one failed, and the user's lines it failed in."""
     runs: list[_Run] = []
-    with Progress(progress, "growth", len(Ts)) as bar:
+    with _Passes(progress, "growth", (2 + RUNS) * sum(Ts)) as bar:
         for T in Ts:
             try:
-                runs.append(_run(make_fn, T))
+                runs.append(_run(make_fn, T, bar))
             except Exception as error:
                 if not runs:
                     raise
-                return runs, (T, f"{type(error).__name__}: {error}"), _user_lines(error)
-            bar.update()
+                return runs, (T, printable(f"{type(error).__name__}: {error}")), _user_lines(error)
     return runs, None, ()
 
 
-def _run(make_fn: Callable[[int], Callable[[], Any]], T: int) -> _Run:
+def _run(make_fn: Callable[[int], Callable[[], Any]], T: int, bar: _Passes) -> _Run:
     """One T: a pass with all bytes counted, then passes with the clock on."""
     fn = make_fn(T)
     if not callable(fn):
@@ -168,22 +189,25 @@ def _run(make_fn: Callable[[int], Callable[[], Any]], T: int) -> _Run:
             f"Pass lambda T: lambda: f(T) for a function f of T"
         )
     with collector_off(), torch.enable_grad():
-        found = _count(fn, T)
+        found = _count(fn, T, bar)
         spent: list[float] = []
         while not spent or (len(spent) < RUNS and sum(spent) < ENOUGH):
-            spent.append(_seconds(fn, T))
+            spent.append(bar.shown(T, f"timed run {len(spent) + 1}", lambda: _seconds(fn, T)))
+        bar.moved((RUNS - len(spent)) * T)
     found.seconds = min(spent)
     return found
 
 
-def _count(fn: Callable[[], Any], T: int) -> _Run:
+def _count(fn: Callable[[], Any], T: int, bar: _Passes) -> _Run:
     with LocatedStorages() as live:
-        edge = _edge(fn(), T)
+        edge = bar.shown(T, "forward", lambda: _edge(fn(), T))
         saved = live.bytes
         lines = {line.site: _Counts(saved=line.now) for line in live.lines}
         kept = [place.now for place in live.places]
         if edge is not None:
-            _backward(edge)
+            bar.shown(T, "backward", lambda: _backward(edge))
+        else:
+            bar.moved(T)
     for line in live.lines:
         lines.setdefault(line.site, _Counts()).peak = line.most
     for i, place in enumerate(live.places):
@@ -277,7 +301,7 @@ def _line(Ts: tuple[int, ...], site: Site, counts: list[_Counts], all_saved: int
         if sizes:
             repeated = line_exponent(Ts, times) > REPEATED
             growing[replace(part, repeated=repeated, varied=bool(varied[-1]))] = max(sizes)
-    text = advice(growing, site.code, powers[0] > SUPERLINEAR) if max(powers) > SUPERLINEAR else None
+    text = advice(growing, site.own_code, powers[0] > SUPERLINEAR) if max(powers) > SUPERLINEAR else None
     share = saved[-1] / all_saved if all_saved else 0.0
     return LineGrowth(site, saved, peak, powers[0], powers[1], share, text, made, powers[2])
 
@@ -287,5 +311,5 @@ def _user_lines(error: BaseException) -> tuple[Site, ...]:
     return tuple(
         site_at(frame.filename, frame.lineno or 0, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
-        if kind_of_file(frame.filename) == USER
+        if kind_of_file(frame.filename) in (USER, PACKAGE)
     )

@@ -1,12 +1,10 @@
 """The same charts by matplotlib, as a PNG."""
 
 import math
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tensorloop.memory import _charts
 from tensorloop.memory._charts import Bars, Panel, labelled, spread, ticks
-from tensorloop.memory._growth import Growth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,21 +16,15 @@ _GUIDE = "#8a8a8a"
 _ROOM = 40  # letters below a panel
 
 
-def save(growth: Growth, target: str, path: Path) -> None:
-    """Writes the picture."""
-    draw(growth, target).savefig(path, dpi=130)
-
-
-def draw(growth: Growth, target: str) -> "Figure":
+def draw(title: str, panels: Sequence[Panel], groups: Sequence[Bars]) -> "Figure":
     """Panels side by side, bars below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels, groups = _charts.panels(growth), _charts.bars(growth)
     heights = [3.4] * bool(panels) + [0.6 + 0.5 * len(group.rows) for group in groups]
     figure = Figure(figsize=(11, sum(heights) + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"Memory of {target}", x=0.01, horizontalalignment="left", fontweight="bold")
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
     grid = figure.add_gridspec(len(heights) or 1, 2, height_ratios=heights or [1])
     for i, panel in enumerate(panels):
         _curves(figure.add_subplot(grid[0, i]), panel)

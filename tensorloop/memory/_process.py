@@ -5,7 +5,6 @@ interpreter's lock nor our memory. Both stamp the time by the same clock.
 """
 
 import gc
-import importlib.util
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tensorloop.memory._shown import refuse_without
 from tensorloop.memory._timeline import Mark, Timeline
 
 # Its standard input is a pipe from us: when we are gone, however that came, it ends.
@@ -83,12 +83,6 @@ def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Tim
         rss=tuple(n for _, n in samples),
         marks=tuple(Mark(name, a - first, b - first) for name, a, b in sorted(marks, key=lambda m: (m[1], -m[2]))),
     )
-
-
-def refuse_without(package: str, name: str) -> None:
-    """Raises ImportError where a package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"{name}: needs {package}: pip install 'tensorloop[memory]'")
 
 
 @contextmanager

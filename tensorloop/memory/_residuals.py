@@ -2,24 +2,32 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tensorloop.memory import _charts, _page, _picture, _svg
 from tensorloop.memory._finder import OURS, Line
 from tensorloop.memory._holders import held_by_library
 from tensorloop.memory._located import LocatedStorages, operation_name
 from tensorloop.memory._nodes import no_modes
 from tensorloop.memory._saved import graph_of
+from tensorloop.memory._shown import Shown, Table, refuse_without
 from tensorloop.memory._sites import Site, shortened, table
 from tensorloop.memory._storages import StorageRef, collector_off, storages_of
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclass(frozen=True)
+_HEADER = ("bytes", "count", "made at", "operation", "shape", "dtype", "saved at", "held by", "code")
+
+
+@dataclass(frozen=True, repr=False)
 class Residual:
     """Storages that one line made with one operation and that stay alive for backward."""
 
@@ -41,13 +49,23 @@ class Residual:
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold."""
-        sites = {"site": self.site.as_dict(), "saved_at": self.saved_at and self.saved_at.as_dict()}
-        return {**asdict(self), **sites, "shape": list(self.shape)}
+        return {
+            "site": self.site.as_dict(),
+            "saved_at": self.saved_at and self.saved_at.as_dict(),
+            **{name: getattr(self, name) for name in ("operation", "dtype", "bytes", "count", "held_by")},
+            "shape": list(self.shape),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Residual {self.site}: {self.bytes:,} bytes, {self.count} of {self.operation} {_shapes([self.shape])}>"
 
 
-@dataclass(frozen=True)
-class Residuals:
-    """What a run keeps for its backward pass, most bytes first. `str()` gives a table."""
+@dataclass(frozen=True, repr=False)
+class Residuals(Shown):
+    """What a run keeps for its backward pass, most bytes first. `str()` gives a table, a notebook shows a page."""
+
+    _name = "Residuals"
+    _title = "Kept for backward"
 
     entries: tuple[Residual, ...]
     """Made by the function."""
@@ -74,23 +92,58 @@ class Residuals:
             "inputs": [entry.as_dict() for entry in self.inputs],
         }
 
+    def plot(self, title: str | None = None) -> "Figure":
+        """The lines that keep most bytes, as bars; needs matplotlib."""
+        refuse_without("matplotlib", "Residuals.plot")
+        return _picture.draw(title or self._title, [], self._bars())
+
     def __str__(self) -> str:
+        inputs = ["inputs:", *_text(_rows(self.inputs, one_by_one=True))] if self.inputs else []
+        return "\n".join([self._first(), *_text(_rows(self.entries)), *inputs])
+
+    def _first(self) -> str:
         count = sum(entry.count for entry in self.entries)
         older = sum(entry.bytes for entry in self.inputs)
-        first = f"{self.bytes:,} bytes in {count:,} storages are kept for backward; besides {older:,} of inputs"
-        inputs = ["inputs:", *_rows(self.inputs, one_by_one=True)] if self.inputs else []
-        return "\n".join([first, *_rows(self.entries), *inputs])
+        return f"{self.bytes:,} bytes in {count:,} storages are kept for backward; besides {older:,} of inputs"
+
+    def _summary(self) -> str:
+        return self._first()
+
+    def _bars(self) -> list[_charts.Bars]:
+        lines = [(site, n, 0.0) for site, n in self.by_line().items()]
+        return [_charts.by_line("By the line that made it", lines)] if lines else []
+
+    def _body(self) -> list[str]:
+        found = [f"<p>{escape(self._first())}</p>", *map(_svg.bars, self._bars())]
+        for name, rows in (("Made by the function", _rows(self.entries)), ("Inputs", _rows(self.inputs, True))):
+            found += [f"<h2>{name}</h2>", _page.table(_HEADER, rows, range(2, 9))] if rows else []
+        return found
+
+    def _cells(self) -> Table:
+        """A row for each entry."""
+        where = ("file", "line", "module", "library", "code")
+        header = ("kind", "bytes", "count", "operation", "shape", "dtype", *where, "saved_at", "held_by")
+        rows = []
+        for kind, entries in (("made", self.entries), ("input", self.inputs)):
+            for e in entries:
+                what = [kind, e.bytes, e.count, e.operation, _shapes([e.shape]), e.dtype]
+                site = [e.site.path, e.site.line, e.site.module, e.site.library or "", e.site.code]
+                rows.append([*what, *site, e.saved_at or "", e.held_by])
+        return header, rows
 
 
-def _rows(entries: tuple[Residual, ...], one_by_one: bool = False) -> list[str]:
-    """A table; what differs in the sizes of its shape alone stands in one row."""
-    header = ("bytes", "count", "made at", "operation", "shape", "dtype", "saved at", "held by", "code")
+def _text(rows: Sequence[Sequence[str]]) -> list[str]:
+    return table(_HEADER, rows, left=range(2, 9)) if rows else []
+
+
+def _rows(entries: tuple[Residual, ...], one_by_one: bool = False) -> list[tuple[str, ...]]:
+    """Cells of a table; what differs in the sizes of its shape alone stands in one row."""
     alike: dict[tuple[Any, ...], list[Residual]] = {}
     for e in entries:
         shape = e.shape if one_by_one else len(e.shape)
         alike.setdefault((e.site, e.saved_at, e.operation, shape, e.dtype, e.held_by), []).append(e)
     found = [(sum(e.bytes for e in some), sum(e.count for e in some), some) for some in alike.values()]
-    rows = [
+    return [
         (
             f"{size:,}",
             f"{count:,}",
@@ -104,7 +157,6 @@ def _rows(entries: tuple[Residual, ...], one_by_one: bool = False) -> list[str]:
         )
         for size, count, some in sorted(found, key=lambda row: -row[0])
     ]
-    return table(header, rows, left=(2, 3, 4, 5, 6, 7, 8)) if rows else []
 
 
 def _shapes(shapes: list[tuple[int, ...]]) -> str:

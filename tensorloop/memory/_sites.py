@@ -1,15 +1,26 @@
 """Lines of the user's source: what a figure is charged to."""
 
 import linecache
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PACKAGES = tuple(os.path.join("", name, "") for name in ("site-packages", "dist-packages"))
+"""Parts of a path below which installed packages lie."""
+ROWS = 60
+"""Rows of a table that are printed."""
+
 
 @dataclass(frozen=True)
 class Site:
-    """A line of source. `str()` gives `path.py:12`, the path relative to the working directory where it is below it."""
+    """A line of source. `str()` gives `path.py:12`, the path relative to the working directory where it is below it.
+
+    Where a line of the user's calls an installed package or a module with parts, `library` and `module` say what in it
+    made the bytes: `train.py:12 (encoder.layers.3.self_attn) via package/model.py:40`.
+    """
 
     file: str
     """As Python names it: an absolute path, or `<stdin>`, `<string>` and the like where there is no file."""
@@ -19,23 +30,45 @@ class Site:
     can hold several, and torch.compile gives them other names."""
     code: str
     """The line itself, stripped; empty where the source is not to be had."""
+    module: str = ""
+    """The part of the `torch.nn` module called on the line, by its name in the module that the line is in
+    (`encoder.layers.3.self_attn`) or below the class of what is called (`Sequential.0`). Empty where the line calls a
+    module without parts, or none."""
+    library: "Site | None" = None
+    """The innermost line in an installed package; None where the user's line called PyTorch or this library itself."""
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
+        part = f" ({self.module})" if self.module else ""
+        return f"{self.path}:{self.line}{part}{f' via {self.library}' if self.library else ''}"
 
     @property
     def path(self) -> str:
-        """The file as `str()` shows it."""
+        """The file as `str()` shows it; of an installed package, from the package on."""
         if self.file.startswith("<"):
             return self.file
+        for folder in PACKAGES:
+            if folder in self.file:
+                return printable(self.file.rpartition(folder)[2])
         try:
-            return str(Path(self.file).relative_to(Path.cwd()))
+            return printable(str(Path(self.file).relative_to(Path.cwd())))
         except (ValueError, OSError):  # elsewhere; a working directory that is gone
-            return self.file
+            return printable(self.file)
+
+    @property
+    def own_code(self) -> str:
+        """The line that called PyTorch: the library's where there is one."""
+        return self.library.code if self.library else self.code
 
     def as_dict(self) -> dict[str, Any]:
         """What JSON can hold; `file` is the path that `str()` shows."""
-        return {"file": self.path, "line": self.line, "function": self.function, "code": self.code}
+        return {
+            "file": self.path,
+            "line": self.line,
+            "function": self.function,
+            "code": self.code,
+            "module": self.module,
+            "library": self.library and self.library.as_dict(),
+        }
 
 
 UNKNOWN = Site("<unknown>", 0, "", "")
@@ -48,7 +81,13 @@ def site_at(file: str, line: int, function: str) -> Site:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Lines of a table: columns numbered in `left` are text, the others figures and stand to the right."""
+    """Lines of a table: columns numbered in `left` are text, the others figures and stand to the right.
+
+    No more rows than can be read; files have them all.
+    """
+    if len(rows) > ROWS:
+        more = f"... and {len(rows) - ROWS:,} more rows, in what save() writes"
+        return [*table(header, rows[:ROWS], left), more]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
         "  ".join(
@@ -62,3 +101,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[i
 def shortened(code: str, limit: int = 60) -> str:
     """The beginning of a line of source."""
     return code if len(code) <= limit else code[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Text that any UTF-8 stream takes: the bytes of file names that are no UTF-8 as \\xe9."""
+    text = re.sub("[\udc80-\udcff]", lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -67,6 +67,9 @@ class LiveStorages(OperationMode):
 
         self._died: Any = died
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.bytes:,} bytes in {self.count:,} storages, {self.peak:,} at the peak>"
+
     @property
     def sizes(self) -> list[int]:
         """Bytes of each storage alive now, largest first; empty ones are left out."""

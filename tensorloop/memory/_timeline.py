@@ -1,11 +1,16 @@
 """What a process took over time: the data, as text, and as a picture of resident memory above what ran when."""
 
+import base64
+import importlib.util
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from tensorloop.memory._charts import size, unit_of
+from tensorloop.memory._page import table
+from tensorloop.memory._shown import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,9 +29,12 @@ class Mark:
     end: float
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Resident memory of the process over time, and what ran when."""
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
+    """Resident memory of the process over time, and what ran when. `str()` gives a table, a notebook a picture."""
+
+    _name = "Timeline"
+    _title = "Resident memory"
 
     times: tuple[float, ...]
     """Seconds since the first sample."""
@@ -50,17 +58,35 @@ class Timeline:
         marks = [{"name": mark.name, "begin": mark.begin, "end": mark.end} for mark in self.marks]
         return {"times": list(self.times), "rss": list(self.rss), "marks": marks}
 
-    def save_png(self, path: str | Path) -> None:
-        """Draws it, with matplotlib."""
-        draw(self).savefig(path, dpi=130)
+    def plot(self, title: str | None = None) -> "Figure":
+        """The curve, and below it a row for each name; needs matplotlib."""
+        refuse_without("matplotlib", "Timeline.plot")
+        return draw(self, title)
+
+    def _summary(self) -> str:
+        return f"resident: {self.rss[0]:,} bytes, up by {self.rise:,}, at the end by {self.kept:,}"
+
+    def _body(self) -> list[str]:
+        found = [f"<p>{escape(self._summary())}</p>"]
+        if importlib.util.find_spec("matplotlib") is not None:
+            picture = io.BytesIO()
+            draw(self).savefig(picture, format="png", dpi=100)
+            data = base64.b64encode(picture.getvalue()).decode()
+            found.append(f'<img alt="Resident memory over time" src="data:image/png;base64,{data}">')
+        rows = [(mark.name, f"{mark.begin:.3f}", f"{mark.end:.3f}") for mark in self.marks]
+        return [*found, *([table(("what", "begin, s", "end, s"), rows, (0,))] if rows else [])]
+
+    def _cells(self) -> Table:
+        """A row for each sample."""
+        return ("seconds", "bytes"), list(zip(self.times, self.rss, strict=True))
 
     def __str__(self) -> str:
-        rows = [f"resident: {self.rss[0]:,} bytes, up by {self.rise:,}, at the end by {self.kept:,}"]
+        rows = [self._summary()]
         rows += [f"{mark.begin:9.3f} s to {mark.end:9.3f} s  {mark.name}" for mark in self.marks]
         return "\n".join(rows)
 
 
-def draw(timeline: Timeline) -> "Figure":
+def draw(timeline: Timeline, title: str | None = None) -> "Figure":
     """The curve, and below it a row for each name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,6 +95,8 @@ def draw(timeline: Timeline) -> "Figure":
     below = 0.3 + 0.3 * len(names)
     figure = Figure(figsize=(9, 4 + below), layout="constrained")
     FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, below))
     _resident(upper, timeline)
     _spans(lower, timeline.marks, names)

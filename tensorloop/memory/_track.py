@@ -1,20 +1,28 @@
 """Live and peak bytes of everything that runs in a block, by line."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorloop.memory import _charts, _page, _picture, _svg
 from tensorloop.memory._allocator import Allocations, Allocator
 from tensorloop.memory._finder import BACKWARD
 from tensorloop.memory._located import LocatedStorages
+from tensorloop.memory._shown import Shown, Table, refuse_without
 from tensorloop.memory._sites import Site, shortened, table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-@dataclass(frozen=True)
+_HEADER = ("at peak", "live", "line", "pass", "code")
+
+
+@dataclass(frozen=True, repr=False)
 class SiteBytes:
     """Bytes that one line made, in forward or in backward."""
 
@@ -38,9 +46,15 @@ class SiteBytes:
             "count": self.count,
         }
 
+    def __repr__(self) -> str:
+        return f"<SiteBytes {self.site}, {_pass(self)}: {self.peak:,} bytes at the peak, {self.live:,} live>"
 
-class Tracker(ABC):
-    """Live and peak bytes, in all and by line. `str()` gives a table."""
+
+class Tracker(Shown):
+    """Live and peak bytes, in all and by line. `str()` gives a table, a notebook shows a page."""
+
+    _name = "Tracker"
+    _title = "Bytes by line"
 
     @property
     @abstractmethod
@@ -64,20 +78,59 @@ class Tracker(ABC):
         """What JSON can hold."""
         return {"live": self.live, "peak": self.peak, "sites": [entry.as_dict() for entry in self.sites()]}
 
+    def plot(self, title: str | None = None) -> "Figure":
+        """The lines that have most bytes at the peak and now, as bars; needs matplotlib."""
+        refuse_without("matplotlib", "Tracker.plot")
+        return _picture.draw(title or self._title, [], self._bars())
+
     def __str__(self) -> str:
-        rows = [
-            (
-                f"{entry.peak:,}",
-                f"{entry.live:,}",
-                str(entry.site),
-                "backward" if entry.backward else "forward",
-                shortened(entry.site.code),
-            )
+        rows = self._rows()
+        return "\n".join([self._summary(), *(table(_HEADER, rows, left=(2, 3, 4)) if rows else [])])
+
+    def _summary(self) -> str:
+        return f"{self.live:,} bytes live, {self.peak:,} at the peak"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (f"{entry.peak:,}", f"{entry.live:,}", str(entry.site), _pass(entry), shortened(entry.site.code))
             for entry in self.sites()
         ]
-        first = f"{self.live:,} bytes live, {self.peak:,} at the peak"
-        header = ("at peak", "live", "line", "pass", "code")
-        return "\n".join([first, *(table(header, rows, left=(2, 3, 4)) if rows else [])])
+
+    def _bars(self) -> list[_charts.Bars]:
+        found = []
+        for title, of in (("At the peak, by line", "peak"), ("Alive now, by line", "live")):
+            lines: dict[Site, int] = {}
+            for entry in self.sites():
+                lines[entry.site] = lines.get(entry.site, 0) + getattr(entry, of)
+            found.append(_charts.by_line(title, [(site, n, 0.0) for site, n in lines.items()]))
+        return [chart for chart in found if chart.rows]
+
+    def _body(self) -> list[str]:
+        first = [f"<p>{escape(self._summary())}</p>", *map(_svg.bars, self._bars())]
+        rows = self._rows()
+        return [*first, *([_page.table(_HEADER, rows, (2, 3, 4))] if rows else [])]
+
+    def _cells(self) -> Table:
+        """A row for each line and pass."""
+        header = ("file", "line", "module", "library", "code", "pass", "peak", "live", "count")
+        return header, [
+            (
+                e.site.path,
+                e.site.line,
+                e.site.module,
+                e.site.library or "",
+                e.site.code,
+                _pass(e),
+                e.peak,
+                e.live,
+                e.count,
+            )
+            for e in self.sites()
+        ]
+
+
+def _pass(entry: SiteBytes) -> str:
+    return "backward" if entry.backward else "forward"
 
 
 class OperationTracker(Tracker):

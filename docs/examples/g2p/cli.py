@@ -128,7 +128,7 @@ def _run_options() -> argparse.ArgumentParser:
     run.add_argument("--size", choices=SIZES, default="full", help="size of the model and the run")
     run.add_argument("--limit", type=_at_least_one, help="train on so many words (default: all)")
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--resume", action="store_true", help="go on with the run in this folder")
+    run.add_argument("--resume", action="store_true", help="go on with the run in this folder, if it has begun")
     run.add_argument("--learning-rate", type=_positive, metavar="RATE", help="the highest (default: by size)")
     run.add_argument(
         "--dropout", type=_share, metavar="SHARE", help="of units at once (default: by size or checkpoint)"
@@ -174,11 +174,20 @@ def _train(options: argparse.Namespace) -> None:
     with processes.joined():
         trainer = Trainer(options.run, train, dev, vocabulary, settings)
         trainer.folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before an epoch is spent
-        if options.resume:
+        if options.resume and _has_begun(options.run):
             trainer.resume()
         elif model:
             trainer.begin_from(model)
         _fit(trainer, options.save_every)
+
+
+def _has_begun(run: Path) -> bool:
+    """Whether there is a checkpoint to go on from; a run that was stopped before its first begins anew."""
+    if (run / "training.pt").exists():
+        return True
+    if processes.is_first():
+        print(f"g2p: {run} holds no training.pt to go on from: beginning from the start", file=sys.stderr)
+    return False
 
 
 def _refuse_to_overwrite(options: argparse.Namespace) -> None:

@@ -262,26 +262,75 @@ class Trainer:
         if not processes.is_first():
             return
         checkpoint.save(self.folder / "training.pt", checkpoint.TRAINING_FORMAT, self.state())
+        self._write_history()
+
+    def _write_history(self) -> None:
         record = {"settings": asdict(self.settings), "examples": len(self.examples), "epochs": self.history}
         checkpoint.write_json(self.folder / "history.json", record)
 
     def resume(self) -> None:
-        """Go on from ``training.pt``. Raises CheckpointError if it is missing, damaged or of another run."""
+        """Go on from ``training.pt``. Raises CheckpointError if it is missing, damaged or of another run.
+
+        Refused before anything is changed. ``history.json`` is written anew: a run that was killed between the two
+        files has it an epoch behind.
+        """
         path = self.folder / "training.pt"
         state = checkpoint.load(path, checkpoint.TRAINING_FORMAT)
-        ours = self.state()
-        for key in ("config", "vocabulary", "settings", "examples"):
-            if state.get(key) != ours[key]:
-                raise checkpoint.CheckpointError(
-                    f"{path}: was made with other {key} ({_difference(state.get(key), ours[key])}); "
-                    "resume with the options of the first run"
-                )
-        self.model.load_state_dict(state["weights"])
-        self.average.load_state_dict(state["average"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
+        with checkpoint.unfit(path, "this run"):
+            self._refuse_another_run(path, state)
+            self._refuse_damaged(path, state)
+            torch.set_rng_state(state["random"])  # refuses what is no state
+            self.model.load_state_dict(state["weights"])
+            self.average.load_state_dict(state["average"])
+            self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
         self.loss_sum, self.risk_sum = state["loss_sum"], state["risk_sum"]
+        if processes.is_first():
+            self._write_history()
+
+    def _refuse_another_run(self, path: Path, state: dict[str, Any]) -> None:
+        ours = self.state()
+        for key in ("config", "vocabulary", "settings", "examples"):
+            if state[key] != ours[key]:
+                raise checkpoint.CheckpointError(
+                    f"{path}: was made with other {key} ({_difference(state[key], ours[key])}); "
+                    "resume with the options of the first run"
+                )
+
+    def _refuse_damaged(self, path: Path, state: dict[str, Any]) -> None:
+        steps = (self.settings.epochs + self.settings.risk_epochs) * self.steps_per_epoch
+        _refuse_number(path, "step", state["step"], steps, int)
+        for name in ("loss_sum", "risk_sum", "seconds"):
+            _refuse_number(path, name, state[name])
+        for i, entry in enumerate(state["history"]):
+            for name in {"epoch", "dev_per", "dev_wer", "seconds", *entry}:
+                _refuse_number(path, f"history[{i}][{name!r}]", entry[name])
+        checkpoint.check_weights(path, "weights", state["weights"], self.model.state_dict())
+        checkpoint.check_weights(path, "average", state["average"], self.average.state_dict())
+        self._refuse_optimizer(path, state["optimizer"])
+
+    def _refuse_optimizer(self, path: Path, found: dict[str, Any]) -> None:
+        """Raises where the optimizer's options are not those of this run, or its averages not of these weights."""
+        options, theirs = (
+            [{name: value for name, value in group.items() if name != "lr"} for group in groups]
+            for groups in (self.optimizer.state_dict()["param_groups"], found["param_groups"])
+        )
+        if options != theirs:
+            raise checkpoint.CheckpointError(f"{path}: was made with another optimizer")
+        weights = list(self.model.parameters())
+        for i, weight in enumerate(weights) if found["state"] else ():  # before the first step there is none
+            for name, like in (("step", torch.zeros(())), ("exp_avg", weight), ("exp_avg_sq", weight)):
+                checkpoint.check_tensor(path, f"optimizer[{i}][{name!r}]", found["state"][i][name], like)
+
+
+def _refuse_number(path: Path, name: str, found: Any, most: float = math.inf, kind: type | None = None) -> None:
+    """Raises CheckpointError for what is no number from 0 to ``most``."""
+    right = type(found) is kind if kind else isinstance(found, int | float)
+    if not right or not 0 <= found <= most or not math.isfinite(found):
+        what = f"from 0 to {most}" if most < math.inf else "of 0 or more"
+        number = "a whole number" if kind is int else "a number"
+        shown = repr(found) if isinstance(found, int | float | str) else f"a {type(found).__name__}"
+        raise checkpoint.CheckpointError(f"{path}: its {name} must be {number} {what}, found {shown:.80}")
 
 
 def _difference(saved: Any, ours: Any) -> str:

@@ -23,4 +23,4 @@ def steps() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    timeline(steps).save_png(sys.argv[1])
+    timeline(steps).save(sys.argv[1])

@@ -1,0 +1,64 @@
+"""What a search finds out about the model that it was given, and tells: a warning, and rows that nothing proves.
+
+That no later hypothesis can be better is proved from what log-probabilities are: a sum of them never rises, and no
+probability is above 1. Scores that break this disprove the proof.
+"""
+
+import sys
+import warnings
+
+import torch
+from torch import Tensor
+
+_NAME = "beam_search"
+ENDLESS = 5000  # steps without a limit after which one is told
+
+
+def warn(text: str) -> None:
+    """A UserWarning at the line that called the search."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("tensorloop.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{_NAME}: {text}", UserWarning, stacklevel=level)
+
+
+def slack(dtype: torch.dtype) -> float:
+    """How far above 0 the log of a sum of probabilities may be by rounding, that of a large vocabulary included."""
+    return 0.01 + 16 * torch.finfo(dtype).eps
+
+
+def disproved(
+    bound: float, first: Tensor, best: Tensor, steps: Tensor, ends: tuple[Tensor, Tensor], mass: Tensor
+) -> Tensor:
+    """(B,) bool: the rows whose scores are no log-probabilities; `bound` is the `slack` of each step.
+
+    `first` (B,): the log of what the first step's sum to. `best` (T, B): the best running sum after each of `steps`
+    (B,). `ends`: tokens and sums of those returned, (B, n). `mass` (B,): the probability of all of them.
+    """
+    t = torch.arange(len(best), device=best.device)[:, None]
+    before = torch.cat([torch.zeros_like(best[:1]), best])  # the best sum before each step
+    rises = ((best - before[:-1] > bound) & (t < steps)).any(0)
+    lens, sums = ends
+    rises |= (sums - before.t().gather(1, lens.clamp(max=len(best))) > bound).any(1)
+    return (first > bound) | rises | (mass.log() > bound * steps.clamp(min=1))
+
+
+def warn_of_scores(over: Tensor) -> bool:
+    """Tells of rows (B,) that are `disproved`, and whether there are any."""
+    rows = over.nonzero()[:, 0].tolist()
+    if rows:
+        warn(
+            f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more than "
+            f"1, so that nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax in "
+            f"step_fn. What is to be earned by length belongs into a length model"
+        )
+    return bool(rows)
+
+
+def warn_of_endless(rows: list[int], ended: Tensor, n_best: int) -> None:
+    """Tells of a search that may never end; `ended` (B, n) bool."""
+    row = rows[0]
+    warn(
+        f"{ENDLESS} steps, and {len(rows)} rows still run; in row {row} {int(ended[row].sum())} of {n_best} hypotheses "
+        f"have ended. A search whose eos_id stays improbable, or has probability 0, runs for ever: give max_steps"
+    )

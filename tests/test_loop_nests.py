@@ -1,0 +1,80 @@
+"""Random loops in loops in loops: values and gradients are those of the Python loops."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from tests import loop_nests
+from tests.loop_cases import cotangents
+from tests.loop_nests import NestOurs, NestProgram, NestTruth
+from tests.loop_programs import F
+
+
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """Of a nonlinear function of all outputs, for every input that wants one; zeros where there is none."""
+    wanted = [x for x in inputs if x.requires_grad]
+    terms = [(x.sin() * c).sum() for x, c in zip(outputs, cotangents(outputs), strict=True) if x.requires_grad]
+    if not terms or not wanted:
+        return [torch.zeros_like(x) for x in wanted]
+    return list(torch.autograd.grad(terms, wanted, allow_unused=True, materialize_grads=True, **options))
+
+
+def ours(program: NestProgram, inputs: list[Tensor], plans: bool = True) -> list[Tensor]:
+    """h, g, a, b; arrays stacked, if they have slots."""
+    rows = None if program.limits is None else list(range(len(program.limits)))
+    h, g, a, b = loop_nests.run(program, NestOurs(plans), inputs, rows)
+    return [h, g, *(x.stack() if len(x) else h.new_zeros(0, *h.shape) for x in (a, b))]
+
+
+def plain(program: NestProgram, inputs: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """The same of Python loops; every row as a loop of its own, slots up to `lengths` that it has not are 0."""
+    if program.limits is None:
+        rows = [loop_nests.run(program, NestTruth(), inputs)]
+    else:
+        rows = [loop_nests.run(program, NestTruth(), inputs, [b]) for b in range(len(program.limits))]
+
+    def padded(slots: Any, length: int, like: Tensor) -> Tensor:
+        values = [*slots, *[torch.zeros_like(like)] * (length - len(slots))]
+        return torch.stack(values) if values else like.new_zeros(0, *like.shape)
+
+    found = [
+        [h, g, *(padded(x, n, h) for x, n in zip((a, b), lengths, strict=True))] for h, g, a, b in rows
+    ]
+    if program.limits is None:
+        return found[0]
+    return [torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)]
+
+
+def same(found: list[Tensor], true: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(found, true, strict=True):
+        size = max(y.abs().max().item(), 1.0) if y.numel() else 1.0
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * size)
+
+
+def check(program: NestProgram, create_graph: bool = False) -> None:
+    mine, others = program.inputs(), program.inputs()
+    found = ours(program, mine)
+    true = plain(program, others, [len(x) for x in found[2:]])
+    same(found, true, 1e-9)
+    expected = gradients(true, others, create_graph=create_graph)
+    for again in (True, False):
+        same(gradients(found, mine, retain_graph=again or create_graph), expected, 1e-7)
+    if create_graph:
+        first = gradients(found, mine, create_graph=True)
+        same(first, expected, 1e-7)
+        same(gradients(first, mine), gradients(expected, others), 1e-5)
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["all at once", "by row"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_loops_in_loops_are_those_of_python(depth: int, rows: bool):
+    @settings(max_examples=150)
+    @given(loop_nests.programs(depth, rows))
+    def run(program: NestProgram) -> None:
+        check(program)
+
+    run()
