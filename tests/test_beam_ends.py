@@ -84,6 +84,7 @@ def test_the_same_tokens_with_two_ends_are_two_hypotheses():
     assert hyps.ends.tolist() == [[1, 2]]
     assert hyps.lens.tolist() == [[0, 0]]
     assert not hyps.repeated.any()
+    assert [line.split()[1:] for line in hyps.text("abcd").splitlines()[2:]] == [["(empty)", "[b]"], ["(empty)", "[c]"]]
     assert torch.isclose(hyps.coverage[0], torch.tensor(0.9))
 
 
