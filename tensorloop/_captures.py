@@ -277,7 +277,9 @@ class Captures(TorchFunctionMode):
 
     def _makes(self, x: Tensor) -> bool:
         """Whether a result with a gradient is of this step, and not a tensor from outside."""
-        return x.grad_fn is not None and id(x) not in self.recorded and all(y is not x for y, _ in self._candidates)
+        if not x.requires_grad or id(x) in self.recorded:
+            return False
+        return not self._candidates or all(y is not x for y, _ in self._candidates)
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
