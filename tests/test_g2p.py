@@ -79,7 +79,7 @@ def test_a_sample_is_fixed_and_grows_by_adding():
 
 def test_several_lines_are_several_pronunciations(tmp_path: Path):
     path = tmp_path / "lexicon.gz"
-    path.write_bytes(gzip.compress(b"A\tAH\nB\tB IY\nA\tEY\n"))
+    path.write_bytes(gzip.compress(b"A\tAH\nB\tB IY\nA\tEY\n", mtime=0))
     assert data.read_lexicon(path) == {"A": [("AH",), ("EY",)], "B": [("B", "IY")]}
 
 

@@ -327,6 +327,19 @@ def test_a_sweep_that_ends_before_the_loop_does() -> None:
         tl.scan(cell(w), init, xs, checkpoints=Short())
 
 
+def test_what_leaves_a_step_that_has_a_loop_of_its_own() -> None:
+    w, seen = randn(2), list[Tensor]()
+
+    def body(i: int, c: Tensor) -> Tensor:
+        c = tl.fori_loop(0, 2, lambda j, c: swung(c, w), c, checkpoints=1)
+        seen.append(c.sin())
+        return rotate(c)
+
+    grad(looped(body).sum(), w)
+    with pytest.raises(RuntimeError, match="ran in a step of another checkpointed loop, that freed it: return what"):
+        grad(seen[0].sum(), w)
+
+
 @pytest.fixture(params=["as they are", "one fewer"])
 def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """References as this interpreter counts them, and as one does that borrows its locals."""
