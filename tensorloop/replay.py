@@ -43,7 +43,7 @@ def applies(loop: Loop) -> bool:
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
     record = Record(loop, plan, length)
-    record.shown = progress.shown
+    record.shown = progress.wanted
     with quietly():
         with loop.counted(), record.autocast.again():
             state = record.sweep(progress)

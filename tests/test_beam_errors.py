@@ -256,11 +256,11 @@ def test_an_interrupted_search_leaves_nothing_behind(
     """No storage, no file, no loop that is thought to run; the bar is closed."""
     checkpoints = {"all": None, "some": 2, "files": tl.Checkpoints(k=2, offload=tmp_path)}[kept]
     weight, calls = torch.zeros(4, requires_grad=True), []
-    limit = math.inf if backward else 5
+    limit = [math.inf if backward else 5]  # in a list: a number that changes before backward would be refused
 
     def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
         calls.append(1)
-        if len(calls) >= limit:
+        if len(calls) >= limit[0]:
             raise KeyboardInterrupt
         h, past = carry
         past.append(torch.sin(h))
@@ -275,12 +275,12 @@ def test_an_interrupted_search_leaves_nothing_behind(
     before = here()
     with collector_off(), LiveStorages() as live:
         if kept == "all" and backward:
-            limit = 7  # there nothing runs again
+            limit[0] = 7  # there nothing runs again
         total = None
         with contextlib.suppress(KeyboardInterrupt):
             total = run(checkpoints)
             assert (kept == "files") == any(tmp_path.rglob("*.pt"))
-            limit = len(calls) + 3
+            limit[0] = len(calls) + 3
             total.backward()
             pytest.fail("was not interrupted")
         del total
@@ -289,7 +289,7 @@ def test_an_interrupted_search_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
     assert here() == before
     assert capsys.readouterr().err.endswith("\n")
-    limit = math.inf
+    limit[0] = math.inf
     run(2).backward()
     assert weight.grad is not None
 

@@ -193,7 +193,7 @@ def test_nothing_is_repeated_for_the_hypotheses():
 def test_another_number_of_rows_is_named(compact: bool):
     context = {"memory": [tl.PackedTensor(torch.zeros(3, 2), [2, 1])]}
     with pytest.raises(
-        ValueError, match=r"there are 3 rows, but context\['memory'\]\[0\] is PackedTensor \(2, None, 2\)"
+        ValueError, match=r"there are 3 rows, but context\['memory'\]\[0\] is PackedTensor \(2, \*, 2\)"
     ):
         beam.beam_search(
             lambda c, k, x: (c, k), torch.zeros(3, 1), batch_size=3, beam_size=2, bos_id=BOS, eos_id=EOS,
