@@ -28,11 +28,12 @@ from tensorloop import schedule
 SIZES = {"quick": (20,), "short": (1000,), "usual": (100, 1000, 10000)}  # steps
 REPEATS = {"quick": 1, "short": 7, "usual": 7}  # turns of a process, beside one that warms up
 K = 32  # checkpoints
-KEEPS = {"all": "every step", "checkpoints": f"K={K}"}
+KEEPS = {"all": "every step", "checkpoints": f"K={K}", "checked": f"K={K}, check=True"}
 WAYS = {"forward": "forward", "both": "forward + backward"}
 APART = 1e-10
 
 Run = Callable[[], Tensor]
+Plan = int | tl.Checkpoints | None
 
 
 def rotation(dtype: torch.dtype) -> Tensor:
@@ -59,7 +60,7 @@ class Scan:
             ys.append(y)
         return torch.stack(ys).sum()
 
-    def ours(self, checkpoints: int | None) -> Tensor:
+    def ours(self, checkpoints: Plan) -> Tensor:
         _, ys = tl.scan(self.body, self.start, self.xs, checkpoints=checkpoints)
         return ys.sum()
 
@@ -84,7 +85,7 @@ class While:
             carry = self.body(carry)
         return carry[0].sum()
 
-    def ours(self, checkpoints: int | None) -> Tensor:
+    def ours(self, checkpoints: Plan) -> Tensor:
         init = self.start, torch.zeros_like(self.N)
         return tl.while_loop(self.running, self.body, init, checkpoints=checkpoints)[0].sum()
 
@@ -129,6 +130,7 @@ def costs(loop: str, T: int, repeats: int) -> dict[str, list[float]]:
         bare = seconds(trial.bare, trial.start)
         kept = seconds(lambda: trial.ours(None), trial.start)
         few = seconds(lambda: trial.ours(K), trial.start)
+        checked = seconds(lambda: trial.ours(tl.Checkpoints(k=K, check=True)), trial.start)
         gc.enable()
         if turn:
             budget = advances / T * dry + bare[1]
@@ -136,6 +138,8 @@ def costs(loop: str, T: int, repeats: int) -> dict[str, list[float]]:
             _add(found, "all", "both", kept[1], bare[1], T)
             _add(found, "checkpoints", "forward", few[0], dry, T)
             _add(found, "checkpoints", "both", few[1], budget, T)
+            _add(found, "checked", "forward", checked[0], dry, T)
+            _add(found, "checked", "both", checked[1], budget, T)
     return found
 
 

@@ -16,6 +16,8 @@ import torch
 class _Here(threading.local):
     serial = 0
     notes: Any = None
+    # The nodes of checkpointed loops in the step that runs here of another (weak references), or None.
+    nodes: Any = None
     # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
     quiet = False
     # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.

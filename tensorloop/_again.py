@@ -136,13 +136,14 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
             row = [
                 x if x is None else loop.slices.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(record.xs)
             ]
-            state, y = loop.step(t, state, row)
+            state, y = record.step(t, state, row)
             if loop.outputs is not None:
                 ys.append(loop.outputs.leaves_of(y, t))
             pieces += [leaves for _, leaves in record.take_pieces()]
             record.draw_again(t, state)
     finally:
         record.body.on = True
+        record.captures.nodes.clear()  # their graph is wanted
     return [_output(record, place, state, ys, pieces) for place in record.output_places]
 
 
@@ -174,7 +175,7 @@ def _output(
 def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int:
     """Bytes that the graph of a step keeps for its backward, each storage once, without what the body closes over."""
     storages: dict[int, int] = {}
-    outside = {_modes.numbers(x).untyped_storage()._cdata for x in captured}
+    outside = {_modes.storage(x)._cdata for x in captured}
     visited: set[Any] = set()
     stack = [x.grad_fn for x in outputs if x.grad_fn is not None]
     while stack:
@@ -183,7 +184,7 @@ def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int
             continue
         visited.add(node)
         for x in _saved(node):
-            storage = _modes.numbers(x).untyped_storage()
+            storage = _modes.storage(x)
             storages[storage._cdata] = storage.nbytes()
         stack += [below for below, _ in node.next_functions]
     return sum(size for key, size in storages.items() if key not in outside)

@@ -90,3 +90,8 @@ class Slots:
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+
+
+def element_of(x: Tensor, lead: int = 1) -> Tensor:
+    """An element of the shape, dtype and device of a slice of `x`; its values do not matter."""
+    return torch.empty(x.shape[lead:], dtype=x.dtype, device=x.device)

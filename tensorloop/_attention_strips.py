@@ -137,10 +137,11 @@ def shorter(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Itera
 def bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
     """The given rows of a packed tensor, padded to the longest one or to `width`."""
     rows = list(rows)
+    # Worked out on the CPU, whatever the default device.
     lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device="cpu")
-    starts = lens.new_tensor([offsets[b] for b in rows])
+    starts = torch.tensor([offsets[b] for b in rows], dtype=torch.int64, device="cpu")
     length = int(lens.max()) if width is None and rows else width or 0
-    steps = torch.arange(length, device=lens.device)
+    steps = torch.arange(length, device="cpu")
     places = (steps < lens[:, None]).flatten().nonzero().flatten()
     slots = (starts[:, None] + steps.minimum(lens[:, None] - 1)).flatten()
     tokens = slots[places]
@@ -243,10 +244,10 @@ class BlockTable:
         if not listed:
             return None
         numbers, sure = zip(*listed, strict=True)
-        within = torch.arange(self.k_size, device="cpu")
-        positions = (within.new_tensor(numbers)[:, None] * self.k_size + within).flatten()
+        first = torch.tensor(numbers, device="cpu")[:, None] * self.k_size
+        positions = (first + torch.arange(self.k_size, device="cpu")).flatten()
         inside = positions < self._width
-        return Seen(positions[inside], inside.new_tensor(sure).repeat_interleave(self.k_size)[inside])
+        return Seen(positions[inside], torch.tensor(sure, device="cpu").repeat_interleave(self.k_size)[inside])
 
     def mask(self, b: int, h: int, start: int, stop: int, seen: Seen, device: torch.device) -> Tensor:
         """(1, 1, stop - start, S) bool for the queries from start to stop."""

@@ -9,6 +9,7 @@ batch it is in, and on every device.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from tensorloop import _checks
 from tensorloop.kernels import find
-from tensorloop.kernels.eager_beam import best_pairs, descending, largest
+from tensorloop.kernels.eager_beam import best_pairs, descending, largest, widened
 
 
 class Offer(NamedTuple):
@@ -26,7 +27,7 @@ class Offer(NamedTuple):
     keys: Tensor  # (B, K)
     sums: Tensor  # (B, K), of log-probabilities
     log_probs: Tensor  # (B, K, V)
-    eos_id: int
+    eos: Tensor  # (E,) int64, the tokens that end a hypothesis
     ends: int | None  # how high an end must rank among all continuations to be taken; None: all are
     seeds: Tensor  # (B,) int64
     t: int
@@ -38,7 +39,7 @@ class Choice(NamedTuple):
     parents: Tensor  # (B, K) int64
     tokens: Tensor  # (B, K) int64
     keys: Tensor  # (B, K) of those that run on
-    ends: Tensor  # (B, K) keys of the ends of those that ran so far; -inf for those not offered
+    ends: Tensor  # (B, K * E) keys of the ends of those that ran so far, token by token; -inf for those not offered
     lost: Tensor | None  # (B,) the largest key of a continuation that was left out
 
 
@@ -57,7 +58,7 @@ class TopK:
         """The best of keys + log_probs."""
         if offer.ends is not None:
             return _best_of(offer, offer.keys[:, :, None] + offer.log_probs)
-        return best(offer.keys, offer.log_probs, offer.eos_id)
+        return best(offer.keys, offer.log_probs, offer.eos.tolist())
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,9 @@ class Sample:
         taken = offer.log_probs.gather(2, tokens[:, :, None])[:, :, 0]
         keys = torch.where(alive, offer.keys + taken, -torch.inf)
         keys = keys.masked_fill(best.isnan() & (offer.keys > -torch.inf), torch.nan)
-        ended = tokens == offer.eos_id
-        running, ends = keys.masked_fill(ended, -torch.inf), keys.masked_fill(~ended, -torch.inf)
+        by = tokens[:, :, None] == offer.eos
+        ended = by.any(2)
+        running, ends = keys.masked_fill(ended, -torch.inf), torch.where(by, keys[:, :, None], -torch.inf).flatten(1)
         # A place that is free goes on as one that runs: what step_fn computes for it is as fine.
         place = torch.arange(tokens.shape[1], device=tokens.device)
         runs = running > -torch.inf
@@ -148,10 +150,20 @@ class Sample:
         return scaled
 
 
-def best(keys: Tensor, log_probs: Tensor, eos_id: int, ids: Tensor | None = None) -> Choice:
+def best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], ids: Tensor | None = None) -> Choice:
     """The best of keys + log_probs; of `keys` (B, K) of all rows and `log_probs` of the rows `ids`: of all rows."""
+    several = []
+    if len(eos) > 1:
+        several = [log_probs[:, :, token] for token in eos]
+        log_probs = log_probs.clone()
+        for token in eos[1:]:
+            log_probs[:, :, token] = -torch.inf
     choose = find("beam_best", keys, log_probs)
-    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos_id, ids)
+    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], ids)
+    if several:
+        offered = torch.stack(several, 2)
+        offered = offered if ids is None else widened(offered, ids, len(keys), -torch.inf)
+        ends = (keys[:, :, None] + offered).flatten(1)
     return Choice(parents, tokens, values, ends, None)
 
 
@@ -164,12 +176,13 @@ def _first_only(keys: Tensor, size: int) -> Tensor:
 def _best_of(offer: Offer, keys: Tensor) -> Choice:
     """The K best by keys (B, K, V), which are used up, that do not end, and the ends; NaN is the largest of all."""
     size = keys.shape[1]
-    ends = keys[:, :, offer.eos_id].clone()
+    ends = keys.index_select(2, offer.eos)
     if offer.ends is not None:
         _, places = largest(keys.flatten(1), min(offer.ends, size * keys.shape[2]))
         high = torch.zeros_like(keys, dtype=torch.bool).flatten(1).scatter_(1, places, True).view_as(keys)
-        ends = torch.where(high[:, :, offer.eos_id] | ends.isnan(), ends, -torch.inf)
-    keys[:, :, offer.eos_id] = -torch.inf
+        ends = torch.where(high.index_select(2, offer.eos) | ends.isnan(), ends, -torch.inf)
+    ends = ends.flatten(1)
+    keys.index_fill_(2, offer.eos, -torch.inf)
     values, parents, tokens = best_pairs(keys, size + 1)
     return Choice(parents[:, :size], tokens[:, :size], values[:, :size], ends, values[:, size])
 

@@ -48,9 +48,9 @@ def warn_of_scores(over: Tensor) -> bool:
     rows = over.nonzero()[:, 0].tolist()
     if rows:
         warn(
-            f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more than "
-            f"1, so that nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax in "
-            f"step_fn. What is to be earned by length belongs into a length model"
+            f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more "
+            f"than 1, so nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax in "
+            f"step_fn. A reward for length belongs into a length model"
         )
     return bool(rows)
 

@@ -28,7 +28,7 @@ class Rules(NamedTuple):
 
     size: int
     n_best: int
-    eos_id: int
+    eos_ids: tuple[int, ...]  # rising
     max_steps: int | None
     length: Any
     choose: Any
@@ -43,6 +43,7 @@ class Gold(NamedTuple):
     tokens: Tensor  # (B, T), eos behind the end
     lens: Tensor  # (B,)
     largest: int  # token
+    end: int  # which of the eos_ids
 
 
 class Log:
@@ -60,6 +61,7 @@ class Log:
     def __init__(self, rules: Rules, rows: int, gold: Gold | None, device: torch.device) -> None:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
         self.size = rules.size + (gold is not None)
+        self.eos = torch.tensor(rules.eos_ids, device=device)
         self.bound = bound_of(rules.length, rules.max_steps)
         self.bound_beyond = bound_of(rules.length, None)  # of hypotheses of any length
         self.seeds = row_seeds(rules.choose, rows, device)
@@ -85,7 +87,8 @@ class Log:
         self.gold_sum = self.sums.new_zeros(self.rows)
         self.pool_key = self.keys.new_full((self.rows, n), -torch.inf)
         self.pool_sum = self.sums.new_full((self.rows, n), -torch.inf)
-        self.pool_end = torch.zeros(self.rows, n, dtype=torch.int64, device=self.device)  # step * rules.size + place
+        # (step * rules.size + place) * E + which of the E eos_ids
+        self.pool_end = torch.zeros(self.rows, n, dtype=torch.int64, device=self.device)
         self.lost = self.keys.new_full((self.rows,), -torch.inf)
         self.most, self.left_out = self.keys.new_full((2, self.rows), torch.inf)
 
@@ -100,8 +103,13 @@ class Log:
         """Step t, as decided, or decided now: tokens and places, as `beam_chosen`. `ids`: the rows in the batch."""
         if t == self.steps:
             self._decide(t, ids, log_probs.detach())
-        parents, tokens = self.parents[t], self.tokens[t]
-        return find("beam_chosen", parents)(parents, tokens, ids, log_probs.shape[2], self.rules.eos_id)
+        parents, tokens, eos = self.parents[t], self.tokens[t], self.rules.eos_ids
+        taken, places, chosen = find("beam_chosen", parents)(parents, tokens, ids, log_probs.shape[2], eos[0])
+        if len(eos) > 1:
+            picked, ends = chosen.view(len(taken), 2, self.size, 1).unbind(1)
+            ends = ends + (self.eos - eos[0]).to(ends.dtype)
+            chosen = torch.cat([picked.flatten(1), ends.flatten(1)], 1).flatten()
+        return taken, places, chosen
 
     def _decide(self, t: int, ids: Tensor | None, log_probs: Tensor) -> None:
         rules, dtype = self.rules, log_probs.dtype
@@ -135,15 +143,15 @@ class Log:
         """What is chosen in step t, with the sums of what runs on and of what ends, in all rows."""
         rules = self.rules
         if type(rules.choose) is TopK and rules.eos == "always":
-            choice = best(self.keys, log_probs, rules.eos_id, ids)
+            choice = best(self.keys, log_probs, rules.eos_ids, ids)
             return choice, choice.keys, choice.ends
         ends = _ENDS[rules.eos]
         before, keys, seeds = (_rows(x, ids) for x in (self.sums, self.keys, self.seeds))
         many = None if ends is None else ends * rules.size
-        choice = rules.choose.choose(Offer(keys, before, log_probs, rules.eos_id, many, seeds, t))
+        choice = rules.choose.choose(Offer(keys, before, log_probs, self.eos, many, seeds, t))
         sums, end_sums = choice.keys, choice.ends
         if rules.choose.by_key:
-            end_sums = before + log_probs[:, :, rules.eos_id]
+            end_sums = (before[:, :, None] + log_probs.index_select(2, self.eos)).flatten(1)
             picked = log_probs.flatten(1).gather(1, choice.parents * log_probs.shape[2] + choice.tokens)
             sums = (before.gather(1, choice.parents) + picked).masked_fill(choice.keys == -torch.inf, -torch.inf)
         parents, tokens = (self._wide(x, ids, 0) for x in choice[:2])
@@ -207,8 +215,10 @@ class Log:
             ends = torch.where(ends > -torch.inf, ranks, ends)
         pool = self.pool_key, self.pool_sum, self.pool_end, self.most, self.left_out
         ends, bound = _as(ends, self.pool_key.dtype), _as(bound, self.pool_key.dtype)
-        take = find("beam_pool", self.pool_key, ends, bound)
-        said = take((ends, end_sums), (self.keys, bound), pool, self.searching, t, rules.stop)
+        take, running = find("beam_pool", self.pool_key, ends, bound), self.keys
+        if len(rules.eos_ids) > 1:  # as many that run as there are ends
+            running, bound = (F.pad(x, (0, ends.shape[1] - x.shape[1]), value=-torch.inf) for x in (running, bound))
+        said = take((ends, end_sums), (running, bound), pool, self.searching, t, rules.stop)
         if rules.choose.by_key:
             self._lose(self.left_out)
         return said

@@ -53,6 +53,7 @@ class Hypotheses:
     token_scores: PackedTensor  # (B * n_best, T*): that of each token, and last of the eos; they sum to `scores`
     valid: Tensor  # (B, n_best) bool: whether there is one
     finished: Tensor  # (B, n_best) bool: whether it ended with eos
+    ends: Tensor  # (B, n_best) int64: the eos_id that ended it; -1 where none did
     stopped: list[str]  # per row: "exact" (no later one could be better), "heuristic" (by a rule), "capped" (max_steps)
     # (B,) float64: the most by which one that goes on from what ran, of any length, can be above the n-th that ended;
     # 0 or less where the row is exact.
@@ -77,7 +78,7 @@ class Hypotheses:
     @property
     def repeated(self) -> Tensor:
         """(B, n_best) bool: whether an earlier one of its row has the same tokens; only samples repeat."""
-        return repeated(self.tokens, self.lens, self.valid)
+        return repeated(self.tokens, self.lens, self.valid, self.ends)
 
     def text(self, names: Any = None, rows: int = 10) -> str:
         """The hypotheses of the first `rows` rows with their scores; `names[token]`, or names(token), is printed."""
@@ -97,6 +98,7 @@ class _Entries(NamedTuple):
     sums: Tensor
     lens: Tensor
     places: Tensor
+    end: Tensor  # which of the eos_ids
     group: Tensor  # 2: ended; 1: not; 0: none
     gold: Tensor  # bool
 
@@ -109,7 +111,7 @@ class _Entries(NamedTuple):
 
 
 def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> Hypotheses:
-    """The result. `picked` has (B, 2 * size) a step: log-probs of the tokens chosen, then those of every end."""
+    """The result. `picked` has (B, size * (1 + E)) a step: log-probs of the tokens chosen, then those of every end."""
     log.finish()
     best = _entries(log)
     rules, n = log.rules, log.rules.n_best
@@ -117,7 +119,8 @@ def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> H
     count = log.steps
     parents, tokens = (_stacked(x[:count], log) for x in (log.parents, log.tokens))
     trace = find("beam_trace", parents)(parents, best.lens, best.places)
-    packed, token_scores = _read(tokens, trace, best, finished, picked)
+    packed, token_scores = _read(tokens, trace, best, finished, picked, len(log.eos))
+    ended_by = torch.where(finished, log.eos[best.end], -1)
     wide = log.sums.dtype
     sums = token_scores.sum(1).to(wide).view(log.rows, n)
     value = best.sums.to(wide)
@@ -125,7 +128,7 @@ def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> H
     scores = torch.where(valid, value.masked_fill(~valid, 0) + (sums - sums.detach()), -torch.inf)
     # Numbers for a length model where there is no hypothesis: what it makes of none may have a NaN for a gradient.
     final = rules.length.final(torch.where(valid, scores, 0.0), torch.where(valid, best.lens + finished, 1))
-    repeats = repeated(packed, best.lens, valid) if rules.choose.repeats else torch.zeros_like(valid)
+    repeats = repeated(packed, best.lens, valid, ended_by) if rules.choose.repeats else torch.zeros_like(valid)
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
     kept = _stacked(log.sums_of, log).to(wide)
     if count:
@@ -135,7 +138,7 @@ def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> H
             _beam_doubt.warn_of_scores(over)
         log.gap = torch.where(over, torch.inf, log.gap)
     result = Hypotheses(
-        packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished,
+        packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished, ended_by,
         _stopped(log), log.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
     )  # fmt: skip
     return _with_extras(result, log, best)
@@ -164,11 +167,12 @@ def _stopped(log: Log) -> list[str]:
 
 
 def _entries(log: Log) -> _Entries:
-    n, k = log.rules.n_best, log.rules.size
+    n, k, many = log.rules.n_best, log.rules.size, len(log.eos)
     ended = log.pool_key > -torch.inf
-    lens = log.pool_end.div(k, rounding_mode="floor")
-    no_gold = torch.zeros_like(ended)
-    entries = _Entries(log.pool_key, log.pool_sum, lens, log.pool_end - lens * k, 2 * ended.long(), no_gold)
+    place = log.pool_end.div(many, rounding_mode="floor")
+    lens = place.div(k, rounding_mode="floor")
+    end, place, no_gold = log.pool_end - place * many, place - lens * k, torch.zeros_like(ended)
+    entries = _Entries(log.pool_key, log.pool_sum, lens, place, end, 2 * ended.long(), no_gold)
     if log.gold is not None and log.steps:
         entries = _with_gold(entries, log)
     if not bool(log.searching.any()):
@@ -176,8 +180,9 @@ def _entries(log: Log) -> _Entries:
     lens = torch.full_like(log.places, log.steps)
     keys = log.keys if log.rules.choose.by_key else log.rules.length.final(log.sums, lens)
     running = (log.keys > -torch.inf) & log.searching[:, None]
+    none = torch.zeros_like(running)
     late = _Entries(
-        keys.masked_fill(~running, -torch.inf), log.sums, lens, log.places, running.long(), torch.zeros_like(running)
+        keys.masked_fill(~running, -torch.inf), log.sums, lens, log.places, none.long(), running.long(), none
     )
     both = _Entries(*(torch.cat(pair, 1) for pair in zip(entries, late, strict=True)))
     return _blanked(both.sorted(n), log)
@@ -200,6 +205,7 @@ def _with_gold(entries: _Entries, log: Log) -> _Entries:
     assert log.gold is not None
     lens, sums = log.gold.lens, log.gold_sum
     found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == log.gold_place[:, None])
+    found &= entries.end == log.gold.end
     found &= found.long().cumsum(1) == 1
     last = torch.zeros_like(found)
     last[:, -1] = ~found.any(1) & (sums > -torch.inf)
@@ -213,13 +219,14 @@ def _with_gold(entries: _Entries, log: Log) -> _Entries:
         put(entries.sums, sums[:, None]),
         put(entries.lens, lens[:, None]),
         put(entries.places, log.size - 1),
+        put(entries.end, log.gold.end),
         put(entries.group, 2),
         found | last,
     )
 
 
 def _read(
-    tokens: Tensor, trace: Tensor, best: _Entries, finished: Tensor, picked: TensorArray | list[Tensor]
+    tokens: Tensor, trace: Tensor, best: _Entries, finished: Tensor, picked: TensorArray | list[Tensor], many: int
 ) -> tuple[PackedTensor, PackedTensor]:
     """The tokens, and the log-probability of each and of the eos."""
     steps, rows, size = tokens.shape
@@ -230,22 +237,25 @@ def _read(
     first = dim._positions * rows + torch.div(hypothesis, max(each, 1), rounding_mode="floor")
     place = trace.flatten().index_select(0, dim._positions * (rows * each) + hypothesis)
     packed = PackedTensor(tokens.flatten().index_select(0, first * size + place), dim)
-    # In `picked` all is (step, row, place), the eos of a place `size` behind.
+    # In `picked` all is (step, row, place), then the `many` ends of each place.
+    width = size * (1 + many)
     if not steps:
         like = getattr(picked, "dtype", None) or torch.get_default_dtype()
         return packed, PackedTensor(torch.zeros(0, dtype=like, device=tokens.device), longer)
-    ends = (best.lens * rows + torch.arange(rows, device=tokens.device)[:, None]) * 2 * size + size + best.places
+    ends = (best.lens * rows + torch.arange(rows, device=tokens.device)[:, None]) * width + size
+    ends += best.places * many + best.end
     index = torch.empty(longer.total, dtype=torch.int64, device=tokens.device)
     last = longer._offsets[1:] - 1
     index[last[finished.flatten()]] = ends.flatten()[finished.flatten()]
-    index[longer._offsets.index_select(0, hypothesis) + dim._positions] = first * (2 * size) + place
+    index[longer._offsets.index_select(0, hypothesis) + dim._positions] = first * width + place
     values = (torch.stack(picked) if isinstance(picked, list) else picked.stack()).flatten()
     return packed, PackedTensor(values.index_select(0, index_of(index, len(values))), longer)
 
 
-def repeated(tokens: PackedTensor, lens: Tensor, valid: Tensor) -> Tensor:
-    """(B, n) bool: whether an earlier hypothesis of the row is the same."""
+def repeated(tokens: PackedTensor, lens: Tensor, valid: Tensor, ends: Tensor) -> Tensor:
+    """(B, n) bool: whether an earlier hypothesis of the row is the same, with the same end."""
     rows, n = lens.shape
     padded = tokens.pad(-1).view(rows, n, tokens.max_len)
     same = (padded[:, :, None] == padded[:, None]).all(3) & (lens[:, :, None] == lens[:, None])
+    same &= ends[:, :, None] == ends[:, None]
     return (same & valid[:, None]).tril(-1).any(2) & valid

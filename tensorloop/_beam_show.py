@@ -38,10 +38,13 @@ def _row(hyps: Any, b: int) -> str:
 
 def _lines(hyps: Any, b: int, names: Any) -> list[tuple[float, str]]:
     out = []
+    several = len(set(hyps.ends[hyps.finished].tolist())) > 1
     for j in range(hyps.n_best):
         if bool(hyps.valid[b, j]):
             tokens = hyps.tokens[b * hyps.n_best + j].tolist()
             tail = "" if bool(hyps.finished[b, j]) else " ..."
+            if several and not tail:
+                tail = f" [{_name(int(hyps.ends[b, j]), names)}]"
             out.append(
                 (float(hyps.scores[b, j].detach()), (" ".join(_name(t, names) for t in tokens) or "(empty)") + tail)
             )

@@ -15,12 +15,10 @@ Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_
 `torch._C.DisableTorchFunction`.
 """
 
-import functools
-import itertools
-import sys
+import gc
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -32,6 +30,7 @@ from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._checks import describe
 from tensorloop._compile import runs_eagerly
+from tensorloop._held import held, references
 from tensorloop._in_place import Given
 from tensorloop._stand_ins import leads_to
 from tensorloop._tape import CapturedArray
@@ -73,6 +72,7 @@ class Captures(TorchFunctionMode):
         self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # by the body: tensor, its values before
         self.calls = array("q")  # torch functions called in each step that gave a tensor
         self.given = Given()
+        self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
         self.step = 0
         self._seen: dict[int, Tensor] = {}  # arguments, results and captures of this step
@@ -81,7 +81,10 @@ class Captures(TorchFunctionMode):
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
         self._unseen: set[int] = set()  # written to by functions that raise no version
         self._made: list[int] = []  # results of this step
-        self._passing: list[weakref.ref[Tensor]] = []  # arguments and results of the step last done
+        self._passing: list[weakref.ref[Tensor]] = []  # results of the step last done
+        self.loops = False  # whether loops in the body were nodes of its graph
+        self._given: list[weakref.ref[Tensor]] = []  # its arguments with gradient
+        self.stayed: list[weakref.ref[Tensor]] = []  # such that lived on after their step
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
         self._walk = False
@@ -146,6 +149,7 @@ class Captures(TorchFunctionMode):
 
     def own(self, results: Iterable[Any]) -> None:
         """What a loop in the body gave: no torch function shows that it was made in this step."""
+        self.loops = True
         for x in results:
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
@@ -248,11 +252,9 @@ class Captures(TorchFunctionMode):
         for x in (*state, *row):
             if isinstance(x, Tensor):
                 self._seen[id(x)] = x
-                if x.requires_grad:
-                    self._passing.append(weakref.ref(x))
         return state
 
-    def end_step(self, outputs: Sequence[Tensor], arguments: Iterable[Tensor], returned: Sequence[Any] = ()) -> None:
+    def end_step(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], returned: Sequence[Any] = ()) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
         if self.replaying:
             self._check_count()
@@ -261,49 +263,84 @@ class Captures(TorchFunctionMode):
             self._look_for_left({id(x) for x in returned})
             if self._walk or any(id(x) not in self._seen for x in outputs):
                 self._find_recorded(outputs, {id(x) for x in (*arguments, *self.given.roots)})
-            self._passing += [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
+            self._passing = [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
+            self._given = [weakref.ref(x) for x in (*arguments, *self.given.roots) if x.requires_grad]
         self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
         self.given.end()
 
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
-        for key in _held(self._made, self._seen, _references()):
+        for key in held(self._made, self._seen, references()):
             if key not in returned:
                 self._left[key] = weakref.ref(self._seen[key])
 
     def _makes(self, x: Tensor) -> bool:
         """Whether a result with a gradient is of this step, and not a tensor from outside."""
-        return x.grad_fn is not None and id(x) not in self.recorded and all(y is not x for y, _ in self._candidates)
+        if not x.requires_grad or id(x) in self.recorded:
+            return False
+        return not self._candidates or all(y is not x for y, _ in self._candidates)
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
-        for reference, version in self._fresh:
-            x = reference()
-            if x is not None:
-                self._keep(x, version)
+        self.let_go()
+        if self.replaying:
+            self._check_fresh()
+        else:
+            for reference, version in self._fresh:
+                if (x := reference()) is not None and not self._is_met(x):
+                    self.met[id(x)] = Met(reference, version)
         for key, (reference, before) in self._written.items():
             if (x := reference()) is not None:
                 self.changed[key] = (x, before)
-        for reference in self._passing:
+        if self.given.loose:
+            self.given.release()
+        stayed = [reference for reference in self._given if reference() is not None]
+        for reference in (*self._passing, *stayed):
             if (x := reference()) is not None:
                 self._left[id(x)] = reference
-        self._fresh, self._written, self._passing = [], {}, []
+        self.stayed += stayed
+        self._fresh, self._written, self._passing, self._given = [], {}, [], []
 
     def tensors(self) -> list[Tensor]:
         """What the body has used so far that it did not make."""
         references = [met.tensor for met in self.met.values()] + [reference for reference, _ in self._fresh]
         return [x for reference in references if (x := reference()) is not None]
 
-    def _keep(self, x: Tensor, version: int | None) -> None:
-        if id(x) in self.met and self.met[id(x)].tensor() is x:
-            return
-        if self.replaying:
+    def let_go(self) -> None:
+        """Empties the nodes of loops inside a step that is over.
+
+        A node holds the body of its loop, and that may hold the node, by a name or an array that the loop's result went
+        to. The collector does not see a cycle that leads through torch's own nodes.
+        """
+        for reference in self.nodes:
+            if (node := reference()) is not None:
+                node.record = None
+        self.nodes.clear()
+
+    def _is_met(self, x: Tensor) -> bool:
+        return id(x) in self.met and self.met[id(x)].tensor() is x
+
+    def _check_fresh(self) -> None:
+        """Raises where a replayed step used what the sweep did not, and somebody holds it still."""
+        for generation in (0, 2):
+            if self._unknown() is None:
+                return
+            # The step itself may have made it, and a cycle hold it: a loop inside, whose body uses a name that is bound
+            # to the loop's result afterwards, and which no gradient has reached.
+            gc.collect(generation)
+        if (unknown := self._unknown()) is not None:
             raise RuntimeError(
-                f"{self.name}: step {self.step} used {describe(x)} in its replay, which the forward pass did not use; "
+                f"{self.name}: step {self.step} used {unknown} in its replay, which the forward pass did not use; "
                 f"a body must close over the same tensors until backward has run"
             )
-        self.met[id(x)] = Met(weakref.ref(x), version)
+
+    def _unknown(self) -> str | None:
+        """The first of what the step met that is still there and no capture: in words, which keep nothing alive."""
+        for reference, _ in self._fresh:
+            if (x := reference()) is not None and not self._is_met(x):
+                return describe(x)
+        return None
 
     def _check_count(self) -> None:
         before = self.calls[self.step]
@@ -405,7 +442,7 @@ class Captures(TorchFunctionMode):
             self.check_versions()
         finally:
             self.replaying = False
-            self._fresh, self._candidates, self._seen, self._written, self._passing = [], [], {}, {}, []
+            self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}
             for captured in self.arrays.values():
                 captured.leave()
             for x, values in now:
@@ -424,22 +461,6 @@ class Captures(TorchFunctionMode):
         """Puts back the values of a snapshot; what was changed later only has those of before."""
         for key, (x, before) in self.changed.items():
             x.data.copy_(values.get(key, before))
-
-
-def _held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
-    """Those of `seen` that somebody else holds too: to which there are more references."""
-    held = []
-    for key in keys:
-        x = seen[key]
-        if sys.getrefcount(x) > references:
-            held.append(key)
-    return held
-
-
-@functools.cache
-def _references() -> int:
-    """How many `_held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
-    return next(n for n in itertools.count() if not _held([0], {0: object()}, n))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import _tree
+from tensorloop._packed_base import is_packed
 from tensorloop.tensor_array import TensorArray
 
 
@@ -24,6 +25,8 @@ def describe(leaf: Any) -> str:
         return f"Tensor {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
     if isinstance(leaf, TensorArray):
         return f"TensorArray of {leaf.element_shape} {str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
+    if is_packed(leaf):
+        return f"PackedTensor {leaf.shape} {str(leaf.values.dtype).removeprefix('torch.')} {leaf.values.device}"
     return "None" if leaf is None else type(leaf).__name__
 
 
@@ -202,7 +205,8 @@ def _hint(was: str, kind: Any, x: Any) -> str:
 def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str, why: str) -> None:
     """Raises unless every tensor of rank 1 or more, and every element of an array, has `rows` leading rows."""
     for path, x in zip(paths, leaves, strict=True):
-        shape = x.shape if isinstance(x, Tensor) else x.element_shape if isinstance(x, TensorArray) else None
+        has_shape = isinstance(x, Tensor) or is_packed(x)
+        shape = x.shape if has_shape else x.element_shape if isinstance(x, TensorArray) else None
         # A 0-d tensor is shared by all rows; the elements of an array never are.
         if shape is None or (isinstance(x, Tensor) and not shape):
             continue

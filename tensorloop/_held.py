@@ -1,74 +1,23 @@
-"""Tensors of single steps that somebody still holds when a checkpointed loop is over, and the warning about them."""
+"""Whether somebody else holds an object, by the interpreter's count of references."""
 
-import gc
+import functools
+import itertools
 import sys
-import warnings
-import weakref
-from types import CodeType
-
-from torch import Tensor
-
-from tensorloop._captures import Captures
-from tensorloop._checks import describe
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
-class HeldTensorWarning(UserWarning):
-    """A tensor left the body of a checkpointed loop by another way than its result: its graph is that of one step."""
+def held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
+    """Those of `seen` that somebody else holds too: to which there are more references."""
+    found = []
+    for key in keys:
+        x = seen[key]
+        if sys.getrefcount(x) > references:
+            found.append(key)
+    return found
 
 
-# Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.
-_FOUND: dict[tuple[CodeType | None, str, int], bool] = {}
-
-
-class Leaving:
-    """The tensors with gradient that steps of a sweep were given or made, and that live on."""
-
-    def __init__(self, captures: Captures) -> None:
-        self.captures = captures
-        # Recorders of loops around this one see all that its steps do. What they knew before:
-        self.around: list[tuple[Captures, int, int]] = []
-        outer = captures.outer
-        while outer is not None:
-            self.around.append((outer, len(outer._made), len(outer._candidates)))
-            outer = outer.outer
-
-    def tensors(self) -> list[Tensor]:
-        """Those that are alive when all of the sweep is gone."""
-        self._release()
-        left = [x for reference in self.captures._left.values() if (x := reference()) is not None]
-        return [x for x in left if x.requires_grad]
-
-    def _release(self) -> None:
-        """Has the recorders around forget what the steps used and nobody else holds."""
-        for outer, made, met in self.around:
-            candidates = [(weakref.ref(x), version) for x, version in outer._candidates[met:]]
-            keys = [*outer._made[made:], *(id(x) for x, _ in outer._candidates[met:])]
-            del outer._candidates[met:]
-            seen = {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}
-            alive = {key: x for key, reference in seen.items() if (x := reference()) is not None}
-            outer._seen.update(alive)
-            outer._made[made:] = [key for key in outer._made[made:] if key in alive]
-            outer._candidates += [(x, version) for reference, version in candidates if (x := reference()) is not None]
-
-
-def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
-    """Warns where tensors left. The collector, which takes its time, runs once for each body and place."""
-    if not (tensors := leaving.tensors()):
-        return
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("tensorloop.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    place = code, frame.f_code.co_filename, frame.f_lineno
-    if place not in _FOUND:
-        del tensors
-        gc.collect()
-        tensors = leaving.tensors()
-        _FOUND[place] = bool(tensors)
-    if not _FOUND[place]:
-        return
-    text = (
-        f"{name}: the loop is over, and somebody still holds {describe(tensors[0])}, which one of its steps was given "
-        f"or made ({len(tensors)} such in all). With checkpoints its graph is that of one step, and so is a gradient "
-        f"through it: return it from the body, as a y or in the carry, or keep a detach() of it"
-    )
-    warnings.warn(text, HeldTensorWarning, stacklevel=level)
+@functools.cache
+def references() -> int:
+    """How many `held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
+    return next(n for n in itertools.count() if not held([0], {0: object()}, n))

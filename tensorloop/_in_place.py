@@ -20,11 +20,12 @@ _REFUSED = "leaf Variable that requires grad is being used in an in-place operat
 class Given:
     """The leaves with gradient that the body of a step is given, and whether bodies of the loop change them."""
 
-    __slots__ = ("changed", "leaves", "roots")
+    __slots__ = ("changed", "leaves", "loose", "roots")
 
     def __init__(self) -> None:
         self.changed = False
         self.leaves: Sequence[tuple[int, Tensor]] = ()
+        self.loose: Sequence[tuple[int, Tensor]] = ()  # of the step in which a body first changed one
         self.roots: Sequence[Tensor] = ()  # leaves that came beneath those of this step
 
     def begin(self, state: list[Any], recorded: Sequence[tuple[int, Tensor]]) -> list[Any]:
@@ -35,6 +36,13 @@ class Given:
     def end(self) -> None:
         """After a step: nothing of it is kept."""
         self.leaves = self.roots = ()
+
+    def release(self) -> None:
+        """After a step, when its graph has been looked at. A leaf with a past may lead to itself: a cycle."""
+        for _, leaf in self.loose:
+            with torch._C.DisableTorchFunction():
+                leaf.detach_()
+        self.loose = ()
 
     def of(self, state: list[Any], recorded: Sequence[tuple[int, Tensor]]) -> list[Any]:
         """A state of leaves as the body of a replay gets it."""
@@ -52,7 +60,7 @@ class Given:
         mine = {id(x) for _, x in self.leaves}
         if not any(id(x) in mine or id(x._base) in mine for x in _tensors([*args, *kwargs.values()])):
             return False
-        self.changed = True
+        self.changed, self.loose = True, self.leaves
         with torch._C.DisableTorchFunction():
             self.roots = [_put_beneath(x) for _, x in self.leaves]
         return True

@@ -2,7 +2,8 @@
 
 torch has no public question "am I inside `torch.func.grad`, `vmap` or a backward pass?", and an array that works in
 place must ask it. Tried with torch 2.11 and 2.13: `torch._C._functorch`, `torch._functorch.pyfunctorch`,
-`torch.autograd.forward_ad._current_level`, `torch._C._current_graph_task_id`, `torch._C._vmapmode_increment_nesting`.
+`torch.autograd.forward_ad._current_level`, `torch._C._current_graph_task_id`, `torch._C._vmapmode_increment_nesting`,
+`torch._C._get_dispatch_mode`, `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 # None outside every transform. Bound here, because a hot path asks it for every value written.
 maybe_level = _functorch.maybe_current_level
@@ -33,6 +35,27 @@ def level_of(x: torch.Tensor) -> int:
 def is_fake(x: torch.Tensor) -> bool:
     """Whether `x` is a FakeTensor, which has no values. By its name: the class is imported with dynamo."""
     return type(x).__name__ == "FakeTensor"
+
+
+def faking() -> bool:
+    """Whether a FakeTensorMode is around the caller."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two plain tensors are equal, whatever mode is around the caller."""
+    if not faking():
+        return torch.equal(x, y)
+    with _disable_current_modes():
+        return torch.equal(x, y)
+
+
+def storage(x: torch.Tensor) -> torch.UntypedStorage:
+    """Where the numbers of x are; of a sparse or jagged tensor, those of its values."""
+    x = numbers(x)
+    if x.layout is torch.strided:
+        return x.untyped_storage()
+    return (x._values() if x.layout is torch.sparse_coo else x.values()).untyped_storage()
 
 
 def is_batched(x: torch.Tensor) -> bool:

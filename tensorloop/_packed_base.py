@@ -91,15 +91,6 @@ def refused(name: str, why: str, instead: str) -> TypeError:
     return TypeError(f"{name}: {why}; {instead}")
 
 
-def unsupported(name: str) -> TypeError:
-    """The error for an operation nobody has written for packed tensors."""
-    return refused(
-        name,
-        "this operation is not known for packed tensors, and padding might change its result",
-        "use .values (N, *F) where it treats entries alike, or .pad() and a mask",
-    )
-
-
 def is_packed(x: Any) -> bool:
     """Whether `x` is a packed tensor."""
     return isinstance(x, Packed)

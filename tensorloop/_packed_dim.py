@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tensorloop import _checks, _modes
+from tensorloop import _active, _checks, _modes
 from tensorloop._compile import runs_eagerly
 
 
@@ -32,6 +32,12 @@ class Dim(int):
     Cost: B numbers, and N more for each of `row_ids` and `positions` once asked for.
     Raises: TypeError (dtype, not a sequence), ValueError (not 1-d, a negative length). `check=None` looks at the values
     of lengths on the CPU only; True looks at a device's too, which waits for it.
+
+    Example:
+        >>> time = tl.Dim("time", [2, 3])
+        >>> p = tl.PackedTensor(torch.ones(5), time)
+        >>> p.sum("time"), p.pad().sum(time)
+        (tensor([2., 3.]), tensor([2., 3.]))
     """
 
     def __new__(cls, name: str | None, lens: Any, *, check: bool | None = None) -> Self:
@@ -64,7 +70,8 @@ class Dim(int):
 
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
-            with _lasting():
+            # Not seen by a checkpointed loop: its replay finds what is here made already.
+            with _lasting(), _active.unnoted():
                 self._cache[name] = make()
         return self._cache[name]
 
@@ -138,7 +145,7 @@ class Dim(int):
             # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
             if self.device.type == "cpu":
                 _ = self.total, self.max_len, self.has_empty_rows
-            with _lasting():
+            with _lasting(), _active.unnoted():
                 other = Dim(self.name, self._lens.to(device))
             other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
             other._key = self._key
@@ -149,8 +156,9 @@ class Dim(int):
         """Whether the lengths are equal; looked at once for two dims, by identity afterwards."""
         if self._key is other._key:
             return True
-        if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
-            return False
+        with _active.unnoted():
+            if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
+                return False
         other._key = self._key
         return True
 

@@ -5,7 +5,6 @@ beside this one fill (`HANDLERS`), or it is pointwise, which torch says itself: 
 are refused. The tables are filled when `packed.py` imports those modules.
 """
 
-import functools
 import sys
 import warnings
 from typing import Any
@@ -24,8 +23,8 @@ from tensorloop._packed_base import (
     is_tensor,
     refused,
     same_rows,
-    unsupported,
 )
+from tensorloop._packed_refused import unsupported
 
 HANDLERS: dict[str, Handler] = {}
 
@@ -52,22 +51,19 @@ _LOSSES = frozenset(
         *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "soft_margin_loss"),
     }
 )
-_INSTEAD = {
-    "multi_head_attention_forward": "make the layer with batch_first=True",
-    "scaled_dot_product_attention": "use tensorloop.attention, which keeps rows apart",
-    "cross_entropy": "its classes are dim 1; flatten first: cross_entropy(x.flatten(0, 1), y.flatten(0, 1))",
-    "nll_loss": "its classes are dim 1; flatten first: nll_loss(x.flatten(0, 1), y.flatten(0, 1))",
-    "batch_norm": "its channels are dim 1; use x.flatten(0, 1), whose entries are all real",
-    "ctc_loss": "it takes (T, B, V): give it x.transpose(0, 1)",
-    "bmm": "use torch.matmul",
-    "einsum": "write it with matmul, or on .values without the letter of b",
-    "__setitem__": "a packed tensor is not written by index; use torch.where",
-}
 
 
-@functools.cache
+_POINTWISE: dict[str, bool] = {}  # no functools.cache: dynamo warns of every one that it meets
+
+
 def is_pointwise(name: str) -> bool:
     """Whether the torch function of this name works entry by entry."""
+    if name not in _POINTWISE:
+        _POINTWISE[name] = _has_pointwise_tag(name)
+    return _POINTWISE[name]
+
+
+def _has_pointwise_tag(name: str) -> bool:
     base = name.strip("_")
     if name in _NOT_POINTWISE or base in _NOT_POINTWISE:
         return False
@@ -93,8 +89,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if alias in kwargs:
                 kwargs[known] = kwargs.pop(alias)
         return handler(func, *args, **kwargs)
-    if name in _INSTEAD:
-        raise refused(name, "it does not take packed tensors", _INSTEAD[name])
     if name in _LOSSES:
         return _loss(func, *args, **kwargs)
     if is_pointwise(name):

@@ -243,7 +243,7 @@ def _rows_of(x: Tensor, p: Packed) -> Packed:
         raise ValueError(
             f"diff: what is joined along time must be packed or ({len(p._dim)}, K, ...), got {tuple(x.shape)}"
         )
-    return p._with(x.flatten(0, 1), Dim(None, [x.shape[1]] * len(x)).to(p.values.device))
+    return p._with(x.flatten(0, 1), Dim(p._dim.name, [x.shape[1]] * len(x)).to(p.values.device))
 
 
 @handles("pad")
@@ -270,7 +270,7 @@ def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = N
         if n <= 0:
             return []
         fill = x.values.new_full((n * len(x._dim), *x.values.shape[1:]), value or 0)
-        return [x._with(fill, Dim(None, [n] * len(x._dim)).to(fill.device))]
+        return [x._with(fill, Dim(x._dim.name, [n] * len(x._dim)).to(fill.device))]
 
     return torch.cat([*entries(before), x, *entries(behind)], 1)  # pyright: ignore
 

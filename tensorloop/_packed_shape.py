@@ -13,7 +13,10 @@ from tensorloop._packed_ops import align, feature_dim, handles
 from tensorloop._packed_size import RaggedSize
 from tensorloop._packed_time_first import TimeFirst
 
-_STAYS = "the batch and the ragged dim stay where they are; for attention use tensorloop.attention, else .pad()"
+_STAYS = (
+    "the batch and the ragged dim stay where they are; a convolution takes p.pad().transpose(1, 2), and pack_padded "
+    "what it gives; for attention use tensorloop.attention"
+)
 
 
 @handles("unsqueeze")

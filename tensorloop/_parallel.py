@@ -50,6 +50,10 @@ def associative_scan(
     RuntimeError (`fn` changes an argument in place that needs a gradient).
     Source: Ladner and Fischer, Parallel prefix computation, JACM 27(4), 1980; Blelloch, Prefix sums and their
     applications, CMU-CS-90-190, 1990.
+
+    Example:
+        >>> tl.associative_scan(torch.maximum, torch.tensor([3, 1, 4, 1, 5]))
+        tensor([3, 3, 4, 4, 5])
     """
     name = "associative_scan"
     if unknown:
@@ -191,7 +195,8 @@ class _Element:
             assert self._ys is not None
         what = f"{self._name}: fn must return the same for every chunk as for the first"
         ys = _leaves_like(self._kinds, self._ys, out, what)
-        return tuple(torch.as_tensor(y) for y in ys if y is not None)
+        # Of a tensor `as_tensor` would make one on the default device.
+        return tuple(y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys if y is not None)
 
     def _learn(self, out: Any) -> None:
         no_packed(out, f"{self._name}: y")

@@ -5,6 +5,7 @@ graph, or with the node.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop import _again, _held, _modes, schedule
+from tensorloop import _again, _leaving, _modes, schedule
 from tensorloop._active import here, quietly, running
 from tensorloop._asked import Conditions
 from tensorloop._captures import Captures
 from tensorloop._checks import describe
 from tensorloop._closures import Constants
+from tensorloop._fingerprints import Checked
 from tensorloop._in_place import check_apart
 from tensorloop._plan import Checkpoints
+from tensorloop._progress import Progress
 from tensorloop._snapshots import Kept, Snapshot, State, Store, fed
 from tensorloop._stand_ins import Replacing, entangled, stand_ins
 from tensorloop._steps import Loop
-from tensorloop._tape import Version, begun, closed, final, let_go, new_token
+from tensorloop._tape import Version, begun, closed, final, new_token
 from tensorloop._watched import Watched, as_users
 from tensorloop._world import Autocast, DefaultDevice, Random
 from tensorloop.schedule import Schedule
@@ -38,6 +41,7 @@ class Record:
         self.replacing = Replacing()
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
         self.plan = plan
+        self.shown, self.bar = False, Progress(False, loop.name, None)  # whether a backward has a bar; the one it has
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
         self.captures = Captures(loop.name, here.serial)
@@ -48,6 +52,8 @@ class Record:
         self.body = loop.body = Watched(loop.body, self.captures)
         loop.note = self.captures.note
         self.conditions = Conditions(loop, self.captures)
+        checked = isinstance(plan, Checkpoints) and plan.check
+        self.step = Checked(loop, self.captures).step if checked else loop.step
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
@@ -62,7 +68,7 @@ class Record:
     def sweep(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
         captures = self.captures
-        leaving = _held.Leaving(captures)
+        leaving = _leaving.Leaving(captures)
         state, self.first = self._begin()
         start = Random(())
         try:
@@ -83,7 +89,7 @@ class Record:
                     )
             captures.settle()
             captures.check_versions()
-            _held.warn(self.name, self.constants.code, leaving)
+            _leaving.warn(self.name, self.constants.code, leaving)
         finally:
             self.conditions.fed = (None, None)
             captures.end_sweep()
@@ -125,10 +131,8 @@ class Record:
         yield from self.schedule.sweep(self.length)
 
     def _bytes(self, state: State) -> int:
-        storages = {
-            x.values.untyped_storage()._cdata: x.values.untyped_storage().nbytes() for x in state if type(x) is Kept
-        }
-        return sum(storages.values())
+        storages = [_modes.storage(x.values) for x in state if type(x) is Kept]
+        return sum({x._cdata: x.nbytes() for x in storages}.values())
 
     def keep(self, step: int, state: State) -> State:
         """Takes a snapshot; gives the state to go on with."""
@@ -171,7 +175,7 @@ class Record:
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = self.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
-        new, y = loop.step(t, leaves, row)
+        new, y = self.step(t, leaves, row)
         self._check_hooks([(i, leaves[i]) for i, _ in recorded])
         if captures.given.changed:
             check_apart(new, loop.carry.tree.paths, self.name)
@@ -183,8 +187,6 @@ class Record:
         captures.end_step(outputs, arguments, [*new, *ys])
         for captured in captures.arrays.values():
             captured.end_step()
-        for x in (*leaves, *new):
-            let_go(x, captures.serial)
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if t == 0 and isinstance(self.plan, Checkpoints) and self.plan.k is None:
@@ -289,6 +291,8 @@ class Record:
             if here.notes is not None:
                 here.notes.note(self.inputs)
             connected = node(self, values, flags, *self.inputs)
+            if here.nodes is not None:
+                here.nodes.append(weakref.ref(connected[flags.index(True)].grad_fn))
         else:
             connected = values
         result = self._result(state, connected)
@@ -311,7 +315,7 @@ class Record:
 
         def give_alone(place: tuple[Any, ...], value: Tensor, flag: bool) -> None:
             """Outputs of one node must not share memory: autograd would not see a change of one in the other."""
-            storage = _modes.numbers(value).untyped_storage()._cdata
+            storage = _modes.storage(value)._cdata
             give(place, value.clone() if storage in storages else value, flag)
             storages.add(storage)
 
@@ -411,12 +415,13 @@ class Record:
         try:
             leaves, recorded, _ = fed(state)
             leaves = self.captures.given.of(leaves, recorded)
-            new, _ = self.loop.step(t, leaves, self.row(t))
+            new, _ = self.step(t, leaves, self.row(t))
             self.take_pieces()
             self.draw_again(t, new)
             after, _ = self.close(new, state, leaves)
             for captured in self.captures.arrays.values():
                 captured.end_step()
+            self.captures.let_go()
             return after
         finally:
             self.body.on = True

@@ -94,6 +94,7 @@ class Reversal:
                     if step != left:
                         raise RuntimeError(f"{record.name}: the schedule reverses step {step} where {left} is next")
                     self._reverse(step, state)
+                    record.bar.update()
                     at, state = None, []
             if left:
                 raise RuntimeError(f"{record.name}: the schedule ended with {left} steps not reversed")
@@ -120,7 +121,7 @@ class Reversal:
         rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
         leaves = captures.begin_step(t, leaves, recorded, row)
         with record.standing_in():
-            new, y = record.loop.step(t, leaves, row)
+            new, y = record.step(t, leaves, row)
         outputs, grads = self._outputs(t, new, y, state)
         captures.end_step((), ())
         inputs = [*recorded, *tokens]

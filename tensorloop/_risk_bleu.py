@@ -32,6 +32,10 @@ def sentence_bleu(a: Rows, b: Rows, *, max_n: int = 4, smoothing: str = "add_one
     Gradient: none; the result is a constant.
     Cost: O(N log N) time and O(N) bytes for N tokens, times max_n; any device, which is waited for.
     Raises: TypeError, ValueError (rows as `edit_distance`; max_n below 1, an unknown smoothing).
+
+    Example:
+        >>> tl.sentence_bleu([[1, 2, 3, 4], [5]], [[1, 2, 3, 4], [6]])
+        tensor([1., 0.], dtype=torch.float64)
     """
     max_n = _checks.as_int(max_n, _NAME, "max_n")
     if max_n < 1:

@@ -59,7 +59,7 @@ def edit_distance(
 
     Shapes: a (R, T*) and b (S, T*), packed tokens of any integer dtype, or lists of rows -> (R,). S is R or a divisor
     of it: each row of b then serves R / S consecutive rows of a, as one reference serves all hypotheses of an n-best
-    list. Empty rows, and none at all, are ordinary.
+    list. Empty rows, and none at all, are ordinary. Rows of plain ints come to the device of the others.
     Names are those of errors that a makes against b: an insertion is a token that only a has, a deletion one that only
     b has. `insertion` and `deletion` are the cost of one; `substitution` is that of a token for another, or a table
     (V, V) with the cost of each token of a (row) against each of b (column), equal ones included. Costs are 0 or more;
@@ -78,6 +78,10 @@ def edit_distance(
     Raises: TypeError (not rows of integers, costs that are no numbers), ValueError (rows that do not divide, unlike
     devices, a negative or NaN cost, a table that is not square, `whole` with costs), IndexError (a token outside the
     table; that check, and those of a table's numbers, wait for a device).
+
+    Example:
+        >>> tl.edit_distance([[1, 2, 3], []], [[1, 3], [4]])
+        tensor([1, 1])
     """
     pairs = pairs_of(a, b, _NAME)
     unit = all(type(cost) is int and cost == 1 for cost in (insertion, deletion, substitution))

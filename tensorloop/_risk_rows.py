@@ -1,5 +1,6 @@
 """Rows of tokens that meet in pairs: what comes from the caller, checked and packed."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ class Pairs(NamedTuple):
 
 def pairs_of(a: Any, b: Any, name: str) -> Pairs:
     """The rows of a and b, which must have as many, or a divisor of them."""
-    a, b = _packed(a, name, "a"), _packed(b, name, "b")
+    a = _packed(a, name, "a", _device_of(a) or _device_of(b))
+    b = _packed(b, name, "b", _device_of(b) or a.device)
     if a.device != b.device:
         raise ValueError(f"{name}: a is on {a.device}, b on {b.device}; move one of them")
     rows, others = len(a.lens), len(b.lens)
@@ -39,7 +41,15 @@ def pairs_of(a: Any, b: Any, name: str) -> Pairs:
     return Pairs(a, b, rows // others if rows else 1)
 
 
-def _packed(x: Any, name: str, what: str) -> PackedTensor:
+def _device_of(x: Any) -> torch.device | None:
+    """That of packed tokens, or of the first row that is a tensor."""
+    if isinstance(x, PackedTensor):
+        return x.device
+    return next((row.device for row in x if isinstance(row, Tensor)), None) if isinstance(x, list | tuple) else None
+
+
+def _packed(x: Any, name: str, what: str, device: torch.device | None) -> PackedTensor:
+    """Packed tokens. Rows of ints come to `device`, or to the default one where None."""
     if isinstance(x, PackedTensor):
         if x.values.dim() != 1:
             raise ValueError(f"{name}: {what} must be packed tokens (rows, T*), got shape {x.shape}")
@@ -51,10 +61,11 @@ def _packed(x: Any, name: str, what: str) -> PackedTensor:
         )
     if isinstance(x, str):
         raise TypeError(f"{name}: {what} must be a PackedTensor or a list of rows of ints, got {_checks.describe(x)}")
-    rows = [_row(row, name, f"{what}[{r}]") for r, row in enumerate(_checks.items(x, name, what))]
-    if not rows:
-        return PackedTensor(torch.empty(0, dtype=torch.int64), [])
-    return PackedTensor.from_list(rows)
+    with device or nullcontext():
+        rows = [_row(row, name, f"{what}[{r}]") for r, row in enumerate(_checks.items(x, name, what))]
+        if not rows:
+            return PackedTensor(torch.empty(0, dtype=torch.int64), [])
+        return PackedTensor.from_list(rows)
 
 
 def _row(row: Any, name: str, what: str) -> Tensor:

@@ -20,6 +20,8 @@ from tensorloop import _modes
 from tensorloop._active import here
 from tensorloop._array_buffer import Buffer
 from tensorloop._cuts import Shrunk, one_store, pick, shrink, whole_batch, with_rows
+from tensorloop._packed_base import is_packed
+from tensorloop._packed_index import select_rows
 from tensorloop.tensor_array import TensorArray
 
 RUNNING = torch.iinfo(torch.int64).max
@@ -201,7 +203,11 @@ def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> Ten
 
 def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
     """These rows of every leaf that has them; tensors of rank below `rank` have none."""
-    return [_select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank) else x for x in leaves]
+    return [
+        select_rows(x, index) if is_packed(x) else _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank)
+        else x
+        for x in leaves
+    ]  # fmt: skip
 
 
 def shrunk(carry: Sequence[Any], cut: Cut, ids: Tensor) -> list[Any]:
@@ -230,7 +236,7 @@ def _select(x: Any, index: Tensor) -> Any:
 def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
     array = TensorArray.unstack(values)
     array._capacity = like._capacity
-    # The loop's own stays the loop's. What a body only reads is older than this loop, and made in a step of those around.
+    # The loop's own stays the loop's. What a body only reads is older than this loop, and new to those around it.
     array._born = like._born
     if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
         array._store.born = max(like._store.born, here.serial - 1)

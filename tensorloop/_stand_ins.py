@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from tensorloop._active import here
 from tensorloop._compile import runs_eagerly
 
-
 # (outputs, inputs, gradients of outputs, whether to keep the graph) -> gradients of inputs
 Run = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor], bool], Sequence[Tensor | None]]
 
@@ -144,7 +143,7 @@ def differentiate(
     recorded: Sequence[Tensor],
     replaced: dict[int, Tensor],
 ) -> list[Tensor | None]:
-    """The gradients of a step's outputs, for `inputs` and then for the captures. `run`: autograd; it keeps the graph."""
+    """What `run` gives for a step's outputs: the gradients of `inputs`, and then of the captures."""
     wanted = [*inputs, *(replaced.get(id(x), x) for x in recorded)]
     ways = _ways_out(outputs, recorded, replaced) if replaced else []
     if not ways:
@@ -207,7 +206,7 @@ class _Way(NamedTuple):
 
 def _ways_out(outputs: Sequence[Tensor], recorded: Sequence[Tensor], replaced: dict[int, Tensor]) -> list[_Way]:
     """The nodes of a step that have a replaced capture as their input: no torch function was given it."""
-    made = {(x.grad_fn, x.output_nr): k for k, x in enumerate(recorded) if x.grad_fn is not None}
+    made: dict[Any, int] = {(x.grad_fn, x.output_nr): k for k, x in enumerate(recorded) if x.grad_fn is not None}
     leaves = {id(x): k for k, x in enumerate(recorded) if x.grad_fn is None}
     into: dict[Any, set[GradientEdge]] = {}
     ways: list[_Way] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorloop import _advice, _checks, _modes, _rows, _tree
 from tensorloop._active import here
 from tensorloop._carry import Carry, leading_rows
-from tensorloop._cuts import read_in_bulk
+from tensorloop._cuts import alias, hidden, read_in_bulk, shown, values_of
 from tensorloop._rows import Rows
 from tensorloop._xs import Slices
 from tensorloop._ys import Outputs
@@ -45,8 +45,9 @@ class Loop:
         leaves = self.carry.tree.flatten(init)
         assert leaves is not None
         self.init: State = leaves
+        context = hidden(context)
         self.context_tree = None if context is None else _tree.Tree(context)
-        self.context: list[Any] = [] if self.context_tree is None else self.context_tree.flatten(context) or []
+        self.context: list[Any] = [] if self.context_tree is None else shown(self.context_tree.flatten(context) or [])
         self.contexts = [self.context]  # and again after each cut
         self.context_trees: list[Any] = []  # the same as the functions get them
         self.versions: list[int | None] = []  # of the tensors of the last, where rows leave
@@ -159,7 +160,7 @@ class Loop:
 
     def _begin_cutting(self) -> None:
         self.context_trees = []
-        self.contexts = [[x.view_as(x) if isinstance(x, Tensor) else x for x in self.context]]
+        self.contexts = [[alias(x) for x in self.context]]
         self.versions = _versions(self.contexts[0])
 
     def _need_rows(self, state: State, rows: int, why: str, *, context: bool) -> None:
@@ -193,7 +194,7 @@ class Loop:
         context = self.contexts[-1]
         if self.eager and any(isinstance(x, TensorArray) for x in (*state, *context)):
             return False
-        copied = sum(x.nbytes for x in context if isinstance(x, Tensor))
+        copied = sum(x.nbytes for x in map(values_of, context) if x is not None)
         carried = sum(x.nbytes for x in state if isinstance(x, Tensor))
         return copied <= carried and not read_in_bulk([*state, *context])
 
@@ -359,7 +360,7 @@ def _without_graph() -> AbstractContextManager[object]:
 
 def _versions(leaves: list[Any]) -> list[int | None]:
     """Of the tensors that have rows; those of inference mode have no versions."""
-    rows = [_modes.numbers(x) if isinstance(x, Tensor) and x.dim() else None for x in leaves]
+    rows = [None if (values := values_of(x)) is None else _modes.numbers(values) for x in leaves]
     return [None if x is None or x.is_inference() else x._version for x in rows]
 
 

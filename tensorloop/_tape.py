@@ -157,16 +157,6 @@ def closed(array: TensorArray, name: str, before: Version | None = None) -> tupl
     return Version(blank, tape, store.length, token is not None), token
 
 
-def let_go(leaf: Any, serial: int) -> None:
-    """After a step of the sweep of the loop of this number: an array that was made in it holds its graph no more.
-
-    A checkpointed loop in the body keeps the arrays that its own body closes over. Where such an array was written to
-    later, from what that loop gave, the two would hold each other, through autograd's nodes, where no collector sees it.
-    """
-    if isinstance(leaf, TensorArray) and isinstance(leaf._store, Buffer) and leaf._store.born >= serial:
-        leaf._store.token = None
-
-
 def final(version: Version, token: Tensor | None) -> TensorArray:
     """The array that the caller gets: it shares nothing that a replay will change."""
     array = version.blank._twin()

@@ -14,7 +14,7 @@ class Watched:
 
     def __call__(self, *args: Any) -> Any:
         quiet, here.quiet = here.quiet, False
-        outer = here.notes
+        outer, nodes, here.nodes = here.notes, here.nodes, self.captures.nodes
         try:
             if not self.on:
                 return self.body(*args)
@@ -22,7 +22,7 @@ class Watched:
             with self.captures:
                 return self.body(*args)
         finally:
-            here.notes, here.quiet = outer, quiet
+            here.notes, here.nodes, here.quiet = outer, nodes, quiet
 
 
 def as_users(condition: Any) -> Any:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from tensorloop import _modes
+
 
 class Autocast:
     """Autocast as it was when the loop began, with its weight cache off.
@@ -79,6 +81,6 @@ class Random:
             return False
         pairs = [(self.cpu, other.cpu), *zip(self.cuda, other.cuda, strict=True)]
         pairs += [(state, other.users[key][1]) for key, (_, state) in self.users.items()]
-        return all(torch.equal(a, b) for a, b in pairs)
+        return all(_modes.equal(a, b) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]

@@ -4,6 +4,7 @@ This file is the surface: it checks arguments and brings every kind to (B, T, he
 offsets. The work is done in `_attention.py`, or on a GPU by torch's own kernels where they can (`_attention_gpu.py`).
 """
 
+import warnings
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -20,6 +21,7 @@ from tensorloop.tensor_array import TensorArray
 _NAME = "attention"
 _PARTS = ("q", "k", "v")
 P = TypeVar("P", bound=Packed)
+_MOST_HEADS = 128  # more than that is rather a number of tokens
 
 
 @overload
@@ -46,6 +48,8 @@ def attention(
     row of queries with the row of keys of the same number; padded (B, T, heads, D) in the same way, every token seen;
     one step's q (*batch, heads, D) against TensorArrays k, v of elements (*batch, heads_kv, D) -> (*batch, heads, Dv),
     all slots seen. heads is a multiple of heads_kv, and query head h shares key head h // (heads / heads_kv).
+    scaled_dot_product_attention's (B, heads, T, D) must be transposed, transpose(1, 2): where sizes and strides look
+    like it, a UserWarning says so (docs/attention.md has the rule).
     `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ.
     `block_mask`: a BlockMask of torch's flex_attention, honoured block by block; its `mask_mod` is asked about
     positions within the row. A mask made for one batch entry or one head serves all of them, as entry or head 0.
@@ -57,6 +61,11 @@ def attention(
     Raises: TypeError (kinds or dtypes that do not go together), ValueError (shapes, heads, lens, a mask that does not
     fit, `causal` with a mask or with arrays).
     Source: Vaswani et al. 2017; for how it stays within O(N), `_attention.py`.
+
+    Example:
+        >>> p = tl.PackedTensor(torch.randn(5, 2, 8), [3, 2])  # two rows (T*, heads, D)
+        >>> tl.attention(p, p, p, causal=True).values.shape
+        torch.Size([5, 2, 8])
     """
     scale = None if scale is None else _scale(scale)
     attends = getattr(getattr(k, "_store", None), "attend", None)
@@ -69,6 +78,12 @@ def attention(
     _check_parts(inputs)
     if block_mask is not None:
         _check_mask(block_mask, inputs, causal)
+    elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
+        warnings.warn(
+            f"{_NAME}: q {tuple(q.shape)} is taken as {q.shape[1]} tokens of {q.shape[2]} heads, (B, T, heads, D). It "
+            "looks like scaled_dot_product_attention's (B, heads, T, D): if so, transpose(1, 2) q, k, v and the result",
+            stacklevel=2,
+        )
     if inputs.arrays and causal:
         raise ValueError(f"{_NAME}: causal=True with TensorArrays: one step sees all slots; slice them to see fewer")
     width = inputs.q.shape[-1]
@@ -126,6 +141,14 @@ def _inputs(q: Any, k: Any, v: Any) -> _Inputs:
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"{_NAME}: k has {k.shape[1]} positions, v has {v.shape[1]}; each key needs a value")
     return _Inputs(q, k, v, q)
+
+
+def _has_heads_first(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether dim 2 is rather that of tokens: far larger than dim 1, and larger than heads go, or outside in memory."""
+    fewest, most, heads = min(q.shape[1], k.shape[1]), max(q.shape[1], k.shape[1]), min(q.shape[2], k.shape[2])
+    if fewest < 2 or heads < 2 * most:  # a step of a decoder has one token and many heads
+        return False
+    return heads > _MOST_HEADS or all(x.stride(1) < x.stride(2) for x in (q, k, v))
 
 
 def _packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
@@ -199,10 +222,12 @@ def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
         needed = tuple(dim.max_len for dim in inputs.rows)
         fits, batch = all(n >= m for n, m in zip(made_for, needed, strict=True)), len(inputs.rows[0])
     if not fits:
+        turned = inputs.rows is None and made_for == (inputs.q.shape[2], inputs.k.shape[2])
+        hint = "; they are (B, T, heads, D): transpose(1, 2) what is (B, heads, T, D)" if turned else ""
         longest = "" if inputs.rows is None else " in their longest rows"
         raise ValueError(
             f"{_NAME}: block_mask is for {made_for[0]} queries and {made_for[1]} keys, but there are {needed[0]} and "
-            f"{needed[1]}{longest}"
+            f"{needed[1]}{longest}{hint}"
         )
     for got, what, there in zip(tables, ("batch entries", "heads"), (batch, inputs.q.shape[2]), strict=True):
         if got not in (1, there):

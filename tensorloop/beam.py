@@ -17,7 +17,7 @@ How it works, in the order to read it:
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ from tensorloop._beam_result import Hypotheses, Lattice, hypotheses
 from tensorloop._beam_scores import linear_log_softmax
 from tensorloop._carry import Carry, describe, leading_rows
 from tensorloop._compile import called_eagerly
+from tensorloop._cuts import hidden, shown
 from tensorloop._keywords import BEAM, names_instead
 from tensorloop._progress import Progress
 from tensorloop._steps import Loop
@@ -70,8 +71,8 @@ def beam_search(
     *,
     batch_size: int,
     beam_size: int,
-    bos_id: int,
-    eos_id: int,
+    bos_id: int | Tensor | Sequence[int],
+    eos_id: int | Tensor | Sequence[int],
     context: Any = None,
     max_steps: int | None = None,
     n_best: int | None = None,
@@ -91,6 +92,8 @@ def beam_search(
         carry, log_probs = step_fn(carry, tokens, context)
         carry, log_probs = step_fn(carry, tokens, history=history)   # (B, K, t): each hypothesis' own tokens so far
 
+    `bos_id`: one for all rows, or (B,) or a list of one each. `eos_id`: one or several; each ends a hypothesis, and
+    `ends` says which did (that of gold is the first).
     Shapes: leaves of init_carry (B, *F) come to step_fn as (B, K, *F); 0-d tensors and numbers are shared. A
     TensorArray gets elements (B, K, *F) by its first append, grows, and shows each hypothesis its own past; one that
     has slots of (B, *F) already shows them to all hypotheses of the row. `context` stays (B, ...).
@@ -112,14 +115,23 @@ def beam_search(
     One sync a step on a device, or a few.
     Raises: ValueError (sizes, ids, NaN, all tokens forbidden, a length model without a bound), TypeError.
     Sources: Huang et al. 2017 (1809.00069) for the optimal stop; `docs/beam.md` for the others.
+
+    Example:
+        >>> words = torch.tensor([0.5, 0.3, 0.2]).log()  # of the end, 1 and 2
+        >>> def step(carry, tokens):
+        ...     return carry, words.expand(*tokens.shape, 3)
+        >>> hyps = tl.beam_search(step, (), batch_size=1, beam_size=3, bos_id=0, eos_id=0)
+        >>> [row.tolist() for row in hyps.tokens.unbind()], hyps.scores.exp()
+        ([[], [1], [2]], tensor([[0.5000, 0.1500, 0.1000]]))
     """
     batch_size, beam_size = _int(batch_size, "batch_size", 0), _int(beam_size, "beam_size", 1)
-    bos_id, eos_id = _int(bos_id, "bos_id", 0), _int(eos_id, "eos_id", 0)
+    eos_ids = _ids(eos_id, "eos_id")
     max_steps = None if max_steps is None else _int(max_steps, "max_steps", 1)
     n_best = beam_size if n_best is None else _int(n_best, "n_best", 1)
     length, choose = Sum() if length is None else length, TopK() if choose is None else choose
-    rules = Rules(beam_size, n_best, eos_id, max_steps, length, choose, stop, eos, check)
-    search = _Search(step_fn, init_carry, context, batch_size, bos_id, gold, rules)
+    rules = Rules(beam_size, n_best, tuple(sorted(set(eos_ids))), max_steps, length, choose, stop, eos, check)
+    search = _Search(step_fn, init_carry, context, batch_size, gold, rules, eos_ids[0])
+    search.first_tokens = _first_tokens(bos_id, batch_size, search.device)
     _check_rules(rules, batch_size, search.device)
     search.log = Log(rules, batch_size, search.gold, search.device)
     search.lineage = Lineage(batch_size, search.size, search.device)
@@ -134,6 +146,7 @@ class _Search:
     log: Log
     lineage: Lineage
     bar: Progress
+    first_tokens: Tensor  # (B, 1)
 
     def __init__(
         self,
@@ -141,19 +154,20 @@ class _Search:
         init_carry: Any,
         context: Any,
         rows: int,
-        bos_id: int,
         gold: PackedTensor | None,
         rules: Rules,
+        gold_eos: int,
     ) -> None:
         if not callable(step_fn):
             raise TypeError(f"{_NAME}: step_fn must be callable, got {_checks.describe(step_fn)}")
         self.step_fn, self.context = step_fn, context
         self.rows, self.size = rows, rules.size + (gold is not None)
-        self.bos_id, self.eos_id = bos_id, rules.eos_id
+        self.eos_ids = rules.eos_ids
         self.tree = _tree.Tree(init_carry)
         leaves = self.tree.flatten(init_carry)
         assert leaves is not None
-        paths, given = ([pair[i] for pair in _tree.leaves_with_paths(context)] for i in (0, 1))
+        paths, given = ([pair[i] for pair in _tree.leaves_with_paths(hidden(context))] for i in (0, 1))
+        given = shown(given)
         leading_rows(given, paths, rows, _NAME, "context", "there are")
         self.device = _device_of([*leaves, *given])
         self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
@@ -165,7 +179,7 @@ class _Search:
         # Log-probabilities of what was chosen; where they may need a gradient, an array of the loop's has them.
         plain = not torch.is_grad_enabled() and _modes.maybe_level() is None and not _modes.forward_mode()
         self.values: list[Tensor] | None = [] if plain else None
-        self.gold = None if gold is None else _gold(gold, rows, rules.eos_id, rules.max_steps, self.device)
+        self.gold = None if gold is None else _gold(gold, rows, rules, gold_eos, self.device)
         self.vocabulary: int | None = None
         self.dtype: torch.dtype | None = None
 
@@ -187,7 +201,7 @@ class _Search:
     # -- the loop
 
     def run(self, checkpoints: Any, compact: bool) -> Hypotheses:
-        tokens = torch.full((self.rows, self.size), self.bos_id, dtype=torch.int64, device=self.device)
+        tokens = self.first_tokens.repeat(1, self.size)
         ids = torch.arange(self.rows, device=self.device)
         state = (ids, tokens, TensorArray(), self.leaves)
         if self.rows:
@@ -305,8 +319,8 @@ class _Search:
         """What is known once the first log_probs have come."""
         _checks.dense_tensor(log_probs, f"{_NAME}: log_probs")
         vocabulary = log_probs.shape[2]
-        if self.eos_id >= vocabulary:
-            raise ValueError(f"{_NAME}: eos_id is {self.eos_id}, but log_probs have {vocabulary} tokens")
+        if self.eos_ids[-1] >= vocabulary:
+            raise ValueError(f"{_NAME}: eos_id is {self.eos_ids[-1]}, but log_probs have {vocabulary} tokens")
         if self.gold is not None and self.gold.largest >= vocabulary:
             raise ValueError(f"{_NAME}: gold has the token {self.gold.largest}, but log_probs have {vocabulary} tokens")
         if log_probs.device != self.device:
@@ -344,6 +358,28 @@ def _int(n: Any, what: str, least: int) -> int:
     if (n := _checks.as_int(n, _NAME, what)) < least:
         raise ValueError(f"{_NAME}: {what} must be at least {least}, got {n}")
     return n
+
+
+def _ids(given: Any, what: str) -> list[int]:
+    """One token, or several: a sequence of ints or a tensor (n,) of them."""
+    if isinstance(given, Tensor) and given.dim() == 1 and given.dtype in _checks.INTEGERS:
+        given = given.tolist()
+    if not isinstance(given, (list, tuple, range)):
+        return [_int(given, what, 0)]
+    if not given:
+        raise ValueError(f"{_NAME}: {what} has no token; give one or more")
+    return [_int(x, f"{what}[{i}]", 0) for i, x in enumerate(given)]
+
+
+def _first_tokens(bos_id: Any, rows: int, device: torch.device) -> Tensor:
+    """(B, 1), from one token for all rows or one for each."""
+    several = isinstance(bos_id, (list, tuple, range)) or (isinstance(bos_id, Tensor) and bos_id.dim() > 0)
+    ids = _ids(bos_id, "bos_id") if rows or not several else []
+    if several and len(ids) != rows:
+        raise ValueError(
+            f"{_NAME}: bos_id has {len(ids)} tokens, batch_size is {rows}; give one for each row, or an int"
+        )
+    return torch.tensor(ids, dtype=torch.int64, device=device)[:, None].expand(rows, 1)
 
 
 def _check_rules(rules: Rules, rows: int, device: torch.device) -> None:
@@ -386,7 +422,8 @@ def _takes_history(step_fn: Any) -> bool:
     return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
 
 
-def _gold(gold: Any, rows: int, eos_id: int, max_steps: int | None, device: torch.device) -> Gold:
+def _gold(gold: Any, rows: int, rules: Rules, eos_id: int, device: torch.device) -> Gold:
+    max_steps = rules.max_steps
     if not isinstance(gold, PackedTensor):
         raise TypeError(f"{_NAME}: gold must be a PackedTensor of tokens, got {_checks.describe(gold)}")
     if gold.dtype not in _checks.INTEGERS or gold.values.dim() != 1:
@@ -399,8 +436,10 @@ def _gold(gold: Any, rows: int, eos_id: int, max_steps: int | None, device: torc
             f"{_NAME}: gold row {row} has {gold.max_len} tokens and needs as many steps and one for its eos, "
             f"max_steps is {max_steps}"
         )
-    if bool((gold.values == eos_id).any()):
-        raise ValueError(f"{_NAME}: gold has the eos_id {eos_id} among its tokens; leave bos and eos out")
+    ends = torch.isin(gold.values, torch.tensor(rules.eos_ids, device=gold.values.device))
+    if bool(ends.any()):
+        found = int(gold.values[ends][0])
+        raise ValueError(f"{_NAME}: gold has the eos_id {found} among its tokens; leave bos and eos out")
     padded = torch.full((rows, gold.max_len + 1), eos_id, dtype=torch.int64, device=device)
     padded[:, : gold.max_len] = gold.pad(eos_id).to(device)
-    return Gold(padded, gold.lens.to(device), int(padded.max()) if rows else 0)
+    return Gold(padded, gold.lens.to(device), int(padded.max()) if rows else 0, rules.eos_ids.index(eos_id))

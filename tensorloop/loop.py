@@ -127,6 +127,10 @@ def scan(
     Raises: TypeError (structure, dtype, what a y or xs leaf is), ValueError (lengths, shapes of xs), RuntimeError (a
     tensor changed in place that the loop still needs, a write to an array made outside).
     Source: jax.lax.scan for the surface.
+
+    Example:
+        >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
+        (tensor(6), tensor([0, 0, 2, 9]))
     """
     name = "scan"
     if unknown:
@@ -271,6 +275,12 @@ def while_loop(
     Cost: as `scan`; one sync a step on a device, to ask the condition. A (B,) condition keeps B bools a step.
     Raises: TypeError (what cond_fn or body_fn returned), ValueError (a leaf without B rows), as `scan` for the rest.
     Source: jax.lax.while_loop for the surface; Equinox for checkpoints in a loop of unknown length.
+
+    Example:
+        >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor(1))
+        tensor(128)
+        >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor([1, 60]), return_steps=True)
+        (tensor([128, 120]), tensor([7, 1]))
     """
     name = "while_loop"
     if unknown:
@@ -305,6 +315,10 @@ def fori_loop(
 
     Bounds are ints or 0-d integer tensors; with upper <= lower init is returned.
     Gradient, cost, errors: as `scan`.
+
+    Example:
+        >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
+        tensor(10)
     """
     name = "fori_loop"
     if unknown:
@@ -337,6 +351,10 @@ def map(
     still sees one.
     Gradient, cost, errors: as `scan`. With `batch_size` there are T/n calls of fn, whose residuals are kept
     (`checkpoints` is then refused).
+
+    Example:
+        >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
+        tensor([2., 2., 2.])
     """
     name = "map"
     if unknown:

@@ -32,6 +32,7 @@ from tensorloop._packed_facts import FACTS, InAutograd
 from tensorloop._packed_index import getitem
 from tensorloop._packed_methods import add_methods
 from tensorloop._packed_ops import FALLBACKS, HANDLERS, dispatch, is_pointwise
+from tensorloop._packed_refused import no_attribute, unsupported
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
@@ -72,6 +73,15 @@ class PackedTensor(InAutograd):
     Gradient: to `values`, any number of times. Cost: nothing is copied; N entries of work, whatever the longest row.
     Raises: TypeError, ValueError (lens that do not sum to N, negative, of another dtype or not 1-d). The values of lens
     are looked at on the CPU; on a device only with `check=True`, which waits for it.
+
+    Example:
+        >>> p = tl.PackedTensor(torch.arange(6.0), [2, 3, 1])
+        >>> p.sum(1), p.softmax(1).lens
+        (tensor([1., 9., 5.]), tensor([2, 3, 1]))
+        >>> (p * 2).pad()
+        tensor([[ 0.,  2.,  0.],
+                [ 4.,  6.,  8.],
+                [10.,  0.,  0.]])
     """
 
     __slots__ = ()
@@ -210,6 +220,10 @@ class PackedTensor(InAutograd):
             refuse_lost_gradient("indexing", (self, key))
         return getitem(self, key)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Refused: torch.where writes where a mask says so."""
+        raise unsupported("__setitem__")
+
     def __len__(self) -> int:
         """Refused: with a length, torch would take the index of `table[p]` for a tuple of rows, one for each dim."""
         raise TypeError("len: a packed tensor has B rows and sum(lens) entries; use p.shape[0] or p.values.shape[0]")
@@ -310,9 +324,9 @@ class PackedTensor(InAutograd):
             return getattr(self.values, name)
         func = getattr(Tensor, name, None)
         if func is None or not callable(func) or name.startswith("__"):
-            raise AttributeError(f"a packed tensor has no attribute {name!r}; .values and .pad() give ordinary tensors")
+            raise no_attribute(name, method=False)
         if name not in HANDLERS and not is_pointwise(name):
-            raise AttributeError(f"{name} is not known for packed tensors; use .values (N, *F), or .pad() and a mask")
+            raise no_attribute(name, method=True)
         return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
 
     def __dir__(self) -> list[str]:
@@ -355,6 +369,10 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
     these. Gradient: to the entries packed; 0 for the padding. Cost: one copy of N entries.
     Raises: TypeError, ValueError (another number of rows, a negative length, a row longer than T). Lengths on a device
     are waited for, once for each Dim: N must be known. Keep them on the CPU and nothing waits.
+
+    Example:
+        >>> tl.pack_padded(torch.arange(6).view(2, 3), [2, 3]).values
+        tensor([0, 1, 3, 4, 5])
     """
     name = "pack_padded"
     dim = as_dim(lens, name, check)

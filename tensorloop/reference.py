@@ -87,7 +87,7 @@ def scan(
 def _stacked(ys: Sequence[Any], dim: int) -> Tensor | None:
     if ys[0] is None:
         return None
-    values = [torch.as_tensor(y) for y in ys]
+    values = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
     return torch.stack(values, dim if dim < 0 else min(dim, values[0].dim()))
 
 
@@ -283,13 +283,14 @@ class Hypothesis(NamedTuple):
     score: Any
     tokens: tuple[int, ...]
     finished: bool = True
+    end: int = -1  # the token that ended it
 
 
 def beam_search(
     log_probs: Callable[[tuple[int, ...]], Any],
     beam_size: int,
     max_steps: int,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     n_best: int,
     final: Callable[[Any, int], Any] = lambda score, length: score,
     may_end: int | None = None,
@@ -297,17 +298,19 @@ def beam_search(
 ) -> tuple[list[Hypothesis], int]:
     """(n_best hypotheses, steps) of one row; log_probs(tokens so far) -> V numbers; a tie keeps its order.
 
-    An eos counts where it is among the `may_end` best offers of its step, by default anywhere. `running` are pairs of
+    Each eos counts where it is among the `may_end` best offers of its step, by default anywhere. `running` are pairs of
     score and tokens after t steps.
     """
-    running, pool, t = [(0.0, ())], [], 0
+    eos = eos_id if isinstance(eos_id, tuple) else (eos_id,)
+    running: list[Any] = [(0.0, ())]
+    pool, t = [], 0
     while running and t < max_steps and not (len(pool) == n_best and stop(pool, running, t)):
         offers = [(s + p, (*past, k)) for s, past in running for k, p in enumerate(log_probs(past)) if p > -math.inf]
         best, t = sorted(offers, key=lambda offer: -offer[0]), t + 1
-        ended = [offer for offer in offers if offer[1][-1] == eos_id and offer in best[:may_end]]
-        pool += [Hypothesis(final(s, t), s, tokens[:-1]) for s, tokens in ended]
+        ended = [offer for offer in offers if offer[1][-1] in eos and offer in best[:may_end]]
+        pool += [Hypothesis(final(s, t), s, tokens[:-1], True, tokens[-1]) for s, tokens in ended]
         pool = sorted(pool, key=lambda found: -found.final)[:n_best]
-        running = [offer for offer in best if offer[1][-1] != eos_id][:beam_size]
+        running = [offer for offer in best if offer[1][-1] not in eos][:beam_size]
     late = [Hypothesis(final(s, t), s, tokens, False) for s, tokens in running if t == max_steps]
     return (pool + sorted(late, key=lambda found: -found.final))[:n_best], t
 
@@ -316,14 +319,16 @@ def every_hypothesis(
     log_probs: Callable[[tuple[int, ...]], Any],
     vocabulary: int,
     max_steps: int,
-    eos_id: int,
+    eos_id: int | tuple[int, ...],
     final: Callable[[Any, int], Any] = lambda score, length: score,
 ) -> list[Hypothesis]:
     """All that end within `max_steps`, the eos counted, best first: what a beam that keeps everything finds."""
-    others, found = [token for token in range(vocabulary) if token != eos_id], []
+    eos = eos_id if isinstance(eos_id, tuple) else (eos_id,)
+    others, found = [token for token in range(vocabulary) if token not in eos], []
     for tokens in itertools.chain(*(itertools.product(others, repeat=n) for n in range(max_steps))):
-        score = sum(log_probs(tokens[:i])[token] for i, token in enumerate((*tokens, eos_id)))
-        found.append(Hypothesis(final(score, len(tokens) + 1), score, tokens))
+        for end in eos:
+            score = sum(log_probs(tokens[:i])[token] for i, token in enumerate((*tokens, end)))
+            found.append(Hypothesis(final(score, len(tokens) + 1), score, tokens, True, end))
     return sorted(found, key=lambda one: -one.final)
 
 

@@ -58,6 +58,11 @@ def regroup(
         TypeError: an argument of another type or structure; tensors of unequal dtype.
         ValueError: keys and lengths that disagree, a name in two places, an unknown key; tensors that do not fit them,
             or of unequal batch or device.
+
+    Example:
+        >>> values = [torch.tensor([[1, 2, 3]]), torch.tensor([[4]])]
+        >>> tl.regroup(values, [["a", "b"], ["c"]], [[1, 2], [1]], [["c", "a"], ["b", "c"]])
+        [tensor([[4, 1]]), tensor([[2, 3, 4]])]
     """
     name = "regroup"
     frozen = _names(keys, name, "keys"), _numbers(lengths, name), _names(groups, name, "groups")
@@ -73,6 +78,11 @@ class RegroupPlan:
     Attributes:
         keys, lengths, groups: the arguments, as tuples.
         moves: what goes where, as tuples (input, output, start in the input, start in the output, length).
+
+    Example:
+        >>> plan = tl.RegroupPlan([["a", "b"], ["c"]], [[1, 2], [1]], [["c", "a"]])
+        >>> plan([torch.tensor([[1, 2, 3]]), torch.tensor([[4]])])
+        [tensor([[4, 1]])]
     """
 
     def __init__(

@@ -19,8 +19,9 @@ from torch import Tensor
 from tensorloop import _again, _modes
 from tensorloop._active import quietly
 from tensorloop._engine import keeps_graph
-from tensorloop._held import HeldTensorWarning
+from tensorloop._leaving import HeldTensorWarning
 from tensorloop._plan import Checkpoints, plan_of
+from tensorloop._progress import Progress
 from tensorloop._record import Record
 from tensorloop._reversal import Reversal
 from tensorloop._steps import Loop
@@ -35,12 +36,14 @@ def applies(loop: Loop) -> bool:
     if not torch.is_grad_enabled() or _modes.maybe_level() is not None or _modes.forward_mode():
         return False
     leaves = [*loop.init, *loop.context]
-    return all(not isinstance(x, TensorArray) or x._home == 0 for x in leaves)
+    arrays = [x for x in leaves if isinstance(x, TensorArray)]
+    return all(x._home == 0 for x in arrays) and not (arrays and _modes.faking())
 
 
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
     record = Record(loop, plan, length)
+    record.shown = progress.shown
     with quietly():
         with loop.counted(), record.autocast.again():
             state = record.sweep(progress)
@@ -64,7 +67,8 @@ class Replayed(torch.autograd.Function):
         if record is None:
             raise RuntimeError(
                 "Trying to backward through a checkpointed loop a second time, but what it kept was freed by the "
-                "first; give retain_graph=True to the first backward"
+                "first; give retain_graph=True to the first backward (where the loop ran in a step of another "
+                "checkpointed loop, that freed it: return what it gave from the body)"
             )
         if all(grad is None for grad in grads):
             return (None,) * (3 + len(record.inputs))
@@ -72,7 +76,8 @@ class Replayed(torch.autograd.Function):
             if torch.is_grad_enabled() or _modes.maybe_level() is not None:
                 found = _again.differentiated(record, grads)
             else:
-                with record.as_then():
+                bar = Progress(record.shown, f"{record.name} backward", record.steps)
+                with record.as_then(), bar as record.bar:
                     found = Reversal(record, grads).run()
         if not keeps_graph():
             ctx.record = None

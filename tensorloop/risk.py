@@ -61,6 +61,12 @@ def minimum_risk(
     Raises: TypeError (dtypes), ValueError (shapes, devices, an unknown reduction, alpha, lens below 1, what `check`
     finds).
     Source: Shen et al. 2016 (minimum risk training); Edunov et al. 2018.
+
+    Example:
+        >>> scores = torch.tensor([[-1.0, -1.0]], requires_grad=True)  # two hypotheses, the second with two errors
+        >>> tl.minimum_risk(scores, torch.tensor([[0.0, 2.0]])).backward()
+        >>> scores.grad
+        tensor([[-0.5000,  0.5000]])
     """
     name = "minimum_risk"
     if _number(alpha, f"{name}: alpha") == 0:
@@ -92,6 +98,11 @@ def mwer(
     model is indifferent. And -weight to gold_scores.
     Cost, `check` (gold_scores, too), Raises: as `minimum_risk`; weight must be 0 or more.
     Source: Prabhavalkar et al. 2018.
+
+    Example:
+        >>> scores = torch.tensor([[-1.0, -3.0]])
+        >>> bool(tl.mwer(scores, torch.tensor([[0.0, 2.0]])) < 0)  # the better one is the likelier one
+        True
     """
     name = "mwer"
     weight = _number(weight, f"{name}: weight")
@@ -125,6 +136,12 @@ def leave_one_out(
     with.
     Cost, `check`, Raises: as `minimum_risk`; ValueError (risks that require a gradient, which is not estimated).
     Source: Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a Baseline for Free!"); REINFORCE is Williams 1992.
+
+    Example:
+        >>> scores = torch.zeros(1, 2, requires_grad=True)  # of two samples
+        >>> tl.leave_one_out(scores, torch.tensor([[0.0, 2.0]])).backward()
+        >>> scores.grad
+        tensor([[-1.,  1.]])
     """
     name = "leave_one_out"
     _constant(risks, name)

@@ -23,7 +23,7 @@ from tensorloop import _active, _advice, _checks, _modes, _to
 from tensorloop._active import here
 from tensorloop._array_buffer import Buffer, recording
 from tensorloop._array_grad import Rows
-from tensorloop._array_slots import Slots
+from tensorloop._array_slots import Slots, element_of
 from tensorloop._compile import runs_eagerly
 from tensorloop._holes import Holes
 from tensorloop._modes import forward_ad, graph_task, maybe_level
@@ -49,6 +49,11 @@ class TensorArray(_advice.NoTensor):
     Raises: TypeError (dtype, not a tensor), ValueError (shape, device), IndexError (slot, hole), RuntimeError (a
     waiting tensor or a view was changed in place; a transformed tensor written into an array made outside).
     Source: TensorFlow's TensorArray for the surface; for the rest see `docs/how_it_works.md`.
+
+    Example:
+        >>> array = tl.TensorArray().append(torch.tensor(1.0)).append(torch.tensor(2.0))
+        >>> array[0], array.stack().cumsum(0)
+        (tensor(1.), tensor([1., 3.]))
     """
 
     __slots__ = (
@@ -100,7 +105,7 @@ class TensorArray(_advice.NoTensor):
         functional = array._functional(values, name)
         array._fix(values.shape[1:], values)
         if functional:
-            array._store = Slots(_element(values), [x.clone() for x in values.unbind(0)])
+            array._store = Slots(element_of(values), [x.clone() for x in values.unbind(0)])
         else:
             with _active.unnoted():
                 array._store = Buffer.unstack(values)
@@ -414,11 +419,11 @@ class TensorArray(_advice.NoTensor):
         functional = self._functional(x, name)
         if self._store is None:
             with _active.unnoted():
-                like = _element(x, lead)
+                like = element_of(x, lead)
                 self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
         elif functional and isinstance(self._store, Buffer):
             with recording():
-                self._store = Slots(_element(x, lead), self._store.all(name))
+                self._store = Slots(element_of(x, lead), self._store.all(name))
         if self._shape is None:
             self._fix(x.shape[lead:], x)
         return self._store
@@ -491,8 +496,3 @@ def _rebuilt(given: Any, capacity: int | None, holes: bytes, values: Tensor | No
     array = TensorArray() if values is None else TensorArray.unstack(values)
     array._given, array._capacity, array._holes = given, capacity, Holes(holes)
     return array
-
-
-def _element(x: Tensor, lead: int = 1) -> Tensor:
-    """An element of the shape, dtype and device of a slice of `x`; its values do not matter."""
-    return torch.empty(x.shape[lead:], dtype=x.dtype, device=x.device)

@@ -34,15 +34,16 @@ class Table(NamedTuple):
 
     def search(self, size: int, **options: Any) -> beam.Hypotheses:
         """Our search, with the table as context."""
-        init = torch.full((self.rows,), BOS)
+        first = torch.as_tensor(options.get("bos_id", BOS), dtype=torch.int64)
+        init = first if first.shape == (self.rows,) else torch.full((self.rows,), BOS if first.dim() else int(first))
         arguments: dict[str, Any] = {"bos_id": BOS, "eos_id": EOS, "context": self.logits} | options
         return beam.beam_search(table_step, init, batch_size=self.rows, beam_size=size, **arguments)
 
-    def scores(self, row: int) -> Scores:
+    def scores(self, row: int, bos: int = BOS) -> Scores:
         table = torch.log_softmax(self.logits[row], -1)
 
         def of(prefix: tuple[int, ...]) -> list[float]:
-            last = (BOS, BOS, *prefix)[-2:]
+            last = (bos, bos, *prefix)[-2:]
             return table[last].tolist()
 
         return of
@@ -66,6 +67,7 @@ def plain_search(
     longest: int | None = None,
     stop: str = "exact",
     eos: str = "always",
+    eos_id: int | tuple[int, ...] = EOS,
 ) -> tuple[list[Found], int]:
     """The n best of one row and the steps taken, by the definition of the search; the models rank and bound as ours."""
     model = model or beam.Sum()
@@ -73,7 +75,7 @@ def plain_search(
         scores,
         size,
         steps,
-        EOS,
+        eos_id,
         n_best or size,
         final=functools.partial(final, model),
         may_end={"always": None, "top_k": size, "top_2k": 2 * size}[eos],
@@ -93,9 +95,11 @@ def _stops(model: Any, pool: Any, running: Any, t: int, longest: int | None, sto
     return stop == "first_n" or (stop == "hf" and pool[-1].final >= final(model, running[0][0], t))
 
 
-def every_sequence(scores: Scores, vocabulary: int, steps: int, model: Any = None) -> list[Found]:
+def every_sequence(
+    scores: Scores, vocabulary: int, steps: int, model: Any = None, eos_id: int | tuple[int, ...] = EOS
+) -> list[Found]:
     """All that end within `steps`, eos counted, best first."""
-    return reference.every_hypothesis(scores, vocabulary, steps, EOS, functools.partial(final, model or beam.Sum()))
+    return reference.every_hypothesis(scores, vocabulary, steps, eos_id, functools.partial(final, model or beam.Sum()))
 
 
 def rows_of(hyps: beam.Hypotheses) -> list[list[Found]]:
@@ -107,6 +111,7 @@ def rows_of(hyps: beam.Hypotheses) -> list[list[Found]]:
                 hyps.scores[b, j].item(),
                 tuple(hyps.tokens[b * hyps.n_best + j].tolist()),
                 bool(hyps.finished[b, j]),
+                int(hyps.ends[b, j]),
             )
             for j in range(hyps.n_best)
             if hyps.valid[b, j]
@@ -116,7 +121,7 @@ def rows_of(hyps: beam.Hypotheses) -> list[list[Found]]:
 
 
 def assert_same(ours: Sequence[Found], theirs: Sequence[Found]) -> None:
-    assert [(x.tokens, x.finished) for x in ours] == [(x.tokens, x.finished) for x in theirs]
+    assert [x[2:] for x in ours] == [x[2:] for x in theirs]
     for x, y in zip(ours, theirs, strict=True):
         assert math.isclose(x.score, y.score, abs_tol=1e-9)
         assert math.isclose(x.final, y.final, abs_tol=1e-9)

@@ -166,23 +166,15 @@ def run(program: NestProgram, loops: Any, inputs: Sequence[Tensor], rows: Any = 
 
 def _run(s: State, nest: Nest, outermost: bool = False) -> None:
     """Carries out a nest: its loop begins with the registers of the outer body and leaves its results there."""
-    loops, outer = s.loops.of(nest), s.loops
     by_row = nest.kind == "rows" and s.row is not None
     fixed = nest.arrays != "new" and (s.fixed or (by_row and not outermost))
-    weight = {"carry": s.h, "made": s.made, "fresh": (s.w * s.h.cos()).sin()}.get(nest.weight, s.w)
-    beside = {"fresh": s.made.cos(), "entangled": (weight * 1.3).sin()}.get(nest.made, s.made)
-    read = {"a": s.a, "b": s.b}.get(nest.read, s.array)
-    reverse, with_context, compact = nest.options
-    compact = compact and by_row
-    if compact:  # what has rows must be in the context, and there nothing else may be
-        weight, beside, read = weight.expand_as(s.h), s.late, read if len(read) else s.array
-    context = (weight, read) if with_context or compact else None
-    late, generator, limits, xs_given, salt = s.late, s.generator, s.limits, s.xs, s.t
+    weight, beside, read, context = _closed_over(s, nest, by_row and nest.options[2])
+    outer, late, generator, xs, limits, salt = s.loops, s.late, s.generator, s.xs, s.limits, s.t
 
-    def step(carry: Any, x: Any, context: Any) -> tuple[Any, Any]:
+    def step(carry: Any, x: Any, context: Any = None) -> tuple[Any, Any]:
         h, g, a, b, t, row = carry
         w, array = context or (weight, read)
-        r = State(outer, t, h, g, a, b, w, beside, late, array, generator, xs_given, row, limits, fixed)
+        r = State(outer, t, h, g, a, b, w, beside, late, array, generator, xs, row, limits, fixed)
         if x is not None:
             r.h = rotate(r.h) + x.sin()
         for operation in nest.operations:
@@ -193,29 +185,45 @@ def _run(s: State, nest: Nest, outermost: bool = False) -> None:
         return (r.h, r.g, r.a, r.b, t + 1, row), _output(r, nest.ys, x)
 
     def goes_on(carry: Any, *_: Any) -> Any:
-        return carry[4] < (limits[carry[5]] + salt) % 5 if by_row else carry[4] < nest.steps
+        return carry[4] < nest.steps if limits is None or not by_row else carry[4] < (limits[carry[5]] + salt) % 5
 
-    arrays = {"new": (loops.array(), loops.array()), "swapped": (s.b, s.a)}.get(nest.arrays, (s.a, s.b))
-    init = (s.h, s.g, *arrays, 0, s.row)
-    if nest.kind == "scan" and (xs := _xs(s, nest)) is not None and len(xs):
+    loops = s.loops.of(nest)
+    init = (s.h, s.g, *_first_arrays(s, nest, loops), 0, s.row)
+    if nest.kind == "scan" and len(given := _xs(s, nest)):
         until = None if nest.until is None else lambda carry, *_: carry[4] >= nest.until
-        carry, y = loops.scan(
-            lambda c, x, *rest: step(c, x, *(rest or (None,))),
-            init, xs, reverse=reverse, until=until, context=context,
-        )  # fmt: skip
-        _take_ys(s, y, fixed)
+        carry, (y,) = loops.scan(step, init, given, reverse=nest.options[0], until=until, context=context)
+        if y.shape[1:] == s.h.shape:
+            s.g = s.g + y.sum(0).cos()
+        elif y.dim() == 1:
+            s.g = s.g + y.sum()
     elif nest.kind == "fori":
-        carry = loops.fori_loop(0, nest.steps, lambda i, c: step(c, None, None)[0], init)
+        carry = loops.fori_loop(0, nest.steps, lambda i, c: step(c, None)[0], init)
     else:
-        more = {"max_steps": nest.max_steps, **({"compact": True} if compact else {})}
-        carry = loops.while_loop(
-            goes_on, lambda c, *rest: step(c, None, *(rest or (None,)))[0], init, context=context, **more
-        )
+        options = {"max_steps": nest.max_steps, "compact": by_row and nest.options[2]}
+        carry = loops.while_loop(goes_on, lambda c, *rest: step(c, None, *rest)[0], init, context=context, **options)
     s.h, s.g = carry[0], carry[1]
     if nest.arrays != "new":
         s.a, s.b = carry[2], carry[3]
     elif len(carry[2]):
-        s.h = rotate(s.h) + carry[2].stack().sum(0).sin()
+        s.h = s.h + carry[2].stack().sum(0).sin()
+
+
+def _closed_over(s: State, nest: Nest, compact: bool) -> tuple[Tensor, Tensor, Any, Any]:
+    """(weight, a tensor beside it, array, context) of a nest's body."""
+    weight = {"carry": s.h, "made": s.made, "fresh": (s.w * s.h.cos()).sin()}.get(nest.weight, s.w)
+    beside = {"fresh": s.made.cos(), "entangled": (weight * 1.3).sin()}.get(nest.made, s.made)
+    read = {"a": s.a, "b": s.b}.get(nest.read, s.array)
+    if compact:  # what has rows must be in the context, and there nothing else may be
+        weight, beside, read = weight.expand_as(s.h), s.late, read if len(read) else s.array
+    return weight, beside, read, (weight, read) if compact or nest.options[1] else None
+
+
+def _first_arrays(s: State, nest: Nest, loops: Any) -> tuple[Any, Any]:
+    if nest.arrays == "new":
+        return loops.array(), loops.array()
+    # In rows that stop, an array takes the place of one of its length.
+    swapped = nest.arrays == "swapped" and (s.row is None or len(s.a) == len(s.b))
+    return (s.b, s.a) if swapped else (s.a, s.b)
 
 
 def _xs(s: State, nest: Nest) -> Any:
@@ -228,14 +236,6 @@ def _xs(s: State, nest: Nest) -> Any:
     return s.a.stack() if nest.xs == "stack" else s.a
 
 
-def _take_ys(s: State, y: Any, fixed: bool) -> None:
-    y = y[0]
-    if y.shape[1:] == s.h.shape:
-        s.g = s.g + y.sum(0).cos()
-    elif y.dim() == 1:
-        s.g = s.g + y.sum()
-
-
 def _output(r: State, y: str, x: Tensor | None) -> tuple[Any]:
     if y == "x":
         return (r.g if x is None else x,)
@@ -244,7 +244,7 @@ def _output(r: State, y: str, x: Tensor | None) -> tuple[Any]:
 
 
 def _operate(r: State, operation: Operation) -> None:
-    name, p, q = operation
+    name, _, q = operation
     if r.limits is not None and name in _NOT_OF_ROWS:
         return
     if len(r.a) > 24 and (name in _GROWS or name == "overwrite"):

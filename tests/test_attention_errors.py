@@ -148,3 +148,50 @@ def test_values_that_do_not_fit_the_lens_never_reach_a_kernel():
     for q, k, v in ((bad, bad, bad), (p, p, bad), (p, bad, p)):
         with pytest.raises(ValueError, match="attention: lens sum to 11, but there are 3 values"):
             attention(q, k, v)
+
+
+# ---- the layout of scaled_dot_product_attention
+
+TAKEN = r"^attention: q \(2, 4, {}, 3\) is taken as 4 tokens of {} heads, .* if so, transpose\(1, 2\) q, k, v and"
+
+
+def turned(tokens: int, heads: int = 4) -> Tensor:
+    """(B, heads, T, D) as a model makes it."""
+    return torch.randn(2, tokens, heads * 3).view(2, tokens, heads, 3).transpose(1, 2)
+
+
+def test_heads_before_tokens_are_told():
+    for x in (turned(8), turned(100), torch.randn(2, 4, 129, 3)):
+        n = x.shape[2]
+        with pytest.warns(UserWarning, match=TAKEN.format(n, n)) as told:
+            attention(x, x, x, causal=True)
+        assert told[0].filename == __file__
+        attention(*(y.transpose(1, 2) for y in (x, x, x)), causal=True)
+
+
+def test_heads_before_tokens_with_shared_heads_are_told():
+    with pytest.warns(UserWarning, match=TAKEN.format(20, 20)):
+        attention(turned(20), turned(20, 2), turned(20, 2))
+
+
+def test_ordinary_sizes_are_not_taken_for_another_layout():
+    def one(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, 3)
+
+    for q, k in (
+        (one(1, 256), one(1, 256)),  # a step of one token
+        (one(1, 32), one(3, 32)),
+        (one(7, 128), one(7, 128)),  # many heads that lie as they are read
+        (one(129, 200), one(129, 200)),
+        (one(2, 8), one(90, 8)),
+        (one(8, 5).transpose(1, 2), one(8, 5).transpose(1, 2)),  # few more tokens than heads
+        (one(8, 90).transpose(1, 2), one(8, 90).transpose(1, 2)),
+    ):
+        attention(q, k, k)
+    many = torch.randn(1, 4, 200, 3)
+    attention(many, many, many, block_mask=mask(T=4, S=4))  # the mask says what tokens are
+
+
+def test_a_mask_for_the_other_layout():
+    with pytest.raises(ValueError, match=r"there are 4 and 4; they are \(B, T, heads, D\): transpose\(1, 2\) what is"):
+        attention(*(X.transpose(1, 2),) * 3, block_mask=mask())

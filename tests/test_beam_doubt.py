@@ -58,7 +58,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"eos": "top_k"},
     {"choose": beam.Sample()},
     {"choose": beam.StochasticBeam()},
-    {"gold": tl.PackedTensor.from_list([torch.tensor([2, 3]), torch.tensor([4]), torch.tensor([2]), torch.tensor([0])])},
+    {
+        "gold": tl.PackedTensor.from_list(
+            [torch.tensor([2, 3]), torch.tensor([4]), torch.tensor([2]), torch.tensor([0])]
+        )
+    },
     {"checkpoints": 2},
 ]
 
@@ -103,11 +107,11 @@ def test_only_the_rows_that_it_is_true_of_lose_their_proof():
 def test_rounding_of_a_large_vocabulary_passes(dtype: torch.dtype):
     """All probabilities alike, so that all are rounded the same way."""
 
-    def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
-        return carry, torch.full((*tokens.shape, size), -math.log(size), dtype=dtype)
+    def step(size: int, tokens: Tensor) -> tuple[int, Tensor]:
+        return size, torch.full((*tokens.shape, size), -math.log(size), dtype=dtype)
 
     for size in (1000, 3011, 50257, 98_000):
-        beam.beam_search(step, None, batch_size=1, beam_size=2, bos_id=BOS, eos_id=EOS, max_steps=3)
+        beam.beam_search(step, size, batch_size=1, beam_size=2, bos_id=BOS, eos_id=EOS, max_steps=3)
 
 
 def test_the_warning_points_at_the_call():
@@ -135,9 +139,10 @@ def endless(likely: list[float], steps: int, **options: Any) -> beam.Hypotheses:
 @pytest.mark.parametrize(("likely", "ended"), [([0.5, 0.0, 0.5], 0), ([0.999, 0.001, 0.0], 2)])
 def test_a_search_that_may_not_end_says_so_once(likely: list[float], ended: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_beam_doubt, "ENDLESS", 20)
-    with warnings.catch_warnings(record=True) as caught, pytest.raises(Enough):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        endless(likely, 60)
+        with pytest.raises(Enough):
+            endless(likely, 60)
     (one,) = caught
     expected = f"beam_search: 20 steps, and 2 rows still run; in row 0 {ended} of 2 hypotheses have ended."
     assert str(one.message).startswith(expected)

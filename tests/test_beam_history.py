@@ -329,7 +329,7 @@ def bare(step: Any, init: Any) -> beam.Hypotheses:
 
 
 def test_arrays_must_come_back_where_they_were():
-    scores = torch.full((ROWS, SIZE, 4), -1.0)
+    scores = torch.full((ROWS, SIZE, 4), -2.0)
     with pytest.raises(ValueError, match=r"elements are \(4, 3, \.\.\.\), got \(4, 2\)"):
         bare(lambda c, k: (c.append(torch.zeros(ROWS, 2)), scores), tl.TensorArray())
     with pytest.raises(TypeError, match="step_fn was given an array at carry and returned TensorArray"):

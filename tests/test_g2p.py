@@ -79,7 +79,7 @@ def test_a_sample_is_fixed_and_grows_by_adding():
 
 def test_several_lines_are_several_pronunciations(tmp_path: Path):
     path = tmp_path / "lexicon.gz"
-    path.write_bytes(gzip.compress(b"A\tAH\nB\tB IY\nA\tEY\n"))
+    path.write_bytes(gzip.compress(b"A\tAH\nB\tB IY\nA\tEY\n", mtime=0))
     assert data.read_lexicon(path) == {"A": [("AH",), ("EY",)], "B": [("B", "IY")]}
 
 
@@ -95,7 +95,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.gz", gzip.compress(b"A\tAH\n" * 99)[:-9], "cut short or damaged"),
+        ("a.gz", gzip.compress(b"A\tAH\n" * 99, mtime=0)[:-9], "cut short or damaged"),
         ("a.gz", b"A\tAH\n", "cannot be read .*[Nn]ot a gzipped"),
         ("a.txt", b"", "holds no words"),
         ("a.txt", b"A\t\xff\n", "is not UTF-8 text"),

@@ -249,6 +249,7 @@ def test_a_symlink_beside_the_file_is_not_followed(tmp_path: Path, monkeypatch: 
         checkpoint.save(path, "kind", {"value": 1})
     monkeypatch.undo()
     (tmp_path / ".model.pt.tmp").symlink_to(victim)
+    (tmp_path / ".model.pt.x.tmp").mkdir()  # cannot be taken away as a file is
     checkpoint.save(path, "kind", {"value": 1})
     assert victim.read_text() == "mine"
     assert checkpoint.load(path, "kind")["value"] == 1

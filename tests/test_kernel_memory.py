@@ -186,8 +186,9 @@ def test_where_nothing_is_in_memory_a_kernel_says_so() -> None:
 
 
 def test_an_empty_tensor_has_an_address_or_none() -> None:
-    assert _memory.address(torch.empty(0, 3)) == 0
-    assert _memory.address(torch._efficientzerotensor((0, 3)))  # pyright: ignore[reportPrivateImportUsage] == 0
+    assert _memory.address(torch.empty(0, 3)) >= 0
+    assert _memory.address(torch.zeros(2)[2:]) >= 0
+    assert _memory.address(torch._efficientzerotensor((0, 3))) == 0  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_addresses_come_from_one_place() -> None:

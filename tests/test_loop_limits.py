@@ -332,6 +332,36 @@ def test_export_and_make_fx_unroll() -> None:
         torch.export.export(Module(whiled), (torch.zeros(3),), strict=False)
 
 
+def test_make_fx_with_symbolic_sizes_unrolls() -> None:
+    """T becomes a number; the other sizes stay symbols."""
+
+    def stepped(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sin(c) * x, c + x
+
+    def grown(array: tl.TensorArray, x: Tensor) -> tuple[tl.TensorArray, Tensor]:
+        return array.append(x.cos()), array[:].sum(0)
+
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "scan": lambda x: tl.scan(stepped, x[0], x)[1],
+        "reverse": lambda x: tl.scan(stepped, x[:, 0], x, dim=1, reverse=True)[0],
+        "map": lambda x: tl.map(torch.sin, x),
+        "chunks": lambda x: tl.map(torch.sin, x, batch_size=2),
+        "fori_loop": lambda x: tl.fori_loop(0, x.shape[0], lambda i, c: c * x[i], x[0]),
+        "while_loop": lambda x: tl.while_loop(lambda c: c[1] < 3, lambda c: (c[0].sin(), c[1] + 1), (x, 0))[0],
+        "associative_scan": lambda x: tl.associative_scan(torch.mul, x),
+        "array": lambda x: tl.scan(grown, tl.TensorArray().append(x[0]), x)[1],
+        "gradient": lambda x: grad(tl.scan(stepped, x[0], x)[1].sum(), x)[0],
+    }
+    for name, function in functions.items():
+        x = torch.rand(4, 3, requires_grad=name == "gradient")
+        traced = make_fx(function, tracing_mode="symbolic")(x)
+        again = torch.rand(4, 3, requires_grad=name == "gradient")
+        torch.testing.assert_close(traced(again), function(again), msg=lambda text, name=name: f"{name}: {text}")
+        wider = torch.rand(4, 5, requires_grad=name == "gradient")
+        if name not in ("reverse",):  # runs over that dim
+            torch.testing.assert_close(traced(wider), function(wider))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
 def test_jit_trace_bakes_in_the_number_of_steps() -> None:
     traced: Any = torch.jit.trace(whiled, (torch.zeros(3),), check_trace=False)

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tensorloop import _captures, memory, schedule
+from tensorloop import _held, memory, schedule
 from tensorloop.memory import collector_off
+from tensorloop.replay import HeldTensorWarning
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
 from tests.loop_cases import cell, inputs, randn, rotate
 
@@ -53,12 +54,18 @@ def test_a_change_in_place_is_refused_and_one_through_data_is_not_seen(which: st
         grad(outs[1].sum(), w)
 
 
-def test_a_name_bound_to_another_tensor_is_refused_and_to_another_number_is_not_seen() -> None:
-    w, b, number = randn(2), torch.ones(2, dtype=torch.float64), 1.0
-    out = looped(lambda i, c: swung(c, w) * b * number)
+def test_a_name_bound_to_another_tensor_or_number_is_refused_and_another_number_in_a_list_is_not_seen() -> None:
+    w, b, number, numbers = randn(2), torch.ones(2, dtype=torch.float64), 1.0, [1.0]
+    out = looped(lambda i, c: swung(c, w) * b * number * numbers[0])
     true = grad(out.sum(), w, retain_graph=True)[0]
-    number = 2.0
+    numbers[0] = 2.0
     assert not torch.allclose(grad(out.sum(), w, retain_graph=True)[0], true)
+    number = 2.0
+    with pytest.raises(
+        RuntimeError, match=r"the variable number, which the body uses, was 1\.0 .* and is 2\.0 in backward"
+    ):
+        grad(out.sum(), w, retain_graph=True)
+    number = 1.0
     b = torch.ones(2, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="in its replay, which the forward pass did not use"):
         grad(out.sum(), w)
@@ -73,9 +80,9 @@ def test_a_module_set_to_eval_before_backward_is_not_seen() -> None:
 
 
 def test_another_number_of_tensors_is_seen() -> None:
-    w, extra = randn(2), False
+    w, extra = randn(2), list[int]()
     out = looped(lambda i, c: swung(c + 1 if extra else c, w))
-    extra = True
+    extra.append(1)
     with pytest.raises(RuntimeError, match="did not repeat itself: it made 15 tensors in the forward pass and 16 in"):
         grad(out.sum(), w)
 
@@ -113,7 +120,8 @@ def test_what_leaves_the_body_by_another_way_has_the_graph_of_its_step() -> None
         seen.append(swung(c, w))
         return seen[-1]
 
-    looped(body)
+    with pytest.warns(HeldTensorWarning, match="somebody still holds something that the body computed from a tensor"):
+        looped(body)
     before = seen[2].detach()
     torch.testing.assert_close(grad(seen[3].sum(), w), grad(swung(before, w).sum(), w))
 
@@ -176,7 +184,8 @@ def test_tensors_closed_over_in_another_thread_get_no_gradient() -> None:
     assert run(None)[1] is not None
     for _ in range(1000):  # nodes are numbered by thread: this one is far ahead, as in any program of some size
         w.sin()
-    assert run(2)[1] is None
+    with pytest.warns(HeldTensorWarning):  # the thread's result is taken for a tensor from outside, and held
+        assert run(2)[1] is None
 
 
 # -- what surrounds them
@@ -318,18 +327,31 @@ def test_a_sweep_that_ends_before_the_loop_does() -> None:
         tl.scan(cell(w), init, xs, checkpoints=Short())
 
 
+def test_what_leaves_a_step_that_has_a_loop_of_its_own() -> None:
+    w, seen = randn(2), list[Tensor]()
+
+    def body(i: int, c: Tensor) -> Tensor:
+        c = tl.fori_loop(0, 2, lambda j, c: swung(c, w), c, checkpoints=1)
+        seen.append(c.sin())
+        return rotate(c)
+
+    grad(looped(body).sum(), w)
+    with pytest.raises(RuntimeError, match="ran in a step of another checkpointed loop, that freed it: return what"):
+        grad(seen[0].sum(), w)
+
+
 @pytest.fixture(params=["as they are", "one fewer"])
-def references(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """References as this interpreter counts them, and as one does that borrows its locals."""
     if request.param == "one fewer":
         count = sys.getrefcount
         monkeypatch.setattr(sys, "getrefcount", lambda x: count(x) - 2)  # one of them is this function's own
-    _captures._references.cache_clear()
+    _held.references.cache_clear()
     yield
-    _captures._references.cache_clear()
+    _held.references.cache_clear()
 
 
-@pytest.mark.usefixtures("references")
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("detached", [True, False])
 def test_what_a_step_leaves_for_the_next_outside_of_the_carry(detached: bool) -> None:
     w, mean = randn(2), torch.zeros(2, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """Gradients of loops over arrays, of loops in loops, and of loops beside torch.utils.checkpoint."""
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
+from tensorloop import replay
+from tensorloop.memory import collector_off
 from tests.loop_cases import (
     Ours,
     Plain,
@@ -155,6 +159,145 @@ def test_an_inner_loop_reads_one_array_of_the_outer_and_writes_another(checkpoin
         return loops.fori_loop(0, 3, outer, start)
 
     compare(program, randn(2), randn(2, seed=1), checkpoints=checkpoints)
+
+
+READS: dict[str, Callable[[Any, int], Tensor]] = {
+    "slot": lambda a, j: a[j],
+    "negative slot": lambda a, j: a[-1 - j],
+    "slice": lambda a, j: a[: j + 1].sum(0),
+    "stack": lambda a, j: a.stack().sin().sum(0),
+    "gather": lambda a, j: a.gather(torch.tensor([j, 0])).sum(0),
+    "copy": lambda a, j: copy.copy(a)[: j + 1].sum(0),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("plans", [(2, 1), (2, None, 1), (1, 3, 2)])
+@pytest.mark.parametrize("reads", [(), (0,)], ids=["innermost", "and outer"])
+def test_an_array_closed_over_by_loops_in_loops(reads: tuple[int, ...], plans: tuple[Any, ...], how: str) -> None:
+    """Each level has its own plan; the innermost reads the array, and so do the levels `reads`."""
+
+    def program(plans: tuple[Any, ...], values: Tensor, w: Tensor) -> Tensor:
+        array = tl.TensorArray.unstack(values.sin()).append(w * 2).append(w.cos())
+
+        def level(n: int) -> Callable[[int, Tensor], Tensor]:
+            def body(j: int, c: Tensor) -> Tensor:
+                c = rotate(c)
+                if n == len(plans) - 1:
+                    return c + READS[how](array, j) * w
+                if n in reads:
+                    c = c + array[1] * array[:2].sum(0)
+                return tl.fori_loop(0, 2, level(n + 1), c, checkpoints=plans[n + 1]) + c.cos()
+
+            return body
+
+        return tl.fori_loop(0, 3, level(0), values[0], checkpoints=plans[0])
+
+    def run(plans: tuple[Any, ...]) -> list[Tensor]:
+        given = randn(2, 2), randn(2, seed=1)
+        out = program(plans, *given)
+        first = grad(out.sin().sum(), given, create_graph=True)
+        again = grad(program(plans, *given).sin().sum(), given)
+        return [out, *first, *again, *grad(torch.stack([x.sin().sum() for x in first]).sum(), given)]
+
+    torch.testing.assert_close(run(plans), run((None,) * len(plans)))
+
+
+class Looped(torch.autograd.Function):
+    """A loop in a node: its backward runs the loop and differentiates it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.function = function
+        ctx.save_for_backward(*given)
+        with torch.no_grad():
+            return function(*given)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.function(*given)
+        return None, *grad(out, given, g)
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("inner", [None, 1, 2])
+@pytest.mark.parametrize("node", ["function", "checkpoint"])
+def test_loops_inside_other_nodes_read_a_closed_over_array(node: str, inner: Any, checkpoints: Any) -> None:
+    def run(checkpoints: Any, inner: Any, wrapped: bool) -> list[Tensor]:
+        values, init = randn(3, 2), randn(2, seed=1)
+        array = tl.TensorArray.unstack(values.sin())
+
+        def loop(c: Tensor, w: Tensor) -> Tensor:
+            read = tl.TensorArray.unstack(w) if node == "function" else array
+            return tl.fori_loop(
+                0, 2, lambda j, c: tl.fori_loop(0, 2, lambda k, c: rotate(c) + read[k], c, checkpoints=inner), c,
+                checkpoints=inner,
+            )  # fmt: skip
+
+        def body(i: int, c: Tensor) -> Tensor:
+            c = rotate(c) + (array[1] if i else 0)
+            if not wrapped:
+                return loop(c, values)
+            if node == "function":
+                return Looped.apply(loop, c, values)  # pyright: ignore[reportReturnType]
+            return checkpoint(loop, c, values, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+        out = tl.fori_loop(0, 3, body, init, checkpoints=checkpoints)
+        return [out, *grad(out.sin().sum(), (values, init))]
+
+    torch.testing.assert_close(run(checkpoints, inner, True), run(None, None, False))
+
+
+@pytest.mark.parametrize("used", ["not at all", "without gradient"])
+@pytest.mark.parametrize("plans", [(2, 1), (9, 2), (1, 2, 1)])
+def test_a_name_that_an_inner_body_uses_is_bound_to_what_its_loop_gave(plans: tuple[int, ...], used: str) -> None:
+    """A cycle of references, which only the collector takes apart, where no gradient reaches the inner loop."""
+
+    def program(loops: Any, init: Tensor, w: Tensor) -> Any:
+        below = (lambda n: loops) if isinstance(loops, Plain) else (lambda n: Ours(plans[n]))
+
+        def inner(c: Tensor, w: Tensor) -> Tensor:
+            read = loops.array.unstack(torch.stack([c, w]))[:2].sum(0)
+            h = c
+            h = below(len(plans) - 1).fori_loop(0, 2, lambda j, z: rotate(z) + read + (h * 0).detach(), h)
+            return rotate(c) + read + (h.detach() if used == "without gradient" else 0)
+
+        def outer(i: int, c: Tensor) -> Tensor:
+            if len(plans) == 2:
+                return inner(c, w)
+            return below(1).fori_loop(0, 2, lambda j, z: inner(z, w), c)
+
+        return below(0).fori_loop(0, 4, outer, init)
+
+    compare(program, randn(2), randn(2, seed=1), checkpoints=1)
+
+
+@pytest.mark.parametrize("plan", [1, 2, tl.Checkpoints(budget=500)], ids=["1", "2", "budget"])
+def test_nothing_of_a_loop_inside_a_step_outlives_the_step(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body closes over an array that its result goes to: a cycle through torch's own nodes."""
+    records: list[weakref.ref[Any]] = []
+    begin = replay.Record.__init__
+
+    def watched(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        records.append(weakref.ref(self))
+
+    monkeypatch.setattr(replay.Record, "__init__", watched)
+    w = randn(2)
+
+    def body(i: int, carry: Any) -> Any:
+        array, h = carry
+        h = tl.fori_loop(0, 2, lambda j, z: rotate(z) + array[0], h, checkpoints=1).sin()
+        return array.append(h), h.cos() * w
+
+    with collector_off():
+        array, h = tl.fori_loop(0, 6, body, (tl.TensorArray().append(w * 1), w), checkpoints=plan)
+        assert sum(record() is not None for record in records) == 1
+        grad(array.stack().sum() + h.sum(), w)
+        assert len(records) > 12
+        assert not any(record() is not None for record in records)
 
 
 @with_and_without_checkpoints

@@ -1,5 +1,6 @@
 """Random loops in loops in loops: values and gradients are those of the Python loops."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from tests import loop_nests
 from tests.loop_cases import cotangents
-from tests.loop_nests import NestOurs, NestProgram, NestTruth
-from tests.loop_programs import F
+from tests.loop_nests import Nest, NestOurs, NestProgram, NestTruth
 
 
 def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], **options: Any) -> list[Tensor]:
@@ -41,9 +41,7 @@ def plain(program: NestProgram, inputs: list[Tensor], lengths: list[int]) -> lis
         values = [*slots, *[torch.zeros_like(like)] * (length - len(slots))]
         return torch.stack(values) if values else like.new_zeros(0, *like.shape)
 
-    found = [
-        [h, g, *(padded(x, n, h) for x, n in zip((a, b), lengths, strict=True))] for h, g, a, b in rows
-    ]
+    found = [[h, g, *(padded(x, n, h) for x, n in zip((a, b), lengths, strict=True))] for h, g, a, b in rows]
     if program.limits is None:
         return found[0]
     return [torch.cat(parts, dim) for parts, dim in zip(zip(*found, strict=True), (0, 0, 1, 1), strict=True)]
@@ -69,12 +67,46 @@ def check(program: NestProgram, create_graph: bool = False) -> None:
         same(gradients(first, mine), gradients(expected, others), 1e-5)
 
 
-@pytest.mark.parametrize("rows", [False, True], ids=["all at once", "by row"])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_loops_in_loops_are_those_of_python(depth: int, rows: bool):
-    @settings(max_examples=150)
+every_size = pytest.mark.parametrize(("depth", "rows"), [(1, False), (1, True), (2, False), (2, True)])
+
+
+@every_size
+def test_loops_in_loops_are_those_of_python(depth: int, rows: bool) -> None:
+    @settings(max_examples=30 // depth)
     @given(loop_nests.programs(depth, rows))
     def run(program: NestProgram) -> None:
         check(program)
 
     run()
+
+
+@every_size
+def test_second_derivatives_of_loops_in_loops(depth: int, rows: bool) -> None:
+    @settings(max_examples=8 // depth)
+    @given(loop_nests.programs(depth, rows))
+    def run(program: NestProgram) -> None:
+        check(program, create_graph=True)
+
+    run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_three_levels_with_arrays_in_the_carries(seed: int) -> None:
+    """Every level checkpointed; what grows or is overwritten outside is read inside."""
+    generator = random.Random(seed)
+
+    def nest(kind: str, operations: list[Any], **changed: Any) -> Nest:
+        plan = generator.choice(["K=1", "K=2", "K=3", "budget"])
+        options = (generator.random() < 0.3, generator.random() < 0.5, False)
+        facts: dict[str, Any] = {"xs": "made", "ys": "product", "arrays": "same", "weight": "carry", "until": None}
+        more = {"made": "entangled", "read": "a", "max_steps": None, "options": options}
+        return Nest(kind, plan, 3, operations, **{**facts, **more, **changed})
+
+    def some(*names: str) -> list[Any]:
+        return [(name, generator.randrange(6), generator.randrange(6)) for name in generator.sample(names, 2)]
+
+    reads = "captured_read", "captured_slice", "captured_last", "captured_gather"
+    inner = nest("scan", [*some(*reads), *some("overwrite", "scatter", "slice", "read_last", "function_made")])
+    middle = nest("while", [*some("append", "leaf", "read"), inner, *some("append", *reads)], arrays="new")
+    outer = nest("scan", [*some("append", "overwrite", "made"), middle, *some("stack", "append", "leaf")], until=2)
+    check(NestProgram(outer, [True] * 7, 2, None), create_graph=True)

@@ -401,7 +401,7 @@ def test_a_body_returns_what_it_was_not_given(compact: bool, checkpoints: Any) -
         begin = x, x * 2, x * 3, LIMITS, torch.zeros(6, dtype=torch.int64)
 
         def body(carry: Any, given: Tensor) -> Any:
-            a, b, c, limit, n = carry
+            _, b, _, limit, n = carry
             returned = given if compact else made  # rows leave a context, and no closed-over tensor
             return rotate(b), returned, given, limit, n + 1
 

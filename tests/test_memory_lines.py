@@ -440,3 +440,35 @@ def test_bad_arguments(
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]):
     growth(cat_cache, (4, 8), progress=True)
     assert "growth: 100%" in capsys.readouterr().err
+
+
+def test_progress_moves_within_a_size(monkeypatch: pytest.MonkeyPatch):
+    """Five passes a size, each as many steps as T: the end can be foretold, and the largest size moves too."""
+    moves: list[tuple[str, int]] = []
+
+    class Bar:
+        def __init__(self, total: int, desc: str, **_: object) -> None:
+            self.total, self.desc, self.done = total, desc, 0
+            bars.append(self)
+
+        def set_description(self, desc: str, refresh: bool = True) -> None:
+            self.desc = desc if refresh else self.desc
+
+        def update(self, steps: int) -> None:
+            self.done += steps
+            moves.append((self.desc, steps))
+
+        def close(self) -> None:
+            pass
+
+    bars: list[Bar] = []
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    growth(cat_cache, (4, 8), progress=True)
+    (bar,) = bars
+    assert bar.done == bar.total == 5 * (4 + 8)
+    within = [what for what, steps in moves if "T=8" in what and steps == 8]
+    assert within[:3] == ["growth: T=8, forward", "growth: T=8, backward", "growth: T=8, timed run 1"]
+    growth(cat_cache, (4, 8), measure=saved_bytes, progress=True)
+    assert bars[1].done == bars[1].total == 4 + 8
+    growth(lambda T: lambda: torch.zeros(T).sum(), (4, 8), progress=True)
+    assert bars[2].done == bars[2].total  # no backward to wait for

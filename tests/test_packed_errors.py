@@ -117,7 +117,30 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("norm shape", lambda p: F.layer_norm(p, (4, 3)), TypeError, "it needs 2 feature dims"),
     ("batch norm", lambda p: nn.BatchNorm1d(3)(p), TypeError, "its channels are dim 1; use x.flatten"),
     ("cross entropy", lambda p: F.cross_entropy(p, p), TypeError, "its classes are dim 1; flatten first"),
-    ("conv", lambda p: nn.Conv1d(3, 3, 1)(p), TypeError, "conv1d: this operation is not known for packed tensors"),
+    (
+        "conv",
+        lambda p: nn.Conv1d(3, 3, 1)(p),
+        TypeError,
+        r"conv1d: .*transpose\(1, 2\).* pack_padded\(y, p.lens\)",
+    ),
+    ("conv turned", lambda p: nn.Conv1d(3, 3, 1)(p.mT), TypeError, r"a convolution takes p.pad\(\).transpose\(1, 2\)"),
+    ("conv 2d", lambda p: nn.Conv2d(1, 3, 1)(p), TypeError, "conv2d: .* it mixes steps"),
+    ("pooling", lambda p: F.max_pool1d(p, 2), TypeError, r"over whole rows use p.amax\(1\) or p.mean\(1\)"),
+    ("instance norm", lambda p: F.instance_norm(p), TypeError, "its channels are dim 1; write it with p.mean"),
+    ("group norm", lambda p: F.group_norm(p, 1), TypeError, "use layer_norm for features"),
+    ("bmm", lambda p: torch.bmm(p, p), TypeError, "use torch.matmul with ordinary weights"),
+    ("loss", lambda p: F.triplet_margin_loss(p, p, p), TypeError, r"triplet_margin_loss\(x.flatten\(0, 1\), y.flatten"),
+    ("bag", lambda p: F.embedding_bag(p.long(), VALUES), TypeError, r"use F.embedding\(p, weight\), then .sum\(1\)"),
+    (
+        "svd",
+        lambda p: torch.linalg.svd(p),
+        TypeError,
+        r"give it .values and pack what comes: PackedTensor\(y, p.lens\)",
+    ),
+    ("scatter", lambda p: p.scatter(1, p.long(), 0.0), AttributeError, "is not written by index; use torch.where"),
+    ("written", lambda p: p.__setitem__(0, 1), TypeError, "a packed tensor is not written by index; use torch.where"),
+    ("stacked", lambda p: torch.hstack([p, p]), TypeError, r"use torch.cat\(tensors, dim\)"),
+    ("unknown", lambda p: torch.cov(p), TypeError, "cov: this operation is not known for packed tensors, and padding"),
     ("einsum", lambda p: torch.einsum("btd,de->bte", p, torch.ones(3, 3)), TypeError, "write it with matmul"),
     ("out", lambda p: torch.exp(p, out=p), TypeError, "out= is not taken"),
     ("where 1", lambda p: torch.where(p > 0), TypeError, "where of one argument"),
@@ -125,10 +148,10 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("softmax", lambda p: F.softmax(p), TypeError, "give dim"),
     ("setitem", lambda p: torch.Tensor.__setitem__(PADDED, p, 0), TypeError, "a packed tensor is not written by index"),
     ("cumprod rows", lambda p: p.cumprod(0), TypeError, "it does not run over the batch dim"),
-    ("fft", lambda p: torch.fft.fft(p, dim=1), TypeError, "padding might change its result"),
-    ("mode", lambda p: torch.mode(p, 1), TypeError, "mode: this operation is not known"),
+    ("fft", lambda p: torch.fft.fft(p, dim=1), TypeError, "padding would change every number: do it row by row"),
+    ("mode", lambda p: torch.mode(p, 1), TypeError, "mode: .*rows have no common length"),
     ("method", lambda p: p.mode(1), AttributeError, "mode is not known for packed tensors"),
-    ("attribute", lambda p: p.T, AttributeError, "no attribute 'T'; .values and .pad"),
+    ("attribute", lambda p: p.T, AttributeError, "no attribute 'T'; batch and ragged dim stay"),
     ("truth", lambda p: bool(p > 0), RuntimeError, "ambiguous"),
     ("prelu", lambda p: F.prelu(p, torch.ones(3)), TypeError, "its channels would be dim 1"),
 ]
@@ -165,3 +188,21 @@ def test_a_ctc_loss_of_more_steps_than_a_row_has(lens: Any):
     with pytest.raises(ValueError, match=r"ctc_loss: input_lengths\[1\] is 4, but row 1 has 3 entries"):
         F.ctc_loss(scores, torch.tensor([1, 2, 1]), lens, torch.tensor([2, 1]))
     assert F.ctc_loss(scores, torch.tensor([1, 2, 1]), torch.tensor([3, 3]), torch.tensor([2, 1])).isfinite()
+
+
+def test_what_the_messages_say_to_write():
+    p: Any = PackedTensor(torch.randn(8, 3, dtype=torch.float64), MIXED)
+    conv = nn.Conv1d(3, 3, 3, padding=1).double()
+    y = conv(p.pad().transpose(1, 2)).transpose(1, 2)
+    twice = conv(pack_padded(y, p.lens).pad().transpose(1, 2)).transpose(1, 2)
+    alone = [conv(conv(row.T[None]))[0].T for row in p if len(row)]
+    torch.testing.assert_close(pack_padded(twice, p.lens).values, torch.cat(alone))
+    normed = PackedTensor(nn.BatchNorm1d(3).double()(p.flatten(0, 1)), p.lens)
+    torch.testing.assert_close(normed.mean((0, 1)), torch.zeros(3, dtype=torch.float64))
+    full = p[p.lens > 1]
+    by_row = (full - full.mean(1, keepdim=True)) / (full.var(1, correction=0, keepdim=True) + 1e-5).sqrt()
+    want = [F.instance_norm(row.T[None])[0].T for row in full]
+    torch.testing.assert_close(by_row.values, torch.cat(want))
+    windows = F.max_pool1d(p.pad(-torch.inf).transpose(1, 2), 2, ceil_mode=True).transpose(1, 2)
+    pooled = pack_padded(windows, (p.lens + 1) // 2)
+    assert torch.equal(pooled[2], F.max_pool1d(p[2].T[None], 2)[0].T)

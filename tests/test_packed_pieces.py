@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tensorloop.packed import PackedTensor, pack_padded
+from tensorloop.packed import Dim, PackedTensor, pack_padded
 
 D = torch.float64
 LENS = st.lists(st.integers(0, 5), max_size=4)
@@ -151,6 +151,15 @@ def test_gather_along_time(lens: list[int]) -> None:
         )
     last = p.take_along_dim(p.lens.view(-1, 1, 1) - 1, 1)
     assert torch.equal(last[:, 0], p[:, -1])
+
+
+def test_a_named_dim_goes_along() -> None:
+    p: Any = PackedTensor(torch.randn(8, 3), Dim("time", MIXED))
+    parts = (*p.split(2, "time"), *p.chunk(2), *p.tensor_split(2, 1), p.narrow("time", 0, 1))
+    front = torch.randn(4, 1, 3)
+    moved = (p.roll(1, "time"), F.pad(p, (0, 0, 1, 1)), p.diff(dim="time"), p.diff(dim=1, prepend=front))
+    for q in (*parts, *moved, p.sort("time").values, p.gather("time", p.argsort(1))):
+        assert q.dims[0].name == "time"  # pyright: ignore
 
 
 def test_diff_with_what_is_joined() -> None:

@@ -168,9 +168,9 @@ def test_the_overhead_s_report(scripts: dict[str, Any], tmp_path: Path):
     about = overhead.harness.about(1, command="c")
     out.write_text(json.dumps({"about": about, "checks": [], "entries": entries}))
     assert overhead.SCRIPT.main(["--report", "--out", str(out)]) == 0
-    assert out.with_suffix(".md").read_text().count("| 9.0 (2.5) | 9.0 (2.5) |") == 8
+    assert out.with_suffix(".md").read_text().count("| 9.0 (2.5) | 9.0 (2.5) |") == 12
     targets = json.loads(out.read_text())["targets"]
-    assert [t["value"] for t in targets] == [2.5] * 4
+    assert [t["value"] for t in targets] == [2.5] * 6
     assert targets[0]["what"] == "tl.scan, every step, T=1,000: a step beyond bare loops"
 
 

@@ -249,7 +249,9 @@ BODIES = {
     "the earlier one": lambda x, w, v, u: Product.apply(x, w) + x @ v,
     "both, each alone": lambda x, w, v, u: Product.apply(Product.apply(x, v), w),
     "both at once": lambda x, w, v, u: x @ Product.apply(v, w),
-    "both, the earlier one without the carry": lambda x, w, v, u: Product.apply(x, v) + Product.apply(w, w.new_tensor(2.0)),
+    "both, the earlier one without the carry": lambda x, w, v, u: (
+        Product.apply(x, v) + Product.apply(w, w.new_tensor(2.0))
+    ),
     "three in a row": lambda x, w, v, u: Product.apply(x, u) + Product.apply(Product.apply(v, w), u).sin(),
     "one twice": lambda x, w, v, u: Product.apply(v, v) * x + x @ w,
     "in an array": lambda x, w, v, u: tl.TensorArray.unstack(v)[0] + x @ w,
@@ -271,13 +273,14 @@ def test_entangled_captures_in_custom_functions(how: str):
         u.register_hook(calls.append)
         out = tl.fori_loop(0, 4, lambda i, c, w=w, v=v, u=u: BODIES[how](c, w, v, u).sin(), x, checkpoints=k)
         grads = torch.autograd.grad(out.cos().sum(), [w, x, v, u], create_graph=True, allow_unused=True)
-        second = torch.autograd.grad(sum((g**2).sum() for g in grads if g is not None), [w, x], retain_graph=True)
+        squares = torch.stack([(g**2).sum() for g in grads if g is not None])
+        second = torch.autograd.grad(squares.sum(), [w, x], retain_graph=True)
         calls.clear()
         again = torch.autograd.grad(out.cos().sum(), [w, x])
         found.append([*grads, *second, *again, *calls])
     for others in found[1:]:
         assert [g is None for g in others] == [g is None for g in found[0]]
-        assert_equal([g for g in others if g is not None], [g for g in found[0] if g is not None])
+        assert_equal(tuple(g for g in others if g is not None), tuple(g for g in found[0] if g is not None))
 
 
 def test_nothing_is_kept_under_transforms_but_the_plain_loop():

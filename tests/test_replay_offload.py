@@ -1,6 +1,10 @@
 """Where snapshots go, and how many there are: `Checkpoints(k=, budget=, offload=)`."""
 
 import math
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,7 @@ class Body:
     def __init__(self) -> None:
         self.w = (torch.randn(D, D) / math.sqrt(D)).requires_grad_()
         self.calls = 0
-        self.fails_at: int | None = None
+        self.fails_at: list[int] = []
         self.seen: list[int] = []
         self.folder: Path | None = None
 
@@ -43,7 +47,7 @@ class Body:
         self.calls += 1
         if self.folder is not None:
             self.seen.append(len(files(self.folder)))
-        if self.calls == self.fails_at:
+        if self.calls in self.fails_at:
             raise KeyboardInterrupt
         return h + torch.tanh(h @ self.w)
 
@@ -71,14 +75,14 @@ def test_files_are_removed(end: str, tmp_path: Path) -> None:
     body, x = Body(), torch.randn(B, D, requires_grad=True)
     plan = Checkpoints(k=3, offload=tmp_path)
     if end == "forward fails":
-        body.fails_at = 9
+        body.fails_at.append(9)
         with pytest.raises(KeyboardInterrupt):
             tl.fori_loop(0, 20, body, x, checkpoints=plan)
     else:
         out = tl.fori_loop(0, 20, body, x, checkpoints=plan)
         assert len(files(tmp_path)) == 3
         if end == "replay fails":
-            body.fails_at = body.calls + 7
+            body.fails_at.append(body.calls + 7)
             with pytest.raises(KeyboardInterrupt):
                 out.sum().backward(retain_graph=True)
             assert len(files(tmp_path)) <= 1, "init may be needed again"
@@ -161,3 +165,101 @@ def test_offload_of_a_module_on_another_device_is_refused_by_its_path_alone(chec
     with pytest.raises(OSError, match="gone"):
         tl.fori_loop(0, 9, body, x, checkpoints=plan)
     assert body.calls == 0
+
+
+# -- what may happen to a folder
+
+
+def loss_of(body: Body, x: Tensor, offload: Any) -> Tensor:
+    return tl.fori_loop(0, 20, body, x, checkpoints=Checkpoints(k=3, offload=offload)).sum()
+
+
+@pytest.mark.parametrize("moment", ["before the loop", "before backward"])
+def test_a_relative_folder_stays_where_it_was(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    plan = Checkpoints(k=3, offload="here")
+    if moment == "before the loop":
+        monkeypatch.chdir(tmp_path / "there")
+    out = tl.fori_loop(0, 20, body, x, checkpoints=plan)
+    monkeypatch.chdir(tmp_path / "there")
+    assert len(files(tmp_path / "here")) == 3
+    out.sum().backward()
+    del out
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_in_a_file_is_seen(place: float, tmp_path: Path) -> None:
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    loss = loss_of(body, x, tmp_path)
+    path = sorted(tmp_path.rglob("*.pt"))[-1]
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(RuntimeError, match="is not what was written there") as caught:
+        loss.backward()
+    assert str(path) in str(caught.value)
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A limit on the size of files, as a full disk, makes writing fail half way."""
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))
+        with pytest.raises(OSError, match="could not be written to") as caught:
+            loss_of(body, x, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(caught.value)
+    assert f"a snapshot of {CARRY} bytes could not be written to {tmp_path}" in message
+    assert "File too large" in message
+    assert "bytes are free there. Give offload= a folder with more room, or keep fewer carries" in message
+    assert files(tmp_path) == []
+
+
+FORKED = """
+import os, sys, torch, tensorloop as tl
+x = torch.ones(3, requires_grad=True)
+out = tl.fori_loop(0, 20, lambda i, h: torch.sin(h) + h, x, checkpoints=tl.Checkpoints(k=3, offload=sys.argv[1]))
+if (child := os.fork()) == 0:
+    if sys.argv[2] == "drops":
+        del out
+    elif sys.argv[2] == "differentiates":
+        out.sum().backward()
+        assert x.grad is not None
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+out.sum().backward(retain_graph=True)
+out.sum().backward()
+print(x.grad is not None)
+"""
+
+
+@pytest.mark.parametrize("what", ["exits", "drops", "differentiates"])
+def test_a_forked_process_leaves_the_folder_alone(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path), what]
+    path = os.pathsep.join([str(Path(tl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.stdout == "True\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- progress
+
+
+def test_progress_of_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    out = tl.fori_loop(0, 20, body, x, checkpoints=3, progress=True)
+    forward = capsys.readouterr().err
+    assert "fori_loop: 100%" in forward
+    assert "backward" not in forward
+    out.sum().backward()
+    shown = capsys.readouterr().err
+    assert "fori_loop backward: 100%" in shown
+    assert "20/20" in shown
+    loss_of(body, x, None).backward()
+    assert capsys.readouterr().err == ""

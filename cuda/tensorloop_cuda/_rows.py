@@ -112,7 +112,7 @@ def _word(size: int, *tensors: Tensor) -> int:
 
 def _fills(dtype: torch.dtype, fill: complex, word: int) -> tuple[int, int]:
     """The words at even and at odd places of a row that is filled: they differ where an element is two words."""
-    bits = torch.full((16,), fill, dtype=dtype).view(torch.uint8).numpy().tobytes()
+    bits = torch.full((16,), fill, dtype=dtype, device="cpu").view(torch.uint8).numpy().tobytes()
     even, odd = (int.from_bytes(bits[k : k + word], "little", signed=True) for k in (0, word))
     return even, odd
 

@@ -59,7 +59,7 @@ def edit_paths(
     """
     rows = _rows(a, a_offsets, b, b_offsets, "edit_paths")
     each, count = rows[-1], len(a_offsets) - 1
-    longest = a_offsets.diff() + b_offsets.diff()[torch.arange(count) // each]
+    longest = a_offsets.diff() + b_offsets.diff()[torch.arange(count, device=a.device) // each]
     stops = longest.cumsum(0)
     steps = a.new_full((int(longest.sum()), 3), -1)
     _over_pairs(_trace, PATH_COST, rows, insertion, deletion, *_substitutions(substitution), array(stops), array(steps))

@@ -8,6 +8,9 @@ Every operation passes a dispatch mode, below autograd, which notes the storages
 So it does not matter how a storage is held: saved for backward, put on the `ctx` of a custom Function, in a
 closure, in a list. Nothing here walks an autograd graph or keeps a tensor alive.
 
+Every result is one line as `repr`, a table as `str`, a page in a notebook; `save(path)` writes it as .png, .html, .json
+or .csv, and `plot()` draws it.
+
 Out of sight are bytes that no operation makes: NumPy arrays that never became tensors,
 `torch.UntypedStorage(n)`, scratch space inside one kernel, opaque (MKL-DNN) tensors, what other threads make.
 """

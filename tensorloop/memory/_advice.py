@@ -84,8 +84,8 @@ PLAIN = (
 )
 MEMORY = (
     "Each step keeps its attention weights over a whole sequence that is there from the start, such as an encoder's "
-    "states. torch.nn.functional.scaled_dot_product_attention keeps none; for other scores, tl.scan with checkpoints=K "
-    "keeps K carries and computes the weights again."
+    "states. With its keys and values made once, before the loop, torch.nn.functional.scaled_dot_product_attention "
+    "keeps no weights. For other scores, tl.scan with checkpoints=K keeps K carries and computes the weights again."
 )
 GATHERED = (
     "A whole sequence is gathered at every step. One that is there from the start is gathered once, before the loop; "

@@ -3,7 +3,6 @@
 import os
 import sysconfig
 import weakref
-from dataclasses import replace
 from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
@@ -110,6 +109,7 @@ class Finder:
         self._codes: dict[int, _Code] = {}
         self._nodes: dict[int, Spot] = {}
         self._older: dict[int, Spot] = {}
+        self._names: dict[int, dict[int, str]] = {}  # of a module, by its id: the names of its parts, by theirs
         self._next = sequence_number()
         self._last = self._unknown = Spot(self._line(UNKNOWN))
 
@@ -185,35 +185,43 @@ class Finder:
         key = frame.f_lasti, inner, *map(id, modules)
         found = known.spots.get(key)
         if found is None or any(ref() is not module for ref, module in zip(found.called, modules, strict=True)):
-            site = _site_of(frame)
             library = None if package is None else _site_of(package)
-            site = replace(site, module=_path(modules[::-1], frame) if modules else "", library=library)
+            site = _site_of(frame, self._path(modules[::-1], frame) if modules else "", library)
             found = known.spots[key] = Spot(self._line(site), tuple(map(weakref.ref, modules)))
         return found
+
+    def _path(self, modules: list[Any], frame: FrameType) -> str:
+        """Names of modules, each called by the one before; the first by the module whose code the user's frame is.
+
+        That module is asked of the frame in which it was called: `f_locals` of the user's own would keep his tensors.
+        """
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code is not module_code:
+            outer = outer.f_back
+        caller = None if outer is None else outer.f_locals["self"]
+        return ".".join(self._name(a, b) or type(b).__name__ for a, b in pairwise([caller, *modules]))
+
+    def _name(self, outer: Any, inner: Any) -> str:
+        """What a module calls a part of it; nothing where it is none."""
+        if not isinstance(outer, torch.nn.Module):
+            return ""
+        name = self._names.get(id(outer), {}).get(id(inner), "")
+        if not name or _part(outer, name) is not inner:  # an id may have been given anew
+            names = self._names[id(outer)] = {id(part): name for name, part in outer.named_modules()}
+            name = names.get(id(inner), "")
+        return name
 
     def _line(self, site: Site) -> Line:
         return self.lines.setdefault(site, Line(site))
 
 
-def _site_of(frame: FrameType) -> Site:
+def _site_of(frame: FrameType, module: str = "", library: Site | None = None) -> Site:
     code = frame.f_code
-    return site_at(code.co_filename, frame.f_lineno or 0, code.co_qualname)
+    return site_at(code.co_filename, frame.f_lineno or 0, code.co_qualname, module, library)
 
 
-def _path(modules: list[Any], frame: FrameType) -> str:
-    """Names of modules, each called by the one before; the first by the module whose code the user's frame is, if any.
-
-    That module is asked of the frame in which it was called: `f_locals` of the user's own would keep his tensors alive.
-    """
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code is not module_code:
-        outer = outer.f_back
-    caller = None if outer is None else outer.f_locals["self"]
-    return ".".join(_name(a, b) or type(b).__name__ for a, b in pairwise([caller, *modules]))
-
-
-def _name(outer: Any, inner: Any) -> str:
-    """What a module calls a part of it; nothing where it is none."""
-    if not isinstance(outer, torch.nn.Module):
-        return ""
-    return next((name for name, part in outer.named_modules() if part is inner), "")
+def _part(outer: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    try:
+        return outer.get_submodule(name)
+    except AttributeError:
+        return None

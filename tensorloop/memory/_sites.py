@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PACKAGES = tuple(os.path.join("", name, "") for name in ("site-packages", "dist-packages"))
+PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Parts of a path below which installed packages lie."""
 ROWS = 60
 """Rows of a table that are printed."""
@@ -75,9 +75,9 @@ UNKNOWN = Site("<unknown>", 0, "", "")
 """Where no line of the user's had a part: PyTorch's own threads."""
 
 
-def site_at(file: str, line: int, function: str) -> Site:
+def site_at(file: str, line: int, function: str, module: str = "", library: Site | None = None) -> Site:
     """The site with its line of source."""
-    return Site(file, line, function, linecache.getline(file, line).strip())
+    return Site(file, line, function, linecache.getline(file, line).strip(), module, library)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -43,7 +43,8 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> 
     _sync_folder(path.parent)
     for left in path.parent.iterdir():
         if left.name.startswith(f".{path.name}.") and left.name.endswith(".tmp"):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # it is no file, or not ours: what was to be written is there
+                left.unlink()
 
 
 def _fill(file: IO[bytes], write: Callable[[IO[bytes]], object], path: Path) -> None:
