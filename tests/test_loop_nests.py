@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from torch import Tensor
 
 from tests import loop_nests
@@ -57,8 +57,9 @@ def check(program: NestProgram, create_graph: bool = False) -> None:
     mine, others = program.inputs(), program.inputs()
     found = ours(program, mine)
     true = plain(program, others, [len(x) for x in found[2:]])
-    same(found, true, 1e-9)
     expected = gradients(true, others, create_graph=create_graph)
+    assume(all(bool((x.abs() < 1e5).all()) for x in expected))  # beyond, rounding alone makes a difference
+    same(found, true, 1e-9)
     for again in (True, False):
         same(gradients(found, mine, retain_graph=again or create_graph), expected, 1e-7)
     if create_graph:
