@@ -144,7 +144,8 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
     finally:
         record.body.on = True
         record.captures.nodes.clear()  # their graph is wanted
-    return [_output(record, place, state, ys, pieces) for place in record.output_places]
+    outputs = [_output(record, place, state, ys, pieces) for place in record.output_places]
+    return [record.replaced.get(id(x), x) for x in outputs]  # a body may return a capture as it is
 
 
 def _first(x: Any, init: Tensor | None, values: Tensor | None) -> Any:

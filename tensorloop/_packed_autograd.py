@@ -19,6 +19,7 @@ from tensorloop._packed_base import Packed, is_packed, refused, same_rows
 # The frame of Python between a caller and a Function's forward. Of ours, C calls forward out of it.
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _DEPTH = 4  # of lists in lists that are looked into
+_LISTS = frozenset({list, tuple})
 recording = torch.is_grad_enabled  # bound, as every operation asks
 
 
@@ -67,7 +68,10 @@ def refuse_lost_gradient(name: str, given: tuple[Any, ...]) -> None:
     Under an ordinary `no_grad`, no frame of the stack is a Function's.
     """
     for x in given:  # in evaluation, all of them pass here
-        if x.values.requires_grad if isinstance(x, Packed) else isinstance(x, (list, tuple, dict)):
+        if isinstance(x, Packed):
+            if x.values.requires_grad:
+                break
+        elif type(x) in _LISTS:
             break
     else:
         return

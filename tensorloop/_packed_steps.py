@@ -30,7 +30,8 @@ class PackedSlices(Slices):
     def __init__(self, xs: Any, length: Any, dim: Any, reverse: bool, name: str) -> None:
         self.ragged = ragged = _common(xs, name)
         if not recording():
-            refuse_lost_gradient(name, (xs,))
+            leaves = _tree.leaves_with_paths(_tree.mapped(_Opaque, xs, is_packed))
+            refuse_lost_gradient(name, tuple(x.value for _, x in leaves))
         if not isinstance(dim, Dim) and _checks.as_int(dim, name, "dim") not in (0, 1):
             raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time

@@ -210,7 +210,8 @@ def _ways_out(outputs: Sequence[Tensor], recorded: Sequence[Tensor], replaced: d
     leaves = {id(x): k for k, x in enumerate(recorded) if x.grad_fn is None}
     into: dict[Any, set[GradientEdge]] = {}
     ways: list[_Way] = []
-    stack = [GradientEdge(x.grad_fn, x.output_nr) for x in outputs if x.grad_fn is not None]
+    roots = [(x.grad_fn, x.output_nr) for x in outputs if x.grad_fn is not None]
+    stack = [GradientEdge(*root) for root in roots if root not in made]
     while stack:
         edge = stack.pop()
         if edge.node in into:
