@@ -76,7 +76,12 @@ def notes(loop: Any, error: BaseException) -> Iterator[str]:
     if loop.rows is not None and isinstance(error, (RuntimeError, IndexError, ValueError)):
         ids = loop.rows.ids_at(loop.taken)
         rows = loop.rows.size or len(loop.rows.steps)
-        if ids is not None and re.search(r"size|shape|dimension|out of range|must match", text, re.IGNORECASE):
+        told = any("rows are left in the batch" in note for note in getattr(error, "__notes__", ()))
+        if (
+            ids is not None
+            and not told  # a search has its own words
+            and re.search(r"size|shape|dimension|out of range|must match", text, re.IGNORECASE)
+        ):
             yield (
                 f"{loop.name}: {len(ids)} of {rows} rows are left in the batch at this step; a tensor that the body "
                 f"closes over still has all of them: pass it as context=, which shrinks along"
