@@ -156,8 +156,7 @@ class Captures(TorchFunctionMode):
         self._seen[id(x)] = x
         # Only a tensor that no torch function of this step gave can bring a capture into its graph.
         self._walk = self._walk or x.requires_grad
-        met = self.met.get(id(x))
-        if met is None or met.tensor() is not x:
+        if not self._is_met(x):
             self._check_left(x)
             self._candidates.append((x, None if x.is_inference() else x._version))
 
@@ -174,11 +173,11 @@ class Captures(TorchFunctionMode):
         for x in (*args, *kwargs.values()):
             if not isinstance(x, Tensor) or x.requires_grad:
                 continue
-            if x._base is not None and id(x) not in self.met:
+            if x._base is not None and not self._is_met(x):
                 x = x._base  # a write to a view is one to what it is a view of
             if id(x) in self.changed:
                 continue
-            if id(x) in self.met:
+            if self._is_met(x):
                 self.changed[id(x)] = (x, x.detach().clone())
             elif id(x) in fresh:
                 self._written.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
@@ -277,7 +276,8 @@ class Captures(TorchFunctionMode):
         self.nodes.clear()
 
     def _is_met(self, x: Tensor) -> bool:
-        return id(x) in self.met and self.met[id(x)].tensor() is x
+        met = self.met.get(id(x))  # of x, or of one that is gone and had that id
+        return met is not None and met.tensor() is x
 
     def _check_fresh(self) -> None:
         """Raises where a replayed step used what the sweep did not, and somebody holds it still."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import schedule
+from tensorloop._captures import Captures, Met
 from tensorloop.schedule import Advance, Backward, Drop, Restore, Schedule, Snapshot
 
 D = torch.float64
@@ -229,6 +230,15 @@ def test_a_capture_that_leads_to_another_counts_once():
         found.append(body.grads(out, create_graph=True))
         found[-1] += torch.autograd.grad(torch.stack([(g**2).sum() for g in found[-1]]).sum(), [body.w, body.x])
     assert_equal(found[1], found[0])
+
+
+def test_a_tensor_with_the_id_of_a_closed_over_one_that_is_gone_is_another():
+    captures, x = Captures("fori_loop", 0), torch.zeros(2)
+    captures.met[id(x)] = Met(lambda: None, 0)
+    with captures:
+        x.add_(1)
+        x[:1].mul_(2)
+    assert not captures.changed
 
 
 class Product(torch.autograd.Function):
