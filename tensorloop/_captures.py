@@ -104,7 +104,8 @@ class Captures(TorchFunctionMode):
         if writes is None:
             writes = _WRITING[func] = _may_write(func)
         if writes or "out" in kwargs:
-            self._before_write(args, kwargs)
+            with torch._C.DisableTorchFunction():  # recorders around this one count what the body makes
+                self._before_write(args, kwargs)
         elif func in _HOOKS and here.notes is self:
             self._before_hook(args[0])
         out = func(*args, **kwargs)
