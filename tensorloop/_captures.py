@@ -369,7 +369,8 @@ class Captures(TorchFunctionMode):
         if older not in edges:
             given = [*self.recorded.values(), *(x for x, _ in self._candidates)]
             given += self._seen.values() if older else ()
-            edges[older] = {(x.grad_fn, x.output_nr): x for x in given if x.grad_fn is not None}
+            # A view made without grad, of what has a graph by now, has none: to ask it for one is an error.
+            edges[older] = {(x.grad_fn, x.output_nr): x for x in given if x.requires_grad and x.grad_fn is not None}
         if older and edge not in edges[older]:
             raise RuntimeError(
                 f"{self.name}: step {self.step} depends on the result of {edge[0].name()}, a tensor that no "

@@ -241,6 +241,29 @@ def test_a_tensor_with_the_id_of_a_closed_over_one_that_is_gone_is_another():
     assert not captures.changed
 
 
+class Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        out = x.new_zeros(4)
+        out[:2].copy_(x)
+        out[2:].copy_(w)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad[:2], grad[2:]
+
+
+def test_a_custom_function_fills_what_it_returns_by_its_views():
+    w = torch.tensor([0.5, -1.0], dtype=D, requires_grad=True)
+    found = []
+    for k in (None, 2):
+        made = w.sin()
+        out = tl.fori_loop(0, 3, lambda i, c, v=made: Placed.apply(c, v)[1:3].sin() + c, w, checkpoints=k)
+        found.append(torch.autograd.grad(out.sum(), w))
+    assert_equal(found[1], found[0])
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
