@@ -112,7 +112,8 @@ class Captures(TorchFunctionMode):
         if writes is None:
             writes = _WRITING[func] = _may_write(func)
         if writes or "out" in kwargs:
-            self._before_write(args, kwargs, writes is _UNSEEN)
+            with torch._C.DisableTorchFunction():  # recorders around this one count what the body makes
+                self._before_write(args, kwargs, writes is _UNSEEN)
         elif func in _HOOKS and here.notes is self:
             self._before_hook(args[0])
         try:
@@ -170,8 +171,7 @@ class Captures(TorchFunctionMode):
         self._seen[id(x)] = x
         # Only a tensor that no torch function of this step gave can bring a capture into its graph.
         self._walk = self._walk or x.requires_grad
-        met = self.met.get(id(x))
-        if met is None or met.tensor() is not x:
+        if not self._is_met(x):
             self._check_left(x)
             self._candidates.append((x, None if x.is_inference() else x._version))
 
@@ -188,13 +188,13 @@ class Captures(TorchFunctionMode):
         for x in (*args, *kwargs.values()):
             if not isinstance(x, Tensor) or x.requires_grad:
                 continue
-            if x._base is not None and id(x) not in self.met:
+            if x._base is not None and not self._is_met(x):
                 x = x._base  # a write to a view is one to what it is a view of
             if unseen:
                 self._unseen.add(id(x))
             if id(x) in self.changed:
                 continue
-            if id(x) in self.met:
+            if self._is_met(x):
                 self.changed[id(x)] = (x, x.detach().clone())
             elif id(x) in fresh:
                 self._written.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
@@ -319,7 +319,8 @@ class Captures(TorchFunctionMode):
         self.nodes.clear()
 
     def _is_met(self, x: Tensor) -> bool:
-        return id(x) in self.met and self.met[id(x)].tensor() is x
+        met = self.met.get(id(x))  # of x, or of one that is gone and had that id
+        return met is not None and met.tensor() is x
 
     def _check_fresh(self) -> None:
         """Raises where a replayed step used what the sweep did not, and somebody holds it still."""
@@ -410,7 +411,8 @@ class Captures(TorchFunctionMode):
         if older not in edges:
             given = [*self.recorded.values(), *(x for x, _ in self._candidates)]
             given += self._seen.values() if older else ()
-            edges[older] = {(x.grad_fn, x.output_nr): x for x in given if x.grad_fn is not None}
+            # A view made without grad, of what has a graph by now, has none: to ask it for one is an error.
+            edges[older] = {(x.grad_fn, x.output_nr): x for x in given if x.requires_grad and x.grad_fn is not None}
         if older and edge not in edges[older]:
             raise RuntimeError(
                 f"{self.name}: step {self.step} depends on the result of {edge[0].name()}, a tensor that no "

@@ -213,8 +213,9 @@ def _closed_over(s: State, nest: Nest, compact: bool) -> tuple[Tensor, Tensor, A
     weight = {"carry": s.h, "made": s.made, "fresh": (s.w * s.h.cos()).sin()}.get(nest.weight, s.w)
     beside = {"fresh": s.made.cos(), "entangled": (weight * 1.3).sin()}.get(nest.made, s.made)
     read = {"a": s.a, "b": s.b}.get(nest.read, s.array)
+    read = read if len(read) else s.array  # nothing notes that an array was empty, and it may be filled before backward
     if compact:  # what has rows must be in the context, and there nothing else may be
-        weight, beside, read = weight.expand_as(s.h), s.late, read if len(read) else s.array
+        weight, beside = weight.expand_as(s.h), s.late
     return weight, beside, read, (weight, read) if compact or nest.options[1] else None
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import schedule
+from tensorloop._captures import Captures, Met
 from tensorloop.schedule import Advance, Backward, Drop, Restore, Schedule, Snapshot
 
 D = torch.float64
@@ -228,6 +229,38 @@ def test_a_capture_that_leads_to_another_counts_once():
         )
         found.append(body.grads(out, create_graph=True))
         found[-1] += torch.autograd.grad(torch.stack([(g**2).sum() for g in found[-1]]).sum(), [body.w, body.x])
+    assert_equal(found[1], found[0])
+
+
+def test_a_tensor_with_the_id_of_a_closed_over_one_that_is_gone_is_another():
+    captures, x = Captures("fori_loop", 0), torch.zeros(2)
+    captures.met[id(x)] = Met(lambda: None, 0)
+    with captures:
+        x.add_(1)
+        x[:1].mul_(2)
+    assert not captures.changed
+
+
+class Placed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        out = x.new_zeros(4)
+        out[:2].copy_(x)
+        out[2:].copy_(w)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad[:2], grad[2:]
+
+
+def test_a_custom_function_fills_what_it_returns_by_its_views():
+    w = torch.tensor([0.5, -1.0], dtype=D, requires_grad=True)
+    found = []
+    for k in (None, 2):
+        made = w.sin()
+        out = tl.fori_loop(0, 3, lambda i, c, v=made: Placed.apply(c, v)[1:3].sin() + c, w, checkpoints=k)
+        found.append(torch.autograd.grad(out.sum(), w))
     assert_equal(found[1], found[0])
 
 
