@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import time
 import warnings
 import weakref
 from types import CodeType
@@ -18,6 +19,7 @@ class HeldTensorWarning(UserWarning):
 
 # Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.
 _FOUND: dict[tuple[CodeType | None, str, int], bool] = {}
+_MOMENT_S = 0.05
 
 
 class Leaving:
@@ -59,7 +61,9 @@ class Leaving:
 
 
 def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
-    """Warns where tensors left. The collector, which takes its time, runs once for each body and place."""
+    """Warns where tensors left. What takes its time, the collector and a moment for threads that are about to let go of
+    something (those of a process group, say), comes once for each body and place.
+    """
     if not (tensors := leaving.tensors()):
         return
     frame, level = sys._getframe(1), 2
@@ -69,6 +73,8 @@ def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
     if place not in _FOUND:
         del tensors
         gc.collect()
+        if leaving.tensors():
+            time.sleep(_MOMENT_S)
         tensors = leaving.tensors()
         _FOUND[place] = bool(tensors)
     if not _FOUND[place]:

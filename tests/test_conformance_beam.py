@@ -87,7 +87,8 @@ def test_step_fn_changes_all_that_it_is_given_in_place(compact: bool, checkpoint
 @with_and_without_checkpoints
 def test_step_fn_returns_what_it_closes_over(checkpoints: Any) -> None:
     """A parameter itself, or one expanded; its carry untouched."""
-    given = torch.randn(ROWS, SIZE, 5, dtype=D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    drawn = torch.randn(ROWS, SIZE, 5, dtype=D, generator=torch.Generator().manual_seed(0))
+    given = drawn.log_softmax(-1).requires_grad_()
     one = given.detach()[0, 0].requires_grad_()
 
     def search(step: Step, **options: Any) -> beam.Hypotheses:
