@@ -411,8 +411,7 @@ class Captures(TorchFunctionMode):
         if older not in edges:
             given = [*self.recorded.values(), *(x for x, _ in self._candidates)]
             given += self._seen.values() if older else ()
-            # A view made without grad, of what has a graph by now, has none: to ask it for one is an error.
-            edges[older] = {(x.grad_fn, x.output_nr): x for x in given if x.requires_grad and x.grad_fn is not None}
+            edges[older] = {(node, x.output_nr): x for x in given if (node := _node(x)) is not None}
         if older and edge not in edges[older]:
             raise RuntimeError(
                 f"{self.name}: step {self.step} depends on the result of {edge[0].name()}, a tensor that no "
@@ -479,6 +478,14 @@ def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(saved)
         for x, grad in kept:
             x.grad = grad
+
+
+def _node(x: Tensor) -> Any:
+    """What made x, where that is in a graph."""
+    try:
+        return x.grad_fn
+    except RuntimeError:  # a view made without grad of what was changed in place, as a custom function may
+        return None
 
 
 def _may_write(func: Any) -> bool | str:

@@ -61,8 +61,10 @@ class Leaving:
 
 
 def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
-    """Warns where tensors left. What takes its time, the collector and a moment for threads that are about to let go of
-    something (those of a process group, say), comes once for each body and place.
+    """Warns where tensors left.
+
+    What takes its time, the collector and a moment for threads that are about to let go of something (those of a
+    process group, say), comes once for each body and place.
     """
     if not (tensors := leaving.tensors()):
         return
