@@ -42,9 +42,10 @@ class Conditions:
                 self.fed = state, leaves  # the next step gets the same
             else:  # the first state is the caller's
                 leaves = fed([Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state])
-            before = _Marks(leaves[0], self.captures)
+            marks, buffers = _marks(leaves[0]), self._buffers()
             going = loop.goes_on(loop.taken, leaves[0])
-            before.check(loop, "cond_fn", loop.taken)
+            if buffers or _marks(leaves[0]) != marks:
+                self._check("cond_fn", loop.taken, leaves[0], marks, buffers)
             return going
         finally:
             for captured in arrays:
@@ -53,35 +54,41 @@ class Conditions:
     def asks_until(self, t: int, state: State) -> None:
         """Asks `until` after step t."""
         if self.loop.until is not None:
-            before = _Marks(state, self.captures)
+            marks, buffers = _marks(state), self._buffers()
             self.loop.asks_until(t, state)
-            before.check(self.loop, "until", t)
+            self._check("until", t, state, marks, buffers)
 
+    def _buffers(self) -> list[tuple[Tensor, Any, Tensor | None]]:
+        """Buffers that the body changes too: how they are marked, and their values where a change leaves no mark."""
+        return [(x, _mark(x), x.clone() if unseen else None) for x, unseen in self.captures.written_to()]
 
-class _Marks:
-    """What shows that a carry, or a buffer that the body changes too, was changed in place."""
-
-    __slots__ = ("buffers", "leaves")
-
-    def __init__(self, leaves: Sequence[Any], captures: Captures) -> None:
-        self.leaves = [(x, _mark(x)) for x in leaves]
-        self.buffers = [(x, _mark(x), x.clone() if unseen else None) for x, unseen in captures.written_to()]
-
-    def check(self, loop: Loop, what: str, t: int) -> None:
-        for path, (x, mark) in zip(loop.carry.tree.paths, self.leaves, strict=False):
-            if _mark(x) != mark:
-                done = "wrote to" if isinstance(x, TensorArray) else "changed"
-                raise RuntimeError(
-                    f"{loop.name}: {what} {done} carry{path} in place at step {t}; with checkpoints it may only look, "
-                    f"as a replay does not ask it again: change a copy, or let the body make that change"
-                )
-        for x, mark, values in self.buffers:
+    def _check(
+        self, what: str, t: int, leaves: Sequence[Any], marks: list[Any], buffers: Sequence[tuple[Tensor, Any, Any]]
+    ) -> None:
+        """Raises where the carry, or a buffer, was changed in place since it was marked."""
+        name = self.loop.name
+        if (now := _marks(leaves)) != marks:
+            i = next(i for i, mark in enumerate(marks) if now[i] != mark)
+            done = "wrote to" if isinstance(leaves[i], TensorArray) else "changed"
+            raise RuntimeError(
+                f"{name}: {what} {done} carry{self.loop.carry.tree.paths[i]} in place at step {t}; with checkpoints it "
+                f"may only look, as a replay does not ask it again: change a copy, or let the body make that change"
+            )
+        for x, mark, values in buffers:
             if _mark(x) != mark or (values is not None and not same_bits(x, values)):
                 raise RuntimeError(
-                    f"{loop.name}: {what} changed {describe(x)}, which the body uses, in place at step {t} (as a batch "
+                    f"{name}: {what} changed {describe(x)}, which the body uses, in place at step {t} (as a batch "
                     f"norm in training mode does); with checkpoints it may only look, as a replay does not ask it "
                     f"again: call eval() for it, or let the body alone make that change"
                 )
+
+
+def _marks(leaves: Sequence[Any]) -> list[Any]:
+    """What shows that leaves were changed in place. Asked twice a step."""
+    try:
+        return [x._version for x in leaves]
+    except (AttributeError, RuntimeError):  # numbers, arrays; tensors made in inference mode
+        return [_mark(x) for x in leaves]
 
 
 def _mark(x: Any) -> Any:

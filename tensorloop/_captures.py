@@ -76,14 +76,14 @@ class Captures(TorchFunctionMode):
         self.replaying = False
         self.step = 0
         self._seen: dict[int, Tensor] = {}  # arguments, results and captures of this step
-        self._fresh: list[tuple[weakref.ref[Tensor], int | None]] = []
+        self._fresh: Sequence[tuple[weakref.ref[Tensor], int | None]] = ()
         self._candidates: list[tuple[Tensor, int | None]] = []
         self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
         self._unseen: set[int] = set()  # written to by functions that raise no version
         self._made: list[int] = []  # results of this step
-        self._passing: list[weakref.ref[Tensor]] = []  # results of the step last done
+        self._passing: Sequence[weakref.ref[Tensor]] = ()  # results of the step last done
         self.loops = False  # whether loops in the body were nodes of its graph
-        self._given: list[weakref.ref[Tensor]] = []  # its arguments with gradient
+        self._given: Sequence[weakref.ref[Tensor]] = ()  # its arguments with gradient
         self.stayed: list[weakref.ref[Tensor]] = []  # such that lived on after their step
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
         self._count = 0
@@ -201,6 +201,8 @@ class Captures(TorchFunctionMode):
 
     def written_to(self) -> list[tuple[Tensor, bool]]:
         """What the body has changed in place, or may have, and whether without a new version."""
+        if not self.changed and not self._written:
+            return []
         tensors = [x for x, _ in self.changed.values()]
         tensors += [x for reference, _ in self._written.values() if (x := reference()) is not None]
         return [(x, id(x) in self._unseen) for x in tensors]
@@ -247,11 +249,16 @@ class Captures(TorchFunctionMode):
         self._count, self._candidates, self._made, self._walk = 0, [], [], False
         self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self.step = step
-        self._seen = dict(self.recorded)
-        state = self.given.begin(state, recorded)
-        for x in (*state, *row):
+        seen = self._seen = dict(self.recorded)
+        self.given.leaves = recorded
+        if self.given.changed:
+            state = self.given.of(state, recorded)
+        for x in state:
             if isinstance(x, Tensor):
-                self._seen[id(x)] = x
+                seen[id(x)] = x
+        for x in row:
+            if isinstance(x, Tensor):
+                seen[id(x)] = x
         return state
 
     def end_step(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], returned: Sequence[Any] = ()) -> None:
@@ -260,14 +267,22 @@ class Captures(TorchFunctionMode):
             self._check_count()
         else:
             self.calls.append(self._count)
+            if self.given.roots:
+                arguments = [*arguments, *self.given.roots]
             self._look_for_left({id(x) for x in returned})
-            if self._walk or any(id(x) not in self._seen for x in outputs):
-                self._find_recorded(outputs, {id(x) for x in (*arguments, *self.given.roots)})
-            self._passing = [weakref.ref(x) for x in returned if isinstance(x, Tensor) and self._makes(x)]
-            self._given = [weakref.ref(x) for x in (*arguments, *self.given.roots) if x.requires_grad]
-        self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
+            if self._walk or not all(map(self._seen.__contains__, map(id, outputs))):
+                self._find_recorded(outputs, {id(x) for x in arguments})
+            outside = {id(x) for x, _ in self._candidates}
+            self._passing = [
+                weakref.ref(x)
+                for x in returned
+                if isinstance(x, Tensor) and x.requires_grad and id(x) not in outside and id(x) not in self.recorded
+            ]
+            self._given = [weakref.ref(x) for x in arguments if x.requires_grad]
+        if self._candidates:
+            self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
         self._seen, self._candidates = {}, []
-        self.given.end()
+        self.given.leaves = self.given.roots = ()
 
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
@@ -275,32 +290,31 @@ class Captures(TorchFunctionMode):
             if key not in returned:
                 self._left[key] = weakref.ref(self._seen[key])
 
-    def _makes(self, x: Tensor) -> bool:
-        """Whether a result with a gradient is of this step, and not a tensor from outside."""
-        if not x.requires_grad or id(x) in self.recorded:
-            return False
-        return not self._candidates or all(y is not x for y, _ in self._candidates)
-
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
-        self.let_go()
+        if self.nodes:
+            self.let_go()
         if self.replaying:
             self._check_fresh()
         else:
             for reference, version in self._fresh:
                 if (x := reference()) is not None and not self._is_met(x):
                     self.met[id(x)] = Met(reference, version)
-        for key, (reference, before) in self._written.items():
-            if (x := reference()) is not None:
-                self.changed[key] = (x, before)
+        if self._written:
+            for key, (reference, before) in self._written.items():
+                if (x := reference()) is not None:
+                    self.changed[key] = (x, before)
+            self._written = {}
         if self.given.loose:
             self.given.release()
-        stayed = [reference for reference in self._given if reference() is not None]
-        for reference in (*self._passing, *stayed):
+        for reference in self._given:
             if (x := reference()) is not None:
                 self._left[id(x)] = reference
-        self.stayed += stayed
-        self._fresh, self._written, self._passing, self._given = [], {}, [], []
+                self.stayed.append(reference)
+        for reference in self._passing:
+            if (x := reference()) is not None:
+                self._left[id(x)] = reference
+        self._fresh = self._passing = self._given = ()
 
     def tensors(self) -> list[Tensor]:
         """What the body has used so far that it did not make."""

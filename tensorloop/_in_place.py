@@ -24,18 +24,9 @@ class Given:
 
     def __init__(self) -> None:
         self.changed = False
-        self.leaves: Sequence[tuple[int, Tensor]] = ()
+        self.leaves: Sequence[tuple[int, Tensor]] = ()  # of the step at hand, and nothing between steps
         self.loose: Sequence[tuple[int, Tensor]] = ()  # of the step in which a body first changed one
         self.roots: Sequence[Tensor] = ()  # leaves that came beneath those of this step
-
-    def begin(self, state: list[Any], recorded: Sequence[tuple[int, Tensor]]) -> list[Any]:
-        """Before a step: its state of leaves, of which `recorded` have a gradient, as the body gets it."""
-        self.leaves = recorded
-        return self.of(state, recorded)
-
-    def end(self) -> None:
-        """After a step: nothing of it is kept."""
-        self.leaves = self.roots = ()
 
     def release(self) -> None:
         """After a step, when its graph has been looked at. A leaf with a past may lead to itself: a cycle."""
@@ -45,9 +36,7 @@ class Given:
         self.loose = ()
 
     def of(self, state: list[Any], recorded: Sequence[tuple[int, Tensor]]) -> list[Any]:
-        """A state of leaves as the body of a replay gets it."""
-        if not self.changed:
-            return state
+        """A state of leaves as bodies that change it get it."""
         out = list(state)
         for i, leaf in recorded:
             out[i] = _alias(leaf)

@@ -176,7 +176,9 @@ class Record:
         row = self.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
         new, y = self.step(t, leaves, row)
-        self._check_hooks([(i, leaves[i]) for i, _ in recorded])
+        for i, _ in recorded:
+            if leaves[i]._backward_hooks:
+                raise self._hooked(i)
         if captures.given.changed:
             check_apart(new, loop.carry.tree.paths, self.name)
         self.conditions.asks_until(t, new)
@@ -193,14 +195,12 @@ class Record:
             self.residual_bytes = _again.residual_bytes(outputs, captures.tensors())
         return after
 
-    def _check_hooks(self, leaves: Sequence[tuple[int, Tensor]]) -> None:
-        hooked = [i for i, x in leaves if x._backward_hooks]
-        if hooked:
-            name = f"carry{self.loop.carry.tree.paths[hooked[0]]}"
-            raise RuntimeError(
-                f"{self.name}: the body registered a hook on {name}, its argument; with checkpoints it would miss "
-                f"what ys add to that gradient: register it on {name}.clone(), or on what the body returns"
-            )
+    def _hooked(self, i: int) -> RuntimeError:
+        name = f"carry{self.loop.carry.tree.paths[i]}"
+        return RuntimeError(
+            f"{self.name}: the body registered a hook on {name}, its argument; with checkpoints it would miss "
+            f"what ys add to that gradient: register it on {name}.clone(), or on what the body returns"
+        )
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""
@@ -414,14 +414,17 @@ class Record:
         self.body.on = False
         try:
             leaves, recorded, _ = fed(state)
-            leaves = self.captures.given.of(leaves, recorded)
+            captures = self.captures
+            if captures.given.changed:
+                leaves = captures.given.of(leaves, recorded)
             new, _ = self.step(t, leaves, self.row(t))
             self.take_pieces()
             self.draw_again(t, new)
             after, _ = self.close(new, state, leaves)
-            for captured in self.captures.arrays.values():
+            for captured in captures.arrays.values():
                 captured.end_step()
-            self.captures.let_go()
+            if captures.nodes:
+                captures.let_go()
             return after
         finally:
             self.body.on = True
