@@ -20,7 +20,7 @@ import torch
 from script import Result, Script, Target
 from torch import Tensor, nn
 
-from tensorloop._dispatch import OperationMode
+from tensorloop._torch.dispatch import OperationMode
 from tensorloop.memory import saved_residuals, track
 
 BOUNDS = {"saved_residuals": ("forward", 3.0), "track": ("step", 1.5)}  # times what, at most

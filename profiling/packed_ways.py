@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import rnn
 
-from tensorloop import _ragged
-from tensorloop.packed import Dim, PackedTensor, pack_padded
+from tensorloop.packed import Dim, PackedTensor, pack_padded, segments
 
 ROWS, STEPS, FEATURES = 64, 1000, 256
 PERMUTED = 16384
@@ -225,8 +224,8 @@ def permute() -> dict[str, Way]:
     inverse = index.argsort()
 
     def gathers(x: Tensor) -> Tensor:
-        there = _ragged.permute(x.squeeze(0), index, inverse)  # x[0] would have a gradient of its own, a copy
-        return _ragged.permute(there, inverse, index)[None]
+        there = segments.permute(x.squeeze(0), index, inverse)  # x[0] would have a gradient of its own, a copy
+        return segments.permute(there, inverse, index)[None]
 
     return {
         "permute": Way(gathers),

@@ -20,7 +20,7 @@ import torch
 from script import Peer, Result, Script, Target, target_table
 from torch import Tensor
 
-from tensorloop.kernels import cpu_moves
+from tensorloop.kernels.cpu import regroup as cpu_moves
 from tensorloop.regroup import RegroupPlan, regroup
 
 BANDWIDTH_TARGET = 0.8  # of a copy's, kernel alone, first case

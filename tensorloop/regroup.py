@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]
 
-from tensorloop import _modes
-from tensorloop._checks import as_int, dense_tensor, describe
-from tensorloop._compile import called_eagerly, runs_eagerly
+from tensorloop._common.arguments import as_int, dense_tensor, describe
+from tensorloop._torch import transforms
+from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.kernels import find
 from tensorloop.kernels.moves import Move, Moves
 
@@ -121,7 +120,7 @@ def _apply(plan: RegroupPlan, values: Sequence[Tensor], name: str) -> list[Tenso
     if not moves.targets:
         return []
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in values)
-    if recorded or _modes.maybe_level() is not None or _modes.forward_mode():
+    if recorded or transforms.maybe_level() is not None or transforms.forward_mode():
         return list(_route(moves, values))
     return list(_Route.forward(moves, *values))
 
@@ -177,9 +176,9 @@ _apply_plainly: Callable[..., tuple[Tensor, ...]] = _beneath.apply
 
 def _route(moves: Moves, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """`_Route`, recorded. The batches of `autograd.grad(is_grads_batched=True)` know no Functions, but torch's own."""
-    if _modes.maybe_level() is not None:
+    if transforms.maybe_level() is not None:
         return _Route.apply(moves, *values)
-    if any(map(is_legacy_batchedtensor, values)):
+    if any(map(transforms.is_legacy_batched, values)):
         return _Route.forward(moves, *values)
     return _apply_plainly(moves, *values)
 

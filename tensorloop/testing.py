@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._dispatch import keystr, tree_flatten_with_path, tree_leaves, tree_map
-from tensorloop._packed_base import is_packed
+from tensorloop._torch.dispatch import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
+from tensorloop.packed.base import is_packed
 
 
 def assert_saved_bytes(

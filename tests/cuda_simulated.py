@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensorloop_cuda import _launch, _numba
 from torch import Tensor
 
-from tensorloop.kernels import eager, eager_moves
+from tensorloop.kernels.eager import regroup, segments
 from tensorloop.kernels.moves import Move, Moves
 from tests.cuda_cases import DISGUISES, MOVED, OPERATIONS, REDUCED, arguments, offsets_of, some_moves
 
@@ -40,7 +40,7 @@ def ours(operation: str) -> Callable[..., Any]:
 
 def assert_same(operation: str, args: tuple[Any, ...], tolerance: float = 2e-5) -> None:
     precise = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    found, expected = ours(operation)(*args), getattr(eager, operation)(*precise)
+    found, expected = ours(operation)(*args), getattr(segments, operation)(*precise)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_dtype=False)
     assert (found if isinstance(found, Tensor) else found[0]).dtype == args[0].dtype
 
@@ -72,7 +72,7 @@ def test_whole_blocks(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
     for features in (3, 4):
         args = arguments(operation, [3, 0, 1], features, dtype)
-        assert torch.equal(ours(operation)(*args), getattr(eager, operation)(*args))
+        assert torch.equal(ours(operation)(*args), getattr(segments, operation)(*args))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
 )
 def test_what_pads_may_be_any_number(dtype: torch.dtype, fill: Any) -> None:
     values, offsets, steps, _ = arguments("pad_rows", [2, 0, 3], 3, dtype)
-    found, expected = (f(values, offsets, steps, fill) for f in (tensorloop_cuda.pad_rows, eager.pad_rows))
+    found, expected = (f(values, offsets, steps, fill) for f in (tensorloop_cuda.pad_rows, segments.pad_rows))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_pad_cuts_longer_rows() -> None:
     values, offsets, *_ = arguments("pad_rows", [3, 0, 5], 2)
-    assert torch.equal(tensorloop_cuda.pad_rows(values, offsets, 2, 9), eager.pad_rows(values, offsets, 2, 9))
+    assert torch.equal(tensorloop_cuda.pad_rows(values, offsets, 2, 9), segments.pad_rows(values, offsets, 2, 9))
 
 
 @pytest.mark.parametrize("operation", REDUCED)
@@ -106,7 +106,7 @@ def test_of_equals_the_first(operation: str) -> None:
     values[20:, 1] = math.nan
     for lens in ([6, 18], [24], [12, 12]):
         _, where = ours(operation)(values, offsets_of(lens), 0)
-        assert torch.equal(where, getattr(eager, operation)(values, offsets_of(lens), 0)[1])
+        assert torch.equal(where, getattr(segments, operation)(values, offsets_of(lens), 0)[1])
 
 
 @settings(max_examples=20)
@@ -127,7 +127,7 @@ def test_regroup_and_its_gradient(dtype: torch.dtype, batch: int) -> None:
     moves = some_moves()
     for table in (moves, moves.transposed) if dtype in tensorloop_cuda.SUMMED else (moves,):
         rows = [(torch.randn(batch, width + 3) * 3).to(dtype)[:, 1 : width + 1] for width in table.sources]
-        for found, expected in zip(tensorloop_cuda.regroup(rows, table), eager_moves.regroup(rows, table), strict=True):
+        for found, expected in zip(tensorloop_cuda.regroup(rows, table), regroup.regroup(rows, table), strict=True):
             assert torch.equal(found, expected)
 
 
@@ -220,7 +220,7 @@ def test_regroup_and_writes_stay_inside(outputs: list[Tensor]) -> None:
     moves = some_moves()
     for table in (moves, moves.transposed):
         rows = [guarded(torch.randn(3, width))[0] for width in table.sources]
-        for found, expected in zip(tensorloop_cuda.regroup(rows, table), eager_moves.regroup(rows, table), strict=True):
+        for found, expected in zip(tensorloop_cuda.regroup(rows, table), regroup.regroup(rows, table), strict=True):
             assert torch.equal(found, expected)
     slots, whole = guarded(torch.zeros(2, 3, 5))
     pos = torch.tensor([-1, 2, 1 << 40])
@@ -256,16 +256,14 @@ def test_moved_tensors_are_what_they_read_as(disguise: Callable[[Tensor], Tensor
     moves, rows = some_moves(), [torch.randn(3, 4), torch.randn(3, 6)]
     for sources in ([disguise(rows[0]), rows[1]], [rows[0], disguise(rows[1])]):
         plain = [x.contiguous().clone() for x in sources]
-        for found, expected in zip(
-            tensorloop_cuda.regroup(sources, moves), eager_moves.regroup(plain, moves), strict=True
-        ):
+        for found, expected in zip(tensorloop_cuda.regroup(sources, moves), regroup.regroup(plain, moves), strict=True):
             assert torch.equal(found, expected)
     x, pos, where = torch.randn(3, 4), torch.tensor([1, 0, 1]), torch.tensor([True, True, False])
     for some in ((disguise(pos), x, where), (pos, disguise(x), where), (pos, x, disguise(where))):
         plain = [y.contiguous().clone() for y in some]
         found, expected = torch.zeros(2, 2, 3, 4)
         tensorloop_cuda.write_rows(found, *some)
-        eager.write_rows(expected, *plain)
+        segments.write_rows(expected, *plain)
         assert torch.equal(found, expected)
 
 

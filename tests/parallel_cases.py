@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tensorloop import reference
-from tensorloop._dispatch import OperationMode
-from tensorloop._parallel import associative_scan
+from tensorloop._torch.dispatch import OperationMode
+from tensorloop.loop.parallel import associative_scan
 from tensorloop.testing import assert_matches_reference
 
 Fn = Callable[[Any, Any], Any]

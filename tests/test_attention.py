@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tensorloop import _attention, _attention_strips, reference
-from tensorloop._attention_strips import Task
-from tensorloop.attention import attention
+from tensorloop import reference
+from tensorloop.attention import attention, engine, strips
+from tensorloop.attention.strips import Task
 from tensorloop.packed import Dim, PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.attention_cases import tensors
@@ -26,15 +26,15 @@ def packed_values(q: Tensor, k: Tensor, v: Tensor, *, q_lens: list[int], k_lens:
 def strip_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to compute a strip; the one for other devices with strips of a few weights."""
     if request.param == "matmul":
-        monkeypatch.setattr(_attention, "_has_flash", lambda q: False)
-        monkeypatch.setattr(_attention, "_WEIGHTS", 100)
+        monkeypatch.setattr(engine, "_has_flash", lambda q: False)
+        monkeypatch.setattr(engine, "_WEIGHTS", 100)
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def bucket_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows suffice for a bucket, so that small cases have some."""
-    monkeypatch.setattr(_attention_strips, "FEW", 2)
+    monkeypatch.setattr(strips, "FEW", 2)
 
 
 LENS = st.lists(st.one_of(st.integers(0, 12), st.integers(30, 40)), max_size=5)
@@ -397,7 +397,7 @@ def test_packed_under_transforms():
     q, k, v = (x.detach() for x in tensors((5, 2, 2), (6, 1, 2), (6, 1, 2)))
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attention.attend(q[None], k[None], v[None], Task(0.5, True, [0, 2, 2, 5], [0, 1, 3, 6]))[0]
+        return engine.attend(q[None], k[None], v[None], Task(0.5, True, [0, 2, 2, 5], [0, 1, 3, 6]))[0]
 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return reference.attention_packed(q, k, v, lens, other, causal=True, scale=0.5)
@@ -412,10 +412,10 @@ def test_packed_under_transforms():
 
 def test_short_rows_are_padded_together_and_long_ones_and_few_ones_are_views(monkeypatch: pytest.MonkeyPatch):
     lens = [3, 5, 40, 0, 12, 6, 33, 8, 1, 4, 2, 7]
-    monkeypatch.setattr(_attention_strips, "FEW", 6)
+    monkeypatch.setattr(strips, "FEW", 6)
     offsets = torch.tensor([0, *lens]).cumsum(0).tolist()
     q = torch.randn(1, sum(lens), 1, 2)
-    found = list(_attention_strips.strips(Task(1.0, True, offsets, offsets), q, q))
+    found = list(strips.strips(Task(1.0, True, offsets, offsets), q, q))
     taken = [strip.q.take(q) for strip in found if strip.q is not None]
     assert sorted(tuple(x.shape[:2]) for x in taken) == [(1, 12), (1, 33), (1, 40), (8, 8)]
     assert [x._base is q for x in taken] == [x.shape[0] == 1 for x in taken]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from tensorloop import _attention, _attention_gpu, _attention_strips, reference
-from tensorloop._attention_strips import Task
-from tensorloop.attention import attention
+from tensorloop import reference
+from tensorloop.attention import attention, engine, gpu, strips
+from tensorloop.attention.strips import Task
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests import attention_cases as cases
@@ -26,7 +26,7 @@ each_mod = pytest.mark.parametrize("mod", MODS, ids=lambda mod: mod.__name__)
 @pytest.fixture(params=["flash", "matmul"], autouse=True)
 def strip_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "matmul":
-        monkeypatch.setattr(_attention, "_has_flash", lambda q: False)
+        monkeypatch.setattr(engine, "_has_flash", lambda q: False)
     return request.param
 
 
@@ -139,7 +139,7 @@ def test_strips_of_a_window_grow_with_the_window_and_not_with_the_keys():
     n, size = 256, 8
     q = torch.randn(1, n, 1, 2)
     mask = block_mask(cases.window, None, None, n, n, size)
-    found = list(_attention_strips.strips(Task(1.0, blocks=mask), q, q))
+    found = list(strips.strips(Task(1.0, blocks=mask), q, q))
     assert len(found) == n // size
     assert max(strip.k.take(q).shape[1] for strip in found if strip.k is not None) == 2 * size
     assert all(strip.k is not None and strip.k.take(q)._base is q for strip in found)  # views, no copies
@@ -155,12 +155,12 @@ def test_the_same_as_flex_attention(mod: Callable[..., Tensor], strip_kernel: st
         task = Task(0.3, blocks=mask)
         with warnings.catch_warnings():  # it warns, once a process, that it runs without a compiler
             warnings.simplefilter("ignore")
-            found = _attention_gpu.flex(q, k, v, task, flex_attention)
+            found = gpu.flex(q, k, v, task, flex_attention)
         torch.testing.assert_close(attention(q, k, v, block_mask=mask, scale=0.3), found)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_call_that_hands_over_to_sdpa(causal: bool):
     q, k, v = (torch.randn(2, n, heads, 16) for n, heads in ((9, 4), (7, 2), (7, 2)))
-    found = _attention_gpu.dense(q, k, v, Task(0.3, causal))
+    found = gpu.dense(q, k, v, Task(0.3, causal))
     torch.testing.assert_close(found, attention(q, k, v, causal=causal, scale=0.3))

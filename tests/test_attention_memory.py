@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import _attention, reference
-from tensorloop.attention import attention
+from tensorloop import reference
+from tensorloop.attention import attention, engine
 from tensorloop.memory import LiveStorages, collector_off, peak
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_growth, assert_linear_memory, assert_no_leak, assert_saved_bytes
@@ -80,8 +80,8 @@ def test_the_peak_of_the_definition_is_quadratic():
 
 
 def test_on_other_devices_the_peak_is_linear_past_the_bound_on_weights(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_attention, "_has_flash", lambda q: False)
-    monkeypatch.setattr(_attention, "_WEIGHTS", 1 << 12)
+    monkeypatch.setattr(engine, "_has_flash", lambda q: False)
+    monkeypatch.setattr(engine, "_WEIGHTS", 1 << 12)
     assert_linear_memory(functools.partial(training, "long"), SIZES[:3], measure=peak, tolerance=0.05)
 
 

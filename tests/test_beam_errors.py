@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import _active, beam
+from tensorloop import beam
+from tensorloop._common import scope
 from tensorloop.memory import LiveStorages, collector_off
 from tests.beam_cases import BOS, EOS, Table
 
 
 def here() -> list[Any]:
     """Of loops that are thought to run. In `vars` only what was ever set."""
-    return [getattr(_active.here, name) for name in ("serial", "notes", "quiet", "replaced")]
+    return [getattr(scope.here, name) for name in ("serial", "notes", "quiet", "replaced")]
 
 
 def search(step: Callable[..., Any] | None = None, **options: Any) -> beam.Hypotheses:

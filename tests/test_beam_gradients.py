@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import _beam_choice, beam
+from tensorloop import beam
+from tensorloop.beam import choose as beam_choice
 from tests.beam_cases import BOS, EOS, Recurrent, Table
 
 ROWS, SIZE = 5, 3
@@ -114,7 +115,7 @@ class Counted:
     def start(self, seeds: Tensor, size: int) -> Tensor:
         return self.plain.start(seeds, size)
 
-    def choose(self, offer: _beam_choice.Offer) -> _beam_choice.Choice:
+    def choose(self, offer: beam_choice.Offer) -> beam_choice.Choice:
         self.steps.append(offer.t)
         return self.plain.choose(offer)
 

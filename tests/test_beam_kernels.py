@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.kernels import _threads, cpu_attend, cpu_beam, eager_beam, find
+from tensorloop.kernels import find
+from tensorloop.kernels.cpu import attend, beam
+from tensorloop.kernels.cpu import threads as _threads
+from tensorloop.kernels.eager import beam as eager_beam
 
-MODULES = {"cpu": cpu_beam, "eager": eager_beam}
+MODULES = {"cpu": beam, "eager": eager_beam}
 INF = float("inf")
 SHAPES = [(1, 1, 1, 3), (3, 4, 5, 4), (3, 4, 5, 40), (2, 3, 200, 7), (0, 2, 3, 2), (4, 8, 129, 16)]
 SHAPES += [(3, 2, v, 5) for v in (31, 32, 33, 64)]  # about one block, and two
@@ -225,7 +228,7 @@ def attended(q: Tensor, prefix: list[Tensor], slots: list[Tensor], shared: Tenso
     return out, lse
 
 
-ATTEND = {"cpu": cpu_attend.beam_attend, "eager": eager_beam.beam_attend}
+ATTEND = {"cpu": attend.beam_attend, "eager": eager_beam.beam_attend}
 
 
 @pytest.mark.parametrize(
@@ -251,12 +254,12 @@ def test_attention_to_one_array_and_in_any_layout(module: str):
 
 def test_attention_in_threads(monkeypatch: pytest.MonkeyPatch):
     args = attention_inputs(2, 2, 8, 3, 40, 20)
-    alone = cpu_attend.beam_attend(*args)
+    alone = attend.beam_attend(*args)
     threads = torch.get_num_threads()
     monkeypatch.setattr(_threads, "PIECE", 1)
     try:
         torch.set_num_threads(3)
-        together = cpu_attend.beam_attend(*args)
+        together = attend.beam_attend(*args)
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(x, y) for x, y in zip(together, alone, strict=True))
@@ -284,7 +287,7 @@ def test_rows_are_shared_among_threads():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        together = cpu_beam.beam_best(keys, log_probs, 8, 1)
+        together = beam.beam_best(keys, log_probs, 8, 1)
     finally:
         torch.set_num_threads(threads)
     alone = eager_beam.beam_best(keys, log_probs, 8, 1)
@@ -293,10 +296,10 @@ def test_rows_are_shared_among_threads():
 
 def test_which_kernel_is_found():
     keys = torch.zeros(2, 3)
-    assert find("beam_best", keys) is cpu_beam.beam_best
+    assert find("beam_best", keys) is beam.beam_best
     assert find("beam_best", keys.to(torch.bfloat16)) is eager_beam.beam_best
     assert find("beam_best", keys.to("meta")) is eager_beam.beam_best
-    assert find("beam_trace", keys.long()) is cpu_beam.beam_trace
-    assert find("beam_ancestors", keys.byte()) is cpu_beam.beam_ancestors
-    assert find("beam_attend", keys) is cpu_attend.beam_attend
+    assert find("beam_trace", keys.long()) is beam.beam_trace
+    assert find("beam_ancestors", keys.byte()) is beam.beam_ancestors
+    assert find("beam_attend", keys) is attend.beam_attend
     assert find("beam_attend", keys.double()) is eager_beam.beam_attend

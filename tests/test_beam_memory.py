@@ -12,8 +12,8 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import beam
-from tensorloop._array_buffer import Buffer
 from tensorloop.memory import LiveStorages, saved
+from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.testing import assert_linear_memory, assert_no_leak
 from tests.beam_cases import BOS, EOS
 

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import tensorloop as tl
+from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import LiveStorages, collector_off
-from tensorloop.replay import HeldTensorWarning
 from tests.loop_cases import (
     Counter,
     Ours,

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import tensorloop as tl
 from tensorloop import beam
-from tensorloop._dispatch import tree_leaves
+from tensorloop._torch.dispatch import tree_leaves
 from tensorloop.packed import PackedTensor
 
 torch.manual_seed(0)

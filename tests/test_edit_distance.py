@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorloop import kernels, reference
-from tensorloop.kernels import _threads, cpu_edits, eager_edits
+from tensorloop.kernels.cpu import edits as cpu_edits
+from tensorloop.kernels.cpu import threads
+from tensorloop.kernels.eager import edits as eager_edits
 from tensorloop.packed import Dim, PackedTensor, pack_padded
 from tensorloop.reference import Cost, Row
 from tensorloop.risk import EDITS, edit_distance
@@ -322,7 +324,7 @@ def same(found: Any, expected: Any) -> None:
 @pytest.fixture
 def busy_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three threads and pieces of a few bytes, so that small work is shared, too."""
-    monkeypatch.setattr(_threads, "PIECE", 1)
+    monkeypatch.setattr(threads, "PIECE", 1)
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import cuda
-from tensorloop.kernels import eager, eager_moves
+from tensorloop.kernels.eager import regroup, segments
 from tests.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -111,7 +111,7 @@ def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> 
     for lens in ([], [0, 0], [3, 0, 1, 5], [700, 1, 0, 64]):
         for features in (0, 1, 3, 33, 256):
             args = on_device(operation, lens, features, dtype)
-            found, expected = cuda.kernel(operation)(*args), getattr(eager, operation)(*args)
+            found, expected = cuda.kernel(operation)(*args), getattr(segments, operation)(*args)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -120,7 +120,7 @@ def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128])
 def test_kernels_move_any_dtype(operation: str, dtype: torch.dtype) -> None:
     args = on_device(operation, [3, 0, 50], 5, dtype)
-    assert torch.equal(cuda.kernel(operation)(*args), getattr(eager, operation)(*args))
+    assert torch.equal(cuda.kernel(operation)(*args), getattr(segments, operation)(*args))
 
 
 @needs_kernels
@@ -128,7 +128,7 @@ def test_regroup_and_its_gradient() -> None:
     moves = some_moves()
     for table in (moves, moves.transposed):
         rows = [torch.randn(1000, width, device=DEVICE) for width in table.sources]
-        for found, expected in zip(cuda.kernel("regroup")(rows, table), eager_moves.regroup(rows, table), strict=True):
+        for found, expected in zip(cuda.kernel("regroup")(rows, table), regroup.regroup(rows, table), strict=True):
             assert torch.equal(found, expected)
 
 
@@ -152,7 +152,7 @@ def test_kernels_wait_for_the_current_stream() -> None:
         late = values * 2
         found = cuda.kernel("segment_sum")(late, offsets)
     torch.cuda.current_stream().wait_stream(stream)
-    torch.testing.assert_close(found, eager.segment_sum(values * 2, offsets), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, segments.segment_sum(values * 2, offsets), rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -161,10 +161,10 @@ def test_cuda_graphs_record_kernels(operation: str) -> None:
     moves = some_moves()
     if operation == "regroup":
         rows = [torch.randn(9, width, device=DEVICE) for width in moves.sources]
-        args, source, reference = [rows, moves], rows[0], eager_moves.regroup
+        args, source, reference = [rows, moves], rows[0], regroup.regroup
     else:
         args = on_device(operation, [30, 0, 7], 16, torch.float32)
-        source, reference = args[0], getattr(eager, operation)
+        source, reference = args[0], getattr(segments, operation)
     kernel = cuda.kernel(operation)
     kernel(*args)  # compiled, and the plan's table brought over, before anything is recorded
     torch.cuda.synchronize()

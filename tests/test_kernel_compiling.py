@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from numba.core import event as events
 
-from tensorloop.kernels import _compiled, cpu_rows
+from tensorloop.kernels.cpu import compiling as compiled
+from tensorloop.kernels.cpu import rows
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,47 +37,47 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
     clock = Clock()
     caplog.set_level(logging.WARNING, logger="tensorloop")  # an example in the documents turns it off
-    monkeypatch.setattr(_compiled, "perf_counter", clock)
+    monkeypatch.setattr(compiled, "perf_counter", clock)
     return clock
 
 
-def compile_for(notice: _compiled.Notice, clock: Clock, seconds: float, function: Any, **options: Any) -> None:
+def compile_for(notice: compiled.Notice, clock: Clock, seconds: float, function: Any, **options: Any) -> None:
     notice.notify(compiling(function, True, **options))
     clock.now += seconds
     notice.notify(compiling(function, False, **options))
 
 
-PAD, PACK = (getattr(cpu_rows, name).py_func for name in ("_pad", "_pack"))
+PAD, PACK = (getattr(rows, name).py_func for name in ("_pad", "_pack"))
 
 
 def test_a_slow_compile_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    notice = _compiled.Notice()
+    notice = compiled.Notice()
     compile_for(notice, clock, 0.6, PACK)
     assert not caplog.messages
     compile_for(notice, clock, 0.7, PAD)
     compile_for(notice, clock, 30, PACK)
     assert caplog.messages == [
         "tensorloop: kernels are compiled when first used, 1.3 s so far, the last of them "
-        "tensorloop.kernels.cpu_rows._pad; more may follow. They are kept for later processes in /a/folder"
+        "tensorloop.kernels.cpu.rows._pad; more may follow. They are kept for later processes in /a/folder"
     ]
     assert caplog.records[0].name == "tensorloop"
     assert caplog.records[0].levelno == logging.WARNING
 
 
 def test_where_nothing_is_kept(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    compile_for(_compiled.Notice(), clock, 13, PAD, folder=None)
+    compile_for(compiled.Notice(), clock, 13, PAD, folder=None)
     assert caplog.messages[0].endswith("They are not kept: there is no folder to write to")
 
 
 def test_quick_ones_and_those_of_others_are_not_told(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    notice = _compiled.Notice()
+    notice = compiled.Notice()
     compile_for(notice, clock, 0.9, PAD)
     compile_for(notice, clock, 60, Path.joinpath)  # somebody else's function
     assert not caplog.messages
 
 
 def test_what_is_compiled_inside_counts_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    notice = _compiled.Notice()
+    notice = compiled.Notice()
     notice.notify(compiling(PAD, True))
     compile_for(notice, clock, 0.8, PACK)
     notice.notify(compiling(PAD, False))

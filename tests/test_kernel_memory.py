@@ -11,8 +11,10 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import kernels, reference
-from tensorloop._dispatch import tree_leaves, tree_map_only
-from tensorloop.kernels import _memory, cpu_rows, cpu_segments
+from tensorloop._torch.dispatch import tree_leaves, tree_map_only
+from tensorloop.kernels import memory
+from tensorloop.kernels.cpu import rows as cpu_rows
+from tensorloop.kernels.cpu import segments
 from tensorloop.packed import PackedTensor
 from tests.cuda_cases import DISGUISES, OPERATIONS, arguments, conjugated, expanded, negated, offsets_of, some_moves
 
@@ -177,18 +179,18 @@ def test_where_nothing_is_in_memory_a_kernel_says_so() -> None:
     torch.func.vmap(of_a_transform)(x.expand(2, 5, 4)[:, :2])
     assert seen
     kinds = {"a Tensor on meta": x.to("meta"), "a FakeTensor on cpu": fake}
-    for kernel in (lambda x: cpu_rows.gather_rows(x, offsets[1:]), lambda x: cpu_segments.segment_sum(x, offsets)):
+    for kernel in (lambda x: cpu_rows.gather_rows(x, offsets[1:]), lambda x: segments.segment_sum(x, offsets)):
         for kind, other in kinds.items():
             with pytest.raises(TypeError, match=f"kernels read numbers in memory, and {kind}"):
                 kernel(other)
     with pytest.raises(TypeError, match=r"of layout torch\.sparse_coo has none here"):
-        _memory.address(x.to_sparse())
+        memory.address(x.to_sparse())
 
 
 def test_an_empty_tensor_has_an_address_or_none() -> None:
-    assert _memory.address(torch.empty(0, 3)) >= 0
-    assert _memory.address(torch.zeros(2)[2:]) >= 0
-    assert _memory.address(torch._efficientzerotensor((0, 3))) == 0  # pyright: ignore[reportPrivateImportUsage]
+    assert memory.address(torch.empty(0, 3)) >= 0
+    assert memory.address(torch.zeros(2)[2:]) >= 0
+    assert memory.address(torch._efficientzerotensor((0, 3))) == 0  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_addresses_come_from_one_place() -> None:

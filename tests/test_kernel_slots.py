@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorloop import reference
-from tensorloop.kernels import _threads, cpu_slots, eager, find
+from tensorloop.kernels import find
+from tensorloop.kernels.cpu import slots as cpu_slots
+from tensorloop.kernels.cpu import threads
+from tensorloop.kernels.eager import segments
 
-BOTH = [cpu_slots, eager]
+BOTH = [cpu_slots, segments]
 SIZES = [(0, 0, 3), (1, 1, 1), (3, 0, 2), (5, 4, 0), (7, 5, 3), (4, 9, 257), (2, 3, 2000)]
 
 
@@ -81,7 +84,7 @@ def test_drawn_sizes(n: int, batch: int, features: int) -> None:
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_threads, "PIECE", 1)
+    monkeypatch.setattr(threads, "PIECE", 1)
     torch.set_num_threads(3)
     try:
         check(cpu_slots, *arguments(4, 100, 30))
@@ -107,4 +110,4 @@ def test_positions_outside_touch_nothing() -> None:
 def test_the_table_has_them() -> None:
     x = torch.zeros(2, 3)
     assert find("write_rows", x) is cpu_slots.write_rows
-    assert find("take_rows", x.to("meta")) is eager.take_rows
+    assert find("take_rows", x.to("meta")) is segments.take_rows

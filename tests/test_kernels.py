@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorloop import kernels
-from tensorloop.kernels import _compiled, _threads, cpu_moves, cpu_rows, cpu_segments, eager, eager_moves
+from tensorloop.kernels.cpu import compiling, regroup, segments
+from tensorloop.kernels.cpu import rows as cpu_rows
+from tensorloop.kernels.cpu import threads as _threads
+from tensorloop.kernels.eager import regroup as eager_moves
+from tensorloop.kernels.eager import segments as eager
 from tensorloop.kernels.moves import Move, Moves
 from tests.cuda_cases import MOVED, OPERATIONS, arguments, offsets_of
 
@@ -24,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def ours(operation: str) -> Callable[..., Any]:
-    return getattr(cpu_rows if operation.endswith("_rows") else cpu_segments, operation)
+    return getattr(cpu_rows if operation.endswith("_rows") else segments, operation)
 
 
 def assert_same(operation: str, args: tuple[Any, ...], tolerance: float = 2e-5) -> None:
@@ -108,7 +112,7 @@ def test_many_callers_at_once() -> None:
     args = arguments("segment_cumsum", [30, 0, 1, 77, 5, 12], 300)
     expected = eager.segment_cumsum(*args)
     with ThreadPoolExecutor(8) as callers:
-        for found in callers.map(lambda _: cpu_segments.segment_cumsum(*args), range(64)):
+        for found in callers.map(lambda _: segments.segment_cumsum(*args), range(64)):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -151,7 +155,7 @@ def test_softmax_is_exact_where_torch_s_is() -> None:
     x = torch.cat([torch.linspace(-120, 0, 10001), torch.tensor([-torch.inf])]).unsqueeze(1)
     offsets = torch.arange(0, 2 * len(x) + 1, 2)
     pairs = torch.stack([x, torch.zeros_like(x)], 1).flatten(0, 1)
-    found = cpu_segments.segment_softmax(pairs, offsets)
+    found = segments.segment_softmax(pairs, offsets)
     expected = pairs.double().view(-1, 2, 1).softmax(1).float().view(-1, 1)
     torch.testing.assert_close(found, expected, rtol=4e-7, atol=1e-37)
     assert found[-2] == 0
@@ -277,7 +281,7 @@ def test_runs_of_every_length(length: int) -> None:
     source = guarded.copy(torch.randint(0, 70, (3, 2 * length), dtype=torch.uint8))
     moves = Moves([2 * length], [length + 1, length], [Move(0, 0, length, 0, length), Move(0, 1, 0, 0, length)])
     out = [guarded.empty(3, width, dtype=torch.uint8) for width in moves.targets]
-    cpu_moves.run([source], out, moves)
+    regroup.run([source], out, moves)
     for x, y in zip(out, eager_moves.regroup([source], moves), strict=True):
         assert torch.equal(x, y)
     guarded.assert_whole()
@@ -291,7 +295,7 @@ def test_sums_write_nothing_else(dtype: torch.dtype) -> None:
     moves = Moves([6, 12], [15], table)
     rows = [guarded.copy(torch.randint(-9, 9, (41, width)).to(dtype)) for width in moves.sources]
     out = [guarded.empty(41, 15, dtype=dtype)]
-    cpu_moves.run(rows, out, moves)
+    regroup.run(rows, out, moves)
     assert torch.equal(out[0], eager_moves.regroup(rows, moves)[0])
     guarded.assert_whole()
 
@@ -321,9 +325,9 @@ def test_segments_cover_every_column_once_and_join() -> None:
 
 def test_find_gives_kernels_for_memory_alone() -> None:
     x = torch.randn(2, 3)
-    assert kernels.find("regroup", x) is cpu_moves.regroup
+    assert kernels.find("regroup", x) is regroup.regroup
     assert kernels.find("pack_rows", x.bool()) is cpu_rows.pack_rows
-    assert kernels.find("segment_sum", torch.nn.Parameter(x)) is cpu_segments.segment_sum
+    assert kernels.find("segment_sum", torch.nn.Parameter(x)) is segments.segment_sum
     assert kernels.find("segment_sum", x.half()) is eager.segment_sum
     assert kernels.find("segment_softmax", x.double()) is eager.segment_softmax
     assert kernels.find("regroup", x.to("meta")) is eager_moves.regroup
@@ -387,7 +391,7 @@ def test_numba_loads_when_a_kernel_is_asked_for() -> None:
 def test_a_kernel_without_a_place_on_disk_is_compiled_all_the_same() -> None:
     namespace: dict[str, Any] = {}
     exec("def twice(x):\n    return 2 * x", namespace)  # no file, so nowhere to keep it
-    assert _compiled.compiled(namespace["twice"])(21) == 42
+    assert compiling.compiled(namespace["twice"])(21) == 42
 
 
 def test_kernels_run_in_a_fork() -> None:

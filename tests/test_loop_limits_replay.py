@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tensorloop import _held, memory, schedule
+from tensorloop import memory, schedule
+from tensorloop.loop.checkpoint import held as _held
+from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import collector_off
-from tensorloop.replay import HeldTensorWarning
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
 from tests.loop_cases import cell, inputs, randn, rotate
 

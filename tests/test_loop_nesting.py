@@ -12,7 +12,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tensorloop import replay
+from tensorloop.loop.checkpoint import node as replay
 from tensorloop.memory import collector_off
 from tests.loop_cases import (
     Ours,

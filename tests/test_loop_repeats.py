@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import tensorloop as tl
-from tensorloop.replay import HeldTensorWarning
+from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tests.loop_cases import randn, rotate
 
 STEPS = 6

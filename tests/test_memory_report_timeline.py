@@ -13,7 +13,7 @@ import torch
 from matplotlib.text import Text
 
 import tensorloop as tl
-from tensorloop import loop
+from tensorloop._common import scope
 from tensorloop.memory import Mark, Timeline, mark, timeline
 from tensorloop.memory import _process as process
 from tensorloop.memory import _timeline as picture
@@ -91,10 +91,9 @@ def test_pages_that_nobody_touches_are_counted_but_not_resident():
 
 
 def test_an_error_comes_through_and_leaves_nothing_behind():
-    run = loop.run_loop
     with pytest.raises(ZeroDivisionError):
         timeline(lambda: 1 / 0)
-    assert loop.run_loop is run
+    assert scope.observer.get() is None
     assert process._marks.get() is None
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tensorloop import testing
-from tensorloop._packed_facts import FACTS
 from tensorloop.packed import PackedTensor
+from tensorloop.packed.facts import FACTS
 
 D = torch.float64
 MIXED = [3, 0, 4, 1]

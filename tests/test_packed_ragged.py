@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from tensorloop import _ragged, _ragged_reduce, reference
-from tensorloop.kernels import eager
+from tensorloop import reference
+from tensorloop.kernels.eager import segments as eager
+from tensorloop.packed import segment_reduce, segments
 from tensorloop.reference import offsets_of
 
 LENS = st.lists(st.integers(0, 5), max_size=5)
@@ -24,24 +25,24 @@ Op = Callable[[Tensor, Tensor], Tensor]
 Spec = Callable[[Tensor, list[int]], Tensor]
 
 REDUCTIONS: dict[str, tuple[Op, Spec]] = {
-    "sum": (_ragged.sum, reference.segment_sum),
-    "mean": (_ragged.mean, reference.segment_mean),
-    "logsumexp": (_ragged_reduce.logsumexp, reference.segment_logsumexp),
-    "amax": (_ragged_reduce.amax, reference.segment_max),
-    "amin": (lambda x, o: _ragged_reduce.amax(x, o, "min"), reference.segment_min),
-    "max": (lambda x, o: _ragged_reduce.extreme(x, o, "max")[0], reference.segment_max),
+    "sum": (segments.sum, reference.segment_sum),
+    "mean": (segments.mean, reference.segment_mean),
+    "logsumexp": (segment_reduce.logsumexp, reference.segment_logsumexp),
+    "amax": (segment_reduce.amax, reference.segment_max),
+    "amin": (lambda x, o: segment_reduce.amax(x, o, "min"), reference.segment_min),
+    "max": (lambda x, o: segment_reduce.extreme(x, o, "max")[0], reference.segment_max),
 }
 SHAPED: dict[str, tuple[Op, Spec]] = {
-    "softmax": (_ragged_reduce.softmax, reference.segment_softmax),
-    "log_softmax": (_ragged_reduce.log_softmax, reference.segment_log_softmax),
-    "cumsum": (_ragged.cumsum, reference.segment_cumsum),
-    "flip": (_ragged.flip, reference.flip),
+    "softmax": (segment_reduce.softmax, reference.segment_softmax),
+    "log_softmax": (segment_reduce.log_softmax, reference.segment_log_softmax),
+    "cumsum": (segments.cumsum, reference.segment_cumsum),
+    "flip": (segments.flip, reference.flip),
 }
 ALL = {name: fn for name, (fn, _) in (REDUCTIONS | SHAPED).items()} | {
-    "pad": lambda x, o: _ragged.pad(x, o, 5),
-    "pad with 7": lambda x, o: _ragged.pad(x, o, 5, 7.0),
-    "gather": lambda x, o: _ragged.gather(x, torch.tensor([7, 0, 0, 3, 7, 7])),
-    "gather in order": lambda x, o: _ragged.gather(x, torch.tensor([0, 0, 3, 7]), in_order=True),
+    "pad": lambda x, o: segments.pad(x, o, 5),
+    "pad with 7": lambda x, o: segments.pad(x, o, 5, 7.0),
+    "gather": lambda x, o: segments.gather(x, torch.tensor([7, 0, 0, 3, 7, 7])),
+    "gather in order": lambda x, o: segments.gather(x, torch.tensor([0, 0, 3, 7]), in_order=True),
 }
 
 
@@ -65,9 +66,9 @@ def test_operations_are_those_of_each_row(name: str, dtype: torch.dtype, lens: l
 def test_pack_and_pad(fill: float, lens: list[int]):
     x = torch.randn(sum(lens), 3, requires_grad=True)
     steps = max(lens, default=0) + 1
-    padded, want = _ragged.pad(x, offsets_of(lens), steps, fill), reference.pad(x, lens, steps, fill)
+    padded, want = segments.pad(x, offsets_of(lens), steps, fill), reference.pad(x, lens, steps, fill)
     assert torch.equal(padded, want)
-    back, same = _ragged.pack(padded, offsets_of(lens), len(x)), reference.pack(want, lens)
+    back, same = segments.pack(padded, offsets_of(lens), len(x)), reference.pack(want, lens)
     assert torch.equal(back, same)
     if sum(lens):
         weight, other = torch.randn_like(padded), torch.randn_like(back)
@@ -80,7 +81,10 @@ def test_pack_and_pad(fill: float, lens: list[int]):
 def test_spread_and_gather(lens: list[int], data: st.DataObject):
     rows, x = torch.randn(len(lens), 3, requires_grad=True), torch.randn(sum(lens), 3, requires_grad=True)
     index = data.draw(st.lists(st.integers(0, sum(lens) - 1), max_size=9)) if sum(lens) else []
-    spread, gathered = _ragged.spread(rows, offsets_of(lens), sum(lens)), _ragged.gather(x, torch.tensor(index).long())
+    spread, gathered = (
+        segments.spread(rows, offsets_of(lens), sum(lens)),
+        segments.gather(x, torch.tensor(index).long()),
+    )
     pairs = ((spread, reference.spread(rows, lens)), (gathered, reference.gather_rows(x, index)))
     for (got, want), leaf in zip(pairs, (rows, x), strict=True):
         assert torch.equal(got, want)
@@ -106,10 +110,10 @@ def test_gradients_of_pack_and_spread():
     offsets = offsets_of(MIXED)
     padded = torch.randn(4, 5, 2, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    for fn, x in ((lambda x: _ragged.pack(x, offsets, 8), padded), (lambda x: _ragged.spread(x, offsets, 8), rows)):
+    for fn, x in ((lambda x: segments.pack(x, offsets, 8), padded), (lambda x: segments.spread(x, offsets, 8), rows)):
         assert gradcheck(fn, x, check_forward_ad=True)
         assert gradgradcheck(fn, x)
-    (grad,) = torch.autograd.grad(_ragged.pack(padded, offsets, 8).sum(), padded)
+    (grad,) = torch.autograd.grad(segments.pack(padded, offsets, 8).sum(), padded)
     assert grad.sum() == 2 * 8
     assert bool((grad[1] == 0).all())
 
@@ -157,25 +161,25 @@ def test_forward_mode_of_the_softmax_gradient():
     y, dy = torch.randn(2, 8, 2, dtype=torch.float64)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(y, dy)
-        out = _ragged_reduce._softmax_grad(dual, dual, offsets)
+        out = segment_reduce._softmax_grad(dual, dual, offsets)
         _, tangent = forward_ad.unpack_dual(out)
     step = 1e-6
-    ends = [_ragged_reduce._softmax_grad(y + s * dy, y + s * dy, offsets) for s in (step, -step)]
+    ends = [segment_reduce._softmax_grad(y + s * dy, y + s * dy, offsets) for s in (step, -step)]
     torch.testing.assert_close(tangent, (ends[0] - ends[1]) / (2 * step), atol=1e-7, rtol=1e-6)
 
 
 def test_equal_entries_share_the_gradient_of_amax_and_max_takes_the_first():
     offsets = offsets_of([3, 1])
     x = torch.tensor([2.0, 2.0, 1.0, 5.0], requires_grad=True)
-    (shared,) = torch.autograd.grad(_ragged_reduce.amax(x, offsets).sum(), x)
-    (first,) = torch.autograd.grad(_ragged_reduce.extreme(x, offsets, "max")[0].sum(), x)
+    (shared,) = torch.autograd.grad(segment_reduce.amax(x, offsets).sum(), x)
+    (first,) = torch.autograd.grad(segment_reduce.extreme(x, offsets, "max")[0].sum(), x)
     assert shared.tolist() == [0.5, 0.5, 0, 1]
     assert first.tolist() == [1, 0, 0, 1]
 
 
 def test_an_infinite_maximum_has_its_gradient():
     x = torch.tensor([torch.inf, 1.0, -torch.inf], requires_grad=True)
-    out = _ragged_reduce.amax(x, offsets_of([2, 1]))
+    out = segment_reduce.amax(x, offsets_of([2, 1]))
     assert out.tolist() == [torch.inf, -torch.inf]
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [1, 0, 1]
 
@@ -183,26 +187,26 @@ def test_an_infinite_maximum_has_its_gradient():
 def test_a_row_of_minus_infinity():
     offsets = offsets_of([2, 2])
     x = torch.tensor([-torch.inf, -torch.inf, 0.0, -torch.inf], requires_grad=True)
-    out = _ragged_reduce.logsumexp(x, offsets)
+    out = segment_reduce.logsumexp(x, offsets)
     assert out.tolist() == [-torch.inf, 0]
     (grad,) = torch.autograd.grad(out[1] + out[0], x)
     assert grad.tolist() == [0, 0, 1, 0]
-    assert _ragged_reduce.softmax(x, offsets).isnan().tolist() == [True, True, False, False]
+    assert segment_reduce.softmax(x, offsets).isnan().tolist() == [True, True, False, False]
 
 
 def test_large_scores_keep_their_digits():
     x = torch.tensor([1e5, 1e5 + 1.0, 3.0])
     torch.testing.assert_close(
-        _ragged_reduce.log_softmax(x, offsets_of([2, 1])), torch.cat([x[:2].log_softmax(0), x.new_zeros(1)])
+        segment_reduce.log_softmax(x, offsets_of([2, 1])), torch.cat([x[:2].log_softmax(0), x.new_zeros(1)])
     )
 
 
 def test_nothing_of_one_row_reaches_another():
     offsets = offsets_of([2, 3])
     x = torch.tensor([torch.nan, torch.inf, 1.0, 2.0, 3.0])
-    assert _ragged.cumsum(x, offsets)[2:].tolist() == [1, 3, 6]
-    assert _ragged.sum(x, offsets)[1] == 6
-    assert bool(_ragged_reduce.softmax(x, offsets)[2:].isfinite().all())
+    assert segments.cumsum(x, offsets)[2:].tolist() == [1, 3, 6]
+    assert segments.sum(x, offsets)[1] == 6
+    assert bool(segment_reduce.softmax(x, offsets)[2:].isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool])
@@ -242,4 +246,4 @@ def test_nan_is_the_extreme_of_its_row():
 
 def test_a_batched_index_is_refused():
     with pytest.raises(TypeError, match="the index is batched by vmap"):
-        torch.vmap(lambda i: _ragged.gather(torch.ones(3), i))(torch.zeros(2, 2, dtype=torch.int64))
+        torch.vmap(lambda i: segments.gather(torch.ones(3), i))(torch.zeros(2, 2, dtype=torch.int64))

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tensorloop._packed_facts import FACTS
-from tensorloop._packed_ops import HANDLERS, is_pointwise
-from tensorloop._packed_types import TensorTypes
 from tensorloop.packed import PackedTensor
+from tensorloop.packed.facts import FACTS
+from tensorloop.packed.operations import HANDLERS, is_pointwise
+from tensorloop.packed.types import TensorTypes
 
 
 def packed() -> PackedTensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import schedule
-from tensorloop._captures import Captures, Met
+from tensorloop.loop.checkpoint.captures import Captures, Met
 from tensorloop.schedule import Advance, Backward, Drop, Restore, Schedule, Snapshot
 
 D = torch.float64

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import memory
-from tensorloop._array_buffer import WAITING
+from tensorloop.tensor_array.buffer import WAITING
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._dispatch import OperationMode
+from tensorloop._torch.dispatch import OperationMode
 from tensorloop.memory._nodes import backward_code, current_node, storage_holders
 
 Holders = tuple[int, int, int]

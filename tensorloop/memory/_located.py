@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._compile import runs_eagerly
+from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop.memory._accumulate import added_in_place, holders_of_a_sum
 from tensorloop.memory._finder import Finder, Line, Place, Spot
 from tensorloop.memory._nodes import only_holders, sequence_number, storage_holders

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from tensorloop._progress import Progress
+from tensorloop._common.progress import Progress
 from tensorloop.memory._advice import Part, advice
 from tensorloop.memory._exponents import exponent, line_exponent, marginal, settled
 from tensorloop.memory._finder import BACKWARD, OURS, PACKAGE, USER, kind_of_file

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tensorloop._common import scope
 from tensorloop.memory._shown import refuse_without
 from tensorloop.memory._timeline import Mark, Timeline
 
@@ -88,19 +89,11 @@ def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Tim
 @contextmanager
 def _noted(marks: _Marks) -> Iterator[None]:
     """Collects marks; the loops of this package mark themselves."""
-    from tensorloop import loop  # as late as this: the other memory tools need no loops
-
-    run = loop.run_loop
-
-    def marked(which: Any, *args: Any, **kwargs: Any) -> Any:
-        with mark(which.name):
-            return run(which, *args, **kwargs)
-
-    token, loop.run_loop = _marks.set(marks), marked
+    token, observed = _marks.set(marks), scope.observer.set(mark)
     try:
         yield
     finally:
-        loop.run_loop = run
+        scope.observer.reset(observed)
         _marks.reset(token)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tensorloop._dispatch import tree_leaves
+from tensorloop._torch.dispatch import tree_leaves
 from tensorloop.memory._storages import LiveStorages, collector_off, storages_of
 
 

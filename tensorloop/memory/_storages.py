@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._compile import runs_eagerly
-from tensorloop._dispatch import OperationMode
+from tensorloop._torch.dispatch import OperationMode
+from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop.memory._nodes import direct, only_holders, storage_holders
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")

@@ -1,0 +1,1 @@
+"""What every room may use: pytrees, checks of arguments, the scope of running loops, progress bars."""

@@ -1,0 +1,20 @@
+"""Faces of rooms: the names that a package hands on, each loaded when first touched."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def face(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose `homes` are modules below tensorloop -> names in them."""
+    home_of = {name: module for module, names in homes.items() for name in names}
+
+    def load(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(import_module(f"tensorloop.{home_of[name]}"), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return load, lambda: sorted(home_of)

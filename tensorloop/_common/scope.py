@@ -1,0 +1,82 @@
+"""Which loops run in this thread: what a TensorArray must know of the loop around it.
+
+Every loop takes a *serial* when it begins, and every array remembers the newest serial when it was made. So an array
+whose number is below the serial of the loop around it was made outside of that loop: it may be read there, not written.
+`notes` is the recorder of the innermost checkpointed loop whose body runs here (`_captures`), or None.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+from tensorloop._torch import overrides
+
+
+class _Here(threading.local):
+    serial = 0
+    notes: Any = None
+    # The nodes of checkpointed loops in the step that runs here of another (weak references), or None.
+    nodes: Any = None
+    # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
+    quiet = False
+    # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.
+    elements: Any = None
+    # The stand-ins of replays that run here, outermost first (`_stand_ins`).
+    replaced: tuple[Any, ...] = ()
+
+
+here = _Here()
+_latest = [0]
+# Told of every loop that runs: by name, it gives a context to run the loop in.
+observer: ContextVar[Callable[[str], AbstractContextManager[object]] | None] = ContextVar("observer", default=None)
+
+
+def observed(name: str) -> AbstractContextManager[object]:
+    """The context in which the loop of this name runs: the observer's, where there is one."""
+    watch = observer.get()
+    return nullcontext() if watch is None else watch(name)
+
+
+def newest() -> int:
+    """The serial of the loop begun last, in any thread."""
+    return _latest[0]
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """A loop runs here."""
+    outer = here.serial
+    _latest[0] += 1
+    here.serial = _latest[0]
+    try:
+        yield
+    finally:
+        here.serial = outer
+
+
+@contextmanager
+def quietly(quiet: bool = True) -> Iterator[None]:
+    """Operations inside are a checkpointed loop's own; with False, its body's."""
+    outer, here.quiet = here.quiet, quiet
+    try:
+        yield
+    finally:
+        here.quiet = outer
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """As if no recorder was there: what is read inside is not read by the body."""
+    outer, here.notes = here.notes, None
+    try:
+        with overrides.unseen():
+            yield
+    finally:
+        here.notes = outer
+
+
+def unnoted() -> AbstractContextManager[object]:
+    """Operations of the library's own: the recorder does not see them."""
+    return nullcontext() if here.notes is None else overrides.unseen()

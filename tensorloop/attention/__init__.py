@@ -1,0 +1,20 @@
+"""Attention over packed tensors, padded ones and loop buffers, trained on any device in bytes of O(N)."""
+
+from typing import TYPE_CHECKING
+
+from tensorloop._common.faces import face
+
+if TYPE_CHECKING:
+    from tensorloop.attention.api import attention as attention
+
+__all__ = [
+    "attention",
+]
+
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "attention.api": ("attention", "attention", "attention"),
+        },
+    )

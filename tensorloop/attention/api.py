@@ -1,0 +1,250 @@
+"""Attention over packed tensors, padded ones and loop buffers, trained on any device in bytes of O(N).
+
+This file is the surface: it checks arguments and brings every kind to (B, T, heads, D), or (1, N, heads, D) with
+offsets. The work is done in `engine.py`, or on a GPU by torch's own kernels where they can (`gpu.py`).
+"""
+
+import warnings
+from typing import Any, NamedTuple, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop._torch.eager_only import called_eagerly
+from tensorloop.attention import engine, gpu
+from tensorloop.attention.strips import Task
+from tensorloop.packed.autograd import recording, refuse_lost_gradient
+from tensorloop.packed.base import Packed, is_packed, same_rows
+from tensorloop.packed.dim import Dim
+from tensorloop.tensor_array.array import TensorArray
+
+_NAME = "attention"
+_PARTS = ("q", "k", "v")
+P = TypeVar("P", bound=Packed)
+_MOST_HEADS = 128  # more than that is rather a number of tokens
+
+
+@overload
+def attention(
+    q: P, k: Packed, v: Packed, *, causal: bool = False, block_mask: Any = None, scale: float | None = None
+) -> P: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor | TensorArray,
+    v: Tensor | TensorArray,
+    *,
+    causal: bool = False,
+    block_mask: Any = None,
+    scale: float | None = None,
+) -> Tensor: ...
+@called_eagerly
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool = False, block_mask: Any = None, scale: float | None = None
+) -> Any:
+    """Each query's mean of the values, weighted by softmax(scale * q . k) over the keys that it sees.
+
+    Shapes: packed q (B, T*, heads, D), k (B, S*, heads_kv, D), v (B, S*, heads_kv, Dv) -> packed (B, T*, heads, Dv), a
+    row of queries with the row of keys of the same number; padded (B, T, heads, D) in the same way, every token seen;
+    one step's q (*batch, heads, D) against TensorArrays k, v of elements (*batch, heads_kv, D) -> (*batch, heads, Dv),
+    all slots seen. heads is a multiple of heads_kv, and query head h shares key head h // (heads / heads_kv).
+    scaled_dot_product_attention's (B, heads, T, D) must be transposed, transpose(1, 2): where sizes and strides look
+    like it, a UserWarning says so (docs/attention.md has the rule).
+    `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ.
+    `block_mask`: a BlockMask of torch's flex_attention, honoured block by block; its `mask_mod` is asked about
+    positions within the row. A mask made for one batch entry or one head serves all of them, as entry or head 0.
+    `scale`: D ** -0.5 by default. A query that sees no key gets 0, and passes no gradient.
+    Dtypes: any real floating one, the same for all three (autocast casts them); sums are float32 at least.
+    Gradient: to q, k and v, twice, and (slower, in one piece) under `torch.func`.
+    Cost: time of the pairs that meet. Kept for backward: q, k, v, the output and a number for each query and head;
+    a slice of an array is kept as a view. Second derivatives and transforms make all weights.
+    Raises: TypeError (kinds or dtypes that do not go together), ValueError (shapes, heads, lens, a mask that does not
+    fit, `causal` with a mask or with arrays).
+    Source: Vaswani et al. 2017; for how it stays within O(N), `engine.py`.
+
+    Example:
+        >>> p = tl.PackedTensor(torch.randn(5, 2, 8), [3, 2])  # two rows (T*, heads, D)
+        >>> tl.attention(p, p, p, causal=True).values.shape
+        torch.Size([5, 2, 8])
+    """
+    scale = None if scale is None else _scale(scale)
+    attends = getattr(getattr(k, "_store", None), "attend", None)
+    if attends is not None and isinstance(v, TensorArray) and not causal and block_mask is None:
+        out = attends(q, k, v, scale)  # a store that needs no copy of what is seen
+        if out is not NotImplemented:
+            return out
+    inputs = _inputs(q, k, v)
+    inputs = inputs._replace(q=_autocast(inputs.q), k=_autocast(inputs.k), v=_autocast(inputs.v))
+    _check_parts(inputs)
+    if block_mask is not None:
+        _check_mask(block_mask, inputs, causal)
+    elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
+        warnings.warn(
+            f"{_NAME}: q {tuple(q.shape)} is taken as {q.shape[1]} tokens of {q.shape[2]} heads, (B, T, heads, D). It "
+            "looks like scaled_dot_product_attention's (B, heads, T, D): if so, transpose(1, 2) q, k, v and the result",
+            stacklevel=2,
+        )
+    if inputs.arrays and causal:
+        raise ValueError(f"{_NAME}: causal=True with TensorArrays: one step sees all slots; slice them to see fewer")
+    width = inputs.q.shape[-1]
+    task = Task(engine.default_scale(width) if scale is None else scale, bool(causal), blocks=block_mask)
+    parts = inputs.q, inputs.k, inputs.v
+    out = gpu.attend(*parts, task, inputs.rows) if parts[0].is_cuda else None
+    if out is None:
+        if inputs.rows is not None:
+            of_q, of_k = inputs.rows
+            offsets = of_q._offsets.tolist()
+            same = of_q.same(of_k)
+            task = task._replace(q_offsets=offsets, k_offsets=offsets if same else of_k._offsets.tolist())
+        out = engine.attend(*parts, task)
+    return inputs.give(out)
+
+
+class _Inputs(NamedTuple):
+    """What came, as tensors (B, T, heads, D), or (1, N, heads, D) where packed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    like: Any  # what the output is to look like: q as it came
+    rows: tuple[Dim, Dim] | None = None  # of packed q and k
+    arrays: bool = False
+
+    def give(self, out: Tensor) -> Any:
+        """The output as its kind."""
+        if self.rows is not None:
+            return self.like._with(out[0])
+        return out.reshape(*self.like.shape[:-1], out.shape[-1]) if self.arrays else out
+
+
+def _inputs(q: Any, k: Any, v: Any) -> _Inputs:
+    packed = [is_packed(x) for x in (q, k, v)]
+    arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
+    if all(packed):
+        if not recording():
+            refuse_lost_gradient(_NAME, (q, k, v))
+        return _packed(q, k, v)
+    if arrays == [False, True, True] and not packed[0]:
+        return _step(q, k, v)
+    if any(packed) or any(arrays):
+        kinds = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise TypeError(
+            f"{_NAME}: q, k and v must be packed all three, tensors all three, or a tensor and two TensorArrays; "
+            f"got {kinds}"
+        )
+    for x, part in zip((q, k, v), _PARTS, strict=True):
+        arguments.dense_tensor(x, f"{_NAME}: {part}")
+        if x.dim() != 4:
+            raise ValueError(f"{_NAME}: {part} must be (B, T, heads, D), got {tuple(x.shape)}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"{_NAME}: batch sizes of q, k and v differ: {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"{_NAME}: k has {k.shape[1]} positions, v has {v.shape[1]}; each key needs a value")
+    return _Inputs(q, k, v, q)
+
+
+def _has_heads_first(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether dim 2 is rather that of tokens: far larger than dim 1, and larger than heads go, or outside in memory."""
+    fewest, most, heads = min(q.shape[1], k.shape[1]), max(q.shape[1], k.shape[1]), min(q.shape[2], k.shape[2])
+    if fewest < 2 or heads < 2 * most:  # a step of a decoder has one token and many heads
+        return False
+    return heads > _MOST_HEADS or all(x.stride(1) < x.stride(2) for x in (q, k, v))
+
+
+def _packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
+    for x, part in zip((q, k, v), _PARTS, strict=True):
+        if x.values.dim() != 3:
+            raise ValueError(
+                f"{_NAME}: packed {part} must be (B, T*, heads, D), got elements of shape {tuple(x.values.shape[1:])}"
+            )
+    if len(q._dim) != len(k._dim):
+        raise ValueError(f"{_NAME}: q has {len(q._dim)} rows, k has {len(k._dim)}; row b of q sees row b of k")
+    same_rows(k, v, f"{_NAME}: k and v")
+    return _Inputs(q.values[None], k.values[None], v.values[None], q, (q._dim, k._dim))
+
+
+def _step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
+    arguments.dense_tensor(q, f"{_NAME}: q")
+    if len(k) != len(v):
+        raise ValueError(f"{_NAME}: k has {arguments.slots(len(k))}, v has {len(v)}; each key needs a value")
+    keys, values = k.stack(), v.stack()
+    for x, part, lead in ((q, "q", 0), (keys, "the elements of k", 1), (values, "the elements of v", 1)):
+        if x.dim() - lead < 2 or x.shape[lead:-2] != q.shape[:-2]:
+            raise ValueError(
+                f"{_NAME}: {part} must be (*batch, heads, D) with the batch dims of q, got {tuple(x.shape[lead:])} "
+                f"for q {tuple(q.shape)}"
+            )
+    count = q.shape[:-2].numel()
+    keys, values = (x.reshape(len(x), count, *x.shape[-2:]).transpose(0, 1) for x in (keys, values))
+    return _Inputs(q.reshape(count, 1, *q.shape[-2:]), keys, values, q, arrays=True)
+
+
+def _check_parts(inputs: _Inputs) -> None:
+    """Dtypes, devices, heads and widths."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    for x, part in zip((q, k, v), _PARTS, strict=True):
+        if not x.is_floating_point():
+            raise TypeError(f"{_NAME}: {part} must be of a real floating dtype, got {x.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{_NAME}: dtypes of q, k and v differ: {q.dtype}, {k.dtype} and {v.dtype}; convert with .to({q.dtype})"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"{_NAME}: q, k and v are on {q.device}, {k.device} and {v.device}; move them with .to()")
+    (heads, width), (key_heads, key_width), (value_heads, _) = (x.shape[-2:] for x in (q, k, v))
+    if key_width != width:
+        raise ValueError(f"{_NAME}: q has elements of {width} numbers, k of {key_width}; their product needs as many")
+    if key_heads != value_heads:
+        raise ValueError(f"{_NAME}: k has {key_heads} heads, v has {value_heads}; each key head needs a value head")
+    if heads % key_heads if key_heads else heads:
+        raise ValueError(f"{_NAME}: {heads} query heads cannot share {key_heads} key heads; make it a multiple of them")
+
+
+def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
+    if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
+        raise TypeError(
+            f"{_NAME}: block_mask must be a BlockMask, as flex_attention's create_block_mask makes, "
+            f"got {arguments.describe(mask)}"
+        )
+    if causal:
+        raise ValueError(f"{_NAME}: both causal=True and block_mask; put it in the mask, with and_masks(causal, ...)")
+    if inputs.arrays:
+        raise ValueError(f"{_NAME}: block_mask with TensorArrays: one step sees all slots; slice them to see fewer")
+    if mask.kv_num_blocks.device != inputs.q.device:
+        raise ValueError(
+            f"{_NAME}: block_mask is on {mask.kv_num_blocks.device}, q on {inputs.q.device}; move it with .to()"
+        )
+    made_for, tables = tuple(mask.seq_lengths), tuple(mask.kv_num_blocks.shape[:2])
+    if inputs.rows is None:
+        needed = (inputs.q.shape[1], inputs.k.shape[1])
+        fits, batch = made_for == needed, inputs.q.shape[0]
+    else:
+        needed = tuple(dim.max_len for dim in inputs.rows)
+        fits, batch = all(n >= m for n, m in zip(made_for, needed, strict=True)), len(inputs.rows[0])
+    if not fits:
+        turned = inputs.rows is None and made_for == (inputs.q.shape[2], inputs.k.shape[2])
+        hint = "; they are (B, T, heads, D): transpose(1, 2) what is (B, heads, T, D)" if turned else ""
+        longest = "" if inputs.rows is None else " in their longest rows"
+        raise ValueError(
+            f"{_NAME}: block_mask is for {made_for[0]} queries and {made_for[1]} keys, but there are {needed[0]} and "
+            f"{needed[1]}{longest}{hint}"
+        )
+    for got, what, there in zip(tables, ("batch entries", "heads"), (batch, inputs.q.shape[2]), strict=True):
+        if got not in (1, there):
+            raise ValueError(f"{_NAME}: block_mask is for {got} {what}, not for 1 or {there}")
+
+
+def _scale(scale: Any) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(
+            f"{_NAME}: scale must be a number or None, got {arguments.describe(scale)}; scale q by a tensor"
+        )
+    return float(scale)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """`x` as autocast makes it where it is on: in the dtype of matrix products; float64 stays."""
+    if not engine.autocasts(x) or not x.is_floating_point() or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))

@@ -1,0 +1,78 @@
+"""Attention by the kernels that torch has for a GPU: SDPA, its variable-length form, FlexAttention.
+
+Their gradients can be taken once. Where none of them fits, the answer is None and the engine of `engine.py` serves:
+packed rows in float32 or with a block mask, causal rows of unequal lengths, no keys, and transforms.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tensorloop._torch import transforms
+from tensorloop.attention.strips import Task
+from tensorloop.packed.dim import Dim
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, task: Task, rows: tuple[Dim, Dim] | None) -> Tensor | None:
+    """As `_attention.attend`, with the dims of packed q and k in `rows` in place of offsets; None if torch cannot."""
+    if transforms.maybe_level() is not None or transforms.forward_mode() or not all(x.numel() for x in (q, k, v)):
+        return None
+    if rows is not None:
+        return variable_length(q, k, v, task, *rows) if _has_variable_length(q, v, task, *rows) else None
+    if task.blocks is not None:
+        return flex(q, k, v, task, _compiled_flex()) if find_spec("triton") else None
+    return dense(q, k, v, task)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+    """By `scaled_dot_product_attention`, whose `is_causal` aligns first positions too."""
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, is_causal=task.causal, scale=task.scale, enable_gqa=shared)
+    return out.transpose(1, 2)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, task: Task, function: Any) -> Tensor:
+    """By `flex_attention`, here `function`: compiled, or as it is."""
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = function(q, k, v, block_mask=task.blocks, scale=task.scale, enable_gqa=shared)
+    return out.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _has_variable_length(q: Tensor, v: Tensor, task: Task, of_q: Dim, of_k: Dim) -> bool:
+    # The kernel aligns the last positions; those of rows as long in keys as in queries are aligned both ways.
+    aligned = not task.causal or of_q.same(of_k)
+    narrow = q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+    return task.blocks is None and q.dtype in _HALF and narrow and aligned
+
+
+def variable_length(q: Tensor, k: Tensor, v: Tensor, task: Task, of_q: Dim, of_k: Dim) -> Tensor:
+    """By `varlen_attn` of packed (1, N, heads, D)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_q, cu_k = (dim._offsets.to(torch.int32) for dim in (of_q, of_k))
+    window, shared = (-1, 0) if task.causal else (-1, -1), q.shape[2] != k.shape[2]
+    out = varlen_attn(
+        *(q[0], k[0], v[0], cu_q, cu_k),
+        max_q=of_q.max_len,
+        max_k=of_k.max_len,
+        scale=task.scale,
+        window_size=window,
+        enable_gqa=shared,
+    )
+    assert isinstance(out, Tensor)
+    return out[None]

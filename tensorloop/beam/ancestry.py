@@ -1,0 +1,96 @@
+"""Who descends from whom: from the hypotheses of one step back to their ancestors in every earlier one.
+
+State t is what step t begins with. S_t[j, b, k] is the place that the ancestor of hypothesis k had in state j. From one
+step to the next all of S changes, S_{t+1}[j] = S_t[j, b, parents_t]; but where all hypotheses of a row share an
+ancestor, nothing changes any more. So S is held once: its first `shared[t]` states, the same for all k, are final, and
+for the few states after them S_t is made again from the parents when a backward pass asks. O(T) bytes in all, mostly
+one for each place, as a graph keeps them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import scope
+from tensorloop.kernels import find
+
+
+class Paths(NamedTuple):
+    """The ancestors of the hypotheses of state t, for rows in the batch."""
+
+    shared: Tensor  # (c, B): in states 0 to c - 1, where one ancestor is that of all K
+    own: Tensor  # (t + 1 - c, B, K): in states c to t
+
+    def whole(self, first: int = 0) -> Tensor:
+        """(t + 1 - first, B, K) int64: the ancestors in states from `first` on."""
+        c, size = len(self.shared), self.own.shape[2]
+        if first >= c:
+            return self.own[first - c :].long()
+        return torch.cat([self.shared[first:, :, None].expand(-1, -1, size), self.own]).long()
+
+
+def smallest(count: int) -> torch.dtype:
+    """The dtype of fewest bytes that holds the numbers below `count`."""
+    return next((x for x in (torch.uint8, torch.int16, torch.int32) if count <= torch.iinfo(x).max + 1), torch.int64)
+
+
+def index_of(places: Tensor, count: int) -> Tensor:
+    """`places` among `count`, as an index of int32 where that will do: what an index_select keeps for backward."""
+    return places.int() if count <= torch.iinfo(torch.int32).max else places
+
+
+class Lineage:
+    """S of one search. It keeps parents of its own: a graph that holds a lineage holds nothing else of the search."""
+
+    def __init__(self, rows: int, size: int, device: torch.device) -> None:
+        self.rows = rows
+        self.state = 0
+        self.shared = [0]
+        self.first = torch.arange(size, dtype=smallest(size), device=device).expand(1, rows, size)
+        self.table = self.first.clone()  # (room, B, K), of which state + 1 are in use
+        self.parents: list[Tensor] = []  # (B, K) of each step
+        self.last: tuple[int, int, Paths] | None = None
+
+    def follow(self, t: int, parents: Sequence[Tensor], ids: Tensor | None) -> None:
+        """Goes on to state t. `parents`: (B, K) of each of the steps done; `ids`: the rows that still matter."""
+        while self.state < t:
+            self._advance(parents[self.state], ids)
+
+    def at(self, t: int, ids: Tensor | None) -> Paths:
+        """The paths that end in state t, of the rows `ids` (all of them where None). Not to be changed."""
+        with scope.quietly(), torch.no_grad():
+            rows = self.rows if ids is None else len(ids)
+            if self.last is None or self.last[:2] != (t, rows):
+                self.last = t, rows, self._found(t, ids)
+            return self.last[2]
+
+    def _found(self, t: int, ids: Tensor | None) -> Paths:
+        c = self.shared[t]
+        own = _rows(self.table[c : t + 1], ids).clone() if t == self.state else self._again(c, t, ids)
+        return Paths(_rows(self.table[:c, :, 0], ids), own)
+
+    def _advance(self, parents: Tensor, ids: Tensor | None) -> None:
+        """S of the next state, and how much of it is final."""
+        t, c = self.state + 1, self.shared[-1]
+        if t == len(self.table):
+            self.table = torch.cat([self.table, torch.empty_like(self.table)])
+        self.parents.append(self.table.new_empty(self.table.shape[1:]))
+        go_on = find("beam_ancestors", self.table)
+        self.shared.append(go_on(self.table, self.parents[-1], parents, ids, c, t))
+        self.state = t
+
+    def _again(self, c: int, t: int, ids: Tensor | None) -> Tensor:
+        place = _rows(self.first, ids)[0]
+        own = [place]
+        for j in range(t - 1, c - 1, -1):
+            before = self.parents[j] if ids is None else self.parents[j].index_select(0, ids)
+            place = before.gather(1, place.long())
+            own.append(place)
+        return torch.stack(own[::-1])
+
+
+def _rows(x: Tensor, ids: Tensor | None) -> Tensor:
+    """The rows `ids` of (n, B, ...)."""
+    return x if ids is None else x.index_select(1, ids)

@@ -1,0 +1,235 @@
+"""TensorArrays in the carry of a beam search: never reordered, read through the lineage of the hypotheses.
+
+Slots hold (B, K, *F) as they were written, for the hypotheses of the step that wrote them. What a step reads of slot j
+is, for hypothesis k, the entry of k's ancestor in that step. The array that `step_fn` is given (its store is an
+`Inherited`) looks that up; the one that the loop carries is plain.
+
+An array that came with slots of (B, *F), such as the keys of a prompt, has those as a *prefix*, which all hypotheses of
+a row share. It is a constant of the row, so the loop gets it as context.
+"""
+
+from bisect import bisect_left
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import scope
+from tensorloop._common.arguments import describe
+from tensorloop.beam.ancestry import Paths
+from tensorloop.beam.attention import attend
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.buffer import Buffer
+
+_NAME = "beam_search"
+
+
+class Family(NamedTuple):
+    """The hypotheses of one step: how each came about."""
+
+    lineage: Any
+    t: int
+    ids: Tensor | None
+    rows: int
+    size: int
+
+    def paths(self) -> Paths:
+        """Where the ancestors are."""
+        return self.lineage.at(self.t, self.ids)
+
+    def states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
+
+        (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
+        """
+        paths = self.paths()
+        c = len(paths.shared)
+        split = bisect_left(births, c, start, stop)
+        return _born(paths.shared, births[start:split], 0), _born(paths.own, births[split:stop], c)
+
+    def places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The same as places in flat slots [start, stop)."""
+        shared, own = self.states(births, start, stop)
+        first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
+        return shared + first[: len(shared)], own + first[len(shared) :, :, None]
+
+
+def _born(states: Tensor, births: list[int], first: int) -> Tensor:
+    """The states of these steps; the first one there is is that of step `first`."""
+    if not births:
+        return states[:0]
+    start, stop = births[0], births[0] + len(births)
+    if births == list(range(start, stop)):
+        return states[start - first : stop - first]
+    return states[torch.tensor(births, device=states.device) - first]
+
+
+class Inherited:
+    """The store of an array in one step: slots of `prefix`, then those of `grown` through `family`."""
+
+    __slots__ = ("births", "family", "grown", "place", "prefix")
+
+    def __init__(self, grown: TensorArray, prefix: TensorArray | None, births: list[int], family: Family, place: str):
+        self.grown, self.prefix, self.births, self.family = grown, prefix, births, family
+        self.place = place  # in the carry
+
+    @property
+    def shared_slots(self) -> int:
+        """How many slots there are for all hypotheses of a row."""
+        return 0 if self.prefix is None else len(self.prefix)
+
+    @property
+    def length(self) -> int:
+        return self.shared_slots + len(self.grown)
+
+    @property
+    def requires_grad(self) -> bool:
+        stores = [x._store for x in (self.grown, self.prefix) if x is not None]
+        return any(store is not None and store.requires_grad for store in stores)
+
+    @property
+    def nbytes(self) -> int:
+        return self.grown.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        device = self._typical.device
+        assert device is not None
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self._typical.dtype
+
+    @property
+    def slot_shape(self) -> tuple[Any, ...]:
+        """What a slot holds for one hypothesis."""
+        skip = 2 if self._typical is self.grown else 1
+        return tuple(self._typical.element_shape or ())[skip:]
+
+    @property
+    def _typical(self) -> TensorArray:
+        return self.grown if len(self.grown) or self.prefix is None else self.prefix
+
+    # -- writing
+
+    def append(self, x: Tensor, name: str) -> None:
+        self._has_hypotheses(x.shape, name)
+        self.grown.append(x)
+        self.births.append(self.family.t)
+
+    def extend(self, values: Tensor, name: str) -> None:
+        self._has_hypotheses(values.shape[1:], name)
+        self.grown.extend(values)
+        self.births += [self.family.t] * len(values)
+
+    def put(self, key: Any, x: Tensor, name: str) -> None:
+        raise RuntimeError(
+            f"{name}: an array in the carry of a beam search only grows, as hypotheses share what was written before; "
+            f"carry a tensor (B, K, ...) for what is overwritten"
+        )
+
+    def pad(self, length: int, name: str) -> None:
+        self.put(None, torch.empty(0), name)
+
+    def _has_hypotheses(self, shape: torch.Size, name: str) -> None:
+        rows, size = self.family.rows, self.family.size
+        if shape[:2] != (rows, size):
+            raise ValueError(f"{name}: in a beam search elements are ({rows}, {size}, ...), got {tuple(shape)}")
+
+    # -- reading
+
+    def read(self, i: int, name: str) -> Tensor:
+        n = self.shared_slots
+        if i < n:
+            assert self.prefix is not None
+            return self._repeated(self.prefix.read(i))
+        return self._chosen(self.grown.read(i - n)[None], i - n)[0]
+
+    def span(self, start: int, stop: int, name: str) -> Tensor:
+        n = self.shared_slots
+        parts = []
+        if start < n:
+            assert self.prefix is not None
+            with scope.unnoted():
+                shared = self.prefix[start : min(stop, n)]
+                parts.append(shared[:, :, None].expand(-1, -1, self.family.size, *shared.shape[2:]))
+        if stop > n or not parts:
+            first = max(start - n, 0)
+            parts.append(self._chosen(self.grown[first : max(stop - n, first)], first))
+        with scope.unnoted():
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def whole(self, name: str) -> Tensor:
+        return self.span(0, self.length, name)
+
+    def all(self, name: str) -> list[Tensor]:
+        return list(self.whole(name).unbind(0))
+
+    def gather(self, index: Tensor, name: str) -> Tensor:
+        with scope.unnoted():
+            return self.whole(name)[index]
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        with scope.unnoted():
+            return x[:, None].expand(-1, self.family.size, *x.shape[1:]).clone()
+
+    def _chosen(self, values: Tensor, first: int) -> Tensor:
+        """Slots (n, B, K, *F), from the `first` of `grown` on, as the hypotheses of now have them; a copy."""
+        with scope.unnoted(), torch.no_grad():
+            shared, own = self.family.places(self.births, first, first + len(values))
+            index = torch.cat([shared[:, :, None].expand(-1, -1, self.family.size), own]).flatten()
+        with scope.unnoted():
+            return values.flatten(0, 2).index_select(0, index).view(values.shape)
+
+    def attend(self, q: Tensor, keys: TensorArray, values: TensorArray, scale: float | None) -> Any:
+        """Attention of the hypotheses to their histories, where it needs no copy of them; else NotImplemented."""
+        return attend(q, keys, values, scale)
+
+    # -- copies
+
+    def fork(self, name: str) -> Any:
+        """An array of its own, which no beam search reorders."""
+        return Buffer.unstack(self.whole(name)) if self.length else Buffer.empty(self._element(), 0)
+
+    def detach(self, name: str) -> Any:
+        return Buffer.unstack(self.whole(name).detach()) if self.length else Buffer.empty(self._element(), 0)
+
+    def flush(self, name: str) -> None:
+        return None
+
+    def _element(self) -> Tensor:
+        shape = self.grown.element_shape
+        if shape is None or None in shape:
+            raise ValueError(f"{_NAME}: an empty array of unknown element shape cannot be copied; write first")
+        return torch.empty(shape, dtype=self.grown.dtype, device=self.grown.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def inherited(
+    grown: TensorArray, prefix: TensorArray | None, births: list[int], family: Family, place: str
+) -> TensorArray:
+    """The array that `step_fn` gets."""
+    del births[len(grown) :]  # of a step that is done again
+    view = TensorArray()
+    store: Any = Inherited(grown, prefix, births, family, place)
+    view._store = store
+    of = grown if grown._shape is not None or prefix is None else prefix
+    if of._shape is not None:
+        shape = of._shape if of is grown else torch.Size((family.rows, family.size, *of._shape[1:]))
+        view._shape, view._dtype, view._device = shape, of._dtype, of._device
+    else:
+        view._given = grown._given
+    return view
+
+
+def grown_of(leaf: Any, place: str) -> TensorArray:
+    """The plain array behind what `step_fn` returned at `place` of its carry."""
+    store = leaf._store if isinstance(leaf, TensorArray) else None
+    if not isinstance(store, Inherited):
+        raise TypeError(
+            f"{_NAME}: step_fn was given an array at carry{place} and returned {describe(leaf)} there; append to "
+            f"the array that it was given and return that"
+        )
+    if store.place != place:
+        raise ValueError(f"{_NAME}: step_fn returned the array of carry{store.place} at carry{place}; arrays stay put")
+    return store.grown

@@ -1,0 +1,226 @@
+"""Ways of choosing which hypotheses run on: the best, samples, or the best under Gumbel noise.
+
+A chooser sees one step of the rows in the batch (`Offer`) and gives a `Choice`. *Keys* rank running hypotheses and
+their continuations; they are sums of log-probabilities unless the chooser says otherwise. A key of -inf is no
+hypothesis. Everything here is without gradient: the loop differentiates what was chosen.
+
+Random numbers are a hash of (seed of the row, step, hypothesis, token), so that a row draws the same ones whatever
+batch it is in, and on every device.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop.kernels import find
+from tensorloop.kernels.eager.beam import best_pairs, descending, largest, widened
+
+
+class Offer(NamedTuple):
+    """What there is to choose from in step t. B rows, K hypotheses, V tokens."""
+
+    keys: Tensor  # (B, K)
+    sums: Tensor  # (B, K), of log-probabilities
+    log_probs: Tensor  # (B, K, V)
+    eos: Tensor  # (E,) int64, the tokens that end a hypothesis
+    ends: int | None  # how high an end must rank among all continuations to be taken; None: all are
+    seeds: Tensor  # (B,) int64
+    t: int
+
+
+class Choice(NamedTuple):
+    """The hypotheses that run on, and the ends that are offered to the pool."""
+
+    parents: Tensor  # (B, K) int64
+    tokens: Tensor  # (B, K) int64
+    keys: Tensor  # (B, K) of those that run on
+    ends: Tensor  # (B, K * E) keys of the ends of those that ran so far, token by token; -inf for those not offered
+    lost: Tensor | None  # (B,) the largest key of a continuation that was left out
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The K best continuations; ties by the smaller beam index, then the smaller token."""
+
+    by_key = False  # whether ended hypotheses rank by their keys, not by the length model
+    repeats = False  # whether two hypotheses of a row may be the same
+
+    def start(self, seeds: Tensor, size: int) -> Tensor:
+        """The keys of step 0, (B, K): all hypotheses are the same one, so only the first counts."""
+        return _first_only(torch.zeros_like(seeds, dtype=torch.float64), size)
+
+    def choose(self, offer: Offer) -> Choice:
+        """The best of keys + log_probs."""
+        if offer.ends is not None:
+            return _best_of(offer, offer.keys[:, :, None] + offer.log_probs)
+        return best(offer.keys, offer.log_probs, offer.eos.tolist())
+
+
+@dataclass(frozen=True)
+class StochasticBeam:
+    """Samples without replacement: beam search over keys with Gumbel noise, K sequences that differ.
+
+    The n hypotheses returned are an exact sample of size n without replacement from the model's distribution over
+    ended sequences (n <= K, with stop="exact"). The result has `keys`, `kappa` (the largest key left out) and
+    `inclusion` (the probability that each was drawn, given kappa).
+    Source: Kool et al. 2019 (1903.06059).
+    """
+
+    generator: torch.Generator | None = field(default=None, compare=False)
+    by_key = True
+    repeats = False
+
+    def start(self, seeds: Tensor, size: int) -> Tensor:
+        """The root's key is a Gumbel variable."""
+        return _first_only(_gumbel(_mixed(seeds)), size)
+
+    def choose(self, offer: Offer) -> Choice:
+        """Keys of children: Gumbel variables given that their maximum is the parent's key."""
+        sums = offer.sums.double()[:, :, None] + offer.log_probs.double()
+        noisy = sums + _noise(offer)
+        most = noisy.amax(2, keepdim=True)
+        parent = offer.keys[:, :, None]
+        # -log(exp(-parent) - exp(-most) + exp(-noisy)), which neither overflows nor cancels.
+        v = parent - noisy + torch.log1p(-torch.exp((noisy - most).clamp(max=0)))
+        keys = parent - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))
+        possible = (offer.log_probs > -torch.inf) & (parent > -torch.inf)
+        keys = torch.where(noisy == most, parent, keys)
+        return _best_of(offer, torch.where(possible, keys, -torch.inf).where(sums < torch.inf, torch.nan))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """K samples with replacement, each drawn token by token; a sample that draws eos has ended.
+
+    `temperature` divides the log-probabilities, then only the `top_k` likeliest tokens stay, and of those the smallest
+    set whose probability is at least `top_p`. The scores returned are the model's own.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    generator: torch.Generator | None = field(default=None, compare=False)
+    by_key = False
+    repeats = True
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"Sample: temperature must be above 0, got {self.temperature}; TopK() takes the best")
+        if self.top_k is not None and arguments.as_int(self.top_k, "Sample", "top_k") < 1:
+            raise ValueError(f"Sample: top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"Sample: top_p must be in (0, 1], got {self.top_p}")
+
+    def start(self, seeds: Tensor, size: int) -> Tensor:
+        """All hypotheses run from the first step on."""
+        return torch.zeros(len(seeds), size, dtype=torch.float64, device=seeds.device)
+
+    def choose(self, offer: Offer) -> Choice:
+        """Each hypothesis goes on with a token of its own; the largest of Gumbel keys is a sample."""
+        scaled = self._masked(offer.log_probs / self.temperature)
+        best, tokens = (scaled.double() + _noise(offer)).max(2)
+        alive = (offer.keys > -torch.inf) & (best > -torch.inf)
+        taken = offer.log_probs.gather(2, tokens[:, :, None])[:, :, 0]
+        keys = torch.where(alive, offer.keys + taken, -torch.inf)
+        keys = keys.masked_fill(best.isnan() & (offer.keys > -torch.inf), torch.nan)
+        by = tokens[:, :, None] == offer.eos
+        ended = by.any(2)
+        running, ends = keys.masked_fill(ended, -torch.inf), torch.where(by, keys[:, :, None], -torch.inf).flatten(1)
+        # A place that is free goes on as one that runs: what step_fn computes for it is as fine.
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        runs = running > -torch.inf
+        parents = torch.where(runs | ~runs.any(1, keepdim=True), place, runs.max(1, keepdim=True)[1])
+        return Choice(parents, tokens.gather(1, parents), running, ends, None)
+
+    def _masked(self, scaled: Tensor) -> Tensor:
+        """`scaled` with -inf for what is not drawn from."""
+        if self.top_k is not None and self.top_k < scaled.shape[2]:
+            values, places = scaled.topk(self.top_k, 2)
+            scaled = torch.full_like(scaled, -torch.inf).scatter_(2, places, values)
+        if self.top_p is not None:
+            values, places = descending(scaled)
+            mass = values.softmax(2)
+            outside = mass.cumsum(2) - mass >= self.top_p
+            scaled = torch.empty_like(scaled).scatter_(2, places, values.masked_fill(outside, -torch.inf))
+        return scaled
+
+
+def best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], ids: Tensor | None = None) -> Choice:
+    """The best of keys + log_probs; of `keys` (B, K) of all rows and `log_probs` of the rows `ids`: of all rows."""
+    several = []
+    if len(eos) > 1:
+        several = [log_probs[:, :, token] for token in eos]
+        log_probs = log_probs.clone()
+        for token in eos[1:]:
+            log_probs[:, :, token] = -torch.inf
+    choose = find("beam_best", keys, log_probs)
+    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], ids)
+    if several:
+        offered = torch.stack(several, 2)
+        offered = offered if ids is None else widened(offered, ids, len(keys), -torch.inf)
+        ends = (keys[:, :, None] + offered).flatten(1)
+    return Choice(parents, tokens, values, ends, None)
+
+
+def _first_only(keys: Tensor, size: int) -> Tensor:
+    out = keys.new_full((len(keys), size), -torch.inf)
+    out[:, 0] = keys
+    return out
+
+
+def _best_of(offer: Offer, keys: Tensor) -> Choice:
+    """The K best by keys (B, K, V), which are used up, that do not end, and the ends; NaN is the largest of all."""
+    size = keys.shape[1]
+    ends = keys.index_select(2, offer.eos)
+    if offer.ends is not None:
+        _, places = largest(keys.flatten(1), min(offer.ends, size * keys.shape[2]))
+        high = torch.zeros_like(keys, dtype=torch.bool).flatten(1).scatter_(1, places, True).view_as(keys)
+        ends = torch.where(high.index_select(2, offer.eos) | ends.isnan(), ends, -torch.inf)
+    ends = ends.flatten(1)
+    keys.index_fill_(2, offer.eos, -torch.inf)
+    values, parents, tokens = best_pairs(keys, size + 1)
+    return Choice(parents[:, :size], tokens[:, :size], values[:, :size], ends, values[:, size])
+
+
+# -- random numbers
+
+_GOLDEN, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def row_seeds(chooser: Any, rows: int, device: torch.device) -> Tensor:
+    """(B,) int64, from torch's generator or the chooser's own; one number is drawn."""
+    if not hasattr(chooser, "generator"):
+        return torch.zeros(rows, dtype=torch.int64, device=device)
+    generator = chooser.generator
+    at = "cpu" if generator is None else generator.device
+    seed = torch.randint(1 << 62, (), generator=generator, device=at).to(device)
+    return _mixed(seed + _GOLDEN * torch.arange(rows, device=device))
+
+
+def _noise(offer: Offer) -> Tensor:
+    """(B, K, V) Gumbel variables, float64."""
+    size = offer.log_probs[0].numel()
+    count = torch.arange(size, device=offer.seeds.device) + (offer.t * size + 1)
+    return _gumbel(_mixed(offer.seeds[:, None] + _GOLDEN * count)).view(offer.log_probs.shape)
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    uniform = (_shifted(bits, 12).double() + 0.5) * math.ldexp(1, -52)
+    return -torch.log(-torch.log(uniform))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """splitmix64 (Steele et al. 2014), in wrapping int64."""
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shifted right with zeros coming in."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,191 @@
+"""Length models of a beam search: what an ended hypothesis is worth, and the most that a running one can still reach.
+
+A model is an object with two methods. S is a sum of log-probabilities, L counts tokens with the eos.
+
+    final(S, L)   (B, n), (B, n) -> (B, n): the score that ended hypotheses are ranked by
+    bound(s, t)   (B, K), int -> (B, K): an upper bound on `final` of every continuation of a hypothesis that has
+                  come to s in t tokens (so S <= s and L >= t + 1); inf where there is none
+
+`bound` may take a third argument named `longest`: the most tokens that the search allows (L <= longest), or None.
+All models here take log-probabilities to be at most 0.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+
+Bound = Callable[[Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """S itself: the log-probability of the hypothesis. No continuation can beat s."""
+
+    def final(self, S: Tensor, L: Tensor) -> Tensor:
+        """S"""
+        return S
+
+    def bound(self, s: Tensor, t: int) -> Tensor:
+        """Returns s."""
+        return s
+
+
+@dataclass(frozen=True)
+class BoundedReward:
+    """S + g * min(L, target): each token up to the target length earns g nats.
+
+    `target` is a number, or (B,) for one of each row, such as a ratio of the source's length.
+    Source: Huang et al. 2017 (1809.00069); Yang et al. 2018.
+    """
+
+    g: float
+    target: float | Tensor
+
+    def final(self, S: Tensor, L: Tensor) -> Tensor:
+        """S + g * min(L, target)"""
+        return S + self.g * L.to(S.dtype).minimum(self._target(S))
+
+    def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
+        """The reward of the best length that is still open."""
+        target = self._target(s)
+        at_once = target.clamp(max=t + 1)
+        at_last = target if longest is None else target.clamp(max=longest)
+        return s + torch.maximum(self.g * at_once, self.g * at_last)
+
+    def _target(self, like: Tensor) -> Tensor:
+        target = torch.as_tensor(self.target, dtype=like.dtype, device=like.device)
+        return target[:, None] if target.dim() else target
+
+
+@dataclass(frozen=True)
+class Power:
+    """S / L ** alpha; alpha=1 is the mean.
+
+    For alpha > 0 a longer hypothesis may always come nearer to 0, a bound that ends no search, unless `max_steps` or a
+    `floor` says how near: every token but the eos then costs at least `floor` nats. A floor helps alpha < 1 alone, and
+    ends a search after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late
+    at 0.9. With alpha=1 the bound is the floor itself, which no search reaches: give max_steps.
+    """
+
+    alpha: float
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_0(self.floor, self)
+
+    def final(self, S: Tensor, L: Tensor) -> Tensor:
+        """S / L ** alpha"""
+        return S / L.to(S.dtype) ** self.alpha
+
+    def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
+        """`final` of the best length that is still open."""
+        return _power_bound(s, t, longest, self.alpha, self.floor, 0)
+
+
+@dataclass(frozen=True)
+class GNMT:
+    """S / ((5 + L) / 6) ** alpha. `floor` as in `Power`.
+
+    Source: Wu et al. 2016 (1609.08144), equation 14, without coverage.
+    """
+
+    alpha: float
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_0(self.floor, self)
+
+    def final(self, S: Tensor, L: Tensor) -> Tensor:
+        """S / ((5 + L) / 6) ** alpha"""
+        return S / ((5 + L.to(S.dtype)) / 6) ** self.alpha
+
+    def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
+        """`final` of the best length that is still open."""
+        return _power_bound(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
+
+
+def _at_least_0(floor: float, model: Any) -> None:
+    if not floor >= 0:
+        raise ValueError(f"{type(model).__name__}: floor must be at least 0, got {floor}; it is what a token costs")
+
+
+def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: float, shift: int) -> Tensor:
+    """The most that (s - floor * (L - t - 1)) / (L + shift) ** alpha reaches over t < L <= longest.
+
+    As a function of M = L + shift it is (A - floor * M) / M ** alpha: it falls where A >= 0, and else rises up to
+    M = -alpha * A / (floor * (1 - alpha)), or for ever where that is not finite: then the limit is the bound.
+    """
+    first = t + 1 + shift
+    at_once = s / first**alpha
+    if alpha <= 0:
+        return at_once
+    top = s + floor * first
+    last = math.inf if longest is None else max(longest + shift, first)
+    if floor and alpha < 1:
+        peak = (-alpha * top / (floor * (1 - alpha))).clamp(first, last)
+        at_last = (top - floor * peak) / peak**alpha
+    elif longest is None:  # what it tends to, and none comes to
+        at_last = torch.full_like(s, -floor if alpha == 1 else 0.0)
+    else:
+        at_last = (top - floor * last) / last**alpha
+    return torch.where(s > -torch.inf, torch.maximum(at_once, at_last), s)
+
+
+def check_model(model: Any, name: str) -> None:
+    """Refuses what is no length model."""
+    for method in ("final", "bound"):
+        if not callable(getattr(model, method, None)):
+            raise TypeError(
+                f"{name}: length must have the methods final(S, L) and bound(s, t), got {arguments.describe(model)}; "
+                f"take tl.beam.Sum() or another model of tl.beam"
+            )
+    if isinstance(model, type):
+        raise TypeError(f"{name}: length is the class {model.__name__}; give an object, such as tl.beam.Sum()")
+
+
+def check_numbers(model: Any, bound: Bound, rows: int, device: torch.device, name: str) -> None:
+    """Refuses a model that has no number for each hypothesis of `rows`."""
+    S = torch.full((rows, 1), -1.0, device=device)
+    lens = torch.full_like(S, 2, dtype=torch.int64)
+    for method, call in (("final", lambda: model.final(S, lens)), ("bound", lambda: bound(S, 1))):
+        try:
+            out = call()
+        except RuntimeError as error:
+            raise ValueError(f"{name}: {model!r}.{method} failed for S of shape ({rows}, 1): {error}") from error
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            raise TypeError(f"{name}: {model!r}.{method} must give a floating tensor, got {arguments.describe(out)}")
+        if out.shape != S.shape:
+            raise ValueError(f"{name}: {model!r}.{method} of S ({rows}, 1) must be as large, got {tuple(out.shape)}")
+        if bool(out.isnan().any()):
+            raise ValueError(f"{name}: {model!r}.{method} gave NaN for a sum of -1")
+
+
+def bound_of(model: Any, longest: int | None) -> Bound:
+    """`model.bound` as a function of (s, t)."""
+    try:
+        takes = "longest" in inspect.signature(model.bound).parameters
+    except (TypeError, ValueError):
+        takes = False
+    return (lambda s, t: model.bound(s, t, longest=longest)) if takes else model.bound
+
+
+def check_bound(model: Any, bound: Bound, rows: int, longest: int | None, device: torch.device, name: str) -> None:
+    """Refuses a model that can never end an exact search, where nothing else would."""
+    if longest is not None or not rows:
+        return
+    probe = bound(torch.full((rows, 1), -1.0, device=device), 1)
+    # What these tend to is below nothing that can end.
+    unreached = isinstance(model, Power | GNMT) and model.alpha > 0 and (model.alpha >= 1 or not model.floor)
+    if unreached or not bool(torch.isfinite(probe).all()):
+        raise ValueError(
+            f"{name}: {model!r} has no bound on what longer hypotheses can reach, so no step is the last one of an "
+            f"exact search; give max_steps, or a length model with a bound (tl.beam.Sum(), tl.beam.BoundedReward(g, "
+            f"target), tl.beam.Power(alpha, floor) with alpha < 1), or stop='first_n' or 'hf'"
+        )

@@ -1,0 +1,262 @@
+"""The result of a beam search: the n best hypotheses of each row, read back from the log of the search."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop.beam import doubt, show
+from tensorloop.beam.ancestry import index_of
+from tensorloop.beam.decisions import Log
+from tensorloop.kernels import find
+from tensorloop.kernels.eager.beam import descending
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.tensor import PackedTensor
+from tensorloop.tensor_array.array import TensorArray
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lattice:
+    """Everything that the search kept, step by step. T steps, B rows, K hypotheses (K + 1 with gold).
+
+    Hypothesis k after step t goes on from hypothesis `backpointers[t, b, k]` of the step before with `tokens[t, b, k]`;
+    `scores` is the sum of its log-probabilities, -inf where there is none. Row b took `steps[b]` steps; what stands
+    behind them means nothing. `ends` are the hypotheses returned: (B, n_best) tokens each has, and its place k.
+    """
+
+    tokens: Tensor  # (T, B, K) int64
+    backpointers: Tensor  # (T, B, K) int64
+    scores: Tensor  # (T, B, K)
+    steps: Tensor  # (B,) int64
+    ends: tuple[Tensor, Tensor]
+
+    def __repr__(self) -> str:
+        steps, rows, size = self.tokens.shape
+        return f"Lattice({steps} steps, {rows} rows, {size} hypotheses)"
+
+    def draw(self, row: int = 0, *, ax: Any = None, names: Any = None) -> Any:
+        """Draws the lattice of a row with matplotlib, what leads to the hypotheses returned in bold; gives the axes."""
+        return show.draw(self, row, ax, names)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Hypotheses:
+    """The n best hypotheses of B rows, best first. Row b * n_best + j of what is packed is `[b, j]` of the others.
+
+    Gradient: `scores`, `final` and `token_scores`, to all that the log-probabilities came from.
+    """
+
+    tokens: PackedTensor  # (B * n_best, T*) int64, without bos and eos
+    lens: Tensor  # (B, n_best) int64: tokens without eos; 0 where there is none
+    scores: Tensor  # (B, n_best): log-probability, eos included; -inf where there is none
+    final: Tensor  # (B, n_best): what the length model makes of it
+    token_scores: PackedTensor  # (B * n_best, T*): that of each token, and last of the eos; they sum to `scores`
+    valid: Tensor  # (B, n_best) bool: whether there is one
+    finished: Tensor  # (B, n_best) bool: whether it ended with eos
+    ends: Tensor  # (B, n_best) int64: the eos_id that ended it; -1 where none did
+    stopped: list[str]  # per row: "exact" (no later one could be better), "heuristic" (by a rule), "capped" (max_steps)
+    # (B,) float64: the most by which one that goes on from what ran, of any length, can be above the n-th that ended;
+    # 0 or less where the row is exact.
+    gap: Tensor
+    coverage: Tensor  # (B,): the probability of all ended hypotheses returned, each once
+    lattice: Lattice
+    keys: Tensor | None = None  # (B, n_best) of StochasticBeam
+    kappa: Tensor | None = None  # (B,)
+    inclusion: Tensor | None = None  # (B, n_best): the probability of being drawn, given kappa
+    gold: Tensor | None = None  # (B,) int64: which of the n_best is the gold hypothesis
+
+    @property
+    def batch_size(self) -> int:
+        """B"""
+        return self.lens.shape[0]
+
+    @property
+    def n_best(self) -> int:
+        """Hypotheses a row."""
+        return self.lens.shape[1]
+
+    @property
+    def repeated(self) -> Tensor:
+        """(B, n_best) bool: whether an earlier one of its row has the same tokens; only samples repeat."""
+        return repeated(self.tokens, self.lens, self.valid, self.ends)
+
+    def text(self, names: Any = None, rows: int = 10) -> str:
+        """The hypotheses of the first `rows` rows with their scores; `names[token]`, or names(token), is printed."""
+        return show.text(self, names, rows)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return show.html(self)
+
+
+class _Entries(NamedTuple):
+    """Candidates for the result, (B, m) each."""
+
+    keys: Tensor
+    sums: Tensor
+    lens: Tensor
+    places: Tensor
+    end: Tensor  # which of the eos_ids
+    group: Tensor  # 2: ended; 1: not; 0: none
+    gold: Tensor  # bool
+
+    def sorted(self, count: int) -> "_Entries":
+        """The best `count`: ended before others, then by key, then in order."""
+        order = descending(self.keys)[1]
+        groups = descending(self.group.gather(1, order))[1]
+        order = order.gather(1, groups)[:, :count]
+        return _Entries(*(x.gather(1, order) for x in self))
+
+
+def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> Hypotheses:
+    """The result. `picked` has (B, size * (1 + E)) a step: log-probs of the tokens chosen, then those of every end."""
+    log.finish()
+    best = _entries(log)
+    rules, n = log.rules, log.rules.n_best
+    valid, finished = best.group > 0, best.group == 2
+    count = log.steps
+    parents, tokens = (_stacked(x[:count], log) for x in (log.parents, log.tokens))
+    trace = find("beam_trace", parents)(parents, best.lens, best.places)
+    packed, token_scores = _read(tokens, trace, best, finished, picked, len(log.eos))
+    ended_by = torch.where(finished, log.eos[best.end], -1)
+    wide = log.sums.dtype
+    sums = token_scores.sum(1).to(wide).view(log.rows, n)
+    value = best.sums.to(wide)
+    # The sum as the search had it; the gradient is that of the parts.
+    scores = torch.where(valid, value.masked_fill(~valid, 0) + (sums - sums.detach()), -torch.inf)
+    # Numbers for a length model where there is no hypothesis: what it makes of none may have a NaN for a gradient.
+    final = rules.length.final(torch.where(valid, scores, 0.0), torch.where(valid, best.lens + finished, 1))
+    repeats = repeated(packed, best.lens, valid, ended_by) if rules.choose.repeats else torch.zeros_like(valid)
+    mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
+    kept = _stacked(log.sums_of, log).to(wide)
+    if count:
+        running, ends = kept.amax(2), (best.lens, value)
+        over = doubt.disproved(log.slack, log.first_mass, running, steps, ends, mass)
+        if not log.told:
+            doubt.warn_of_scores(over)
+        log.gap = torch.where(over, torch.inf, log.gap)
+    result = Hypotheses(
+        packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished, ended_by,
+        _stopped(log), log.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
+    )  # fmt: skip
+    return _with_extras(result, log, best)
+
+
+def _stacked(log_of: list[Tensor], log: Log) -> Tensor:
+    """(T, B, size)"""
+    return torch.stack(log_of) if log_of else torch.zeros(0, log.rows, log.size, dtype=torch.int64, device=log.device)
+
+
+def _with_extras(result: Hypotheses, log: Log, best: _Entries) -> Hypotheses:
+    extras: dict[str, Any] = {}
+    if log.rules.choose.by_key:
+        inclusion = -torch.expm1(-torch.exp(best.sums - log.lost[:, None]))
+        extras = {"keys": best.keys, "kappa": log.lost, "inclusion": torch.where(result.valid, inclusion, 0.0)}
+    if log.gold is not None:
+        extras["gold"] = best.gold.to(torch.uint8).argmax(1)
+    return Hypotheses(**(vars(result) | extras))
+
+
+def _stopped(log: Log) -> list[str]:
+    words = []
+    for gap, by_rule in zip(log.gap.tolist(), log.by_rule.tolist(), strict=True):
+        words.append("exact" if gap <= 0 else "heuristic" if by_rule else "capped")
+    return words
+
+
+def _entries(log: Log) -> _Entries:
+    n, k, many = log.rules.n_best, log.rules.size, len(log.eos)
+    ended = log.pool_key > -torch.inf
+    place = log.pool_end.div(many, rounding_mode="floor")
+    lens = place.div(k, rounding_mode="floor")
+    end, place, no_gold = log.pool_end - place * many, place - lens * k, torch.zeros_like(ended)
+    entries = _Entries(log.pool_key, log.pool_sum, lens, place, end, 2 * ended.long(), no_gold)
+    if log.gold is not None and log.steps:
+        entries = _with_gold(entries, log)
+    if not bool(log.searching.any()):
+        return _blanked(entries.sorted(n), log)
+    lens = torch.full_like(log.places, log.steps)
+    keys = log.keys if log.rules.choose.by_key else log.rules.length.final(log.sums, lens)
+    running = (log.keys > -torch.inf) & log.searching[:, None]
+    none = torch.zeros_like(running)
+    late = _Entries(
+        keys.masked_fill(~running, -torch.inf), log.sums, lens, log.places, none.long(), running.long(), none
+    )
+    both = _Entries(*(torch.cat(pair, 1) for pair in zip(entries, late, strict=True)))
+    return _blanked(both.sorted(n), log)
+
+
+def _blanked(entries: _Entries, log: Log) -> _Entries:
+    """With zeros where there is no hypothesis, and in the last place of rows whose gold one the model excludes."""
+    if log.gold is not None and log.steps:
+        excluded = torch.zeros_like(entries.gold)
+        excluded[:, -1] = log.gold_sum == -torch.inf
+        keys, sums = (x.masked_fill(excluded, -torch.inf) for x in (entries.keys, entries.sums))
+        group = entries.group.masked_fill(excluded, 0)
+        entries = entries._replace(keys=keys, sums=sums, group=group, gold=entries.gold | excluded)
+    none = entries.group == 0
+    return entries._replace(lens=entries.lens.masked_fill(none, 0), places=entries.places.masked_fill(none, 0))
+
+
+def _with_gold(entries: _Entries, log: Log) -> _Entries:
+    """With the gold hypothesis in the last place, unless the search has found it or it cannot be."""
+    assert log.gold is not None
+    lens, sums = log.gold.lens, log.gold_sum
+    found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == log.gold_place[:, None])
+    found &= entries.end == log.gold.end
+    found &= found.long().cumsum(1) == 1
+    last = torch.zeros_like(found)
+    last[:, -1] = ~found.any(1) & (sums > -torch.inf)
+    key = log.rules.length.final(sums[:, None], lens[:, None] + 1)
+
+    def put(old: Tensor, new: Any) -> Tensor:
+        return torch.where(last, torch.as_tensor(new, dtype=old.dtype, device=old.device), old)
+
+    return _Entries(
+        put(entries.keys, key),
+        put(entries.sums, sums[:, None]),
+        put(entries.lens, lens[:, None]),
+        put(entries.places, log.size - 1),
+        put(entries.end, log.gold.end),
+        put(entries.group, 2),
+        found | last,
+    )
+
+
+def _read(
+    tokens: Tensor, trace: Tensor, best: _Entries, finished: Tensor, picked: TensorArray | list[Tensor], many: int
+) -> tuple[PackedTensor, PackedTensor]:
+    """The tokens, and the log-probability of each and of the eos."""
+    steps, rows, size = tokens.shape
+    lens = best.lens.flatten()
+    dim, longer = Dim(None, lens), Dim(None, (best.lens + finished).flatten())
+    # One flat index selects much faster than one for each dim; `first` is that of (step, row).
+    hypothesis, each = dim._row_ids, best.lens.shape[1]
+    first = dim._positions * rows + torch.div(hypothesis, max(each, 1), rounding_mode="floor")
+    place = trace.flatten().index_select(0, dim._positions * (rows * each) + hypothesis)
+    packed = PackedTensor(tokens.flatten().index_select(0, first * size + place), dim)
+    # In `picked` all is (step, row, place), then the `many` ends of each place.
+    width = size * (1 + many)
+    if not steps:
+        like = getattr(picked, "dtype", None) or torch.get_default_dtype()
+        return packed, PackedTensor(torch.zeros(0, dtype=like, device=tokens.device), longer)
+    ends = (best.lens * rows + torch.arange(rows, device=tokens.device)[:, None]) * width + size
+    ends += best.places * many + best.end
+    index = torch.empty(longer.total, dtype=torch.int64, device=tokens.device)
+    last = longer._offsets[1:] - 1
+    index[last[finished.flatten()]] = ends.flatten()[finished.flatten()]
+    index[longer._offsets.index_select(0, hypothesis) + dim._positions] = first * width + place
+    values = (torch.stack(picked) if isinstance(picked, list) else picked.stack()).flatten()
+    return packed, PackedTensor(values.index_select(0, index_of(index, len(values))), longer)
+
+
+def repeated(tokens: PackedTensor, lens: Tensor, valid: Tensor, ends: Tensor) -> Tensor:
+    """(B, n) bool: whether an earlier hypothesis of the row is the same, with the same end."""
+    rows, n = lens.shape
+    padded = tokens.pad(-1).view(rows, n, tokens.max_len)
+    same = (padded[:, :, None] == padded[:, None]).all(3) & (lens[:, :, None] == lens[:, None])
+    same &= ends[:, :, None] == ends[:, None]
+    return (same & valid[:, None]).tril(-1).any(2) & valid

@@ -1,0 +1,68 @@
+"""Log-probabilities of the next token from a decoder's state, without keeping them for backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tensorloop._common import arguments
+from tensorloop._torch import transforms
+
+
+def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`log_softmax(linear(x, weight, bias), -1)`, computed again in backward: for vocabularies larger than the state.
+
+    Shapes: x (*batch, H), weight (V, H), bias (V,) -> (*batch, V).
+    Gradient: to all three, twice. Cost: keeps x and one number for each row of x where log_softmax keeps V; one
+    product more in backward. Under autocast and `torch.func` it is the formula and keeps what that keeps.
+    Raises: TypeError, ValueError (shapes, from torch).
+    """
+    for part, what in ((x, "x"), (weight, "weight")):
+        arguments.dense_tensor(part, f"linear_log_softmax: {what}")
+    kind = x.device.type
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if casts or transforms.maybe_level() is not None or transforms.forward_mode():
+        return _formula(x, weight, bias)
+    return _Scores.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
+
+
+def _formula(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.log_softmax(F.linear(x, weight, bias), -1)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        logits = F.linear(x, weight, bias)
+        total = logits.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(x, weight, bias, total)
+        return logits.sub_(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, total = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        if torch.is_grad_enabled() or transforms.maybe_level() is not None or transforms.is_legacy_batched(grad):
+            return _by_formula((x, weight, bias), grad)
+        rows = F.linear(x, weight, bias).sub_(total).exp_().mul_(grad.sum(-1, keepdim=True)).neg_().add_(grad)
+        flat, given = rows.reshape(-1, rows.shape[-1]), x.reshape(-1, x.shape[-1])
+        return (
+            rows @ weight if wanted[0] else None,
+            flat.t() @ given if wanted[1] else None,
+            flat.sum(0) if wanted[2] else None,
+        )
+
+
+def _by_formula(inputs: tuple[Tensor | None, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients as part of a graph."""
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases: the inputs may depend on each other, whose gradients are not asked for.
+        aliases: list[Any] = [
+            None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()
+            for x in inputs
+        ]
+        wanted = [x for x in aliases if x is not None]
+        found = iter(torch.autograd.grad(_formula(*aliases), wanted, grad, create_graph=recorded))
+    return tuple(None if x is None else next(found) for x in aliases)

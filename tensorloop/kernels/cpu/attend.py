@@ -1,0 +1,170 @@
+"""Attention of running hypotheses to their histories on the CPU: slots are read where they are, nothing is gathered.
+
+What the functions give is said in `kernels/eager/beam.py`. A task is a row of the batch. Its slots are gone through a
+block at a time, with the maximum and the sum of each softmax carried along: what all hypotheses see is then in the
+first cache when the second of them comes. Float32 only: libm's exp of a float64 takes one number at a time.
+
+Source: Milakov & Gimelshein 2018 (online softmax).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tensorloop.kernels.cpu.compiling import inlined, summing
+from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
+from tensorloop.kernels.cpu.segments import exp
+from tensorloop.kernels.cpu.threads import share
+from tensorloop.kernels.memory import address, laid
+
+BLOCK = 64  # slots
+FEW = 4  # slots that are added up at once; divides BLOCK
+LINE = 16  # float32s in a cache line
+
+
+def beam_attend(
+    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of the scores."""
+    rows, size, heads, width = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
+    q, shared, own = map(laid, (q, shared, own))
+    before, grown = ([laid(x) for x in kv] for kv in (prefix, slots))
+    counts = (len(before[0]) if before else 0, len(shared), len(own))
+    heads_kv = (before or grown)[0].shape[-2]
+    args = (
+        *map(address, (q, out, lse, shared, own)), *_addresses(before), *_addresses(grown),
+        *counts, rows, size, heads, heads_kv, width, np.float32(scale), LIKE[own.dtype],
+    )  # fmt: skip
+    seen = counts[0] + counts[1] + size * counts[2]
+    share(_attend, rows, 8 * rows * seen * heads_kv * width, args, (q, out, lse, shared, own, *before, *grown))
+    return out, lse
+
+
+def _addresses(kv: Sequence[Tensor]) -> tuple[int, int]:
+    """Of keys and of values, which may be the same."""
+    return (address(kv[0]), address(kv[-1])) if kv else (0, 0)
+
+
+@summing
+def _attend(
+    begin: int, end: int, q: int, out: int, lse: int, shared: int, own: int, k_before: int, v_before: int,
+    k: int, v: int, n_before: int, n_shared: int, n_own: int, rows: int, size: int, heads: int, heads_kv: int,
+    width: int, scale: Any, like: Any,
+) -> None:  # fmt: skip
+    each, slot, group = heads * width, heads_kv * width, heads // heads_kv
+    state, states = pointer(shared, like), pointer(own, like)
+    at, scores = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.float32)
+    top, total = np.empty(size * heads, np.float32), np.empty(size * heads, np.float32)
+    for b in range(begin, end):
+        q_b, out_b = q + 4 * b * size * each, out + 4 * b * size * each
+        result, log = _floats(out_b), _floats(lse + 4 * b * size * heads)
+        result_size = size * each
+        for i in range(result_size):
+            result[i] = 0
+        top[:], total[:] = -np.inf, 0
+        for start in range(0, n_before, BLOCK):
+            count = min(BLOCK, n_before - start)
+            for j in range(count):
+                at[j] = ((start + j) * rows + b) * slot
+            _block(q_b, out_b, k_before, v_before, top, total, at, count, scores, size, heads, group, width, scale)
+        for start in range(0, n_shared, BLOCK):
+            count = min(BLOCK, n_shared - start)
+            for j in range(count):
+                t = start + j
+                at[j] = ((t * rows + b) * size + state[t * rows + b]) * slot
+                _expect(k + 4 * at[j], slot)
+                _expect(v + 4 * at[j], slot)
+            _block(q_b, out_b, k, v, top, total, at, count, scores, size, heads, group, width, scale)
+        for start in range(0, n_own, BLOCK):
+            count = min(BLOCK, n_own - start)
+            for i in range(size):
+                for j in range(count):
+                    t = start + j
+                    at[j] = (((n_shared + t) * rows + b) * size + states[(t * rows + b) * size + i]) * slot
+                _block(
+                    q_b + 4 * i * each, out_b + 4 * i * each, k, v, top[i * heads :], total[i * heads :], at, count,
+                    scores, 1, heads, group, width, scale,
+                )  # fmt: skip
+        for o in range(size * heads):
+            log[o] = top[o] + np.float32(math.log(total[o]))
+            for d in range(width):
+                result[o * width + d] /= total[o]
+
+
+@summing
+def _block(
+    q: int, out: int, k: int, v: int, top: Any, total: Any, at: Any, count: int, scores: Any,
+    size: int, heads: int, group: int, width: int, scale: Any,
+) -> None:  # fmt: skip
+    """Adds what `size` hypotheses see at `count` places to their outputs, before division by the totals."""
+    full = (count + FEW - 1) // FEW * FEW
+    for j in range(count, full):
+        at[j] = at[count - 1]
+    for h in range(heads):
+        first = h // group * width
+        for i in range(size):
+            o = i * heads + h
+            _scores(_floats(q + 4 * o * width), k + 4 * first, at, full, width, scale, scores)
+            best = top[o]
+            for j in range(count):
+                best = max(best, scores[j])
+            kept, added = exp(top[o] - best), np.float32(0)
+            for j in range(count):
+                scores[j] = exp(scores[j] - best)
+                added += scores[j]
+            for j in range(count, full):
+                scores[j] = 0
+            top[o], total[o] = best, total[o] * kept + added
+            _add(_floats(out + 4 * o * width), kept, v + 4 * first, at, full, width, scores)
+
+
+@inlined
+def _scores(query: Any, k: Any, at: Any, count: Any, width: Any, scale: Any, scores: Any) -> None:
+    """scores[j] = scale * query . key at at[j]"""
+    for j in range(0, count, FEW):
+        k0, k1, k2, k3 = (
+            _floats(k + 4 * at[j]),
+            _floats(k + 4 * at[j + 1]),
+            _floats(k + 4 * at[j + 2]),
+            _floats(k + 4 * at[j + 3]),
+        )
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for d in range(width):
+            s0 += query[d] * k0[d]
+            s1 += query[d] * k1[d]
+            s2 += query[d] * k2[d]
+            s3 += query[d] * k3[d]
+        scores[j], scores[j + 1], scores[j + 2], scores[j + 3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
+
+
+@inlined
+def _add(out: Any, kept: Any, v: Any, at: Any, count: Any, width: Any, weights: Any) -> None:
+    """out = kept * out + the sum of weights[j] * value at at[j]"""
+    for d in range(width):
+        out[d] *= kept
+    for j in range(0, count, FEW):
+        v0, v1, v2, v3 = (
+            _floats(v + 4 * at[j]),
+            _floats(v + 4 * at[j + 1]),
+            _floats(v + 4 * at[j + 2]),
+            _floats(v + 4 * at[j + 3]),
+        )
+        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        for d in range(width):
+            out[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
+
+
+@inlined
+def _floats(address: Any) -> Any:
+    return pointer(address, np.float32(0))
+
+
+@inlined
+def _expect(address: Any, count: Any) -> None:
+    """Asks for float32s that are wanted soon."""
+    for d in range(0, count, LINE):
+        prefetch(address + 4 * d)

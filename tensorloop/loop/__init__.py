@@ -1,0 +1,32 @@
+"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, `associative_scan`."""
+
+from typing import TYPE_CHECKING
+
+from tensorloop._common.faces import face
+
+if TYPE_CHECKING:
+    from tensorloop.loop.api import fori_loop as fori_loop
+    from tensorloop.loop.api import map as map
+    from tensorloop.loop.api import scan as scan
+    from tensorloop.loop.api import while_loop as while_loop
+    from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
+    from tensorloop.loop.parallel import associative_scan as associative_scan
+
+__all__ = [
+    "Checkpoints",
+    "associative_scan",
+    "fori_loop",
+    "map",
+    "scan",
+    "while_loop",
+]
+
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "loop.api": ("fori_loop", "map", "scan", "while_loop"),
+            "loop.checkpoint.options": ("Checkpoints",),
+            "loop.parallel": ("associative_scan",),
+        },
+    )

@@ -1,0 +1,406 @@
+"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, `associative_scan`.
+
+Each function here checks its arguments, says how its body is called (a `Body`), and hands a `Loop` (`_steps`) to one of
+two runners: `_steps.run`, which is a Python loop under autograd, or `replay.run`, which keeps a few carries and
+recomputes the rest.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Never, TypeVar, overload
+
+from torch import Tensor
+
+from tensorloop._common import advice, arguments, scope
+from tensorloop._common.progress import Progress
+from tensorloop._torch.eager_only import called_eagerly
+from tensorloop.loop import zero_steps
+from tensorloop.loop.carry import describe
+from tensorloop.loop.checkpoint import node
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.loop import Loop, run
+from tensorloop.loop.packed_scan import PackedSlices
+from tensorloop.loop.parallel import associative_scan, map_in_chunks
+from tensorloop.loop.slices import Slices
+from tensorloop.packed.base import any_packed
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.tensor import PackedTensor
+from tensorloop.schedule import Schedule
+from tensorloop.tensor_array.array import TensorArray
+
+__all__ = ["Checkpoints", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
+
+C = TypeVar("C")
+X = TypeVar("X")
+Y = TypeVar("Y")
+Context = TypeVar("Context")
+Plan = int | Schedule | Checkpoints | None
+Condition = bool | Tensor
+
+
+@overload
+def scan(
+    body_fn: Callable[..., tuple[C, Any]],
+    init: C,
+    xs: PackedTensor,
+    length: int | None = None,
+    *,
+    dim: int | Dim = 0,
+    reverse: bool = False,
+    until: None = None,
+    context: Any = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Any]: ...
+@overload
+def scan(
+    body_fn: Callable[..., tuple[C, Y]],
+    init: C,
+    xs: TensorArray,
+    length: int | None = None,
+    *,
+    dim: int = 0,
+    reverse: bool = False,
+    until: Callable[..., Condition] | None = None,
+    context: Any = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Y]: ...
+@overload
+def scan(
+    body_fn: Callable[[C, X], tuple[C, Y]],
+    init: C,
+    xs: X = None,
+    length: int | None = None,
+    *,
+    dim: int = 0,
+    reverse: bool = False,
+    until: Callable[[C], Condition] | None = None,
+    context: None = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Y]: ...
+@overload
+def scan(
+    body_fn: Callable[[C, X, Context], tuple[C, Y]],
+    init: C,
+    xs: X = None,
+    length: int | None = None,
+    *,
+    dim: int = 0,
+    reverse: bool = False,
+    until: Callable[[C, Context], Condition] | None = None,
+    context: Context,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Y]: ...
+@called_eagerly
+def scan(
+    body_fn: Callable[..., tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    dim: int | Dim = 0,
+    reverse: bool = False,
+    until: Callable[..., Condition] | None = None,
+    context: Any = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+    **unknown: Never,
+) -> tuple[Any, Any]:
+    """A fold over slices that also stacks an output of each step: (carry, ys).
+
+        ys = []
+        for t in reversed(range(length)) if reverse else range(length):
+            init, y = body_fn(init, xs.select(dim, t))
+            ys.append(y)
+            if until is not None and until(init): break
+        return init, torch.stack(ys, dim)  # in index order
+
+    Shapes: xs leaves have one length T along `dim` (a TensorArray gives its slots, None stays None); without xs, x is
+    None and `length` or `until` says when to stop. The carry keeps its structure, shapes, dtypes and Python types. A y
+    leaf (*F) becomes (T, *F) with T at `dim`, or last where y has fewer dims; numbers become (T,); None stays None.
+    With `until`, ys have the steps taken. With `context`, body_fn and until take it as last argument.
+    Over packed xs (all of one `Dim`) the carry has B leading rows; step t gets the n rows that have an entry t: x is
+    (n, *F), and carry, context and y have n rows. ys are packed; under `reverse` every row begins at its own end.
+    Gradient: as the Python loop's, to init, xs, context and whatever tensors body_fn closes over.
+    Cost: `checkpoints=None` keeps what body_fn's operations save for each step. `checkpoints=K` keeps at most K carries
+    and recomputes the steps between them in backward (`tensorloop.schedule` has the counts); TensorArrays in the carry
+    take O(1) for each. No device sync of its own, one a step with `until` on a device.
+    Raises: TypeError (structure, dtype, what a y or xs leaf is), ValueError (lengths, shapes of xs), RuntimeError (a
+    tensor changed in place that the loop still needs, a write to an array made outside).
+    Source: jax.lax.scan for the surface.
+
+    Example:
+        >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
+        (tensor(6), tensor([0, 0, 2, 9]))
+    """
+    name = "scan"
+    if unknown:
+        advice.refuse_unknown(scan, unknown)
+    _callable(name, body_fn=body_fn)
+    _callable(name, optional=True, until=until)
+    packed = any_packed(xs)
+    if packed and until is not None:
+        raise ValueError("scan: until= and packed xs do not go together: each row ends where it ends")
+    slices: Slices = (PackedSlices if packed else Slices)(xs, length, dim, reverse, name)
+    if slices.length is None and until is None:
+        raise ValueError("scan: nothing says when to stop: give xs, length= or until=")
+    if slices.length is None and reverse:
+        raise ValueError("scan: reverse=True needs xs or length=: there is no last index to begin at")
+
+    def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        out = body_fn(carry, slices.tree.unflatten(row), *context)
+        return out if type(out) is tuple and len(out) == 2 else _not_a_pair(out)
+
+    loop = Loop(name, body, init, slices.length, context)
+    loop.slices, loop.outputs, loop.until = slices, slices.outputs(), until
+    more = () if context is None else ("context",)
+    loop.functions = ("body_fn", body_fn, ("carry", "x", *more)), ("until", until, ("carry", *more))
+    if isinstance(slices, PackedSlices):
+        loop.known_rows(slices.rows(), loop.init)
+    carry = run_loop(loop, checkpoints, progress)
+    if loop.taken:
+        return carry, loop.outputs.stack(slices.reverse)
+    loop.rows = None
+    return carry, loop.outputs.of_no_steps(zero_steps.empty_outputs(loop))
+
+
+@overload
+def while_loop(
+    cond_fn: Callable[[C], Condition],
+    body_fn: Callable[[C], C],
+    init: C,
+    *,
+    context: None = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[False] = False,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> C: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C, Context], Condition],
+    body_fn: Callable[[C, Context], C],
+    init: C,
+    *,
+    context: Context,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[False] = False,
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> C: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C], Tensor],
+    body_fn: Callable[[C], C],
+    init: C,
+    *,
+    context: None = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Tensor | Any]: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C, Context], Tensor],
+    body_fn: Callable[[C, Context], C],
+    init: C,
+    *,
+    context: Context,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, Tensor | Any]: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C], Condition],
+    body_fn: Callable[[C], C],
+    init: C,
+    *,
+    context: None = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, int | Any]: ...
+@overload
+def while_loop(
+    cond_fn: Callable[[C, Context], Condition],
+    body_fn: Callable[[C, Context], C],
+    init: C,
+    *,
+    context: Context,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: Literal[True],
+    checkpoints: Plan = None,
+    progress: bool = False,
+) -> tuple[C, int | Any]: ...
+@called_eagerly
+def while_loop(
+    cond_fn: Callable[..., Condition],
+    body_fn: Callable[..., Any],
+    init: Any,
+    *,
+    context: Any = None,
+    max_steps: int | None = None,
+    compact: bool = False,
+    return_steps: bool = False,
+    checkpoints: Plan = None,
+    progress: bool = False,
+    **unknown: Never,
+) -> Any:
+    """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
+
+        while cond_fn(init):
+            init = body_fn(init)
+        return init
+
+    cond_fn gives a bool, a bool tensor of one element, or a (B,) bool tensor: then each row stops on its own and stays
+    stopped.
+    Shapes: with a (B,) condition every tensor of the carry has B leading rows, or is 0-d and shared (as numbers are);
+    arrays have elements (B, ...). A stopped row's carry is frozen exactly; a new slot of an array is 0 there. With
+    `context`, cond_fn and body_fn take it as last argument. `max_steps` truncates. `compact` drops rows that have
+    stopped from the batch, and from `context` (leading B) with it, whenever they are a quarter of it; the carry
+    returned has all rows again. `return_steps` gives (carry, steps): (B,) int64, or an int. Under `torch.func.vmap`
+    a condition of one bool stops each element on its own. What the body computes from several rows at once sees those
+    that have stopped as their last real input; with `compact` they are gone.
+    Gradient: as the Python loop's, also to closed-over tensors; none to what only cond_fn uses. What the body computes
+    for a stopped row gets none, and NaN there reaches no other row.
+    Cost: as `scan`; one sync a step on a device, to ask the condition. A (B,) condition keeps B bools a step.
+    Raises: TypeError (what cond_fn or body_fn returned), ValueError (a leaf without B rows), as `scan` for the rest.
+    Source: jax.lax.while_loop for the surface; Equinox for checkpoints in a loop of unknown length.
+
+    Example:
+        >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor(1))
+        tensor(128)
+        >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor([1, 60]), return_steps=True)
+        (tensor([128, 120]), tensor([7, 1]))
+    """
+    name = "while_loop"
+    if unknown:
+        advice.refuse_unknown(while_loop, unknown)
+    _callable(name, cond_fn=cond_fn, body_fn=body_fn)
+    if max_steps is not None and (max_steps := arguments.as_int(max_steps, name, "max_steps")) < 0:
+        raise ValueError(f"{name}: max_steps must be at least 0, got {max_steps}")
+
+    def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        return body_fn(carry, *context), None
+
+    loop = Loop(name, body, init, max_steps, context)
+    loop.cond, loop.compact = cond_fn, compact
+    more = ("carry",) if context is None else ("carry", "context")
+    loop.functions = ("cond_fn", cond_fn, more), ("body_fn", body_fn, more)
+    carry = run_loop(loop, checkpoints, progress, known=False)
+    return (carry, loop.steps()) if return_steps else carry
+
+
+@called_eagerly
+def fori_loop(
+    lower: int | Tensor,
+    upper: int | Tensor,
+    body_fn: Callable[[int, C], C],
+    init: C,
+    *,
+    checkpoints: Plan = None,
+    progress: bool = False,
+    **unknown: Never,
+) -> C:
+    """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
+
+    Bounds are ints or 0-d integer tensors; with upper <= lower init is returned.
+    Gradient, cost, errors: as `scan`.
+
+    Example:
+        >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
+        tensor(10)
+    """
+    name = "fori_loop"
+    if unknown:
+        advice.refuse_unknown(fori_loop, unknown)
+    _callable(name, body_fn=body_fn)
+    first, last = arguments.as_int(lower, name, "lower"), arguments.as_int(upper, name, "upper")
+
+    def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        return body_fn(first + t, carry), None
+
+    loop = Loop(name, body, init, max(last - first, 0))
+    loop.functions = (("body_fn", body_fn, ("i", "carry")),)
+    return run_loop(loop, checkpoints, progress)
+
+
+@called_eagerly
+def map(
+    fn: Callable[[X], Y],
+    xs: X,
+    *,
+    dim: int = 0,
+    batch_size: int | None = None,
+    checkpoints: Plan = None,
+    progress: bool = False,
+    **unknown: Never,
+) -> Y:
+    """fn of each slice of xs along `dim`, stacked: ys.
+
+    Shapes: as `scan` without a carry. With `batch_size=n` fn runs under `torch.func.vmap` over n slices at a time; it
+    still sees one.
+    Gradient, cost, errors: as `scan`. With `batch_size` there are T/n calls of fn, whose residuals are kept
+    (`checkpoints` is then refused).
+
+    Example:
+        >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
+        tensor([2., 2., 2.])
+    """
+    name = "map"
+    if unknown:
+        advice.refuse_unknown(map, unknown)
+    _callable(name, fn=fn)
+    if batch_size is not None:
+        if checkpoints is not None:
+            raise ValueError("map: checkpoints and batch_size do not go together; leave one out")
+        return map_in_chunks(fn, xs, dim, batch_size, name)
+    if any_packed(xs):
+        raise TypeError("map: xs is packed; call fn on the packed tensor, or map over its .values")
+    slices = Slices(xs, None, dim, False, name)
+    if slices.length is None:
+        raise ValueError("map: xs has no tensor to run over")
+
+    def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        return (), fn(slices.tree.unflatten(row))
+
+    loop = Loop(name, body, (), slices.length)
+    loop.slices, loop.outputs = slices, slices.outputs()
+    loop.functions = (("fn", fn, ("x",)),)
+    run_loop(loop, checkpoints, progress)
+    return loop.outputs.stack(False) if loop.taken else zero_steps.empty_outputs(loop)
+
+
+def run_loop(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True) -> Any:
+    """Runs a loop with or without checkpoints, and gives the carry. The length of a `known` one is no mere bound."""
+    length = loop.length if known and loop.until is None else None
+    plan = node.plan_of(checkpoints, loop.name)
+    with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
+        if plan is None or not node.applies(loop):
+            return run(loop, bar)
+        return node.run(loop, plan, length, bar)
+
+
+def _callable(name: str, *, optional: bool = False, **functions: Any) -> None:
+    for what, function in functions.items():
+        if not callable(function) and not (optional and function is None):
+            raise TypeError(f"{name}: {what} must be callable, got {arguments.describe(function)}")
+
+
+def _not_a_pair(out: Any) -> tuple[Any, Any]:
+    if isinstance(out, list) and len(out) == 2:
+        return out[0], out[1]
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
+    raise TypeError(f"scan: body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")

@@ -1,0 +1,222 @@
+"""The carry of a loop: what may be in it, that it stays what it was, and the message when it does not.
+
+A carry is a pytree whose leaves are tensors (shape, dtype and device stay), TensorArrays (dtype, device and element
+shape stay, once known), Python numbers (the type stays: an int remains an int), None, or any other object (its type
+stays; what it holds is its own business, as long as nothing must be kept, frozen or replayed).
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import pytree
+from tensorloop.packed.base import is_packed
+from tensorloop.tensor_array.array import TensorArray
+
+
+def describe(leaf: Any) -> str:
+    """A leaf in a few words, as it stands in a diff."""
+    if isinstance(leaf, Tensor):
+        return f"Tensor {tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
+    if isinstance(leaf, TensorArray):
+        return f"TensorArray of {leaf.element_shape} {str(leaf.dtype).removeprefix('torch.')} {leaf.device}"
+    if is_packed(leaf):
+        return f"PackedTensor {leaf.shape} {str(leaf.values.dtype).removeprefix('torch.')} {leaf.values.device}"
+    return "None" if leaf is None else type(leaf).__name__
+
+
+class Carry:
+    """The structure and leaves that a carry must keep, learnt from `init`."""
+
+    __slots__ = ("arrays", "hidden", "kinds", "leaves", "name", "tree")
+
+    def __init__(self, init: Any, name: str) -> None:
+        self.name = name
+        self.tree = pytree.Tree(init)
+        leaves = self.tree.flatten(init)
+        assert leaves is not None
+        # What the objects among the leaves hold, by place: tensors that no loop sees.
+        self.hidden = {i: tensors_in(x) for i, x in enumerate(leaves) if _is_object(x)}
+        self.expect(leaves)
+
+    def expect(self, leaves: Sequence[Any]) -> None:
+        """From now on, leaves like these."""
+        self.leaves = [describe(x) for x in leaves]
+        self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
+        self.kinds = [
+            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else _facts(x) if type(x) is TensorArray else type(x)
+            for x in leaves
+        ]
+
+    def check(self, tree: Any, step: int) -> list[Any]:
+        """The leaves of what the body returned at `step`, or a TypeError that lists all that differs."""
+        leaves = self.tree.flatten(tree)
+        if leaves is None:
+            raise TypeError(self._structure_message(tree, step))
+        kinds = self.kinds
+        for i, x in enumerate(leaves):
+            kind = kinds[i]
+            if type(kind) is tuple:
+                if isinstance(x, Tensor):
+                    if x.shape == kind[0] and x.dtype is kind[1] and x.device == kind[2]:
+                        continue
+                elif type(x) is TensorArray and self._array_fits(i, x):
+                    continue
+            elif type(x) is kind:
+                continue
+            raise TypeError(self._leaves_message(leaves, step))
+        return leaves
+
+    def refuse_hidden(self, leaves: Sequence[Any], step: int, why: str) -> None:
+        """Raises where the tensors in an object are not those that it held at first."""
+        for i, first in self.hidden.items():
+            now = tensors_in(leaves[i])
+            changed = [path for path in now if now[path] is not first.get(path)] or [*first.keys() - now.keys()]
+            if changed:
+                path, kind = f"carry{self.tree.paths[i]}", type(leaves[i]).__name__
+                raise TypeError(
+                    f"{self.name}: {path} is an object of class {kind}, and {path}{changed[0]} in it became another "
+                    f"tensor at step {step}; {why}, and the loop does not look into objects: "
+                    f"{_instead(leaves[i])}"
+                )
+
+    def _array_fits(self, i: int, array: TensorArray) -> bool:
+        old: Any = self.kinds[i]
+        if old[1:] == (array._shape, array._dtype, array._device):  # fixed, and known as that
+            return True
+        new = _facts(array)
+        if old == new:
+            return True
+        if not _refines(old, new):
+            return False
+        if new[1] is not None:  # else never written to: it fits any, and says nothing
+            self.kinds[i], self.leaves[i] = new, describe(array)
+        return True
+
+    def _differs(self, i: int, x: Any) -> bool:
+        kind = self.kinds[i]
+        if isinstance(x, Tensor):
+            return (x.shape, x.dtype, x.device) != kind
+        if type(x) is TensorArray:
+            return type(kind) is not tuple or not _refines(kind, _facts(x))
+        return type(x) is not kind
+
+    def _structure_message(self, tree: Any, step: int) -> str:
+        was, now = dict(zip(self.tree.paths, self.leaves, strict=True)), pytree.leaves_with_paths(tree)
+        here = {path: describe(leaf) for path, leaf in now}
+        lines = [f"  - carry{path}: {was[path]}" for path in was if path not in here]
+        lines += [f"  + carry{path}: {here[path]}" for path in here if path not in was]
+        grown = not was.keys() - here.keys() and any(re.search(r"\[\d+\]$", path) for path in here.keys() - was.keys())
+        cure = "What grows is a TensorArray: begin with tl.TensorArray() in init, and return carry.append(x)."
+        structures = f"  - {self.structure}\n  + {pytree.structure(tree)}"
+        return (
+            f"{self.name}: the body returned a carry of another structure at step {step}:\n{structures}\n"
+            + "\n".join(lines)
+            + ("\n" + cure if grown else "\nReturn the same containers with the same keys as in init.")
+        )
+
+    @property
+    def structure(self) -> str:
+        return pytree.structure(self.tree.unflatten([None] * self.tree.size))
+
+    def _leaves_message(self, leaves: Sequence[Any], step: int) -> str:
+        lines, hints = [], set[str]()
+        for i, x in enumerate(leaves):
+            if self._differs(i, x):
+                path = self.tree.paths[i]
+                lines += [f"  - carry{path}: {self.leaves[i]}", f"  + carry{path}: {describe(x)}"]
+                hints.add(_hint(self.leaves[i], self.kinds[i], x))
+        return (
+            f"{self.name}: the body changed the carry at step {step} (- what was, + what it returned):\n"
+            + "\n".join(lines)
+            + "\n"
+            + " ".join(sorted(hints))
+        )
+
+
+_PLAIN = (Tensor, TensorArray, bool, int, float, complex, str, bytes, torch.Generator, torch.nn.Module, type)
+
+
+def _is_object(leaf: Any) -> bool:
+    """Whether a leaf is none of those that a loop knows, so that tensors may hide in it."""
+    return leaf is not None and not isinstance(leaf, _PLAIN)
+
+
+def tensors_in(x: Any) -> dict[str, Tensor]:
+    """The tensors that an object holds, in attributes and in the containers there, by path; the first few hundred."""
+    found: dict[str, Tensor] = {}
+    left = [("", x)]
+    for _ in range(500):
+        if not left:
+            break
+        path, x = left.pop()
+        if isinstance(x, Tensor):
+            found[path] = x
+        elif isinstance(x, dict):
+            left += [(f"{path}[{key!r}]", part) for key, part in islice(x.items(), 500)]
+        elif isinstance(x, (list, tuple, set, frozenset)):
+            left += [(f"{path}[{k}]", part) for k, part in enumerate(islice(x, 500))]
+        elif path.count(".") < 4 and not isinstance(x, _PLAIN):
+            slots = [name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
+            left += [(f"{path}.{name}", getattr(x, name)) for name in slots if hasattr(x, name)]
+            left += [(f"{path}.{name}", part) for name, part in islice(getattr(x, "__dict__", {}).items(), 500)]
+    return found
+
+
+def _instead(x: Any) -> str:
+    """What to write for an object that holds tensors."""
+    if dataclasses.is_dataclass(x):
+        return "declare all of its attributes as fields of the dataclass, and the loop takes it as a tree"
+    return (
+        "carry a dict, a tuple or a dataclass instead, or register the class with "
+        "torch.utils._pytree.register_dataclass or torch.utils._pytree.register_pytree_node"
+    )
+
+
+def _facts(array: TensorArray) -> tuple[Any, ...]:
+    return TensorArray, array.element_shape, array.dtype, array.device
+
+
+def _refines(old: Any, new: Any) -> bool:
+    """Whether the facts of an array agree where both are known."""
+    if len(old) != 4 or any(None not in (a, b) and a != b for a, b in zip(old[2:], new[2:], strict=True)):
+        return False
+    if old[1] is None or new[1] is None:
+        return True
+    return len(old[1]) == len(new[1]) and all(a is None or a == b for a, b in zip(old[1], new[1], strict=True))
+
+
+def _hint(was: str, kind: Any, x: Any) -> str:
+    if kind in (int, float, bool, complex):
+        wanted = "torch.tensor(...)" if isinstance(x, Tensor) else type(x).__name__
+        return f"A Python number keeps its type: begin with a {wanted} in init, or convert what the body returns."
+    if type(kind) is tuple and isinstance(x, Tensor) and len(kind) == 3 and kind[0] == x.shape:
+        return "Convert with .to(...) in the body, or begin with that dtype and device in init."
+    if type(kind) is tuple and isinstance(x, Tensor):
+        return "A carry keeps its shape: begin with that shape in init, or let a TensorArray grow."
+    return "Return leaves of the same kind as in init."
+
+
+def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str, why: str) -> None:
+    """Raises unless every tensor of rank 1 or more, and every element of an array, has `rows` leading rows."""
+    for path, x in zip(paths, leaves, strict=True):
+        has_shape = isinstance(x, Tensor) or is_packed(x)
+        shape = x.shape if has_shape else x.element_shape if isinstance(x, TensorArray) else None
+        # A 0-d tensor is shared by all rows; the elements of an array never are.
+        if shape is None or (isinstance(x, Tensor) and not shape):
+            continue
+        if not shape or shape[0] not in (rows, None):
+            raise ValueError(
+                f"{name}: {why} {rows} rows, but {what}{path} is {describe(x)}; "
+                f"give it {rows} leading rows, or make it 0-d where all rows share it"
+            )
+
+
+def dtype_of_number(x: Any) -> torch.dtype:
+    """The dtype of the tensor that Python numbers like `x` become."""
+    return torch.tensor(x).dtype

@@ -1,0 +1,107 @@
+"""The conditions of a checkpointed loop. They look and do not change: replays follow what they said, and ask no more.
+
+Whether they did is seen by versions. A batch norm's statistics change without one, so their values are compared.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.arguments import describe
+from tensorloop._torch import transforms
+from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.snapshots import Kept, State, fed
+from tensorloop.loop.loop import Loop
+from tensorloop.tensor_array.array import TensorArray
+
+
+class Conditions:
+    """`cond_fn` and `until` of a loop, asked while its first sweep runs."""
+
+    def __init__(self, loop: Loop, captures: Captures) -> None:
+        self.loop, self.captures = loop, captures
+        self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
+
+    def leaves_of(self, state: State) -> Any:
+        """The leaves of a state: those that `cond_fn` has seen, if it was asked about it."""
+        known, self.fed = self.fed, (None, None)
+        return known[1] if known[0] is state else fed(state)
+
+    def goes_on(self, state: State) -> bool:
+        """Whether there is another step. Captured arrays are the caller's meanwhile: a cut takes rows of a context."""
+        loop, arrays = self.loop, self.captures.arrays.values()
+        for captured in arrays:
+            captured.leave()
+        try:
+            if loop.cond is None:
+                return loop.goes_on(loop.taken, [])
+            if loop.taken:
+                leaves = fed(state)
+                self.fed = state, leaves  # the next step gets the same
+            else:  # the first state is the caller's
+                leaves = fed([Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state])
+            marks, buffers = _marks(leaves[0]), self._buffers()
+            going = loop.goes_on(loop.taken, leaves[0])
+            if buffers or _marks(leaves[0]) != marks:
+                self._check("cond_fn", loop.taken, leaves[0], marks, buffers)
+            return going
+        finally:
+            for captured in arrays:
+                captured.enter()
+
+    def asks_until(self, t: int, state: State) -> None:
+        """Asks `until` after step t."""
+        if self.loop.until is not None:
+            marks, buffers = _marks(state), self._buffers()
+            self.loop.asks_until(t, state)
+            self._check("until", t, state, marks, buffers)
+
+    def _buffers(self) -> list[tuple[Tensor, Any, Tensor | None]]:
+        """Buffers that the body changes too: how they are marked, and their values where a change leaves no mark."""
+        return [(x, _mark(x), x.clone() if unseen else None) for x, unseen in self.captures.written_to()]
+
+    def _check(
+        self, what: str, t: int, leaves: Sequence[Any], marks: list[Any], buffers: Sequence[tuple[Tensor, Any, Any]]
+    ) -> None:
+        """Raises where the carry, or a buffer, was changed in place since it was marked."""
+        name = self.loop.name
+        if (now := _marks(leaves)) != marks:
+            i = next(i for i, mark in enumerate(marks) if now[i] != mark)
+            done = "wrote to" if isinstance(leaves[i], TensorArray) else "changed"
+            raise RuntimeError(
+                f"{name}: {what} {done} carry{self.loop.carry.tree.paths[i]} in place at step {t}; with checkpoints it "
+                f"may only look, as a replay does not ask it again: change a copy, or let the body make that change"
+            )
+        for x, mark, values in buffers:
+            if _mark(x) != mark or (values is not None and not same_bits(x, values)):
+                raise RuntimeError(
+                    f"{name}: {what} changed {describe(x)}, which the body uses, in place at step {t} (as a batch "
+                    f"norm in training mode does); with checkpoints it may only look, as a replay does not ask it "
+                    f"again: call eval() for it, or let the body alone make that change"
+                )
+
+
+def _marks(leaves: Sequence[Any]) -> list[Any]:
+    """What shows that leaves were changed in place. Asked twice a step."""
+    try:
+        return [x._version for x in leaves]
+    except (AttributeError, RuntimeError):  # numbers, arrays; tensors made in inference mode
+        return [_mark(x) for x in leaves]
+
+
+def _mark(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return None if x.is_inference() else x._version
+    if isinstance(x, TensorArray) and x._store is not None:
+        tape = getattr(x._store, "tape", None)
+        return x._store.length, getattr(x._store, "overwritten", None), None if tape is None else len(tape.log)
+    return 0
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one kind are equal bit by bit, so that NaN equals itself."""
+    if transforms.is_fake(x):
+        return True
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))

@@ -1,0 +1,89 @@
+"""Tensors of single steps that somebody still holds when a checkpointed loop is over, and the warning about them."""
+
+import gc
+import sys
+import time
+import warnings
+import weakref
+from types import CodeType
+
+from torch import Tensor
+
+from tensorloop._common.arguments import describe
+from tensorloop.loop.checkpoint.captures import Captures
+
+
+class HeldTensorWarning(UserWarning):
+    """A tensor left the body of a checkpointed loop by another way than its result: its graph is that of one step."""
+
+
+# Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.
+_FOUND: dict[tuple[CodeType | None, str, int], bool] = {}
+_MOMENT_S = 0.05
+
+
+class Leaving:
+    """What steps of a sweep were given and somebody still holds, or something computed from it.
+
+    A tensor that a body makes of closed-over ones alone, as `spectral_norm` keeps its weight, has its whole graph.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+        # Recorders of loops around this one see all that its steps do. What they knew before:
+        self.around: list[tuple[Captures, int, int]] = []
+        outer = captures.outer
+        while outer is not None:
+            self.around.append((outer, len(outer._made), len(outer._candidates)))
+            outer = outer.outer
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are alive when all of the sweep is gone. A graph that is alive keeps the leaves it begins at."""
+        # A loop that was one node and whose result its own body refers to is a cycle that the collector does not see.
+        if not self.captures.stayed or self.captures.loops:
+            return []
+        self._release()
+        return [x for reference in self.captures.stayed if (x := reference()) is not None]
+
+    def _release(self) -> None:
+        """Has the recorders around forget what the steps used and nobody else holds."""
+        known = []
+        for outer, made, met in self.around:
+            candidates = [(weakref.ref(x), version) for x, version in outer._candidates[met:]]
+            keys = [*outer._made[made:], *(id(x) for x, _ in outer._candidates[met:])]
+            del outer._candidates[met:]
+            known.append((candidates, {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}))
+        for (outer, made, _), (candidates, seen) in zip(self.around, known, strict=True):
+            alive = {key: x for key, reference in seen.items() if (x := reference()) is not None}
+            outer._seen.update(alive)
+            outer._made[made:] = [key for key in outer._made[made:] if key in alive]
+            outer._candidates += [(x, version) for reference, version in candidates if (x := reference()) is not None]
+
+
+def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
+    """Warns where tensors left.
+
+    What takes its time, the collector and a moment for threads that are about to let go of something (those of a
+    process group, say), comes once for each body and place.
+    """
+    if not (tensors := leaving.tensors()):
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("tensorloop.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    place = code, frame.f_code.co_filename, frame.f_lineno
+    if place not in _FOUND:
+        del tensors
+        gc.collect()
+        if leaving.tensors():
+            time.sleep(_MOMENT_S)
+        tensors = leaving.tensors()
+        _FOUND[place] = bool(tensors)
+    if not _FOUND[place]:
+        return
+    text = (
+        f"{name}: the loop is over, and somebody still holds something that the body computed from "
+        f"{describe(tensors[0])}, its argument; with checkpoints its graph is that of one step, and so is a gradient "
+        f"through it: return it from the body, as a y or in the carry, or keep a detach() of it"
+    )
+    warnings.warn(text, HeldTensorWarning, stacklevel=level)

@@ -1,0 +1,230 @@
+"""Captures that lead to other captures: there a replay must not follow the outer graph, or a gradient counts twice.
+
+A body may close over `w` and over `v = f(w)`. Differentiating one step with regard to both would also find w through v,
+and the loop's node hands v's gradient on to f in any case. So in every torch function of such a replay a leaf takes the
+place of either. Only captures of which one leads to another need it (an embedding shared with the encoder, say).
+
+A custom autograd function in the body is no torch function: it gets v itself, and its node leads into the outer graph.
+There the gradient of v is asked for too, and if w is used in such a way as well, what w gets is taken from that node.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+
+from tensorloop._common.scope import here
+from tensorloop._torch.eager_only import runs_eagerly
+
+# (outputs, inputs, gradients of outputs, whether to keep the graph) -> gradients of inputs
+Run = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor], bool], Sequence[Tensor | None]]
+
+
+def entangled(recorded: Sequence[Tensor]) -> list[Tensor]:
+    """The captures of which one leads to another, both."""
+    if len(recorded) < 2:
+        return []
+    leaves = {id(x) for x in recorded if x.grad_fn is None}
+    nodes = {x.grad_fn for x in recorded if x.grad_fn is not None}
+    below = [x for x in recorded if x.grad_fn is not None and leads_to(x.grad_fn, leaves, nodes)]
+    if not below:
+        return []
+    reached = _all_below([x.grad_fn for x in below])
+    return [
+        x for x in recorded if any(x is y for y in below) or (x.grad_fn in reached if x.grad_fn else id(x) in reached)
+    ]
+
+
+def _all_below(stack: list[Any]) -> set[Any]:
+    """The nodes that these lead to, and the ids of the leaves."""
+    reached: set[Any] = set()
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is not None and below not in reached:
+                reached |= {below, id(getattr(below, "variable", None))}
+                stack.append(below)
+    return reached
+
+
+def leads_to(start: Any, leaves: set[int], nodes: Collection[Any] = ()) -> bool:
+    """Whether the graph below a node has one of these leaves, by id, or nodes."""
+    visited, stack = {start}, [start]
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is None or below in visited:
+                continue
+            if below in nodes or id(getattr(below, "variable", None)) in leaves:
+                return True
+            visited.add(below)
+            stack.append(below)
+    return False
+
+
+def stand_ins(replaced: dict[int, Tensor]) -> AbstractContextManager[object]:
+    """Inside, every torch function gets the stand-ins for the tensors that have one."""
+    return _standing_in(replaced) if replaced else nullcontext()
+
+
+@contextmanager
+def _standing_in(replaced: dict[int, Tensor]) -> Iterator[None]:
+    outer, here.replaced = here.replaced, (*here.replaced, replaced)
+    try:
+        with _Replacing(replaced):
+            yield
+    finally:
+        here.replaced = outer
+
+
+class Replacing:
+    """The stand-ins that are in use where a loop begins: its replays need them too, though they come later."""
+
+    def __init__(self) -> None:
+        self.replaced = here.replaced
+
+    def of(self, x: Any) -> Any:
+        """What stands for x there."""
+        for replaced in reversed(self.replaced):
+            x = replaced.get(id(x), x)
+        return x
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Those of then, not those of now."""
+        with ExitStack() as stack:
+            for replaced in self.replaced:
+                if not any(replaced is other for other in here.replaced):
+                    stack.enter_context(stand_ins(replaced))
+            yield
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+# What is asked of a tensor is answered by itself: a body that branches on it does as in the sweep, and the recorders of
+# loops inside see which node made it.
+_FACTS = frozenset(
+    {
+        *map(_getter, ("grad_fn", "output_nr", "is_leaf", "retains_grad", "grad", "_version", "_base")),
+        *(_getter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+        Tensor.is_inference,
+    }
+)
+
+
+@runs_eagerly
+class _Replacing(TorchFunctionMode):
+    def __init__(self, replaced: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.replaced = replaced
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FACTS:
+            return func(*args)
+        kwargs = {key: self._swap(x) for key, x in (kwargs or {}).items()}
+        return func(*[self._swap(x) for x in args], **kwargs)
+
+    def _swap(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.replaced.get(id(x), x)
+        if type(x) in (tuple, list):
+            return type(x)(self._swap(y) for y in x)
+        return x
+
+
+def differentiate(
+    run: Run,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    recorded: Sequence[Tensor],
+    replaced: dict[int, Tensor],
+) -> list[Tensor | None]:
+    """What `run` gives for a step's outputs: the gradients of `inputs`, and then of the captures."""
+    wanted = [*inputs, *(replaced.get(id(x), x) for x in recorded)]
+    ways = _ways_out(outputs, recorded, replaced) if replaced else []
+    if not ways:
+        return list(run(outputs, wanted, grads, False))
+    # Asked for a capture that another leads to, autograd would go into the outer graph: those are left to their nodes.
+    used = {number for way in ways for _, number in way.captures}
+    last = [k for k in used if not _is_led_to(recorded[k], [recorded[other] for other in used])]
+    nodes = [way for way in ways if any(number not in last for _, number in way.captures)]
+    edges = [edge for way in nodes for edge in way.edges]
+    found = list(run(outputs, [*wanted, *(recorded[k] for k in last), *edges], grads, bool(nodes)))
+    more = list(zip(last, found[len(wanted) :], strict=False))
+    arrived = dict(zip(edges, found[len(wanted) + len(last) :], strict=True))
+    for way in nodes:
+        roots = [edge for edge in way.edges if arrived[edge] is not None]
+        captures = [(i, number) for i, number in way.captures if number not in last]
+        if roots:
+            given = _from_node(run, way.node, roots, [arrived[x] for x in roots], [recorded[k] for _, k in captures])
+            more += [(number, given[i]) for i, number in captures]
+    for number, grad in more:
+        if grad is not None:
+            before = found[len(inputs) + number]
+            found[len(inputs) + number] = grad if before is None else before + grad
+    return found[: len(wanted)]
+
+
+def _is_led_to(x: Tensor, others: Sequence[Tensor]) -> bool:
+    node = () if x.grad_fn is None else {x.grad_fn}
+    return any(y.grad_fn is not None and leads_to(y.grad_fn, {id(x)}, node) for y in others)
+
+
+class _Enough(BaseException):
+    """Ends a backward pass that has come to the node it was for."""
+
+
+def _from_node(run: Run, node: Any, roots: Sequence[Any], grads: Sequence[Any], wanted: Sequence[Tensor]) -> Any:
+    """What one node hands on; nothing beyond it is carried out."""
+    found: list[Any] = []
+
+    def take(given: Sequence[Tensor | None], _: Any) -> None:
+        found.extend(given)
+        raise _Enough
+
+    handle = node.register_hook(take)
+    try:
+        run(roots, wanted, grads, True)
+    except _Enough:
+        pass
+    finally:
+        handle.remove()
+    return found
+
+
+class _Way(NamedTuple):
+    """A node of a step that leads to captures themselves, not to what stands for them."""
+
+    node: Any
+    edges: set[GradientEdge]  # to it
+    captures: list[tuple[int, int]]  # which of its own edges lead to which capture
+
+
+def _ways_out(outputs: Sequence[Tensor], recorded: Sequence[Tensor], replaced: dict[int, Tensor]) -> list[_Way]:
+    """The nodes of a step that have a replaced capture as their input: no torch function was given it."""
+    made: dict[Any, int] = {(x.grad_fn, x.output_nr): k for k, x in enumerate(recorded) if x.grad_fn is not None}
+    leaves = {id(x): k for k, x in enumerate(recorded) if x.grad_fn is None}
+    into: dict[Any, set[GradientEdge]] = {}
+    ways: list[_Way] = []
+    roots = [(x.grad_fn, x.output_nr) for x in outputs if x.grad_fn is not None]
+    stack = [GradientEdge(*root) for root in roots if root not in made]
+    while stack:
+        edge = stack.pop()
+        if edge.node in into:
+            into[edge.node].add(edge)
+            continue
+        into[edge.node] = {edge}
+        captures = []
+        for i, (below, number) in enumerate(edge.node.next_functions):
+            capture = made.get((below, number), leaves.get(id(getattr(below, "variable", None))))
+            if capture is not None and id(recorded[capture]) in replaced:
+                captures.append((i, capture))
+            elif capture is None and below is not None:
+                stack.append(GradientEdge(below, number))
+        if captures:
+            ways.append(_Way(edge.node, into[edge.node], captures))
+    return ways

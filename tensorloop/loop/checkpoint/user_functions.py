@@ -1,0 +1,38 @@
+"""A user's functions, called from inside a checkpointed loop: what they do is theirs, not the loop's own."""
+
+from typing import Any
+
+from tensorloop._common.scope import here
+from tensorloop.loop.checkpoint.captures import Captures
+
+
+class Watched:
+    """The body of a loop, under the eyes of its captures while these are watching."""
+
+    def __init__(self, body: Any, captures: Captures) -> None:
+        self.body, self.captures, self.on = body, captures, True
+
+    def __call__(self, *args: Any) -> Any:
+        quiet, here.quiet = here.quiet, False
+        outer, nodes, here.nodes = here.notes, here.nodes, self.captures.nodes
+        try:
+            if not self.on:
+                return self.body(*args)
+            here.notes = self.captures
+            with self.captures:
+                return self.body(*args)
+        finally:
+            here.notes, here.nodes, here.quiet = outer, nodes, quiet
+
+
+def as_users(condition: Any) -> Any:
+    """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
+
+    def ask(*args: Any) -> Any:
+        quiet, here.quiet = here.quiet, False
+        try:
+            return condition(*args)
+        finally:
+            here.quiet = quiet
+
+    return None if condition is None else ask

@@ -1,0 +1,198 @@
+"""What a scan collects: the outputs of all steps, stacked along one dim."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import pytree
+from tensorloop._torch import transforms
+from tensorloop.loop.carry import describe, dtype_of_number
+from tensorloop.packed.base import any_packed
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.buffer import plain_mode
+
+_NUMBERS = (bool, int, float, complex)
+
+
+class Outputs:
+    """The ys of a loop. The first step decides their structure, kinds and shapes."""
+
+    __slots__ = ("columns", "dim", "kinds", "length", "name", "stacked", "tree")
+
+    def __init__(self, dim: int, length: int | None, name: str) -> None:
+        self.dim, self.length, self.name = dim, length, name
+        self.tree: pytree.Tree | None = None
+        self.columns: list[Any] = []
+        self.kinds: list[Any] = []
+        self.stacked: list[Tensor | None] = []  # of a loop that was one node: its outputs
+
+    def add(self, y: Any, step: int) -> None:
+        """Takes the output of the next step."""
+        leaves = self.leaves_of(y, step)
+        for column, leaf in zip(self.columns, leaves, strict=True):
+            column.append(leaf)
+
+    def leaves_of(self, y: Any, step: int) -> list[Any]:
+        """The leaves of an output, checked against those of the first."""
+        tree = self.tree or self._begin(y, step)
+        leaves = tree.flatten(y)
+        if leaves is None:
+            raise TypeError(
+                f"{self.name}: the body returned a y of another structure at step {step}:\n"
+                f"  - {pytree.structure(tree.unflatten([None] * tree.size))}\n  + {pytree.structure(y)}\n"
+                f"Return the same containers at every step."
+            )
+        for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
+            if self.kind_of(leaf, tree.paths[i], step) != kind:
+                was = kind.__name__ if isinstance(kind, type) else f"Tensor {tuple(kind[0])} {kind[1]} {kind[2]}"
+                raise TypeError(
+                    f"{self.name}: y{tree.paths[i]} changed at step {step}:\n  - {was}\n  + {describe(leaf)}\n"
+                    f"The outputs of all steps are stacked, so they must be alike; put what grows in a TensorArray "
+                    f"in the carry."
+                )
+        return leaves
+
+    def kind_of(self, leaf: Any, path: str, step: int) -> Any:
+        """What a leaf must be again at every step."""
+        return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
+
+    def _begin(self, y: Any, step: int) -> pytree.Tree:
+        no_packed(y, f"{self.name}: y")
+        self.tree = tree = pytree.Tree(y)
+        for path, leaf in zip(tree.paths, tree.flatten(y) or (), strict=True):
+            self.columns.append(self._column(path, leaf))
+            self.kinds.append(self.kind_of(leaf, path, step))
+        return tree
+
+    def _tensors(self, name: str) -> Any:
+        return Column(name, self.dim, self.length)
+
+    def _column(self, path: str, leaf: Any) -> "Values | Column":
+        if isinstance(leaf, Tensor):
+            return self._tensors(f"{self.name}: y{path}")
+        if leaf is None or type(leaf) in _NUMBERS:
+            return Values(leaf)
+        raise TypeError(
+            f"{self.name}: y{path} is {describe(leaf)}; expected tensors, numbers or None"
+            + ("; carry the array instead: it is in the carry that the loop returns" if _is_array(leaf) else "")
+        )
+
+    def of_no_steps(self, ys: Any) -> Any:
+        """The ys of a loop that took no step."""
+        return ys
+
+    def joined(self, values: Sequence[Tensor], reverse: bool) -> Tensor:
+        """The outputs of all steps as one tensor."""
+        return torch.stack(list(values[::-1] if reverse else values), place(self.dim, values[0].dim()))
+
+    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
+        """The view of ys, or of its gradient, that belongs to step t of so many."""
+        return ys.select(place(self.dim, ys.dim() - 1), steps - 1 - t if reverse else t)
+
+    def stack(self, reverse: bool) -> Any:
+        """ys: each leaf stacked over the steps, in index order."""
+        assert self.tree is not None
+        stacked, self.stacked = self.stacked or [None] * len(self.columns), []
+        leaves = [c.stack(reverse) if x is None else x for c, x in zip(self.columns, stacked, strict=True)]
+        return self.tree.unflatten(leaves)
+
+
+class Values:
+    """Numbers, which become a (T,) tensor, or None."""
+
+    def __init__(self, first: Any) -> None:
+        self.first = first
+        self.values: list[Any] = []
+
+    def append(self, value: Any) -> None:
+        self.values.append(value)
+
+    def stack(self, reverse: bool) -> Tensor | None:
+        if self.first is None:
+            return None
+        values = self.values[::-1] if reverse else self.values
+        return torch.tensor(values, dtype=dtype_of_number(self.first))
+
+
+class Column:
+    """One tensor of each step. What needs no gradient is copied at once; the rest waits and is checked when stacked."""
+
+    __slots__ = ("copied", "copies", "dim", "length", "name", "versions", "waiting")
+
+    def __init__(self, name: str, dim: int, length: int | None) -> None:
+        self.name, self.dim, self.length = name, dim, length
+        self.copies: Tensor | None = None  # (slots, *F), of which the first `copied` are filled
+        self.copied = 0
+        self.waiting: list[Tensor] = []
+        self.versions: list[int | None] = []
+
+    def append(self, y: Tensor) -> None:
+        if (
+            (y.requires_grad and torch.is_grad_enabled())
+            or transforms.maybe_level() is not None
+            or transforms.has_tangent(y)
+        ):
+            self._spill()
+            kept = transforms.maybe_level() is None and not y.is_inference()
+            self.waiting.append(y if kept else y.clone())
+            self.versions.append(y._version if kept else None)
+        elif self.waiting:
+            self.waiting.append(y.detach().clone())
+            self.versions.append(None)
+        else:
+            self._room(y)[self.copied].copy_(y.detach())
+            self.copied += 1
+
+    def _room(self, y: Tensor) -> Tensor:
+        """The copies, with room for another one."""
+        old = self.copies
+        if old is not None and self.copied < len(old):
+            return old
+        with plain_mode():
+            room = self.length if old is None and self.length else max(2 * self.copied, 4)
+            self.copies = torch.empty((room, *y.shape), dtype=y.dtype, device=y.device)
+            if old is not None:
+                self.copies[: self.copied].copy_(old)
+        return self.copies
+
+    def _spill(self) -> None:
+        """From the first y with a gradient on, a list: autograd stacks it without a second copy."""
+        if self.copies is not None:
+            self.waiting = list(self.copies[: self.copied].unbind(0))
+            self.versions = [None] * self.copied
+            self.copies = None
+
+    def stack(self, reverse: bool) -> Tensor:
+        if self.copies is not None:
+            out = self.copies[: self.copied]
+            out = out.flip(0) if reverse else out
+            return out.movedim(0, place(self.dim, out.dim() - 1))
+        check_unchanged(self.waiting, self.versions, self.name)
+        values = self.waiting[::-1] if reverse else self.waiting
+        return torch.stack(values, place(self.dim, values[0].dim()))
+
+
+def check_unchanged(ys: Sequence[Tensor], versions: Sequence[int | None], name: str) -> None:
+    """Raises where an output that waits to be joined was changed in place meanwhile."""
+    for step, (y, version) in enumerate(zip(ys, versions, strict=True)):
+        if version is not None and y._version != version:
+            raise RuntimeError(
+                f"{name}: the output of step {step} was changed in place at a later step; return y.clone()"
+            )
+
+
+def no_packed(y: Any, name: str) -> None:
+    """Raises where an output is packed: stacked values would no longer be those of its rows."""
+    if any_packed(y):
+        raise TypeError(f"{name} holds a PackedTensor, which does not stack; return its .values, or y.pad()")
+
+
+def place(dim: int, rank: int) -> int:
+    """Where the steps go in the stack of outputs of this rank: at `dim`, or last where they have fewer dims."""
+    return min(dim, rank) if dim >= 0 else max(dim + rank + 1, 0)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, TensorArray)

@@ -1,0 +1,165 @@
+"""Scans over packed xs: step t is given to the rows that have an entry t, so the batch shrinks and the work is N rows.
+
+The values are brought into time order by one gather, whose gradient is a gather, and split there: the entries of step t
+stand together, rows ascending. Under `reverse` a row's entries are taken from its end, so every row begins at step 0
+either way. ys are joined in time order and brought back. How rows leave the carry, the context and arrays is `_rows`'
+business; here it is known beforehand.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments, pytree
+from tensorloop._torch import transforms
+from tensorloop.loop.carry import describe
+from tensorloop.loop.outputs import Outputs, check_unchanged
+from tensorloop.loop.slices import Slices
+from tensorloop.loop.stopped_rows import Rows
+from tensorloop.packed import segments
+from tensorloop.packed.autograd import recording, refuse_lost_gradient
+from tensorloop.packed.base import is_packed
+from tensorloop.packed.dim import Dim, differ
+from tensorloop.packed.tensor import PackedTensor
+
+
+class PackedSlices(Slices):
+    """The entries of packed xs, step by step."""
+
+    __slots__ = ("counts", "inverse", "order", "ragged", "starts")
+
+    def __init__(self, xs: Any, length: Any, dim: Any, reverse: bool, name: str) -> None:
+        self.ragged = ragged = _common(xs, name)
+        if not recording():
+            leaves = pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed))
+            refuse_lost_gradient(name, tuple(x.value for _, x in leaves))
+        if not isinstance(dim, Dim) and arguments.as_int(dim, name, "dim") not in (0, 1):
+            raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
+        turned, order, inverse = ragged.by_time
+        if reverse:
+            mirror = segments.mirror(ragged._offsets, ragged.total)
+            order, inverse = mirror[order], inverse[mirror]
+        self.order, self.inverse = order, inverse
+        in_time = pytree.mapped(
+            lambda x: None if x is None else segments.permute(x.values, order, inverse), xs, is_packed
+        )
+        self.counts = turned._lens.tolist()
+        self.starts = turned._offsets.tolist()
+        super().__init__(in_time, None, 0, False, name)
+        if length is not None and length != ragged.max_len:
+            raise ValueError(f"{name}: length is {length}, but the longest row of packed xs has {ragged.max_len}")
+        self.length = ragged.max_len
+
+    def part(self, x: Tensor, dim: int, t: int) -> Tensor:
+        return x.narrow(0, self.starts[t], self.counts[t])
+
+    def step_shape(self, x: Tensor, dim: int) -> list[int]:
+        return [len(self.ragged), *x.shape[1:]]
+
+    def _agreed(self, lengths: dict[str, int], length: Any) -> int | None:
+        return None
+
+    def _all_rows(self, x: Tensor | None, dim: int) -> Any:
+        if x is None:
+            return None
+        recorded = x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
+        return x.split(self.counts) if recorded else None
+
+    def _copied(self, k: int, i: int) -> Tensor | None:
+        x, dim = self.tensors[k]
+        return None if x is None else self.part(x, dim, i).clone()
+
+    def rows(self) -> Rows:
+        """Which rows run at which step."""
+        return Rows.known(self.ragged._lens)
+
+    def outputs(self) -> "PackedOutputs":
+        """What the ys of this scan go into."""
+        return PackedOutputs(self)
+
+
+class PackedOutputs(Outputs):
+    """The ys of a scan over packed xs: packed."""
+
+    __slots__ = ("slices",)
+
+    def __init__(self, slices: PackedSlices) -> None:
+        super().__init__(0, slices.length, slices.name)
+        self.slices = slices
+
+    def kind_of(self, leaf: Any, path: str, step: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return type(leaf)
+        count = len(self.slices.ragged) if not self.slices.length else self.slices.counts[step]
+        if not leaf.dim() or len(leaf) != count:
+            raise ValueError(
+                f"{self.name}: y{path} of step {step} is {describe(leaf)}; over packed xs an output has the rows of "
+                f"its step, here {count}"
+            )
+        return leaf.shape[1:], leaf.dtype, leaf.device
+
+    def _tensors(self, name: str) -> Any:
+        return _Column(name)
+
+    def joined(self, values: Any, reverse: bool) -> Tensor:
+        return torch.cat(list(values))
+
+    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
+        return self.slices.part(ys, 0, t)
+
+    def of_no_steps(self, ys: Any) -> Any:
+        return pytree.mapped(lambda y: PackedTensor(y.flatten(0, 1), self.slices.ragged) if y.dim() > 1 else y, ys)
+
+    def stack(self, reverse: bool) -> Any:
+        slices = self.slices
+        assert self.tree is not None
+        leaves = self.tree.flatten(super().stack(reverse)) or []  # in time order
+        for k, (y, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
+            if isinstance(kind, tuple):
+                leaves[k] = PackedTensor(segments.permute(y, slices.inverse, slices.order), slices.ragged)
+        return self.tree.unflatten(leaves)
+
+
+class _Column:
+    """One tensor of each step, each of its own number of rows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waiting: list[Tensor] = []
+        self.versions: list[int | None] = []
+
+    def append(self, y: Tensor) -> None:
+        kept = transforms.maybe_level() is None and not y.is_inference() and y.requires_grad
+        self.waiting.append(y if kept else y.clone())
+        self.versions.append(y._version if kept else None)
+
+    def stack(self, reverse: bool) -> Tensor:
+        check_unchanged(self.waiting, self.versions, self.name)
+        return torch.cat(self.waiting)
+
+
+def _common(xs: Any, name: str) -> Dim:
+    """The one dim of all packed leaves."""
+    found: Dim | None = None
+    for path, x in pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed)):
+        x = x.value
+        if x is None:
+            continue
+        if not is_packed(x):
+            raise TypeError(
+                f"{name}: xs{path} is {arguments.describe(x)} beside packed leaves; pack it too (tl.pack_padded), or "
+                f"close over it where it is the same at every step"
+            )
+        if found is not None and not found.same(x._dim):
+            raise differ(found, x._dim, f"{name}: xs{path}")
+        found = found or x._dim
+    assert found is not None
+    return found
+
+
+class _Opaque:
+    """A leaf that no tree function looks into."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value

@@ -1,0 +1,316 @@
+"""TensorArrays in a batch that loses rows: slots stay where they are, and only what is read is copied.
+
+A carried array (`Shrunk`) begins a new buffer whenever rows leave; what was written before stays as a *part*, with the
+columns it was written with. So an array that a loop only appends to is never copied before its end, where all parts are
+put together (`whole_batch`). A read of earlier slots makes the parts one buffer of the rows that are left.
+
+A context array (`Picked`) stays whole: a single read takes the rows that are left, a bulk read copies them all once.
+A packed tensor of the context (`hidden`) is a leaf like a tensor: rows are taken out of it by one gather.
+
+    invariant: parts and the current buffer do not overlap (in slots or rows); what none of them covers is 0.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from tensorloop._common.scope import here, outside
+from tensorloop._torch import transforms
+from tensorloop.packed.base import Packed, any_packed, is_packed
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.gradient import Key
+from tensorloop.tensor_array.sequential_reads import PickedRows
+from tensorloop.tensor_array.slot_list import Slots
+
+
+class Part(NamedTuple):
+    """Slots from `start` on, (n, rows, *F), of the rows `ids` of the full batch."""
+
+    start: int
+    values: Tensor
+    ids: Tensor
+
+
+class _Store(abc.ABC):
+    """What the two have in common: an inner store that takes all that is not said otherwise."""
+
+    __slots__ = ("bulk", "ids", "store")
+
+    def __init__(self, store: Any, ids: Tensor) -> None:
+        self.store = store
+        self.ids = ids
+        self.bulk = False  # whether many slots have been read at once, which copies them
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.store.requires_grad
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    @property
+    def length(self) -> int:
+        return self.store.length
+
+    @abc.abstractmethod
+    def one(self) -> Any:
+        """All slots of the rows that are left, as one plain store."""
+
+    def span(self, start: int, stop: int, name: str) -> Tensor:
+        return self.one().span(start, stop, name)
+
+    def all(self, name: str) -> list[Tensor]:
+        return self.one().all(name)
+
+    def whole(self, name: str) -> Tensor:
+        return self.one().whole(name)
+
+    def gather(self, index: Tensor, name: str) -> Tensor:
+        return self.one().gather(index, name)
+
+    def fork(self, name: str) -> Any:
+        return self.one().fork(name)
+
+    def detach(self, name: str) -> Any:
+        return self.one().detach(name)
+
+    def flush(self, name: str) -> None:
+        self.store.flush(name)
+
+
+class Shrunk(_Store):
+    """An array of the carry."""
+
+    __slots__ = ("parts", "start")
+
+    def __init__(self, parts: list[Part], start: int, store: Any, ids: Tensor) -> None:
+        super().__init__(store, ids)
+        self.parts = parts
+        self.start = start  # the first slot of `store`
+
+    @property
+    def length(self) -> int:
+        return self.start + self.store.length
+
+    def append(self, x: Tensor, name: str) -> None:
+        self.store.append(x, name)
+
+    def extend(self, values: Tensor, name: str) -> None:
+        self.store.extend(values, name)
+
+    def pad(self, length: int, name: str) -> None:
+        self.store.pad(length - self.start, name)
+
+    def put(self, key: Key, x: Tensor, name: str) -> None:
+        if isinstance(key, int) and key >= self.start:
+            self.store.put(key - self.start, x, name)
+        else:
+            self.one().put(key, x, name)
+
+    def read(self, i: int, name: str) -> Tensor:
+        if i >= self.start and here.notes is None:
+            return self.store.read(i - self.start, name)
+        return self.one().read(i, name)
+
+    def span(self, start: int, stop: int, name: str) -> Tensor:
+        if start >= self.start and here.notes is None:
+            return self.store.span(start - self.start, stop - self.start, name)
+        return self.one().span(start, stop, name)
+
+    def fork(self, name: str) -> "Shrunk":
+        one = self.one()
+        return Shrunk(list(self.parts), 0, one.fork(name), self.ids)
+
+    def one(self) -> Any:
+        if self.start:
+            with outside():
+                self._join()
+        return self.store
+
+    def _join(self) -> None:
+        self.bulk = True
+        left, gone = [], []
+        for part in self.parts:
+            stays = torch.isin(part.ids, self.ids)
+            if not stays.any():  # of rows that left before
+                gone.append(part)
+                continue
+            left.append(part.values.index_select(1, stays.nonzero().squeeze(1)))
+            ended = (~stays).nonzero().squeeze(1)
+            if len(ended):
+                gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
+        tail = [self.store.whole("TensorArray")] if self.store.length else []
+        self.parts, self.start = gone, 0
+        self.store = _stored(torch.cat(left + tail), self.store)
+
+
+class Picked(_Store):
+    """An array of the context, which is only read."""
+
+    __slots__ = ("picked", "rows")
+
+    def __init__(self, store: Any, ids: Tensor) -> None:
+        super().__init__(store, ids)
+        self.picked: Any = None
+        rows = getattr(store, "rows", None)
+        self.rows = None if rows is None else PickedRows(rows, ids)
+
+    def read(self, i: int, name: str) -> Tensor:
+        if self.picked is not None:
+            return self.picked.read(i, name)
+        if here.notes is not None:
+            return self.one().read(i, name)
+        if self.rows is not None and (row := self.store.read_picked(i, self.rows, name)) is not None:
+            return row
+        return self.store.read(i, name).index_select(0, self.ids)
+
+    def one(self) -> Any:
+        if self.picked is None:
+            self.bulk = True
+            with outside():
+                values = self.store.span(0, self.store.length, "TensorArray")
+                self.picked = _stored(values.index_select(1, self.ids), self.store)
+        return self.picked
+
+
+def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
+    """The carried array of a batch that keeps the rows `ids` of those it had."""
+    store: Any = array._store
+    if store is None:
+        return array
+    name = "TensorArray"
+    parts, start = (list(store.parts), store.start) if isinstance(store, Shrunk) else ([], 0)
+    current = store.store if isinstance(store, Shrunk) else store
+    if current.length:
+        parts.append(Part(start, current.span(0, current.length, name), ids_before))
+        start += current.length
+    assert array.element_shape is not None
+    like = torch.empty((len(ids), *array.element_shape[1:]), dtype=array.dtype, device=array.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    empty = Slots(like, []) if isinstance(current, Slots) else Buffer.empty(like, 0)
+    shrunk = Shrunk(parts, start, empty, ids)
+    shrunk.bulk = isinstance(store, Shrunk) and store.bulk
+    return with_rows(array, shrunk, len(ids))
+
+
+def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
+    """The caller's `array` as a context of the rows `ids`; `before` is what it was before the cut."""
+    if array._store is None:
+        return array
+    picked = Picked(array._store, ids)
+    picked.bulk = isinstance(before._store, Picked) and before._store.bulk
+    return with_rows(array, picked, len(ids))
+
+
+def one_store(array: TensorArray) -> TensorArray:
+    """The array with one plain store of the rows that are left."""
+    store: Any = array._store
+    return with_rows(array, store.one(), len(store.ids)) if isinstance(store, Shrunk) else array
+
+
+def read_in_bulk(leaves: Sequence[Any]) -> bool:
+    """Whether one of these arrays is read in bulk, so that each cut copies it."""
+    return any(isinstance(x, TensorArray) and isinstance(x._store, _Store) and x._store.bulk for x in leaves)
+
+
+def whole_batch(array: TensorArray, rows: int) -> TensorArray:
+    """The array of the full batch."""
+    store: Any = array._store
+    assert isinstance(store, Shrunk)
+    parts = list(store.parts)
+    if store.store.length:
+        parts.append(Part(store.start, store.store.span(0, store.store.length, "TensorArray"), store.ids))
+    if not parts:
+        return with_rows(TensorArray(), None, rows)
+    places = [(part.start, part.ids) for part in parts]
+    put = _put if transforms.maybe_level() is not None or transforms.forward_mode() else _Put.apply
+    full = TensorArray.unstack(put(store.length, rows, places, *(part.values for part in parts)))
+    full._capacity, full._holes, full._given = array._capacity, array._holes, array._given
+    return full
+
+
+class _Hidden:
+    """A packed tensor that no tree function looks into."""
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+
+def hidden(context: Any) -> Any:
+    """A context as a tree in which packed tensors are leaves: they lose rows, as others do."""
+    if not any_packed(context):
+        return context
+    return _pytree.tree_map(lambda x: _Hidden(x) if is_packed(x) else x, context, is_leaf=is_packed)
+
+
+def shown(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a `hidden` tree, packed tensors as they are."""
+    return [x.packed if type(x) is _Hidden else x for x in leaves]
+
+
+def values_of(leaf: Any) -> Tensor | None:
+    """The tensor that has a leaf's numbers by row; None for what has none, and for arrays."""
+    x = leaf.values if is_packed(leaf) else leaf
+    return x if isinstance(x, Tensor) and x.dim() else None
+
+
+def alias(leaf: Any) -> Any:
+    """A view of all of a leaf, for what has numbers."""
+    if is_packed(leaf):
+        return leaf._with(leaf.values.view_as(leaf.values))
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+class _Put(torch.autograd.Function):
+    """Parts -> (length, rows, *F)."""
+
+    @staticmethod
+    def forward(ctx: Any, length: int, rows: int, places: list[tuple[int, Tensor]], *parts: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.places = [(start, start + len(part), ids) for (start, ids), part in zip(places, parts, strict=True)]
+        out = parts[0].new_zeros((length, rows, *parts[0].shape[2:]))
+        for (start, stop, ids), part in zip(ctx.places, parts, strict=True):
+            out[start:stop].index_copy_(1, ids, part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (None, None, None, *(grad[start:stop].index_select(1, ids) for start, stop, ids in ctx.places))
+
+
+def _put(length: int, rows: int, places: list[tuple[int, Tensor]], *parts: Tensor) -> Tensor:
+    """The same in operations that every transform differentiates."""
+    out = parts[0].new_zeros((length, rows, *parts[0].shape[2:]))
+    for (start, ids), part in zip(places, parts, strict=True):
+        slots = torch.arange(start, start + len(part), device=out.device)
+        out = out.index_put((slots[:, None], ids), part)
+    return out
+
+
+def _stored(values: Tensor, like: Any) -> Any:
+    if isinstance(like, Slots):
+        return Slots(values[0], list(values.unbind(0))) if len(values) else Slots(like.like[: values.shape[1]], [])
+    store = Buffer.unstack(values)
+    store.born = like.born
+    return store
+
+
+def with_rows(array: TensorArray, store: Any, rows: int) -> TensorArray:
+    """An array of other rows: the facts of `array`, and this store."""
+    twin = array._twin()
+    twin._born = array._born
+    twin._store = store
+    if array._shape is not None:
+        twin._shape = torch.Size((rows, *array._shape[1:]))
+    shape = array._given[0]
+    if shape is not None:
+        twin._given = ((rows, *shape[1:]), *array._given[1:])
+    return twin

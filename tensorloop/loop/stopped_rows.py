@@ -1,0 +1,293 @@
+"""Rows that stop on their own: which ones run at a step, frozen values, and leaving the batch.
+
+A stopped row keeps its carry exactly. The body still gets an input for it, as the batch is one tensor: the input of
+that row's last real step, cut from the graph. So what the body computes there is finite where the row's own steps were,
+its gradient is zero times something finite, and `torch.where` saves a bool a row and not a value.
+
+The state of such a loop is its carry followed by those inputs (`last`), in the same order. With `compact=True` the rows
+that have stopped leave the batch: a *cut*, made before a step, as soon as they are a quarter of the batch, or at once
+where that copies little. Rows still in the batch have *ids*, their places in the full batch.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.scope import here
+from tensorloop._torch import transforms
+from tensorloop.loop.shrunk_arrays import Shrunk, one_store, pick, shrink, whole_batch, with_rows
+from tensorloop.packed.base import is_packed
+from tensorloop.packed.index import select_rows
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.buffer import Buffer
+
+RUNNING = torch.iinfo(torch.int64).max
+
+
+class Cut(NamedTuple):
+    """Before `step`, the batch keeps the rows at `kept` and loses those at `ended` (places in the batch)."""
+
+    step: int
+    kept: Tensor
+    ended: Tensor
+    ids: Tensor  # of the rows kept
+
+
+class Rows:
+    """Which rows run at which step. `steps`: what each row of the full batch took, RUNNING until it has stopped."""
+
+    def __init__(self, first: Tensor, compact: bool) -> None:
+        self.compact = compact
+        self.size = len(first) if first.dim() else None
+        self.batched = transforms.is_batched(first)  # under vmap: the mask is only ever used by `where`
+        self.steps = torch.full_like(first, RUNNING, dtype=torch.int64)
+        self.cuts: list[Cut] = []
+        self._cut_steps: list[int] = []
+        # At step `_step`: the rows of the batch that run, and whether they all do.
+        self._step, self.active, self._every = -1, torch.ones_like(first), True
+
+    @classmethod
+    def known(cls, lens: Tensor) -> "Rows":
+        """Rows that take so many steps each, and leave the batch at once."""
+        rows = cls(lens > 0, True)
+        ids = torch.arange(len(lens), device=lens.device)
+        longest = int(lens.max()) if len(lens) else 0
+        for t in lens.unique().tolist():
+            if t < longest:
+                active = lens[ids] > t
+                kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
+                ids = ids[kept]
+                rows.cuts.append(Cut(t, kept, ended, ids))
+                rows._cut_steps.append(t)
+        rows.steps = lens
+        return rows
+
+    def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
+        """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
+        active = cond if self._every else cond & self.active
+        if not self.batched:
+            self.batched = transforms.is_batched(active)
+        numbers = transforms.numbers(active)
+        if t and torch.equal(numbers, transforms.numbers(self.active)):
+            self._step = t
+            return True
+        ids = self.ids_at(t)
+        stopped = self.active & ~active
+        if ids is not None:
+            stopped = torch.zeros_like(self.steps, dtype=torch.bool).index_copy(0, ids, stopped)
+        self.steps = torch.where(stopped, t, self.steps)
+        running = int(numbers.sum())
+        self._step, self.active, self._every = t, active, running == numbers.numel()
+        if not running:
+            return False
+        if self.compact and not self.batched and not self._every and (4 * running <= 3 * len(active) or cheap()):
+            self._cut(t, active, ids)
+        return True
+
+    def _cut(self, t: int, active: Tensor, ids: Tensor | None) -> None:
+        kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
+        self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
+        self._cut_steps.append(t)
+        self.active, self._every = active[kept], True
+
+    def cut_at(self, t: int) -> Cut | None:
+        """The cut made before step t."""
+        number = self.cuts_until(t)
+        return self.cuts[number - 1] if number and self._cut_steps[number - 1] == t else None
+
+    def cuts_until(self, t: int) -> int:
+        """How many cuts were made before step t or earlier."""
+        steps = self._cut_steps
+        return len(steps) if not steps or steps[-1] <= t else bisect_right(steps, t)
+
+    def ids_at(self, t: int) -> Tensor | None:
+        """The rows in the batch at step t, None for all of them."""
+        number = self.cuts_until(t)
+        return self.cuts[number - 1].ids if number else None
+
+    def mask_at(self, t: int) -> tuple[Tensor, bool]:
+        """The rows of the batch that run at step t, and whether they all do."""
+        if self._step != t:
+            ids = self.ids_at(t)
+            self.active = (self.steps if ids is None else self.steps[ids]) > t
+            self._step, self._every = t, bool(transforms.numbers(self.active).all())
+        return self.active, self._every
+
+    def elements_at(self, t: int, around: Tensor | None) -> Tensor:
+        """Under vmap: the elements that run at step t, here and in the loops around."""
+        mask, _ = self.mask_at(t)
+        mask = mask.any() if mask.dim() else mask
+        return mask if around is None else mask & around
+
+    def holds(self, leaf: Any) -> bool:
+        """Whether a leaf has rows: not a shared one, nor an array, which masks its own writes.
+
+        Under vmap a shared one is frozen too, when all rows of its element have stopped.
+        """
+        return isinstance(leaf, Tensor) and (self.size is None or leaf.dim() > 0 or self.batched)
+
+
+def spread(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask, (B,) or 0-d, shaped to broadcast over (B, *F); over a 0-d tensor, whether any row runs."""
+    if mask.dim() > like.dim():
+        return mask.any()
+    return mask.view((*mask.shape, *[1] * (like.dim() - mask.dim())))
+
+
+def first_inputs(rows: Rows, carry: Sequence[Any]) -> list[Any]:
+    """`last` before the first step: a running row's values, for rows that never run; under vmap each one's own."""
+    mask, _ = rows.mask_at(0)
+    if rows.size is None or rows.batched:
+        return [x.detach() if rows.holds(x) else None for x in carry]
+    row = mask.to(torch.uint8).argmax()
+    return [x.detach().index_select(0, row.expand(len(x))) if rows.holds(x) else None for x in carry]
+
+
+def inputs(rows: Rows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
+    """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
+    mask, every = rows.mask_at(t)
+    if every:
+        return carry
+    for x in carry:
+        if isinstance(x, TensorArray):
+            x._mask = mask
+    return [
+        torch.where(spread(mask, x), x, y.detach()) if rows.holds(x) and y is not None else x
+        for x, y in zip(carry, last, strict=True)
+    ]
+
+
+def _no_shorter(now: int, before: int) -> None:
+    if now < before:
+        raise ValueError(
+            f"while_loop: the body put an array of {now} slots in the place of one of {before}, while rows have "
+            f"stopped that keep theirs; write to the array that is there, or keep its length"
+        )
+
+
+def lengths(carry: Sequence[Any]) -> list[int]:
+    """How many slots each array has; 0 for what is none."""
+    return [len(x) if isinstance(x, TensorArray) else 0 for x in carry]
+
+
+def frozen(rows: Rows, t: int, old: Sequence[Any], new: list[Any], before: Sequence[int]) -> list[Any]:
+    """The carry after step t: new in the rows that ran, old in the others. `before`: lengths of the old arrays."""
+    mask, every = rows.mask_at(t)
+    if every:
+        return new
+    for x in (*old, *new):
+        if isinstance(x, TensorArray):
+            x._mask = None
+    out = []
+    for x, y, length in zip(new, old, before, strict=True):
+        if isinstance(x, TensorArray):
+            out.append(x if x is y or x._store is y._store else _mixed(mask, x, y, length))
+        else:
+            out.append(torch.where(spread(mask, x), x, y) if rows.holds(x) else x)
+    return out
+
+
+def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> TensorArray:
+    """Another array than the old one, which had `length` slots: in stopped rows it holds what the old one did."""
+    if not len(new) and not length:
+        return new
+    _no_shorter(len(new), length)
+    values = new.stack()
+    held = _lengthened(old.stack()[: len(new)], len(new)) if length else torch.zeros_like(values)
+    shape = (1, *mask.shape, *[1] * (values.dim() - mask.dim() - 1))
+    return _rebuilt(new, torch.where(mask.view(shape), values, held))
+
+
+def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
+    """These rows of every leaf that has them; tensors of rank below `rank` have none."""
+    return [
+        select_rows(x, index) if is_packed(x) else _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank)
+        else x
+        for x in leaves
+    ]  # fmt: skip
+
+
+def shrunk(carry: Sequence[Any], cut: Cut, ids: Tensor) -> list[Any]:
+    """The carry without the rows that ended; `ids` are those it had. Arrays are not copied."""
+    return [shrink(x, ids, cut.ids) if isinstance(x, TensorArray) else select([x], cut.kept)[0] for x in carry]
+
+
+def picked(context: Sequence[Any], cut: Cut, before: Sequence[Any]) -> list[Any]:
+    """The caller's context for the rows that a cut leaves; arrays are not copied."""
+    pairs = zip(context, before, strict=True)
+    return [pick(x, cut.ids, y) if isinstance(x, TensorArray) else select([x], cut.ids)[0] for x, y in pairs]
+
+
+def _has_rows(x: Any, rank: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() >= rank
+
+
+def _select(x: Any, index: Tensor) -> Any:
+    if isinstance(x, Tensor):
+        return x.index_select(0, index)
+    if not len(x):
+        return with_rows(x, None, len(index))
+    return _rebuilt(x, x.stack().index_select(1, index))
+
+
+def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
+    array = TensorArray.unstack(values)
+    array._capacity = like._capacity
+    # The loop's own stays the loop's. What a body only reads is older than this loop, and new to those around it.
+    array._born = like._born
+    if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
+        array._store.born = max(like._store.born, here.serial - 1)
+    return array
+
+
+def whole_arrays(pieces: Sequence[tuple[Tensor, list[Any]]], old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """The new carry with plain arrays, and in the pieces what the rows that left had in theirs.
+
+    Needed where a body moves arrays about in its carry: then a place is no longer the one that its parts belong to.
+    """
+    rows = sum(len(ids) for ids, _ in pieces)
+    for i, x in enumerate(old):
+        if isinstance(x, TensorArray) and isinstance(x._store, Shrunk):
+            full = whole_batch(x, rows + len(x._store.ids))
+            for ids, leaves in pieces:
+                leaves[i] = select([full], ids)[0]
+        elif isinstance(x, TensorArray):  # written since the last rows left, if ever
+            for _, leaves in pieces:
+                leaves[i] = TensorArray()
+    return [one_store(x) if isinstance(x, TensorArray) else x for x in new]
+
+
+def joined(pieces: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
+    """The carry of the full batch, from what left it, and at last stayed in it: (ids, leaves) of each piece."""
+    every = [ids for ids, _ in pieces]
+    columns = zip(*(leaves for _, leaves in pieces), strict=True)
+    return [_join(column, every) for column in columns]
+
+
+def _join(column: Sequence[Any], every: Sequence[Tensor]) -> Any:
+    order = torch.cat(list(every)).argsort()
+    whole = column[-1]
+    if isinstance(whole, TensorArray) and isinstance(whole._store, Shrunk):
+        return whole_batch(whole, len(order))
+    if isinstance(whole, Tensor) and whole.dim():
+        return torch.cat(list(column)).index_select(0, order)
+    if not isinstance(whole, TensorArray) or whole._store is None:
+        return whole
+    last = whole.stack()
+    parts = [
+        last.new_zeros(0, len(ids), *last.shape[2:]) if x is None or x._store is None else x.stack()
+        for x, ids in zip(column, every, strict=True)
+    ]
+    values = torch.cat([_lengthened(x, len(last)) for x in parts], 1)
+    return _rebuilt(whole, values.index_select(1, order))
+
+
+def _lengthened(values: Tensor, length: int) -> Tensor:
+    """(n, B, *F) with slots up to `length`, 0 in those that were begun after its rows had stopped."""
+    _no_shorter(length, len(values))
+    if len(values) == length:
+        return values
+    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

@@ -1,0 +1,58 @@
+"""The outputs of a loop of no steps: their shapes, from one call of the body on tensors that hold no numbers."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import pytree
+from tensorloop._torch.fake import fake_tensors
+from tensorloop.loop.carry import describe, dtype_of_number
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.outputs import place
+from tensorloop.tensor_array.array import TensorArray
+
+
+def empty_outputs(loop: Loop) -> Any:
+    """ys of no steps: each leaf (0, *F), with the 0 where the steps would be."""
+    assert loop.outputs is not None
+    assert loop.slices is not None
+    dim = loop.outputs.dim
+    with fake_tensors() as fake, torch.no_grad():
+        state = [_fake(fake, x) for x in loop.init]
+        row = [None if x is None else fake(_like(x, loop.slices.step_shape(x, d))) for x, d in loop.slices.tensors]
+        try:
+            _, y = loop.step(0, state, row)
+        except Exception as error:
+            error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
+            raise
+    tree = pytree.Tree(y)
+    leaves = tree.flatten(y)
+    assert leaves is not None
+    return tree.unflatten([_empty(x, dim, f"{loop.name}: y{path}") for path, x in zip(tree.paths, leaves, strict=True)])
+
+
+def _like(x: Tensor, shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _fake(fake: Callable[[Tensor], Tensor], x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return fake(x.detach())
+    if isinstance(x, TensorArray):
+        return TensorArray.unstack(fake(x.detach().stack())) if len(x) else copy.copy(x)
+    return x
+
+
+def _empty(x: Any, dim: int, name: str) -> Any:
+    if x is None:
+        return None
+    if isinstance(x, (bool, int, float, complex)):
+        return torch.empty(0, dtype=dtype_of_number(x))
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {describe(x)}; expected tensors, numbers or None")
+    shape = list(x.shape)
+    shape.insert(place(dim, x.dim()), 0)
+    return torch.empty(shape, dtype=x.dtype, device=x.device)

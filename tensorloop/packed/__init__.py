@@ -1,0 +1,36 @@
+"""Rows of unequal length without padding: `PackedTensor` and what torch functions do with it."""
+
+from typing import TYPE_CHECKING
+
+from tensorloop._common.faces import face
+
+if TYPE_CHECKING:
+    from tensorloop.packed.autograd import apply as apply
+    from tensorloop.packed.base import PackedFallbackWarning as PackedFallbackWarning
+    from tensorloop.packed.dim import Dim as Dim
+    from tensorloop.packed.operations import FALLBACKS as FALLBACKS
+    from tensorloop.packed.tensor import PackedTensor as PackedTensor
+    from tensorloop.packed.tensor import collate as collate
+    from tensorloop.packed.tensor import pack_padded as pack_padded
+
+__all__ = [
+    "FALLBACKS",
+    "Dim",
+    "PackedFallbackWarning",
+    "PackedTensor",
+    "apply",
+    "collate",
+    "pack_padded",
+]
+
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "packed.autograd": ("apply",),
+            "packed.base": ("PackedFallbackWarning",),
+            "packed.dim": ("Dim",),
+            "packed.operations": ("FALLBACKS",),
+            "packed.tensor": ("PackedTensor", "collate", "pack_padded"),
+        },
+    )

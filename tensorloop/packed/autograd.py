@@ -1,0 +1,97 @@
+"""Packed tensors and custom `autograd.Function`s: `apply`, and a refusal where a gradient would be lost.
+
+torch hands a Function's forward what is no `torch.Tensor` as it is, with recording switched off: operations on a packed
+tensor there give right values, and the gradient ends, in silence. The same goes for `torch.utils.checkpoint` in its
+reentrant form, which is such a Function.
+"""
+
+import sys
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from tensorloop._common import arguments
+from tensorloop.packed.base import Packed, is_packed, refused, same_rows
+
+# The frame of Python between a caller and a Function's forward. Of ours, C calls forward out of it.
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+_DEPTH = 4  # of lists in lists that are looked into
+_LISTS = frozenset({list, tuple})
+recording = torch.is_grad_enabled  # bound, as every operation asks
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` for packed arguments: the Function sees their values, plain tensors (N, *F).
+
+    Results whose first dim is N, the sum of the lengths, come back packed; all others as they are. Packed arguments
+    must have equal rows. Gradient: the Function's own, for the values; differentiable as often as the Function is.
+    Cost: that of the Function. Raises: TypeError (no Function, a packed tensor inside a list or dict, where autograd
+    sees no tensor either), ValueError (other rows).
+    """
+    name = "packed.apply"
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise TypeError(f"{name}: function must be a subclass of autograd.Function, got {arguments.describe(function)}")
+    base = next((x for x in args if isinstance(x, Packed)), None)
+    for i, x in enumerate(args):
+        if base is not None and isinstance(x, Packed):
+            same_rows(base, x, name)
+        elif _packed_in(x):
+            raise TypeError(f"{name}: args[{i}] holds a packed tensor; autograd sees tensors that are arguments alone")
+    out = function.apply(*(x.values if is_packed(x) else x for x in args))
+    if base is None:
+        return out
+    if isinstance(out, tuple):
+        parts = [_packed_again(x, base) for x in out]
+        return type(out)(*parts) if hasattr(out, "_fields") else tuple(parts)
+    return _packed_again(out, base)
+
+
+def _packed_again(x: Any, base: Packed) -> Any:
+    return base._with(x) if isinstance(x, Tensor) and x.dim() and len(x) == base._dim.total else x
+
+
+def _packed_in(x: Any, depth: int = _DEPTH) -> list[Packed]:
+    """The packed tensors that are x, or in it: in lists, tuples and dicts."""
+    if is_packed(x):
+        return [x]
+    if not depth or not isinstance(x, (list, tuple, dict)):
+        return []
+    return [p for part in (x.values() if isinstance(x, dict) else x) for p in _packed_in(part, depth - 1)]
+
+
+def refuse_lost_gradient(name: str, given: tuple[Any, ...]) -> None:
+    """To be called where `recording()` is false: raises where that is so because a Function was given one of these.
+
+    Under an ordinary `no_grad`, no frame of the stack is a Function's.
+    """
+    for x in given:  # in evaluation, all of them pass here
+        if isinstance(x, Packed):
+            if x.values.requires_grad:
+                break
+        elif type(x) in _LISTS:
+            break
+    else:
+        return
+    if torch.compiler.is_compiling():  # no stack to look at
+        return
+    wanted = [p for p in _packed_in(given) if p.values.requires_grad]
+    frame = sys._getframe(1) if wanted else None
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            args = frame.f_locals.get("args", ())
+            held = _packed_in((args, frame.f_locals.get("kwargs")))
+            # Who gives the values too has them seen, and the packed tensor for its rows.
+            if any(p is q and not any(x is p.values for x in args) for p in wanted for q in held):
+                raise _lost(name, frame.f_locals.get("cls"))
+        frame = frame.f_back
+
+
+def _lost(name: str, function: Any) -> TypeError:
+    why = "autograd sees no packed tensor among its arguments, and the gradient would end here in silence"
+    if function is CheckpointFunction:
+        return refused(name, f"in a checkpoint with use_reentrant=True, {why}", "write use_reentrant=False")
+    called = getattr(function, "__name__", "Function")
+    return refused(name, f"in {called}.apply, {why}", f"write tensorloop.packed.apply({called}, ...)")

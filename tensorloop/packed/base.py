@@ -1,0 +1,106 @@
+"""What a packed tensor holds, for the modules that work on it: values, their ragged dim, and facts about both."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments, pytree
+from tensorloop.packed.dim import Dim, differ
+from tensorloop.packed.size import RAGGED, RaggedSize
+
+if TYPE_CHECKING:
+    from tensorloop.packed.types import TensorTypes as _Base
+else:
+    _Base = object
+
+
+class PackedFallbackWarning(UserWarning):
+    """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N."""
+
+
+class Packed(_Base):
+    """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
+
+    __slots__ = ("__weakref__", "_dim", "values")
+
+    values: Tensor
+    _dim: Dim
+
+    def _with(self, values: Any, dim: Dim | None = None) -> Self:
+        """These values in the same rows, or in those of `dim`; not checked."""
+        made = object.__new__(type(self))
+        made.values = values
+        made._dim = self._dim if dim is None else dim
+        return made
+
+    @property
+    def shape(self) -> tuple[int, RaggedSize, *tuple[int, ...]]:
+        """(B, None, *F). What stands for the ragged dim equals None, and refuses to be computed with."""
+        return len(self._dim), RAGGED, *self.values.shape[1:]
+
+    @property
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The number of dims, batch and ragged dim included."""
+        return self.values.dim() + 1
+
+
+Handler = Callable[..., Any]
+_NUMBERS = tuple(range(128))  # torch computes with 64 dims at most
+
+
+def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
+    """`dim` (an int, a Dim or the name of one) as a number from 0; `extra` dims are about to be added."""
+    if isinstance(dim, str) and dim == p._dim.name:
+        return 1
+    if isinstance(dim, Dim):
+        if dim is p._dim or dim == p._dim:
+            return 1
+        raise ValueError(f"{name}: {dim!r} is not a dim of this tensor; it has {p._dim!r}")
+    if isinstance(dim, str):
+        raise ValueError(f"{name}: there is no dim {dim!r}; the ragged dim is called {p._dim.name!r}")
+    n, size = arguments.as_int(dim, name, "dim"), p.ndim + extra
+    if not -size <= n < size:
+        raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
+    # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
+    return _NUMBERS[n % size]
+
+
+def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:
+    """One dim or several, each as a number from 0; None stands for all."""
+    if dim is None:
+        return tuple(range(p.ndim))
+    several = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if not several:
+        return tuple(range(p.ndim))
+    numbers = tuple(dim_number(p, d, name) for d in several)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{name}: dim {dim} names a dim twice")
+    return numbers
+
+
+def same_rows(first: Packed, other: Packed, name: str) -> None:
+    """Raises where two packed tensors have not the same rows, naming the first that differs."""
+    if not first._dim.same(other._dim):
+        raise differ(first._dim, other._dim, name)
+
+
+def refused(name: str, why: str, instead: str) -> TypeError:
+    """The error for an operation that a packed tensor does not take."""
+    return TypeError(f"{name}: {why}; {instead}")
+
+
+def is_packed(x: Any) -> bool:
+    """Whether `x` is a packed tensor."""
+    return isinstance(x, Packed)
+
+
+def any_packed(tree: Any) -> bool:
+    """Whether one of the leaves of a tree is a packed tensor."""
+    return any(is_packed(x) for x in pytree.leaves(tree, is_packed))
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether `x` is an ordinary tensor."""
+    return isinstance(x, torch.Tensor)

@@ -1,0 +1,234 @@
+"""A ragged dim: the lengths of the rows, everything that follows from them, and whether two are the same.
+
+What is derived (offsets, row ids, positions) is made when first asked for and kept; so is a copy for each device.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments, scope
+from tensorloop._torch import transforms
+from tensorloop._torch.eager_only import runs_eagerly
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """What is made here is plain and outlives the caller's transforms and inference mode: it is kept."""
+    with transforms.outside_transforms(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@runs_eagerly
+class Dim(int):
+    """A ragged dim of B rows, row b lens[b] long, that may have a name: `Dim("time", lens)`.
+
+    It is taken wherever `lens` or the number of a dim is, of packed tensors and of padded ones, where it is dim 1.
+    `lens` is (B,) int64 or a sequence of ints; it is copied.
+    Two dims are equal where their lengths are, whatever their names; that is looked at once for each pair. A dim never
+    changes, so that packed tensors share it.
+    Cost: B numbers, and N more for each of `row_ids` and `positions` once asked for.
+    Raises: TypeError (dtype, not a sequence), ValueError (not 1-d, a negative length). `check=None` looks at the values
+    of lengths on the CPU only; True looks at a device's too, which waits for it.
+
+    Example:
+        >>> time = tl.Dim("time", [2, 3])
+        >>> p = tl.PackedTensor(torch.ones(5), time)
+        >>> p.sum("time"), p.pad().sum(time)
+        (tensor([2., 3.]), tensor([2., 3.]))
+    """
+
+    def __new__(cls, name: str | None, lens: Any, *, check: bool | None = None) -> Self:
+        """As an int it is 1, its place in (B, T, *F): torch's own functions take nothing else for a dim."""
+        return super().__new__(cls, 1)
+
+    def __init__(self, name: str | None, lens: Tensor | Sequence[int], *, check: bool | None = None) -> None:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"Dim: name must be a string or None, got {arguments.describe(name)}")
+        self.name = name
+        # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
+        # that who writes to it writes to nobody's rows.
+        with _lasting():
+            self._lens = _lengths(lens, "Dim", check)
+            self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
+            self.lens = self._lens.clone()  # (B,)
+            self.offsets = self._offsets.clone()  # (B+1,): where rows begin among the values, and the last one's end
+        self._cache: dict[str, Any] = {}
+        self._key = object()  # shared by dims that were found equal
+        self._peers: dict[torch.device, Dim] = {}
+
+    def __len__(self) -> int:
+        """The number of rows, B."""
+        return len(self._lens)
+
+    @property
+    def device(self) -> torch.device:
+        """Where `lens` is."""
+        return self._lens.device
+
+    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._cache:
+            # Not seen by a checkpointed loop: its replay finds what is here made already.
+            with _lasting(), scope.unnoted():
+                self._cache[name] = make()
+        return self._cache[name]
+
+    @property
+    def total(self) -> int:
+        """N, the sum of the lengths. On a device the first time waits for it, if no packed tensor has told it."""
+        return self._kept("total", lambda: int(self._offsets[-1]))
+
+    @property
+    def max_len(self) -> int:
+        """The longest row; 0 for no rows. On a device the first time waits for it."""
+        return self._kept("max_len", lambda: int(self._lens.max()) if len(self) else 0)
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """Whether a row has length 0. On a device the first time waits for it."""
+        return self._kept("has_empty_rows", lambda: bool((self._lens == 0).any()))
+
+    @property
+    def row_ids(self) -> Tensor:
+        """(N,) int64: the row of each entry."""
+        return self._kept("row_ids", lambda: self._row_ids.clone())
+
+    @property
+    def positions(self) -> Tensor:
+        """(N,) int64: the place of each entry in its row."""
+        return self._kept("positions", lambda: self._positions.clone())
+
+    @property
+    def _row_ids(self) -> Tensor:
+
+        def make() -> Tensor:
+            rows = torch.arange(len(self), device=self.device)
+            return torch.repeat_interleave(rows, self._lens, output_size=self.total)
+
+        return self._kept("_row_ids", make)
+
+    @property
+    def _positions(self) -> Tensor:
+        def make() -> Tensor:
+            starts = self._offsets[:-1].index_select(0, self._row_ids)
+            return torch.arange(self.total, device=self.device) - starts
+
+        return self._kept("_positions", make)
+
+    @property
+    def by_time(self) -> tuple["Dim", Tensor, Tensor]:
+        """The dim turned round: (rows at each t, the permutation of the entries into time order, its inverse)."""
+
+        def make() -> tuple[Dim, Tensor, Tensor]:
+            order = torch.argsort(self._positions, stable=True)
+            inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
+            return Dim(None, torch.bincount(self._positions, minlength=self.max_len)), order, inverse
+
+        return self._kept("by_time", make)
+
+    def claim(self, n: int, name: str, check: bool | None) -> None:
+        """Notes that there are `n` values, or raises where that is not the sum; a device is asked only with check."""
+        known = "total" in self._cache
+        if (known or self.device.type == "cpu" or check) and self.total != n:
+            raise ValueError(
+                f"{name}: lens sum to {self.total}, but there are {n} values; lens must be the lengths of the rows"
+            )
+        self._cache.setdefault("total", n)
+
+    def to(self, device: torch.device) -> "Dim":
+        """The same dim with its lengths on `device`; made once."""
+        if device == self.device:
+            return self
+        if device not in self._peers:
+            # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
+            if self.device.type == "cpu":
+                _ = self.total, self.max_len, self.has_empty_rows
+            with _lasting(), scope.unnoted():
+                other = Dim(self.name, self._lens.to(device))
+            other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
+            other._key = self._key
+            self._peers[device] = other
+        return self._peers[device]
+
+    def same(self, other: "Dim") -> bool:
+        """Whether the lengths are equal; looked at once for two dims, by identity afterwards."""
+        if self._key is other._key:
+            return True
+        with scope.unnoted():
+            if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
+                return False
+        other._key = self._key
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        """Whether `other` is a dim of the same lengths."""
+        return self.same(other) if isinstance(other, Dim) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        """Whether `other` is a dim of other lengths, or none."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """By the number of rows, so that equal dims agree."""
+        return hash(("Dim", len(self)))
+
+    def __repr__(self) -> str:
+        """The name and the lengths, or a few of them."""
+        few = self._lens[:6].tolist() if len(self) > 8 else self._lens.tolist()
+        shown = ", ".join(map(str, few)) + (f", ... ({len(self)} rows)" if len(self) > 8 else "")
+        return f"Dim({self.name!r}, [{shown}])"
+
+    def __copy__(self) -> "Dim":
+        """The same dim: it never changes."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Dim":
+        """The same dim: it never changes."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its name and lengths."""
+        return Dim, (self.name, self._lens)
+
+
+def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
+    if isinstance(lens, Dim):
+        return lens._lens
+    if not isinstance(lens, Tensor):
+        numbers = [arguments.as_int(n, name, "lens") for n in arguments.items(lens, name, "lens")]
+        lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
+    elif lens.dtype is not torch.int64:
+        raise TypeError(f"{name}: lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
+    elif transforms.is_batched(lens):
+        raise TypeError(f"{name}: lens is batched by vmap; lengths must be the same for every call")
+    else:
+        lens = transforms.numbers(lens).clone()
+    if lens.dim() != 1:
+        raise ValueError(f"{name}: lens must be (B,), the length of each row, got shape {tuple(lens.shape)}")
+    if arguments.must_check(check, lens) and bool((lens < 0).any()):
+        row = int((lens < 0).nonzero()[0])
+        raise ValueError(f"{name}: lens[{row}] is {int(lens[row])}; a length is at least 0")
+    return lens
+
+
+def as_dim(lens: Any, name: str, check: bool | None = None) -> Dim:
+    """A Dim as it is; lengths as a Dim without a name."""
+    if isinstance(lens, Dim):
+        return lens
+    if not isinstance(lens, Tensor) and not isinstance(lens, Sequence):
+        raise TypeError(
+            f"{name}: lens must be a Dim, an int64 tensor (B,) or a sequence of ints, got {arguments.describe(lens)}"
+        )
+    return Dim(None, lens, check=check)
+
+
+def differ(a: Dim, b: Dim, name: str) -> ValueError:
+    """The error for two packed tensors whose lengths are not the same: it shows the first row that differs."""
+    if len(a) != len(b):
+        return ValueError(f"{name}: packed tensors of {len(a)} and {len(b)} rows")
+    pairs = zip(a._lens.tolist(), b._lens.tolist(), strict=True)
+    row, (m, n) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    return ValueError(f"{name}: packed tensors of different lens; the first row that differs is {row}: {m} and {n}")

@@ -1,0 +1,220 @@
+"""Indexing of packed tensors: p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, is_packed, refused, same_rows
+from tensorloop.packed.dim import Dim
+
+_ALL = slice(None)
+
+
+def _is_whole(k: slice) -> bool:
+    """Whether it is `:`. By identity: `p.shape[1]` equals None, and as the end of a slice is refused."""
+    return k.start is None and k.stop is None and k.step is None
+
+
+def getitem(p: Packed, key: Any) -> Any:
+    """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
+    if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
+        return _by_mask(p, key)
+    rows, times, features = _parts(p, key)
+    if isinstance(rows, Tensor) and (isinstance(times, Tensor) or (isinstance(times, int) and _lists(features))):
+        return p.values[(_pairs(p, rows, times), *features)]
+    if isinstance(rows, Tensor) and _lists(features):
+        raise refused("indexing", "lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
+    if isinstance(rows, int):
+        return _in_row(p, rows, times, features)
+    if not (isinstance(rows, slice) and _is_whole(rows)):
+        p = _select(p, rows)
+    if isinstance(times, slice):
+        p = p if _is_whole(times) else crop(p, times)
+        return p._with(_features(p.values, features)) if features else p
+    return _at(p, times, features)
+
+
+def _lists(features: tuple[Any, ...]) -> list[Any]:
+    """Those of the feature indices that are taken in pairs with other lists."""
+    return [k for k in features if isinstance(k, list) or (isinstance(k, Tensor) and k.dim())]
+
+
+def _parts(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The key as (rows, times, features): int, slice or int64 tensor each of the first two."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(k is Ellipsis for k in keys):
+        i = next(i for i, k in enumerate(keys) if k is Ellipsis)
+        used = sum(k is not None for k in keys) - 1
+        keys = (*keys[:i], *[_ALL] * (p.ndim - used), *keys[i + 1 :])
+    if sum(k is not None for k in keys) > p.ndim:
+        raise IndexError(f"indexing: {len(keys)} indices for a packed tensor of {p.ndim} dims, {p.shape}")
+    first, second, *rest = (*keys, _ALL, _ALL)[: max(2, len(keys))]
+    if first is None or second is None:
+        raise refused("indexing", "None before the ragged dim would add a dim there", "add dims after it: p[..., None]")
+    return _index(p, first, "rows"), _index(p, second, "times"), tuple(rest)
+
+
+def _index(p: Packed, k: Any, what: str) -> Any:
+    if isinstance(k, slice):
+        return k
+    if isinstance(k, (list, range)) or getattr(k, "ndim", 0):  # a tensor, or an array of NumPy's
+        k = torch.as_tensor(list(k) if isinstance(k, range) else k, device=p.values.device)
+        if k.dtype is torch.bool:
+            if what == "times" or k.shape != (len(p._dim),):
+                raise IndexError(f"indexing: a mask must be ({len(p._dim)},), one bool a row, got {tuple(k.shape)}")
+            return k.nonzero().squeeze(1)
+        if not k.numel():
+            return k.to(torch.int64)
+        return arguments.index_tensor(k, p.values.device, "indexing", what)
+    return arguments.as_int(k, "indexing")
+
+
+def _features(values: Tensor, key: tuple[Any, ...]) -> Tensor:
+    return values[(_ALL, *key)] if key else values
+
+
+def _by_mask(p: Packed, key: Any) -> Tensor:
+    """p[mask]: the entries (M, *F) where a packed bool tensor is true."""
+    if isinstance(key, tuple) or key.values.dtype is not torch.bool:
+        raise refused("indexing", "a packed index must be one bool tensor", "use .values of both")
+    same_rows(p, key, "indexing")
+    return p.values[key.values]
+
+
+def _row_number(p: Packed, b: int) -> int:
+    n = len(p._dim)
+    if not -n <= b < n:
+        raise IndexError(f"indexing: row {b} is out of range for a packed tensor of {n} rows")
+    return b % n
+
+
+def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
+    """p[b], p[b, t], p[b, a:c]: from one row, which has no ragged dim."""
+    b = _row_number(p, b)
+    start, end = p._dim._offsets[b : b + 2].tolist()
+    if isinstance(times, int):
+        if not start - end <= times < end - start:
+            raise IndexError(f"indexing: t = {times} is out of range for row {b} of length {end - start}")
+        return p.values[(start + times % (end - start), *features)]
+    if isinstance(times, Tensor):
+        arguments.in_range(times, start - end, end - start, "indexing", "times")
+    return p.values[start:end][(times, *features)]
+
+
+def slice_rows(p: Packed, a: int, b: int) -> Packed:
+    """Rows a to b: a view."""
+    lens = p._dim._lens[a:b]
+    start, end = (int(p._dim._offsets[i]) for i in (a, max(a, b)))
+    return p._with(p.values[start:end], Dim(p._dim.name, lens))
+
+
+def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
+    """Pieces of `size` rows each, the last one maybe of fewer, or of the sizes in a list: views."""
+    rows = len(p._dim)
+    if isinstance(size, (list, tuple)) or (isinstance(size, Tensor) and size.dim() == 1):
+        ends = [0]
+        for i, x in enumerate(size):
+            ends.append(ends[-1] + _at_least(0, x, f"sizes[{i}]"))
+        if ends[-1] != rows:
+            raise ValueError(f"split: sizes {list(map(int, size))} do not sum to the {rows} rows")
+    else:
+        ends = [*range(0, max(rows, 1), _at_least(1, size, "size")), rows]  # of no rows one piece, as torch's
+    return tuple(slice_rows(p, a, b) for a, b in itertools.pairwise(ends))
+
+
+def _at_least(least: int, x: Any, what: str) -> int:
+    n = arguments.as_int(x, "split", what)
+    if n < least:
+        raise ValueError(f"split: {what} must be at least {least}, got {n}")
+    return n
+
+
+def _select(p: Packed, rows: Any) -> Packed:
+    n = len(p._dim)
+    if isinstance(rows, slice):
+        a, b, step = rows.indices(n)
+        if step == 1:
+            return slice_rows(p, a, max(a, b))
+        rows = torch.arange(n, device=p.values.device)[list(range(a, b, step))]
+    if rows.dim() != 1:
+        raise IndexError(f"indexing: rows must be (M,), got shape {tuple(rows.shape)}")
+    if arguments.must_check(None, rows):
+        arguments.in_range(rows, -n, n, "indexing", "rows")
+    return select_rows(p, torch.where(rows < 0, rows + n, rows))
+
+
+def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
+    """Rows in another order, left out or repeated; `rows` (M,) is in range."""
+    offsets = p._dim._offsets
+    rows = rows.to(offsets.device)
+    dim = Dim(p._dim.name, p._dim._lens.index_select(0, rows))
+    index = offsets[:-1].index_select(0, rows).index_select(0, dim._row_ids) + dim._positions
+    if not permutation:
+        return p._with(segments.gather(p.values, index), dim)
+    inverse = torch.empty_like(index).index_copy_(0, index, torch.arange(len(index), device=index.device))
+    return p._with(segments.permute(p.values, index, inverse), dim)
+
+
+def _at(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
+    """p[:, t] (B, *F) and p[:, ts] (B, M, *F), and features of it: every row must be long enough."""
+    lens, offsets = p._dim._lens, p._dim._offsets
+    ts = times if isinstance(times, Tensor) else torch.tensor([times], device=lens.device)
+    if ts.dim() != 1:
+        raise IndexError(f"indexing: times must be an int or (M,), got shape {tuple(ts.shape)}")
+    index = torch.where(ts < 0, lens[:, None], 0) + ts
+    bad = (index < 0) | (index >= lens[:, None])
+    if arguments.must_check(None, bad) and bool(bad.any()):
+        b, i = bad.nonzero()[0].tolist()
+        raise IndexError(f"indexing: t = {int(ts[i])} is out of range for row {b} of length {int(lens[b])}")
+    # On a device nothing is asked: an index past the end of a row is kept inside the values.
+    index = (index + offsets[:-1, None]).clamp_(0, max(len(p.values) - 1, 0))
+    lists = _lists(features) if isinstance(times, Tensor) else []
+    if lists:
+        before_last = features[: next(i for i, k in enumerate(features) if k is lists[-1])]
+        if any(k is None or isinstance(k, slice) for k in before_last):
+            raise refused("indexing", "lists of steps and features apart", "index twice: p[:, times][:, :, ...]")
+        pairs = max(torch.as_tensor(k).dim() for k in lists)
+        return p.values[(index.view(len(lens), *[1] * (pairs - 1), len(ts)), *features)]
+    out = p.values.index_select(0, index.view(-1))
+    if not isinstance(times, Tensor):
+        return _features(out, features)
+    out = out.view(len(lens), len(ts), *out.shape[1:])
+    return out[(_ALL, _ALL, *features)] if features else out
+
+
+def _pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
+    """The entry that each pair of p[rows, times] is."""
+    rows, times = torch.broadcast_tensors(rows, torch.as_tensor(times, device=rows.device))
+    n = len(p._dim)
+    if arguments.must_check(None, rows):
+        arguments.in_range(rows, -n, n, "indexing", "rows")
+    rows = torch.where(rows < 0, rows + n, rows)
+    lens = p._dim._lens[rows]
+    if arguments.must_check(None, times):
+        arguments.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing", "times")
+    times = torch.where(times < 0, times + lens, times)
+    return p._dim._offsets[:-1][rows] + times
+
+
+def crop(p: Packed, times: slice) -> Packed:
+    """p[:, a:b:step]: of each row what Python's slice gives."""
+    step = 1 if times.step is None else arguments.as_int(times.step, "indexing", "step")
+    if step < 1:
+        raise ValueError(f"indexing: step must be at least 1, got {step}; use flip(1)")
+    lens = p._dim._lens
+
+    def bound(x: Any, default: Tensor) -> Tensor:
+        if x is None:
+            return default
+        n = arguments.as_int(x, "indexing")
+        return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
+
+    start = bound(times.start, torch.zeros_like(lens))
+    size = (bound(times.stop, lens) - start + step - 1).clamp(min=0) // step
+    dim = Dim(p._dim.name, size)
+    index = (p._dim._offsets[:-1] + start).index_select(0, dim._row_ids) + dim._positions * step
+    return p._with(segments.gather(p.values, index, in_order=True), dim)

@@ -1,0 +1,168 @@
+"""Other people's layouts: lists, PackedSequence, torch.nested, cu_seqlens, FlexAttention masks, DataLoader batches."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import default_collate
+
+from tensorloop._common import arguments
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, is_packed
+from tensorloop.packed.dim import Dim
+
+
+def joined(rows: Iterable[Tensor], name: str | None) -> tuple[Tensor, Dim]:
+    """(values, dim) of a list of rows (len_b, *F)."""
+    where = "PackedTensor.from_list"
+    given = list(arguments.items(rows, where, "rows"))
+    if not given:
+        raise ValueError(f"{where}: no rows; the features of none are unknown: PackedTensor(values (0, *F), [])")
+    for b, row in enumerate(given):
+        arguments.dense_tensor(row, f"{where}: rows[{b}]")
+        if row.dim() == 0:
+            raise ValueError(f"{where}: rows[{b}] must be (len, *F), got a 0-d tensor")
+        for what in ("dtype", "device"):
+            if getattr(row, what) != getattr(given[0], what):
+                raise ValueError(
+                    f"{where}: rows[{b}] has {what} {getattr(row, what)}, rows[0] has {getattr(given[0], what)}"
+                )
+        if row.shape[1:] != given[0].shape[1:]:
+            raise ValueError(
+                f"{where}: rows[{b}] is {tuple(row.shape)}, rows[0] is {tuple(given[0].shape)}; "
+                "only the first size may differ"
+            )
+    return torch.cat(given), Dim(name, [len(row) for row in given])
+
+
+# -- PackedSequence: entries in time order, longest row first
+
+
+class TimeOrder(NamedTuple):
+    """The entries in time order, rows by length."""
+
+    rows: Tensor  # (R,): the rows that are not empty, longest first
+    forth: Tensor  # (N,): the entries in time order
+    back: Tensor  # its inverse
+    batch_sizes: Tensor  # (T,) on the CPU: how many rows reach each t
+
+
+def time_order(dim: Dim) -> TimeOrder:
+    """The time order of a dim; made once."""
+
+    def make() -> TimeOrder:
+        rows = torch.argsort(dim._lens, descending=True, stable=True)
+        rank = torch.argsort(rows)
+        index = torch.argsort(dim._positions * max(len(dim), 1) + rank[dim._row_ids])
+        inverse = torch.argsort(index)
+        sizes = torch.bincount(dim._positions, minlength=dim.max_len).cpu()
+        filled = int(sizes[0]) if len(sizes) else 0
+        return TimeOrder(rows[:filled], index, inverse, sizes)
+
+    return dim._kept("time_order", make)
+
+
+def to_packed_sequence(p: Packed) -> PackedSequence:
+    """The values in time order."""
+    if p._dim.has_empty_rows or not len(p._dim):
+        raise ValueError("to_packed_sequence: a PackedSequence has no empty rows; leave them out: p[p.lens > 0]")
+    order = time_order(p._dim)
+    values = segments.permute(p.values, order.forth, order.back)
+    rows = order.rows.clone()  # what is kept is not handed out
+    return PackedSequence(values, order.batch_sizes.clone(), rows, torch.argsort(rows))
+
+
+def from_packed_sequence(cls: Any, sequence: PackedSequence) -> Any:
+    """The values row by row, in the rows' own order."""
+    if not isinstance(sequence, PackedSequence):
+        raise TypeError(f"from_packed_sequence: expected a PackedSequence, got {arguments.describe(sequence)}")
+    sizes, device = sequence.batch_sizes, sequence.data.device
+    ranks = torch.arange(int(sizes[0]), device=sizes.device)
+    lens = (sizes[:, None] > ranks).sum(0)
+    if sequence.unsorted_indices is not None:
+        ranks = sequence.unsorted_indices.cpu()
+        lens = lens[ranks]
+    dim = Dim(None, lens).to(device)
+    starts = (sizes.cumsum(0) - sizes).to(device)
+    index = starts[dim._positions] + ranks.to(device)[dim._row_ids]
+    return cls(segments.permute(sequence.data, index, torch.argsort(index)), dim)
+
+
+# -- torch.nested
+
+
+def to_nested(p: Packed) -> Tensor:
+    """A jagged nested tensor over the same values."""
+    return torch.nested.nested_tensor_from_jagged(p.values, p._dim._offsets)
+
+
+def from_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, lens) of a nested tensor; copied only where the rows do not follow one another."""
+    name = "PackedTensor.from_nested"
+    if not isinstance(nested, Tensor) or not nested.is_nested:
+        raise TypeError(f"{name}: expected a nested tensor, got {arguments.describe(nested)}")
+    if nested.layout is not torch.jagged:
+        rows = nested.unbind()
+        if not rows:
+            raise ValueError(f"{name}: a nested tensor without rows has no feature dims; give values (0, *F) and lens")
+        return torch.cat(rows), torch.tensor([len(row) for row in rows], device="cpu")
+    if getattr(nested, "_ragged_idx", 1) != 1:
+        raise ValueError(f"{name}: the ragged dim must be dim 1; transpose it back first")
+    offsets, lens = nested.offsets(), nested.lengths()  # pyright: ignore[reportAttributeAccessIssue]
+    if lens is None:
+        values = nested.values()
+        whole = values[int(offsets[0]) : int(offsets[-1])] if len(offsets) else values
+        return whole, offsets.diff().to(torch.int64)
+    if not len(lens):
+        return nested.values()[:0], lens.to(torch.int64)
+    rows = zip(nested.unbind(), lens.tolist(), strict=True)
+    return torch.cat([row[:n] for row, n in rows]), lens.to(torch.int64)
+
+
+def lengths_of(cu_seqlens: Tensor) -> Tensor:
+    """Lengths (B,) int64 from cumulative ones (B+1,)."""
+    name = "PackedTensor.from_cu_seqlens"
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: cu_seqlens must be an int32 tensor (B+1,), got {arguments.describe(cu_seqlens)}")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        raise ValueError(f"{name}: cu_seqlens must be (B+1,), got shape {tuple(cu_seqlens.shape)}")
+    if arguments.must_check(None, cu_seqlens) and int(cu_seqlens[0]) != 0:
+        raise ValueError(f"{name}: cu_seqlens must begin with 0, got {int(cu_seqlens[0])}")
+    return cu_seqlens.diff().to(torch.int64)
+
+
+def document_mask(p: Packed, causal: bool) -> Callable[..., Tensor]:
+    """mask_mod(b, h, q, kv) of FlexAttention over the N entries as one sequence."""
+    rows = p._dim._row_ids
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        same = rows[q] == rows[kv]
+        return same & (q >= kv) if causal else same
+
+    return mask_mod
+
+
+# -- DataLoader
+
+
+def collate(examples: Sequence[Any], from_list: Callable[[list[Tensor]], Any]) -> Any:
+    """A batch of examples, tensors (len_b, *F) packed."""
+    if not len(examples):
+        raise ValueError("collate: no examples")
+    first = examples[0]
+    if is_packed(first):
+        return torch.cat(list(examples))
+    if isinstance(first, Tensor):
+        return from_list(list(examples)) if first.dim() else torch.stack(list(examples))
+    if isinstance(first, Mapping):
+        return {k: collate([x[k] for x in examples], from_list) for k in first}
+    if isinstance(first, (tuple, list)):
+        if any(len(x) != len(first) for x in examples):
+            raise ValueError("collate: examples of different structure; a sequence that is data must be a tensor")
+        parts = [collate(list(column), from_list) for column in zip(*examples, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*parts)
+        return type(first)(parts)
+    return default_collate(list(examples))

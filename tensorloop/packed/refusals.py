@@ -1,0 +1,95 @@
+"""What to write instead of the torch functions that packed tensors do not take: advice for each kind of function."""
+
+from tensorloop.packed.base import refused
+
+_VALUES = "give it .values and pack what comes: PackedTensor(y, p.lens)"
+_FLATTEN = "flatten first, as no entry is padding: {name}(x.flatten(0, 1), y.flatten(0, 1))"
+_PRODUCT = "use torch.matmul with ordinary weights; between the entries of a row tensorloop.attention, or p.pad()"
+_WRITTEN = "a packed tensor is not written by index; use torch.where, or an index into .values"
+_ROWS = "do it row by row: PackedTensor.from_list([f(row) for row in p])"
+_CONV = (
+    "its channels are dim 1, and it mixes steps: y = conv(p.pad().transpose(1, 2)).transpose(1, 2), then "
+    "pack_padded(y, p.lens), after every layer, so that what is behind a row's end is 0 again"
+)
+
+# By name, or by what a name begins or ends with; the first that fits. Each is a reason and what to write.
+_NAMES: dict[str, str] = {
+    "multi_head_attention_forward": "make the layer with batch_first=True",
+    "scaled_dot_product_attention": "use tensorloop.attention, which keeps rows apart",
+    "cross_entropy": "its classes are dim 1; flatten first: cross_entropy(x.flatten(0, 1), y.flatten(0, 1))",
+    "nll_loss": "its classes are dim 1; flatten first: nll_loss(x.flatten(0, 1), y.flatten(0, 1))",
+    "batch_norm": "its channels are dim 1; use x.flatten(0, 1), whose entries are all real; PackedTensor(y, x.lens)",
+    "instance_norm": "its channels are dim 1; write it with p.mean(1, keepdim=True) and p.var(1, keepdim=True)",
+    "group_norm": "its channels are dim 1; use layer_norm for features, p.mean(1) and p.var(1) for rows",
+    "local_response_norm": "its channels are dim 1; use layer_norm or rms_norm",
+    "ctc_loss": "it takes (T, B, V): give it x.transpose(0, 1)",
+    "einsum": "write it with matmul, or on .values without the letter of b",
+    "embedding_bag": "use F.embedding(p, weight), then .sum(1), .mean(1) or .amax(1)",
+    "interpolate": f"rows get lengths of their own; {_ROWS}",
+    "unfold": "windows would cross the ends of rows; slice them: p[:, a:b], or use p.pad() and a mask",
+    "mode": f"rows have no common length; {_ROWS}",
+    "aminmax": "use amin and amax",
+    "cdist": "distances between steps have no packed form; use p.pad() and a mask",
+    "pairwise_distance": "use torch.linalg.vector_norm(x - y, dim=-1)",
+    "numpy": "use p.values.numpy(), or p.pad().numpy()",
+    "trapezoid": "write it with p[:, 1:] and p[:, :-1], whose lens are equal",
+    "cumulative_trapezoid": "write it with p[:, 1:] and p[:, :-1], whose lens are equal",
+    **dict.fromkeys(("vstack", "hstack", "dstack", "column_stack"), "use torch.cat(tensors, dim)"),
+    **dict.fromkeys(
+        ("dropout1d", "dropout2d", "dropout3d", "feature_dropout"), "its channels are dim 1; use F.dropout"
+    ),
+    **dict.fromkeys(
+        ("bmm", "mm", "mv", "dot", "vdot", "inner", "outer", "tensordot", "kron", "chain_matmul"), _PRODUCT
+    ),
+    **dict.fromkeys(("baddbmm", "addmm", "addmv", "addbmm", "addr"), _PRODUCT),
+    **dict.fromkeys(("unique", "unique_consecutive", "nonzero", "argwhere", "histc", "bincount"), "give it .values"),
+    **dict.fromkeys(("gumbel_softmax", "multinomial", "searchsorted", "bucketize", "isin", "bilinear"), _VALUES),
+    **dict.fromkeys(("tril", "triu", "diagonal", "svd", "det", "logdet", "inverse", "renorm", "trace"), _VALUES),
+    **dict.fromkeys(("__setitem__", "index_put", "index_put_", "put", "put_", "masked_scatter"), _WRITTEN),
+    **dict.fromkeys(("T", "H", "mH"), "batch and ragged dim stay where they are; .mT exchanges feature dims"),
+}
+_BEGINNINGS: dict[str, str] = {
+    "conv": _CONV,
+    "scatter": _WRITTEN,
+    "index_": _WRITTEN,
+    "fft_": "over a feature dim give it .values; over the ragged dim padding would change every number: " + _ROWS,
+    "stft": "rows get lengths of their own: " + _ROWS,
+    "linalg_": "of matrices in the feature dims: " + _VALUES,
+    **dict.fromkeys(
+        ("max_pool", "avg_pool", "adaptive_", "lp_pool", "fractional_"),
+        "it makes rows of other lengths; over whole rows use p.amax(1) or p.mean(1), over windows p.pad(), with -inf "
+        "for a maximum, and pack_padded with the new lens",
+    ),
+}
+
+
+def advice(name: str) -> str | None:
+    """What to use in place of the torch function or attribute of this name; None where only the general holds."""
+    if name in _NAMES:
+        return _NAMES[name]
+    found = next((text for start, text in _BEGINNINGS.items() if name.startswith(start)), None)
+    return _FLATTEN.format(name=name) if found is None and name.endswith("_loss") else found
+
+
+def unsupported(name: str) -> TypeError:
+    """The error for an operation that packed tensors do not take."""
+    instead = advice(name)
+    if instead is not None:
+        return refused(name, "it does not take packed tensors", instead)
+    return refused(
+        name,
+        "this operation is not known for packed tensors, and padding might change its result",
+        "use .values (N, *F) where it treats entries alike, or .pad() and a mask",
+    )
+
+
+def no_attribute(name: str, method: bool) -> AttributeError:
+    """The error for a method or an attribute of a tensor that packed ones do not have."""
+    instead = advice(name)
+    if method:
+        return AttributeError(
+            f"{name} is not known for packed tensors; {instead or 'use .values (N, *F), or .pad() and a mask'}"
+        )
+    return AttributeError(
+        f"a packed tensor has no attribute {name!r}; {instead or '.values and .pad() give ordinary tensors'}"
+    )

@@ -1,0 +1,228 @@
+"""Shapes of packed tensors: what rearranges feature dims, cuts and joins; the first two dims stay where they are."""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop.packed.base import Packed, dim_number, is_packed, refused, same_rows
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.index import select_rows
+from tensorloop.packed.operations import align, feature_dim, handles
+from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.time_first import TimeFirst
+
+_STAYS = (
+    "the batch and the ragged dim stay where they are; a convolution takes p.pad().transpose(1, 2), and pack_padded "
+    "what it gives; for attention use tensorloop.attention"
+)
+
+
+@handles("unsqueeze")
+def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
+    """A feature dim of size 1, dim 2 or later."""
+    d = dim_number(input, dim, "unsqueeze", extra=1)
+    if d < 2:
+        raise refused("unsqueeze", f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
+    return input._with(input.values.unsqueeze(d - 1))
+
+
+@handles("squeeze")
+def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
+    """Without feature dims of size 1."""
+    if dim is None:
+        dims = [d for d in range(2, input.ndim) if input.shape[d] == 1]
+    else:
+        dims = [dim_number(input, d, "squeeze") for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+    if 1 in dims or (0 in dims and len(input._dim) == 1):
+        raise refused("squeeze", "the batch and the ragged dim are never dropped", "use p[0] for the only row")
+    return input._with(input.values.squeeze(tuple(d - 1 for d in dims if d > 1)))
+
+
+@handles("transpose", "swapaxes", "swapdims")
+def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
+    """Two feature dims exchanged; (0, 1) gives a name for the same tensor, for layers that want time first."""
+    a, b = dim_number(input, dim0, "transpose"), dim_number(input, dim1, "transpose")
+    if a == b:
+        return input
+    if {a, b} == {0, 1}:
+        return TimeFirst(input)
+    if min(a, b) < 2:
+        raise refused("transpose", f"dims {dim0} and {dim1} of {input.shape}", _STAYS)
+    return input._with(input.values.transpose(a - 1, b - 1))
+
+
+@handles("permute", "movedim", "moveaxis")
+def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
+    """Feature dims in another order."""
+    name = func.__name__
+    if name == "permute":
+        given = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
+        order = [dim_number(input, d, name) for d in given]
+    else:
+        source, target = (x if isinstance(x, (tuple, list)) else (x,) for x in (*dims, *kwargs.values()))
+        moved = dict(
+            zip((dim_number(input, d, name) for d in target), (dim_number(input, d, name) for d in source), strict=True)
+        )
+        rest = iter(d for d in range(input.ndim) if d not in moved.values())
+        order = [moved[d] if d in moved else next(rest) for d in range(input.ndim)]
+    if order[:2] != [0, 1] or sorted(order) != list(range(input.ndim)):
+        raise refused(name, f"order {tuple(order)} of {input.shape}", _STAYS)
+    return input._with(input.values.permute(0, *(d - 1 for d in order[2:])))
+
+
+@handles("flatten")
+def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
+    """From dim 2 on a packed tensor; from dim 0 on the entries there are, (N, ...) or (N * ..): nothing is padding."""
+    a, b = dim_number(input, start_dim, "flatten"), dim_number(input, end_dim, "flatten")
+    if a >= 2:
+        return input._with(input.values.flatten(a - 1, b - 1))
+    if a == 0 and b >= 1:
+        return input.values.flatten(0, b - 1)
+    raise refused("flatten", f"dims {a} to {b} of {input.shape}", "flatten (0, 1) or more, or feature dims only")
+
+
+@handles("unflatten")
+def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
+    """One feature dim as several."""
+    return input._with(input.values.unflatten(feature_dim(input, dim, "unflatten"), tuple(sizes)))
+
+
+@handles("reshape", "view")
+def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
+    """(B, None or -1, *sizes): packed. (-1, *sizes): the entries there are, an ordinary tensor."""
+    name = func.__name__
+    given = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+    if isinstance(given, torch.dtype):
+        return input._with(input.values.view(given))
+    sizes: tuple[Any, ...] = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in given)
+    features = input.values.shape[1:]
+    if len(sizes) >= 2 and sizes[0] in (len(input._dim), -1) and (sizes[1] is None or sizes[:2] == (sizes[0], -1)):
+        rest = sizes[2:]
+        if rest.count(-1) == 1 and (sizes[1] is None and sizes[0] != -1):
+            known = -prod(rest)
+            rest = tuple(prod(features) // known if n == -1 else n for n in rest) if known else rest
+        if prod(rest) == prod(features):
+            return input._with(input.values.reshape(len(input.values), *rest))
+    elif (
+        sizes and sizes[0] == -1 and None not in sizes and (not prod(sizes[1:]) or not prod(features) % prod(sizes[1:]))
+    ):
+        return input.values.reshape(sizes)
+    raise refused(
+        name, f"{input.shape} as {sizes}", "keep the first two as (B, None), or merge them with the first as -1"
+    )
+
+
+@handles("view_as", "reshape_as")
+def _view_as(func: Any, input: Any, other: Any) -> Any:
+    """The features as those of `other`, of the same rows."""
+    if not (is_packed(input) and is_packed(other)):
+        raise refused(func.__name__, "only one of two tensors is packed", "use .flatten(0, 1) or pack_padded")
+    same_rows(input, other, func.__name__)
+    return input._with(input.values.reshape(other.values.shape))
+
+
+@handles("expand", "expand_as")
+def _expand(func: Any, input: Any, *sizes: Any) -> Any:
+    """Feature dims of size 1 repeated without a copy."""
+    if not is_packed(input):
+        return sizes[0]._with(align(input, sizes[0], "expand_as").expand(sizes[0].values.shape))
+    if func.__name__ == "expand_as":
+        sizes = sizes[0].shape
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
+    sizes = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
+    if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
+        raise refused("expand", f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
+    return input._with(input.values.expand(-1, *sizes[2:]))
+
+
+@handles("cat", "concat", "concatenate")
+def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
+    """Along features and along time the rows are those of each; along the batch the rows follow one another."""
+    if not all(is_packed(x) for x in tensors):
+        raise refused("cat", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
+    first = tensors[0]
+    d = dim_number(first, dim, "cat")
+    if d > 1:
+        for x in tensors[1:]:
+            same_rows(first, x, "cat")
+        return first._with(torch.cat([x.values for x in tensors], d - 1))
+    values = torch.cat([x.values for x in tensors])
+    lens = [x._dim._lens for x in tensors]
+    if d == 0:
+        return first._with(values, Dim(first._dim.name, torch.cat(lens)))
+    if len({len(n) for n in lens}) > 1:
+        raise ValueError(f"cat: along time the numbers of rows must agree, got {[len(n) for n in lens]}")
+    batch = len(first._dim)
+    whole = first._with(values, Dim(None, torch.cat(lens)))
+    rows = torch.arange(len(tensors) * batch, device=values.device).view(len(tensors), batch).T.reshape(-1)
+    pieces = select_rows(whole, rows, permutation=True)
+    return first._with(pieces.values, Dim(first._dim.name, torch.stack(lens).sum(0)))
+
+
+@handles("stack")
+def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
+    """Along a new feature dim."""
+    first = tensors[0]
+    if not all(is_packed(x) for x in tensors):
+        raise refused("stack", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
+    d = dim_number(first, dim, "stack", extra=1)
+    if d < 2:
+        raise refused("stack", f"dim {dim} would go before the ragged dim", "stack along dim 2 or more")
+    for x in tensors[1:]:
+        same_rows(first, x, "stack")
+    return first._with(torch.stack([x.values for x in tensors], d - 1))
+
+
+@handles("repeat", "tile")
+def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
+    """Features repeated."""
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if len(sizes) != input.ndim or sizes[:2] != (1, 1):
+        raise refused(
+            func.__name__, f"{sizes} repeats the batch or the ragged dim", "use repeat_interleave(n, 0) for rows"
+        )
+    return input._with(input.values.repeat(1, *sizes[2:]))
+
+
+@handles("equal", "allclose")
+def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether two packed tensors are of the same rows, and their values are equal or close."""
+    name = func.__name__
+    if not (is_packed(input) and is_packed(other)):
+        raise refused(
+            name, "only one of the two is packed", "pack the other: pack_padded(x, p.lens), or compare p.pad()"
+        )
+    if not input._dim.same(other._dim):
+        return False
+    return func(input.values, other.values, *args, **kwargs)
+
+
+@handles("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex")
+def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """An ordinary tensor, or a fact."""
+    return func(input.values, *args, **kwargs)
+
+
+@handles("repeat_interleave")
+def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Any:
+    """Rows or features as often as given: beams and samples."""
+    if dim is None:
+        raise refused("repeat_interleave", "without dim it repeats the entries of a padded tensor", "give dim")
+    d = dim_number(input, dim, "repeat_interleave")
+    if d == 0:
+        rows = torch.arange(len(input._dim), device=input.values.device)
+        return select_rows(input, rows.repeat_interleave(repeats, output_size=output_size))
+    d = feature_dim(input, dim, "repeat_interleave")
+    return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
+
+
+@handles("__getitem__")
+def _getitem(func: Any, input: Tensor, key: Any) -> Any:
+    """An ordinary tensor at packed indices: `table[p]`, `pe[p.positions]`."""
+    if isinstance(key, Packed) and key.values.dtype is not torch.bool:
+        return key._with(input[key.values])
+    raise refused(
+        "__getitem__", "an ordinary tensor is indexed by one packed tensor of integers", "use .values or .pad()"
+    )

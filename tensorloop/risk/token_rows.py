@@ -1,0 +1,89 @@
+"""Rows of tokens that meet in pairs: what comes from the caller, checked and packed."""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop.packed.tensor import PackedTensor
+
+# Those of unsigned ones that fit into int64. Tokens are compared as int64.
+_TOKENS = arguments.INTEGERS | {torch.uint16, torch.uint32}
+
+
+class Pairs(NamedTuple):
+    """Packed int64 tokens: row r of a meets row r // each of b."""
+
+    a: PackedTensor
+    b: PackedTensor
+    each: int
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels take: the tokens of a and their offsets, those of b and theirs."""
+        return self.a.values, self.a.offsets, self.b.values, self.b.offsets
+
+
+def pairs_of(a: Any, b: Any, name: str) -> Pairs:
+    """The rows of a and b, which must have as many, or a divisor of them."""
+    a = _packed(a, name, "a", _device_of(a) or _device_of(b))
+    b = _packed(b, name, "b", _device_of(b) or a.device)
+    if a.device != b.device:
+        raise ValueError(f"{name}: a is on {a.device}, b on {b.device}; move one of them")
+    rows, others = len(a.lens), len(b.lens)
+    if rows % others if others else rows:
+        raise ValueError(
+            f"{name}: a has {rows} rows, b has {others}; b must have as many, or a divisor of them, "
+            f"so that each of its rows serves equally many rows of a"
+        )
+    return Pairs(a, b, rows // others if rows else 1)
+
+
+def _device_of(x: Any) -> torch.device | None:
+    """That of packed tokens, or of the first row that is a tensor."""
+    if isinstance(x, PackedTensor):
+        return x.device
+    return next((row.device for row in x if isinstance(row, Tensor)), None) if isinstance(x, list | tuple) else None
+
+
+def _packed(x: Any, name: str, what: str, device: torch.device | None) -> PackedTensor:
+    """Packed tokens. Rows of ints come to `device`, or to the default one where None."""
+    if isinstance(x, PackedTensor):
+        if x.values.dim() != 1:
+            raise ValueError(f"{name}: {what} must be packed tokens (rows, T*), got shape {x.shape}")
+        return x._with(_tokens(x.values, name, what))
+    if isinstance(x, Tensor):
+        raise TypeError(
+            f"{name}: {what} is {arguments.describe(x)}, in which nothing says where rows end; "
+            f"pack it with pack_padded({what}, lens), or pass a list of rows"
+        )
+    if isinstance(x, str):
+        raise TypeError(f"{name}: {what} must be a PackedTensor or a list of rows of ints, got {arguments.describe(x)}")
+    with device or nullcontext():
+        rows = [_row(row, name, f"{what}[{r}]") for r, row in enumerate(arguments.items(x, name, what))]
+        if not rows:
+            return PackedTensor(torch.empty(0, dtype=torch.int64), [])
+        return PackedTensor.from_list(rows)
+
+
+def _row(row: Any, name: str, what: str) -> Tensor:
+    if not isinstance(row, Tensor):
+        try:
+            row = torch.as_tensor(row, dtype=None if len(row) else torch.int64)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"{name}: {what} must be a sequence of ints or a 1-d tensor, got {arguments.describe(row)}"
+            ) from None
+    if row.dim() != 1:
+        raise ValueError(f"{name}: {what} must be a sequence of ints, got shape {tuple(row.shape)}")
+    return _tokens(row, name, what)
+
+
+def _tokens(values: Tensor, name: str, what: str) -> Tensor:
+    if values.dtype not in _TOKENS:
+        raise TypeError(
+            f"{name}: {what} has dtype {values.dtype}, but tokens are integers; convert with .to(torch.int64)"
+        )
+    return values.detach().to(torch.int64)
