@@ -27,7 +27,7 @@ bench: $(STAMP)
 
 # The documents are plain Markdown: every Python block in them is run and every link between them followed.
 docs: $(STAMP)
-	$(PY) -m pytest tests/test_docs.py
+	$(PY) -m pytest tests/house/test_docs.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

@@ -8,7 +8,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import cuda
 from tensorloop.kernels.eager import regroup, segments
-from tests.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, some_moves
+from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_kernels = pytest.mark.skipif(bool(cuda.why_not()), reason=f"no CUDA kernels: {cuda.why_not()}")

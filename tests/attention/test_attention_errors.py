@@ -1,0 +1,197 @@
+"""What `tl.attention` refuses, and how it says so."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop.attention import attention
+from tensorloop.packed import PackedTensor
+from tests.support import attention_cases as cases
+from tests.support.attention_cases import block_mask
+
+X = torch.randn(2, 5, 4, 3)
+
+
+def array(*shape: int) -> tl.TensorArray:
+    return tl.TensorArray.unstack(torch.randn(shape))
+
+
+def rows(n: int, *lens: int, heads: int = 2) -> Any:
+    return PackedTensor(torch.randn(n, heads, 3), list(lens))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        (X[0], X, X, r"attention: q must be \(B, T, heads, D\), got \(5, 4, 3\)"),
+        (X, X[:1], X[:1], "attention: batch sizes of q, k and v differ: 2, 1 and 1"),
+        (X, X, X[:, :4], "attention: k has 5 positions, v has 4; each key needs a value"),
+        (X, X[..., :2], X, "attention: q has elements of 3 numbers, k of 2; their product needs as many"),
+        (X, X, X[:, :, :2], "attention: k has 4 heads, v has 2; each key head needs a value head"),
+        (X, X[:, :, :3], X[:, :, :3], "attention: 4 query heads cannot share 3 key heads; make it a multiple of them"),
+        (X, X[:, :, :0], X[:, :, :0], "attention: 4 query heads cannot share 0 key heads"),
+        (rows(5, 2, 3), rows(5, 5), rows(5, 5), "attention: q has 2 rows, k has 1; row b of q sees row b of k"),
+        (
+            rows(5, 2, 3),
+            rows(5, 2, 3),
+            rows(5, 3, 2),
+            "attention: k and v: .* row that differs is 0: 2 and 3",
+        ),
+        (
+            PackedTensor(X[0, :, 0], [5]),
+            rows(5, 5),
+            rows(5, 5),
+            r"attention: packed q must be .* elements of shape \(3,\)",
+        ),
+        (X[0, 0], array(6, 4, 3), array(5, 4, 3), "attention: k has 6 slots, v has 5; each key needs a value"),
+        (
+            X[0],
+            array(6, 4, 3),
+            array(6, 4, 3),
+            r"the elements of k must be .* got \(4, 3\) for q \(5, 4, 3\)",
+        ),
+        (X[0, 0, 0], array(6, 4, 3), array(6, 4, 3), r"attention: q must be \(\*batch, heads, D\)"),
+    ],
+)
+def test_shapes_that_do_not_go_together(q: Any, k: Any, v: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "message"),
+    [
+        (X, X.double(), X, "dtypes of q, k and v differ: torch.float32, torch.float64 and torch.float32; convert with"),
+        (X.long(), X.long(), X.long(), "attention: q must be of a real floating dtype, got torch.int64"),
+        (X, X, X.to(torch.complex64), "attention: v must be of a real floating dtype, got torch.complex64"),
+        (X, [1.0], X, "attention: k: expected a tensor, got list"),
+        (X, X.to_sparse(), X, "attention: k: expected a dense tensor, got layout torch.sparse_coo"),
+        (X, rows(5, 5), rows(5, 5), "packed all three, .* got Tensor, PackedTensor, PackedTensor"),
+        (
+            rows(5, 5),
+            X,
+            X,
+            "packed all three, tensors all three, or a tensor and two TensorArrays; got PackedTensor, Tensor",
+        ),
+        (X[0], array(5, 4, 3), X, "got Tensor, TensorArray, Tensor"),
+        (array(5, 4, 3), array(5, 4, 3), array(5, 4, 3), "got TensorArray, TensorArray, TensorArray"),
+    ],
+)
+def test_kinds_that_do_not_go_together(q: Any, k: Any, v: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        attention(q, k, v)
+
+
+def test_devices_that_differ():
+    with pytest.raises(ValueError, match="q, k and v are on cpu, meta and cpu; move them with"):
+        attention(X, X.to("meta"), X)
+
+
+@pytest.mark.parametrize("scale", ["1", True, torch.ones(())])
+def test_a_scale_that_is_no_number(scale: Any):
+    with pytest.raises(TypeError, match=r"attention: scale must be a number or None, got .*; scale q by a tensor"):
+        attention(X, X, X, scale=scale)
+
+
+def test_causal_steps():
+    with pytest.raises(ValueError, match="causal=True with TensorArrays: one step sees all slots; slice them to see"):
+        attention(X[0, 0], array(5, 4, 3), array(5, 4, 3), causal=True)
+
+
+def mask(B: int | None = None, H: int | None = None, T: int = 5, S: int = 5) -> Any:
+    return block_mask(cases.by_row, B, H, T, S, 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (mask(T=4), "block_mask is for 4 queries and 5 keys, but there are 5 and 5"),
+        (mask(S=9), "block_mask is for 5 queries and 9 keys, but there are 5 and 5"),
+        (mask(B=3), "block_mask is for 3 batch entries, not for 1 or 2"),
+        (mask(H=2), "block_mask is for 2 heads, not for 1 or 4"),
+    ],
+)
+def test_a_mask_that_does_not_fit(bad: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        attention(X, X, X, block_mask=bad)
+
+
+def test_masks_that_cannot_be_taken():
+    with pytest.raises(ValueError, match=r"both causal=True and block_mask; put it in the mask, with and_masks"):
+        attention(X, X, X, block_mask=mask(), causal=True)
+    with pytest.raises(TypeError, match=r"block_mask must be a BlockMask, .* got a tensor of shape"):
+        attention(X, X, X, block_mask=torch.ones(5, 5))
+    with pytest.raises(ValueError, match="block_mask with TensorArrays"):
+        attention(X[0, 0], array(5, 4, 3), array(5, 4, 3), block_mask=mask())
+    with pytest.raises(ValueError, match="block_mask is for 5 queries and 5 keys, but there are 6 and 6 in their long"):
+        attention(rows(8, 2, 6), rows(8, 2, 6), rows(8, 2, 6), block_mask=mask())
+    with pytest.raises(ValueError, match="block_mask is on cpu, q on meta; move it with"):
+        attention(*(X.to("meta"),) * 3, block_mask=mask())
+    attention(rows(8, 3, 5), rows(8, 3, 5), rows(8, 3, 5), block_mask=mask(B=2))
+
+
+def test_nothing_is_broken_by_a_refusal():
+    k, v = array(5, 4, 3), array(6, 4, 3)
+    with pytest.raises(ValueError, match="5 slots, v has 6"):
+        attention(X[0, 0], k, v)
+    assert (len(k), len(v)) == (5, 6)
+    out: Tensor = attention(X[0, 0], k, k)
+    assert out.shape == (4, 3)
+
+
+def test_values_that_do_not_fit_the_lens_never_reach_a_kernel():
+    p = PackedTensor(torch.randn(11, 2, 3), [3, 1, 5, 2])
+    bad = p._with(torch.randn(3, 2, 3))
+    for q, k, v in ((bad, bad, bad), (p, p, bad), (p, bad, p)):
+        with pytest.raises(ValueError, match="attention: lens sum to 11, but there are 3 values"):
+            attention(q, k, v)
+
+
+# ---- the layout of scaled_dot_product_attention
+
+TAKEN = r"^attention: q \(2, 4, {}, 3\) is taken as 4 tokens of {} heads, .* if so, transpose\(1, 2\) q, k, v and"
+
+
+def turned(tokens: int, heads: int = 4) -> Tensor:
+    """(B, heads, T, D) as a model makes it."""
+    return torch.randn(2, tokens, heads * 3).view(2, tokens, heads, 3).transpose(1, 2)
+
+
+def test_heads_before_tokens_are_told():
+    for x in (turned(8), turned(100), torch.randn(2, 4, 129, 3)):
+        n = x.shape[2]
+        with pytest.warns(UserWarning, match=TAKEN.format(n, n)) as told:
+            attention(x, x, x, causal=True)
+        assert told[0].filename == __file__
+        attention(*(y.transpose(1, 2) for y in (x, x, x)), causal=True)
+
+
+def test_heads_before_tokens_with_shared_heads_are_told():
+    with pytest.warns(UserWarning, match=TAKEN.format(20, 20)):
+        attention(turned(20), turned(20, 2), turned(20, 2))
+
+
+def test_ordinary_sizes_are_not_taken_for_another_layout():
+    def one(*shape: int) -> Tensor:
+        return torch.randn(2, *shape, 3)
+
+    for q, k in (
+        (one(1, 256), one(1, 256)),  # a step of one token
+        (one(1, 32), one(3, 32)),
+        (one(7, 128), one(7, 128)),  # many heads that lie as they are read
+        (one(129, 200), one(129, 200)),
+        (one(2, 8), one(90, 8)),
+        (one(8, 5).transpose(1, 2), one(8, 5).transpose(1, 2)),  # few more tokens than heads
+        (one(8, 90).transpose(1, 2), one(8, 90).transpose(1, 2)),
+    ):
+        attention(q, k, k)
+    many = torch.randn(1, 4, 200, 3)
+    attention(many, many, many, block_mask=mask(T=4, S=4))  # the mask says what tokens are
+
+
+def test_a_mask_for_the_other_layout():
+    with pytest.raises(ValueError, match=r"there are 4 and 4; they are \(B, T, heads, D\): transpose\(1, 2\) what is"):
+        attention(*(X.transpose(1, 2),) * 3, block_mask=mask())

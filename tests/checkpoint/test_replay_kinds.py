@@ -1,0 +1,67 @@
+"""Checkpointed loops over tensors that are not dense numbers: sparse ones, and those without numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import grad
+
+import tensorloop as tl
+from tests.support.loop_cases import randn, rotate
+
+STEPS = 5
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state", "ignore:Sparse invariant checks")
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("layout", ["coo", "uncoalesced", "csr"])
+@pytest.mark.parametrize("returns", ["the same", "another"])
+def test_a_sparse_tensor_in_the_carry(returns: str, layout: str, wants_gradient: bool, tmp_path: Path) -> None:
+    """A matrix whose rows turn, so that nothing vanishes."""
+    w = randn(2)
+
+    def gradients(checkpoints: Any) -> list[Tensor]:
+        index = torch.tensor([[0, 1, 1, 1], [1, 0, 1, 1]])
+        matrix = torch.sparse_coo_tensor(index, torch.tensor([0.8, -0.8, 0.3, 0.3], dtype=torch.float64), (2, 2))
+        matrix = matrix if layout == "uncoalesced" else matrix.coalesce()
+        matrix = matrix.to_sparse_csr() if layout == "csr" else matrix
+        matrix = matrix.requires_grad_(wants_gradient)
+
+        def body(i: int, carry: Any) -> Any:
+            h, a = carry
+            return (a @ h * w.cos()).sin() + rotate(h), a if returns == "the same" else a * 1.1
+
+        h, last = tl.fori_loop(0, STEPS, body, (torch.ones(2, dtype=torch.float64), matrix), checkpoints=checkpoints)
+        found = grad(h.sum(), [w, matrix][: 1 + wants_gradient])
+        return [h, *(x.to_dense() for x in (last, *found))]
+
+    true = gradients(None)
+    plans = [1, 2, tl.Checkpoints(budget=200), tl.Checkpoints(k=2, check=True), tl.Checkpoints(k=2, offload="cpu")]
+    for plan in (*plans, tl.Checkpoints(k=2, offload=tmp_path)):
+        torch.testing.assert_close(gradients(plan), true)
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("plan", [1, 2, tl.Checkpoints(budget=100), tl.Checkpoints(k=2, check=True)], ids=str)
+def test_tensors_without_numbers(plan: Any, random: bool) -> None:
+    """Shapes and kinds, as `FakeTensorMode` gives them; random states stay what they are."""
+    state = torch.get_rng_state()
+    with FakeTensorMode():
+        w, init, xs = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(STEPS, 2)
+
+        def body(carry: Any, x: Tensor) -> Any:
+            h, past = carry
+            h.mul_(w)
+            h = rotate(h) + x + (torch.rand(2) if random else 0)
+            return (h * 1, past if past is None else past.append(h)), h.sin()
+
+        for past in (None, tl.TensorArray()):
+            (h, last), ys = tl.scan(body, (init * 1, past), xs, checkpoints=plan)
+            loss = h.sum() + ys.sum() + (0 if last is None else last.stack().sum())
+            first = grad(loss, [init, w], create_graph=True)
+            assert [x.shape for x in (*first, *grad(loss, [init, w]))] == [(2,)] * 4
+            assert ys.shape == (STEPS, 2)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,265 @@
+"""Where snapshots go, and how many there are: `Checkpoints(k=, budget=, offload=)`."""
+
+import math
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop import Checkpoints
+from tensorloop.memory import collector_off, saved
+from tests.support.loop_cases import randn, rotate
+
+B, D = 4, 8
+CARRY = B * D * 4
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collector() -> Iterator[None]:
+    """Files go with the last reference, not when a collector runs."""
+    with collector_off():
+        yield
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.pt"))
+
+
+class Body:
+    """A step that can be told to fail, and counts."""
+
+    def __init__(self) -> None:
+        self.w = (torch.randn(D, D) / math.sqrt(D)).requires_grad_()
+        self.calls = 0
+        self.fails_at: list[int] = []
+        self.seen: list[int] = []
+        self.folder: Path | None = None
+
+    def __call__(self, i: int, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.folder is not None:
+            self.seen.append(len(files(self.folder)))
+        if self.calls in self.fails_at:
+            raise KeyboardInterrupt
+        return h + torch.tanh(h @ self.w)
+
+
+def test_snapshots_in_a_folder_hold_no_memory(tmp_path: Path) -> None:
+    """What is held is what the loss saves; the same steps are computed as with snapshots in memory."""
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+
+    def loss(plan: Any) -> Tensor:
+        return tl.fori_loop(0, 40, body, x, checkpoints=plan).square().sum()
+
+    true = torch.autograd.grad(loss(5), (x, body.w))
+    expected, body.calls = body.calls, 0
+    body.folder = tmp_path
+    assert saved(lambda: loss(Checkpoints(k=5, offload=tmp_path))).bytes == CARRY
+    body.calls, body.seen = 0, []
+    torch.testing.assert_close(torch.autograd.grad(loss(Checkpoints(k=5, offload=tmp_path)), (x, body.w)), true)
+    assert body.calls == expected
+    assert max(body.seen) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("end", ["dropped", "backward", "retained", "forward fails", "replay fails"])
+def test_files_are_removed(end: str, tmp_path: Path) -> None:
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    plan = Checkpoints(k=3, offload=tmp_path)
+    if end == "forward fails":
+        body.fails_at.append(9)
+        with pytest.raises(KeyboardInterrupt):
+            tl.fori_loop(0, 20, body, x, checkpoints=plan)
+    else:
+        out = tl.fori_loop(0, 20, body, x, checkpoints=plan)
+        assert len(files(tmp_path)) == 3
+        if end == "replay fails":
+            body.fails_at.append(body.calls + 7)
+            with pytest.raises(KeyboardInterrupt):
+                out.sum().backward(retain_graph=True)
+            assert len(files(tmp_path)) <= 1, "init may be needed again"
+            out.sum().backward()
+        elif end != "dropped":
+            out.sum().backward(retain_graph=end == "retained")
+        del out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_backward_from_files(tmp_path: Path) -> None:
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    out = tl.fori_loop(0, 20, body, x, checkpoints=Checkpoints(k=3, offload=tmp_path))
+    first = torch.autograd.grad(out.sum(), (x, body.w), retain_graph=True)
+    second = torch.autograd.grad(out.sum(), (x, body.w))
+    torch.testing.assert_close(first, second)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("offload", ["cpu", "folder"])
+def test_values_come_back_as_they_were(offload: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tensors of any dtype, integers, Python numbers, None and arrays."""
+    x = torch.randn(2, dtype=dtype, requires_grad=True)
+
+    def body(i: int, carry: Any) -> Any:
+        h, n, k, nothing, array = carry
+        return rotate(h) * 1.5 + array[0], n + 1, k + 1, nothing, array.append(h)
+
+    def run(plan: Any) -> Any:
+        init: Any = (x, torch.tensor([1, 2]), 3, None, tl.TensorArray.unstack(x[None] * 2))
+        h, n, k, nothing, array = tl.fori_loop(0, 9, body, init, checkpoints=plan)
+        assert (n.tolist(), k, nothing) == ([10, 11], 12, None)
+        return torch.autograd.grad((h.abs().sum() + array.stack().abs().sum()), x)[0]
+
+    plan = Checkpoints(k=3, offload="cpu" if offload == "cpu" else tmp_path)
+    torch.testing.assert_close(run(plan), run(None))
+
+
+# -- a budget becomes a number of snapshots
+
+
+@pytest.mark.parametrize(("carries", "k"), [(0.5, 1), (2.9, 1), (3, 1), (5, 3), (10, 8), (10.9, 8)])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_budget_holds_one_step_s_residuals_and_as_many_carries_as_fit(carries: float, k: int, known: bool) -> None:
+    """A step's graph keeps two tensors of the carry's size: a budget of n carries is n - 2 snapshots, at least one."""
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+
+    def loss(plan: Any) -> Tensor:
+        if known:
+            return tl.fori_loop(0, 50, body, x, checkpoints=plan).sum()
+        start: Any = (x, 0)
+        return tl.while_loop(lambda c: c[1] < 50, lambda c: (body(0, c[0]), c[1] + 1), start, checkpoints=plan)[0].sum()
+
+    torch.autograd.grad(loss(Checkpoints(budget=int(carries * CARRY))), (x, body.w))
+    calls, body.calls = body.calls, 0
+    torch.autograd.grad(loss(k), (x, body.w))
+    assert calls == body.calls
+
+
+def test_a_budget_is_kept(tmp_path: Path) -> None:
+    for carries in (4, 8, 20):
+        body, x = Body(), torch.randn(B, D, requires_grad=True)
+
+        def loss(body: Body = body, x: Tensor = x, carries: int = carries) -> Tensor:
+            return tl.fori_loop(0, 200, body, x, checkpoints=Checkpoints(budget=carries * CARRY)).sum()
+
+        assert saved(loss).bytes <= carries * CARRY
+
+
+@pytest.mark.parametrize("checkpoints", [2, 3])
+def test_offload_of_a_module_on_another_device_is_refused_by_its_path_alone(checkpoints: int, tmp_path: Path) -> None:
+    """A folder that is gone when it is needed: the operating system's error, and the loop's step in a note."""
+    body, x = Body(), randn(2, 2).float().detach().requires_grad_()
+    body.w = torch.eye(2, requires_grad=True)
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    plan = Checkpoints(k=checkpoints, offload=folder)
+    folder.rmdir()
+    with pytest.raises(OSError, match="gone"):
+        tl.fori_loop(0, 9, body, x, checkpoints=plan)
+    assert body.calls == 0
+
+
+# -- what may happen to a folder
+
+
+def loss_of(body: Body, x: Tensor, offload: Any) -> Tensor:
+    return tl.fori_loop(0, 20, body, x, checkpoints=Checkpoints(k=3, offload=offload)).sum()
+
+
+@pytest.mark.parametrize("moment", ["before the loop", "before backward"])
+def test_a_relative_folder_stays_where_it_was(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    plan = Checkpoints(k=3, offload="here")
+    if moment == "before the loop":
+        monkeypatch.chdir(tmp_path / "there")
+    out = tl.fori_loop(0, 20, body, x, checkpoints=plan)
+    monkeypatch.chdir(tmp_path / "there")
+    assert len(files(tmp_path / "here")) == 3
+    out.sum().backward()
+    del out
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_in_a_file_is_seen(place: float, tmp_path: Path) -> None:
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    loss = loss_of(body, x, tmp_path)
+    path = sorted(tmp_path.rglob("*.pt"))[-1]
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(RuntimeError, match="is not what was written there") as caught:
+        loss.backward()
+    assert str(path) in str(caught.value)
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A limit on the size of files, as a full disk, makes writing fail half way."""
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, before[1]))
+        with pytest.raises(OSError, match="could not be written to") as caught:
+            loss_of(body, x, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(caught.value)
+    assert f"a snapshot of {CARRY} bytes could not be written to {tmp_path}" in message
+    assert "File too large" in message
+    assert "bytes are free there. Give offload= a folder with more room, or keep fewer carries" in message
+    assert files(tmp_path) == []
+
+
+FORKED = """
+import os, sys, torch, tensorloop as tl
+x = torch.ones(3, requires_grad=True)
+out = tl.fori_loop(0, 20, lambda i, h: torch.sin(h) + h, x, checkpoints=tl.Checkpoints(k=3, offload=sys.argv[1]))
+if (child := os.fork()) == 0:
+    if sys.argv[2] == "drops":
+        del out
+    elif sys.argv[2] == "differentiates":
+        out.sum().backward()
+        assert x.grad is not None
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+out.sum().backward(retain_graph=True)
+out.sum().backward()
+print(x.grad is not None)
+"""
+
+
+@pytest.mark.parametrize("what", ["exits", "drops", "differentiates"])
+def test_a_forked_process_leaves_the_folder_alone(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path), what]
+    path = os.pathsep.join([str(Path(tl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.stdout == "True\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- progress
+
+
+def test_progress_of_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
+    out = tl.fori_loop(0, 20, body, x, checkpoints=3, progress=True)
+    forward = capsys.readouterr().err
+    assert "fori_loop: 100%" in forward
+    assert "backward" not in forward
+    out.sum().backward()
+    shown = capsys.readouterr().err
+    assert "fori_loop backward: 100%" in shown
+    assert "20/20" in shown
+    loss_of(body, x, None).backward()
+    assert capsys.readouterr().err == ""

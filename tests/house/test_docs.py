@@ -1,0 +1,135 @@
+"""Every Python block in the documents runs, one namespace a file, in order; every relative link resolves."""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "profiling").rglob("*.md")])
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<mark>`{3,}|~{3,})(?P<info>[^`]*)$")
+INLINE_LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)", re.MULTILINE)
+OUTSIDE = ("http://", "https://", "mailto:")
+
+
+def fenced_blocks(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line number of the first code line, what follows the opening fence, code) of each fenced block."""
+    opened, start, body = None, 0, []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = FENCE.match(line)
+        if opened is None:
+            if fence:
+                opened, start, body = fence, number + 1, []
+        elif fence and fence["mark"].startswith(opened["mark"]) and not fence["info"].strip():
+            yield start, opened["info"].strip(), textwrap.dedent("\n".join(body)) + "\n"
+            opened = None
+        else:
+            body.append(line)
+    if opened is not None:
+        raise ValueError(f"the fence opened on line {start - 1} is never closed")
+
+
+def python_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """The blocks marked `python`; spellings that would escape being run are refused."""
+    for line, info, code in fenced_blocks(text):
+        if info == "python":
+            yield line, code
+        elif info.lower().startswith("py"):
+            raise ValueError(f"line {line - 1}: the block is marked {info!r}; write 'python', so that it runs")
+
+
+def run_blocks(text: str, name: str) -> int:
+    """Run all Python blocks in one namespace, with line numbers of the document; give how many there were."""
+    namespace = {"__name__": "__document__"}
+    count = 0
+    for line, code in python_blocks(text):
+        exec(compile("\n" * (line - 1) + code, name, "exec"), namespace)
+        count += 1
+    return count
+
+
+def prose(text: str) -> str:
+    """The text without code: what looks like a link or a heading in there is none."""
+    lines = text.splitlines()
+    for start, _, code in fenced_blocks(text):
+        lines[start - 1 : start - 1 + code.count("\n")] = [""] * code.count("\n")
+    return "\n".join(lines)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, made as GitHub makes them."""
+    found: dict[str, int] = {}
+    for heading in re.findall(r"^#{1,6}\s+(.*?)\s*#*$", prose(text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+        if found[slug]:
+            found[f"{slug}-{found[slug]}"] = 0
+    return set(found)
+
+
+def broken_links(document: Path) -> list[str]:
+    """Relative links of a document whose file or heading does not exist."""
+    text = re.sub(r"`[^`\n]*`", "", prose(document.read_text()))
+    broken = []
+    for link in [*INLINE_LINK.findall(text), *REFERENCE_LINK.findall(text)]:
+        if link.startswith(OUTSIDE):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(link)
+    return broken
+
+
+def test_the_documents_are_found():
+    assert ROOT / "README.md" in DOCUMENTS
+    assert ROOT / "docs" / "README.md" in DOCUMENTS
+
+
+def test_the_readme_shows_code_that_runs():
+    assert list(python_blocks((ROOT / "README.md").read_text()))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_run(path: Path):
+    text = path.read_text()
+    assert run_blocks(text, str(path)) == text.count("```python\n")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(path: Path):
+    assert broken_links(path) == []
+
+
+def test_blocks_share_a_namespace():
+    run_blocks("```python\na = 1\n```\ntext\n```python\nassert a == 1\n```\n", "doc.md")
+
+
+def test_a_failing_block_fails_at_its_line():
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_blocks("# title\n\n```python\na = 0\n1 / a\n```\n", "doc.md")
+    assert f"{caught.traceback[-1].path}:{caught.traceback[-1].lineno + 1}".endswith("doc.md:5")
+
+
+@pytest.mark.parametrize("info", ["py", "python3", "Python", "python notest", "pycon"])
+def test_a_block_cannot_escape(info: str):
+    with pytest.raises(ValueError, match="write 'python', so that it runs"):
+        run_blocks(f"```{info}\n1 / 0\n```\n", "doc.md")
+
+
+def test_an_open_fence_is_refused():
+    with pytest.raises(ValueError, match="opened on line 2 is never closed"):
+        run_blocks("text\n```python\na = 1\n", "doc.md")
+
+
+def test_broken_links_are_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("# A title, with `code`\n")
+    (tmp_path / "doc.md").write_text(
+        "[a](there.md) [b](gone.md) [c](there.md#a-title-with-code) [d](there.md#no) [e](https://example.org)\n"
+        "`[f](code.md)`\n\n```text\n[g](fenced.md)\n```\n\n# Here\n[h](#here) [i](#nowhere)\n\n[j]: lost.md\n"
+    )
+    assert broken_links(tmp_path / "doc.md") == ["gone.md", "there.md#no", "#nowhere", "lost.md"]

@@ -1,0 +1,246 @@
+"""Rooms and doors: which folder of the library may import which, held against the source of every module."""
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "tensorloop"
+
+# A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
+ROOMS = {
+    "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
+    "risk": {"packed", "kernels"},
+    "loop": {"packed", "tensor_array", "schedule"},
+    "attention": {"packed", "tensor_array"},
+    "packed": {"kernels"},
+    "tensor_array": {"kernels"},
+    "regroup": {"kernels"},
+    "kernels": set(),
+    "schedule": set(),
+    "cuda": set(),
+    "_common": set(),
+    "_torch": set(),
+}
+GROUND = {"_torch", "_common"}  # everybody may import these; `_common` stands on `_torch`
+SIDE = {"memory", "testing", "reference"}  # these may import anything, and nobody imports them
+
+# A module that others may import although it is not the face of its room -> the rooms that do.
+DOORS = {
+    "packed.base": {"attention", "loop"},  # what a packed tensor is, without its operations
+    "packed.autograd": {"attention", "loop"},
+    "packed.index": {"loop"},
+    "packed.dim": {"attention", "beam", "loop"},
+    "packed.tensor": {"beam", "loop", "risk"},
+    "packed.segments": {"loop"},
+    "packed.time_first": {"attention"},
+    "tensor_array.array": {"attention", "beam", "loop"},
+    "tensor_array.buffer": {"beam", "loop"},
+    "tensor_array.gradient": {"beam", "loop"},
+    "tensor_array.holes": {"loop"},
+    "tensor_array.sequential_reads": {"loop"},
+    "tensor_array.slot_list": {"loop"},
+    "loop.api": {"beam"},
+    "loop.carry": {"beam"},
+    "loop.loop": {"beam"},
+    "loop.shrunk_arrays": {"beam"},
+    "loop.checkpoint.options": {"beam"},
+    "attention.engine": {"beam"},
+    "attention.strips": {"beam"},
+    "kernels.eager.beam": {"beam"},
+    "kernels.moves": {"regroup"},
+}
+# What is loaded by name when it is first needed: module -> the arguments of its `import_module` calls, as written.
+LATE_DOORS = {
+    "__init__": {"f'{__name__}.{name}'", "f'{__name__}.{_HOMES[name]}'"},
+    "_common.faces": {"f'tensorloop.{home_of[name]}'"},
+    "kernels": {"f'tensorloop.kernels.{module}'"},
+    "packed.time_first": {"'tensorloop.attention.multihead'"},
+    "cuda": {"PACKAGE"},  # tensorloop_cuda
+    "memory._target": {"name"},  # a user's own module
+}
+THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
+COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
+PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
+
+
+class Import(NamedTuple):
+    """What one module names of another: `from a import b` is `a.b`; a late one is the argument of import_module."""
+
+    name: str
+    late: bool = False
+
+
+def modules() -> dict[str, str]:
+    """Dotted names below tensorloop (`regroup`, `packed.dim`; a face is `packed`) -> source."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if len(parts) > 1 and parts[-1] == "__init__":
+            parts = parts[:-1]
+        found[".".join(parts)] = path.read_text()
+    return found
+
+
+def imports(source: str) -> Iterator[Import]:
+    """Everything that a source imports, in functions too, and what it loads by `import_module`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (f"{node.module}." if node.module else "")
+            yield from (Import(base + alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield Import(ast.unparse(node.args[0]), late=True)
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def target(name: str, known: Mapping[str, str]) -> str:
+    """The module of ours that `tensorloop.a.b.c` is in."""
+    inner = name.split(".")[1:]
+    prefixes = (".".join(inner[:n]) for n in range(len(inner), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in known), "__init__")
+
+
+def violations(module: str, known: Mapping[str, str]) -> list[str]:
+    """What is wrong with the imports of one module, a line each."""
+    here = room(module)
+    if here not in {*ROOMS, *SIDE, "__init__"}:
+        return [f"{module}: there is no room {here!r}; add it to ROOMS, with what it may import"]
+    return [line for found in imports(known[module]) for line in _faults(module, here, found, known)]
+
+
+def _faults(module: str, here: str, found: Import, known: Mapping[str, str]) -> Iterator[str]:
+    name = found.name
+    if found.late:
+        if name not in LATE_DOORS.get(module, ()):
+            yield f"{module} loads {name} by import_module; a late door stands in LATE_DOORS"
+    elif name.startswith("."):
+        yield f"{module} imports {name}; write the import with its full name"
+    elif name.split(".")[0] != "tensorloop":
+        allowed = sys.stdlib_module_names | THIRD_PARTY | (COMPILERS if here == "kernels" else set())
+        if name.split(".")[0] not in allowed:
+            yield f"{module} imports {name}, which is neither the standard library nor torch"
+    else:
+        yield from _own_faults(module, here, target(name, known))
+
+
+def _own_faults(module: str, here: str, there: str) -> Iterator[str]:
+    if here in SIDE or here == "__init__" or room(there) == here:
+        return
+    if there == "__init__" or room(there) in SIDE:
+        yield f"{module} imports {there}; inside the library nobody does"
+    elif room(there) in GROUND:
+        if here == "_torch":
+            yield f"{module} imports {there}; _torch stands on nothing of ours"
+    elif room(there) not in ROOMS[here]:
+        yield f"{module} imports {there}; {here} may import {sorted(ROOMS[here]) or 'nothing'} and the ground"
+    elif "." in there and here not in DOORS.get(there, ()):
+        yield f"{module} imports {there}, no door for {here}: use the face of {room(there)}, or add it to DOORS"
+
+
+def private_names(module: str, source: str) -> list[str]:
+    """Private names of torch outside the modules that keep them."""
+    if room(module) in ("_torch", "memory"):
+        return []
+    used = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    used |= {found.name for found in imports(source)}
+    return [f"{module} uses {name}; private names of torch live in _torch/" for name in sorted(used) if _private(name)]
+
+
+def _private(name: str) -> bool:
+    return any(name == private or name.startswith(f"{private}.") for private in PRIVATE)
+
+
+def graph(known: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports, late doors left out."""
+    edges: dict[str, set[str]] = {module: set() for module in known}
+    for module, source in known.items():
+        for found in imports(source):
+            if not found.late and found.name.split(".")[0] == "tensorloop":
+                edges[module].add(target(found.name, known))
+        edges[module].discard(module)
+    return edges
+
+
+def test_rooms_import_what_they_may() -> None:
+    known = modules()
+    wrong = [line for module in known for line in violations(module, known)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_inside_rooms_or_between_them() -> None:
+    known = modules()
+    tuple(graphlib.TopologicalSorter(graph(known)).static_order())
+
+
+def test_private_names_of_torch_have_one_home() -> None:
+    wrong = [line for module, source in modules().items() for line in private_names(module, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_tables_name_what_there_is() -> None:
+    known = modules()
+    edges = graph(known)
+    assert {room(module) for module in known} == {*ROOMS, *SIDE, "__init__"}
+    used = {(door, room(m)) for m, found in edges.items() for door in found if door in DOORS}
+    assert used >= {(door, here) for door, rooms in DOORS.items() for here in rooms}, "a door that nobody uses"
+    late = {module for module, source in known.items() if any(found.late for found in imports(source))}
+    assert late == LATE_DOORS.keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("packed.dim", "import tensorloop.memory", "packed.dim imports memory; inside"),
+        ("packed.dim", "from tensorloop import memory", "packed.dim imports memory; inside"),
+        ("packed.dim", "import tensorloop.reference as spec", "packed.dim imports reference; inside"),
+        ("packed.dim", "from tensorloop.loop import scan", "packed.dim imports loop; packed may import ['kernels']"),
+        ("packed.dim", "from . import base", "packed.dim imports .base; write the import with its full name"),
+        ("packed.dim", "def late():\n    from tensorloop import scan", "packed.dim imports __init__; inside"),
+        ("packed.dim", "import tensorloop", "packed.dim imports __init__; inside"),
+        ("packed.dim", "import numba", "packed.dim imports numba, which is neither"),
+        ("packed.dim", "import_module('tensorloop.loop')", "packed.dim loads 'tensorloop.loop' by import_module"),
+        ("packed.time_first", "import_module(f'tensorloop.{x}')", "packed.time_first loads f'tensorloop.{x}' by"),
+        ("risk.bleu", "from tensorloop.packed.index import getitem", "risk.bleu imports packed.index, no door"),
+        ("_torch.engine", "from tensorloop._common import scope", "_torch.engine imports _common.scope; _torch stands"),
+        ("surprise", "import torch", "surprise: there is no room 'surprise'; add it to ROOMS"),
+    ],
+)
+def test_a_wrong_import_is_reported(module: str, source: str, message: str) -> None:
+    found = violations(module, modules() | {module: source})
+    assert [line.startswith(message) for line in found] == [True], found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import math\nimport torch.utils\nfrom tensorloop._torch import transforms",
+        "from tensorloop.packed import dim\nfrom tensorloop.packed.base import Packed",
+        "from tensorloop import kernels\nfrom tensorloop.kernels import find",
+    ],
+)
+def test_right_imports_pass(source: str) -> None:
+    assert violations("packed.index", modules() | {"packed.index": source}) == []
+
+
+def test_a_circle_is_seen() -> None:
+    known = {"packed.a": "from tensorloop.packed import b", "packed.b": "def f():\n    import tensorloop.packed.a"}
+    with pytest.raises(graphlib.CycleError):
+        tuple(graphlib.TopologicalSorter(graph(known)).static_order())
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch\nx = torch._C._get_dispatch_mode", "from torch._C._functorch import x", "import torch._dynamo as d"],
+)
+def test_a_private_name_is_seen(source: str) -> None:
+    assert len(private_names("packed.dim", source)) >= 1
+    assert private_names("_torch.engine", source) == []
