@@ -2,7 +2,7 @@
 
 Every loop takes a *serial* when it begins, and every array remembers the newest serial when it was made. So an array
 whose number is below the serial of the loop around it was made outside of that loop: it may be read there, not written.
-`notes` is the recorder of the innermost checkpointed loop whose body runs here (`_captures`), or None.
+`notes` is the recorder of the innermost checkpointed loop whose body runs here (`loop/checkpoint/captures`), or None.
 """
 
 import threading
@@ -23,7 +23,7 @@ class _Here(threading.local):
     quiet = False
     # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.
     elements: Any = None
-    # The stand-ins of replays that run here, outermost first (`_stand_ins`).
+    # The stand-ins of replays that run here, outermost first (`loop/checkpoint/substitutes`).
     replaced: tuple[Any, ...] = ()
 
 

@@ -8,8 +8,8 @@ The slots that a hypothesis sees are of three parts:
 
 The kernel `beam_attend` does the forward pass over all three. Backward makes the output again, gathers each part, and
 adds to the gradient buffers of the two arrays only where they were read: a step costs what it saw, and keeps its
-queries. The node passes the arrays' tokens on, as those of `_array_grad` do. A second derivative takes the gradient of
-the formula, over dense slots.
+queries. The node passes the arrays' tokens on, as those of `tensor_array/gradient` do. A second derivative takes the
+gradient of the formula, over dense slots.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,17 +3,17 @@
 How it works, in the order to read it:
 
 1. The search is a loop like `while_loop`'s, whose rows stop on their own. A step calls `step_fn`, lets the log decide
-   (`_beam_log`, `_beam_choice`), and takes the carry of the hypotheses that run on, by row selection.
-2. Ended hypotheses are in a pool apart from those that run (`_beam_log`). A row stops when no running hypothesis can
-   reach the n-th of its pool, which a length model bounds (`_beam_length`).
+   (`decisions`, `choose`), and takes the carry of the hypotheses that run on, by row selection.
+2. Ended hypotheses are in a pool apart from those that run (`decisions`). A row stops when no running hypothesis can
+   reach the n-th of its pool, which a length model bounds (`length`).
 3. Decisions have no gradient and stand in the log, outside of the loop's state. What has one is the carry, and a
    TensorArray of the log-probabilities of the tokens chosen and of the eos after each hypothesis. At the end the
-   hypotheses are traced back through the log, and their scores are sums of what that array holds (`_beam_result`): so
+   hypotheses are traced back through the log, and their scores are sums of what that array holds (`result`): so
    one backward pass reaches the model, as forced decoding of the same hypotheses would.
 4. With `checkpoints` steps are done again in backward. A step that was decided is told what was decided; it searches
    for nothing and draws nothing, so ties and roundings cannot change it.
 5. TensorArrays in the carry grow and are not reordered: they are read through the lineage of each hypothesis
-   (`_beam_arrays`, `_beam_lineage`).
+   (`arrays`, `ancestry`).
 """
 
 import inspect

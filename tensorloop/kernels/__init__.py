@@ -1,7 +1,7 @@
 """The table of kernels: (operation, device, dtype) -> the fastest implementation there is, loaded when first asked for.
 
 Callers check and flatten their arguments, and care for autograd. Whatever has no row here runs in torch operations
-(`eager`), which is every operation on any device, dtype, and kind of tensor.
+(`eager/`), which is every operation on any device, dtype, and kind of tensor.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ CPU: dict[str, tuple[str, frozenset[torch.dtype] | None]] = {
     "beam_ancestors": ("cpu.beam", MOVED),  # 0.003 : 0.04, 12 states
     "beam_attend": ("cpu.attend", SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
-EAGER = {  # those that are not in `eager`
+EAGER = {  # those that are not in `eager.segments`
     "regroup": "eager.regroup",
     **dict.fromkeys(("edit_distance", "edit_cost", "edit_paths"), "eager.edits"),
     **dict.fromkeys(

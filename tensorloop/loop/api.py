@@ -1,6 +1,6 @@
 """Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, `associative_scan`.
 
-Each function here checks its arguments, says how its body is called (a `Body`), and hands a `Loop` (`_steps`) to one of
+Each function here checks its arguments, says how its body is called (a `Body`), and hands a `Loop` (`loop`) to one of
 two runners: `_steps.run`, which is a Python loop under autograd, or `replay.run`, which keeps a few carries and
 recomputes the rest.
 """

@@ -1,7 +1,8 @@
 """One loop, step by step: what scan, while_loop, fori_loop and map have in common.
 
-The *state* of a loop is the flat list of its carry's leaves; where rows stop on their own, the inputs that stopped rows
-are given follow (`_rows`). `Loop.step` takes a state to the next one and is all that a checkpointed loop replays.
+The *state* of a loop is the flat list of its carry's leaves; where rows stop on their own, the inputs that stopped
+rows are given follow (`stopped_rows`). `Loop.step` takes a state to the next one and is all that a checkpointed loop
+replays.
 """
 
 import copy

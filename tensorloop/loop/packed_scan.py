@@ -1,9 +1,9 @@
 """Scans over packed xs: step t is given to the rows that have an entry t, so the batch shrinks and the work is N rows.
 
-The values are brought into time order by one gather, whose gradient is a gather, and split there: the entries of step t
-stand together, rows ascending. Under `reverse` a row's entries are taken from its end, so every row begins at step 0
-either way. ys are joined in time order and brought back. How rows leave the carry, the context and arrays is `_rows`'
-business; here it is known beforehand.
+The values are brought into time order by one gather, whose gradient is a gather, and split there: the entries of step
+t stand together, rows ascending. Under `reverse` a row's entries are taken from its end, so every row begins at step 0
+either way. ys are joined in time order and brought back. How rows leave the carry, the context and arrays is
+`stopped_rows`' business; here it is known beforehand.
 """
 
 from typing import Any

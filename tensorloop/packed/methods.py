@@ -14,7 +14,7 @@ _DIMS = "Dims are those of (B, T*, *F): 0 the batch, 1 the ragged one (or its Di
 
 
 def add_methods(cls: type[Packed]) -> None:
-    """Gives the class every method of a tensor that `_packed_types` or the table has, and it has not itself."""
+    """Gives the class every method of a tensor that `types` or the table has, and it has not itself."""
     for name in (*vars(TensorTypes), *TensorTypes.__annotations__, *HANDLERS):
         if not name.startswith("_") and hasattr(Tensor, name) and not hasattr(cls, name):
             setattr(cls, name, _method(name, cls.__name__))

@@ -2,7 +2,7 @@
 
 A torch function given a packed tensor comes to `dispatch`. It is looked up by name in the tables that the modules
 beside this one fill (`HANDLERS`), or it is pointwise, which torch says itself: its operators carry a tag. All others
-are refused. The tables are filled when `packed.py` imports those modules.
+are refused. The tables are filled when `tensor.py` imports those modules.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """Differentiable reductions over ragged rows that are not linear: softmax, logsumexp, the largest and the smallest.
 
 Each has a node of its own. Its backward is one kernel, which is a node again, with a backward in plain operations: the
-first order is fast, and any further one is right. Arguments are those of `_ragged`, and as there checked by the caller.
+first order is fast, and any further one is right. Arguments are those of `segments`, and as there checked by the
+caller.
 """
 
 from math import prod

@@ -3,7 +3,7 @@
 They are linear, and a linear map's gradient is another map of the same kind: pack and pad, sum and spread, a
 permutation and its inverse, a cumulative sum and the one from the other end. Such a pair is a `_Pair` of kernels, and
 one autograd node (`_Linear`) runs either side of it: twice differentiable, forward mode and vmap included, and no
-gradient is a scatter-add. What is not linear is in `_ragged_reduce`.
+gradient is a scatter-add. What is not linear is in `segment_reduce`.
 
 Arguments are checked by the caller: offsets[0] = 0, offsets[-1] = N, not decreasing, on the device of the values.
 Under vmap only values may be batched. A map works on any trailing dims, so that a batch dim becomes one more of them.

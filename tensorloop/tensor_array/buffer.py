@@ -7,7 +7,7 @@ the same memory under a version counter of its own. So our writes never disturb 
 user's change of a view is seen (by autograd in backward, by `check` here). A slot that a handed-out view covers
 (`lent`) is never written again in this block: an overwrite moves to a copy first.
 
-*Token.* See `_array_grad`. None while nothing in the array needs a gradient.
+*Token.* See `gradient`. None while nothing in the array needs a gradient.
 
 *Waiting.* A value that needs a gradient is first kept in a list, as the tensor it is, and costs next to nothing. The
 first bulk read moves all of them into the block at once. Slots [0, length - len(waiting)) are in the block.

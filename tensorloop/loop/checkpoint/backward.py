@@ -1,7 +1,7 @@
 """One backward pass through a checkpointed loop: replays its steps in reverse, each differentiated on its own.
 
 For each step there is the gradient of the state after it (`after`: a tensor, or None) and of each array (its gradient
-buffer, the same one from step to step, changed in place by the nodes of `_array_grad`). One call of
+buffer, the same one from step to step, changed in place by the nodes of `tensor_array/gradient`). One call of
 `torch.autograd.grad` turns them into those before it, and adds what the step gave to xs, captures and captured arrays.
 """
 

@@ -2,13 +2,13 @@
 
 How it works, in the order to read it (`docs/how_loops_work.md` has the picture):
 
-1. The first sweep (`_record`) runs each step in grad mode on detached leaves, so that the step's own graph says what
-   the body closes over (`_captures`), and drops that graph again. It leaves snapshots where the schedule wants them.
+1. The first sweep (`record`) runs each step in grad mode on detached leaves, so that the step's own graph says what
+   the body closes over (`captures`), and drops that graph again. It leaves snapshots where the schedule wants them.
 2. One autograd node, `Replayed`, stands for the whole loop. Its inputs are init, xs and the captures; its outputs are
    the final carry and ys, as the sweep computed them.
-3. The node's backward (`_reversal`) asks the schedule how to get at each step in reverse order: restore a snapshot, run
+3. The node's backward (`backward`) asks the schedule how to get at each step in reverse order: restore a snapshot, run
    plain steps, and then run one step with residuals and differentiate it at once.
-4. A second derivative needs the derivative's own graph: there the loop is run again as a plain one (`_again`).
+4. A second derivative needs the derivative's own graph: there the loop is run again as a plain one (`double_backward`).
 """
 
 from typing import Any
