@@ -81,7 +81,7 @@ def test_dir_shows_public_names_alone():
         "import json, tensorloop as tl\n"
         "before = dir(tl)\n"
         "for name in before: getattr(tl, name)\n"
-        "import tensorloop.reference, tensorloop._fake\n"
+        "import tensorloop.reference, tensorloop._torch.fake\n"
         "assert dir(tl) == before\n"
         "print(json.dumps([name for name in before if not name.startswith('__')]))"
     )

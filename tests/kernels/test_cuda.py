@@ -18,7 +18,7 @@ import torch
 
 import tensorloop.cuda as facade
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 KERNELS = {"_pack", "_pad", "_spread", "_gather", "_write", "_sum", "_extreme", "_logsumexp", "_softmax"}
 KERNELS |= {"_softmax_grad", "_logsumexp_grad", "_extreme_grad", "_cumsum", "_take", "_move", "_poke"}

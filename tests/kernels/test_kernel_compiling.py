@@ -87,8 +87,8 @@ def test_what_is_compiled_inside_counts_once(clock: Clock, caplog: pytest.LogCap
 
 SCRIPT = """
 import sys, logging, tensorloop, torch
-from tensorloop.kernels import _compiled
-_compiled.PATIENCE = 0.0
+from tensorloop.kernels.cpu import compiling
+compiling.PATIENCE = 0.0
 if "quiet" in sys.argv:
     logging.getLogger("tensorloop").setLevel(logging.ERROR)
 tensorloop.PackedTensor(torch.ones(3, 2), [1, 2]).softmax(1)

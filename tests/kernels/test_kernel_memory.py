@@ -102,7 +102,7 @@ def _case(operation: str, rows: int, dtype: torch.dtype = torch.float32) -> tupl
 
 def _both(operation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The kernel, and the torch operations."""
-    module = kernels.EAGER.get(operation, "eager")
+    module = kernels.EAGER.get(operation, "eager.segments")
     return kernels._load(kernels.CPU[operation][0], operation), kernels._load(module, operation)
 
 
@@ -208,7 +208,7 @@ def test_addresses_come_from_one_place() -> None:
         for path in PACKAGE.glob("*.py")
         if re.search(r"data_ptr|\.numpy\(\)|from_dlpack|__array_interface__", path.read_text())
     }
-    assert found == {"_memory.py"}
+    assert found == {"memory.py"}
 
 
 # ---- as it comes: a second derivative of an L1 loss

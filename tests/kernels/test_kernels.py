@@ -361,7 +361,7 @@ def test_fakes_go_to_torch() -> None:
 
 def test_every_kernel_has_its_torch_form() -> None:
     for operation, (module, _) in kernels.CPU.items():
-        for name in (kernels.EAGER.get(operation, "eager"), module):
+        for name in (kernels.EAGER.get(operation, "eager.segments"), module):
             assert callable(getattr(import_module(f"tensorloop.kernels.{name}"), operation))
     with pytest.raises(AttributeError, match="segment_prod"):
         kernels.find("segment_prod", torch.zeros(1))
@@ -397,14 +397,14 @@ def test_a_kernel_without_a_place_on_disk_is_compiled_all_the_same() -> None:
 def test_kernels_run_in_a_fork() -> None:
     code = (
         "import json, os, torch\n"
-        "from tensorloop.kernels import _threads, cpu_segments\n"
+        "from tensorloop.kernels.cpu import segments, threads\n"
         "torch.set_num_threads(2)\n"
-        "_threads.PIECE = 1\n"
+        "threads.PIECE = 1\n"
         "values, offsets = torch.ones(100, 300), torch.tensor([0, 40, 100])\n"
-        "before = cpu_segments.segment_sum(values, offsets).sum().item()\n"
+        "before = segments.segment_sum(values, offsets).sum().item()\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    total = cpu_segments.segment_sum(values, offsets).double().numpy().sum()\n"
+        "    total = segments.segment_sum(values, offsets).double().numpy().sum()\n"
         "    os._exit(0 if total == before == 30000 else 1)\n"
         "print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))"
     )

@@ -34,6 +34,7 @@ from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.held import held, references
 from tensorloop.loop.checkpoint.in_place import Given
 from tensorloop.loop.checkpoint.substitutes import leads_to
+from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, may_write
 from tensorloop.tensor_array.buffer import Buffer
 
 _P = ParamSpec("_P")
@@ -41,14 +42,7 @@ _R = TypeVar("_R")
 
 _NONE: dict[str, Any] = {}
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-_WRITING: dict[Any, bool | str] = {}  # torch functions met so far: whether they may change an argument
-_UNSEEN = "without a version"
-_WRITES = frozenset(
-    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
-)
-_KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
-_STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
 
 
 class Met(NamedTuple):
@@ -109,12 +103,12 @@ class Captures(TorchFunctionMode):
                     self._look_into(x)
         else:
             kwargs = _NONE
-        writes = _WRITING.get(func)
+        writes = WRITING.get(func)
         if writes is None:
-            writes = _WRITING[func] = _may_write(func)
+            writes = WRITING[func] = may_write(func)
         if writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
-                self._before_write(args, kwargs, writes is _UNSEEN)
+                self._before_write(args, kwargs, writes is UNSEEN)
         elif func in _HOOKS and here.notes is self:
             self._before_hook(args[0])
         try:
@@ -501,10 +495,3 @@ def _node(x: Tensor) -> Any:
         return x.grad_fn
     except RuntimeError:  # a view made without grad of what was changed in place, as a custom function may
         return None
-
-
-def _may_write(func: Any) -> bool | str:
-    name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        return name not in _KEEPS
-    return name in _WRITES or (_UNSEEN if name.endswith(_STATISTICS) else False)
