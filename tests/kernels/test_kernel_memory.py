@@ -205,7 +205,7 @@ def test_an_empty_tensor_has_an_address_or_none() -> None:
 def test_addresses_come_from_one_place() -> None:
     found = {
         path.name
-        for path in PACKAGE.glob("*.py")
+        for path in PACKAGE.rglob("*.py")
         if re.search(r"data_ptr|\.numpy\(\)|from_dlpack|__array_interface__", path.read_text())
     }
     assert found == {"memory.py"}
