@@ -5,8 +5,9 @@ tensor there give right values, and the gradient ends, in silence. The same goes
 reentrant form, which is such a Function.
 """
 
+import inspect
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from tensorloop._common import arguments
 from tensorloop.packed.base import Packed, is_packed, refused, same_rows
 
-# The frame of Python between a caller and a Function's forward. Of ours, C calls forward out of it.
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _DEPTH = 4  # of lists in lists that are looked into
 _LISTS = frozenset({list, tuple})
 recording = torch.is_grad_enabled  # bound, as every operation asks
@@ -78,15 +77,38 @@ def refuse_lost_gradient(name: str, given: tuple[Any, ...]) -> None:
     if torch.compiler.is_compiling():  # no stack to look at
         return
     wanted = [p for p in _packed_in(given) if p.values.requires_grad]
-    frame = sys._getframe(1) if wanted else None
+    if not wanted:
+        return
+    forwards = _forwards()
+    frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
-            args = frame.f_locals.get("args", ())
-            held = _packed_in((args, frame.f_locals.get("kwargs")))
+        if (function := forwards.get(frame.f_code)) is not None:
+            args = _arguments(frame)
             # Who gives the values too has them seen, and the packed tensor for its rows.
-            if any(p is q and not any(x is p.values for x in args) for p in wanted for q in held):
-                raise _lost(name, frame.f_locals.get("cls"))
+            if any(p is q and not any(x is p.values for x in args) for p in wanted for q in _packed_in(args)):
+                raise _lost(name, function)
         frame = frame.f_back
+
+
+def _forwards() -> dict[CodeType, type[torch.autograd.Function]]:
+    """The code of the forward of every Function there is. From torch 2.15 on C calls it, and `apply` has no frame."""
+    found, left = {}, [torch.autograd.Function]
+    while left:
+        function = left.pop()
+        left += function.__subclasses__()
+        if (code := getattr(function.forward, "__code__", None)) is not None:
+            found.setdefault(code, function)
+    return found
+
+
+def _arguments(frame: FrameType) -> list[Any]:
+    """What a function was called with, one by one."""
+    names, more, keywords = inspect.getargs(frame.f_code)
+    values = frame.f_locals
+    given = [values.get(name) for name in names]
+    if more is not None:
+        given += values.get(more, ())
+    return given if keywords is None else [*given, *values.get(keywords, {}).values()]
 
 
 def _lost(name: str, function: Any) -> TypeError:
