@@ -7,6 +7,7 @@ version of its tape, anything else as it is.
 import os
 import shutil
 import tempfile
+import warnings
 import weakref
 import zlib
 from pathlib import Path
@@ -129,7 +130,10 @@ def _read(path: Path, expected: int) -> list[Tensor]:
             f"Checkpoints: the snapshot in {path} is not what was written there (its checksum differs); somebody "
             f"changed the file, or the disk is failing: give offload= another folder"
         )
-    return torch.load(path, weights_only=True)
+    with warnings.catch_warnings():
+        # torch 2.15 tells of the time it takes to validate sparse tensors
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        return torch.load(path, weights_only=True)
 
 
 class Snapshot:
