@@ -104,7 +104,7 @@ def is_plain_dataclass(x: Any) -> bool:
     """Whether `x` is an object of a dataclass that nobody registered, and its fields are all that it holds."""
     kind = type(x)
     return (
-        hasattr(kind, "__dataclass_fields__")
+        getattr(kind, "__dataclass_fields__", None) is not None  # asked so, torch 2.11 can trace it
         and kind not in _pytree.SUPPORTED_NODES
         and kind.__new__ is object.__new__
         and not isinstance(x, Module)
