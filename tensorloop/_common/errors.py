@@ -1,0 +1,72 @@
+"""Refusals: inside, a short fact; at the public function, the same with the function's name before it.
+
+What checks an argument raises one of the four classes here, says the argument's path, what came, what was expected and
+how to mend it, and need not know who was called. The public function lets no `Fact` out: `@named("scan")` around it, or
+where a call costs less than a decorator does
+
+    try:
+        ...
+    except Fact as fact:
+        raise fact.named("TensorArray.append") from fact.__cause__
+
+A user's own function runs inside public ones, and what it calls of ours is named already: a fact is never a user's.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Fact(Exception):
+    """What is wrong, without who says so."""
+
+    kind: ClassVar[type[Exception]] = Exception
+
+    def named(self, name: str) -> Exception:
+        """The error that the user gets."""
+        error = self.kind(f"{name}: {self}")
+        for note in getattr(self, "__notes__", ()):
+            error.add_note(note)
+        return error.with_traceback(self.__traceback__)
+
+
+class WrongType(Fact, TypeError):
+    """A type or a structure."""
+
+    kind = TypeError
+
+
+class WrongValue(Fact, ValueError):
+    """A value, a shape or a length."""
+
+    kind = ValueError
+
+
+class WrongIndex(Fact, IndexError):
+    """A slot that is not there."""
+
+    kind = IndexError
+
+
+class Misuse(Fact, RuntimeError):
+    """The right thing at the wrong time."""
+
+    kind = RuntimeError
+
+
+def named(name: str) -> Callable[[_F], _F]:
+    """For a public function: the facts that are raised inside become errors that begin with `name`."""
+
+    def mark(function: _F) -> _F:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return function(*args, **options)
+            except Fact as fact:
+                raise fact.named(name) from fact.__cause__
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return mark
