@@ -15,23 +15,23 @@ Out of sight are bytes that no operation makes: NumPy arrays that never became t
 `torch.UntypedStorage(n)`, scratch space inside one kernel, opaque (MKL-DNN) tensors, what other threads make.
 """
 
-from tensorloop.memory._growth import LineGrowth as LineGrowth
-from tensorloop.memory._measure import growth as growth
-from tensorloop.memory._process import mark as mark
-from tensorloop.memory._process import timeline as timeline
-from tensorloop.memory._report import Growth as Growth
-from tensorloop.memory._residuals import Residual as Residual
-from tensorloop.memory._residuals import Residuals as Residuals
-from tensorloop.memory._residuals import saved_residuals as saved_residuals
-from tensorloop.memory._saved import Saved as Saved
-from tensorloop.memory._saved import peak as peak
-from tensorloop.memory._saved import saved as saved
-from tensorloop.memory._saved import saved_bytes as saved_bytes
-from tensorloop.memory._sites import Site as Site
-from tensorloop.memory._storages import LiveStorages as LiveStorages
-from tensorloop.memory._storages import collector_off as collector_off
-from tensorloop.memory._timeline import Mark as Mark
-from tensorloop.memory._timeline import Timeline as Timeline
-from tensorloop.memory._track import SiteBytes as SiteBytes
-from tensorloop.memory._track import Tracker as Tracker
-from tensorloop.memory._track import track as track
+from tensorloop.memory.counting.saved import Saved as Saved
+from tensorloop.memory.counting.saved import peak as peak
+from tensorloop.memory.counting.saved import saved as saved
+from tensorloop.memory.counting.saved import saved_bytes as saved_bytes
+from tensorloop.memory.counting.sites import Site as Site
+from tensorloop.memory.counting.storages import LiveStorages as LiveStorages
+from tensorloop.memory.counting.storages import collector_off as collector_off
+from tensorloop.memory.process import mark as mark
+from tensorloop.memory.process import timeline as timeline
+from tensorloop.memory.report.figures import LineGrowth as LineGrowth
+from tensorloop.memory.report.growth import Growth as Growth
+from tensorloop.memory.report.timeline import Mark as Mark
+from tensorloop.memory.report.timeline import Timeline as Timeline
+from tensorloop.memory.residuals import Residual as Residual
+from tensorloop.memory.residuals import Residuals as Residuals
+from tensorloop.memory.residuals import saved_residuals as saved_residuals
+from tensorloop.memory.scaling.measure import growth as growth
+from tensorloop.memory.tracker import SiteBytes as SiteBytes
+from tensorloop.memory.tracker import Tracker as Tracker
+from tensorloop.memory.tracker import track as track

@@ -2,7 +2,7 @@
 
 import sys
 
-from tensorloop.memory._command import main
+from tensorloop.memory.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -61,7 +61,7 @@ LATE_DOORS = {
     "kernels": {"f'tensorloop.kernels.{module}'"},
     "packed.time_first": {"'tensorloop.attention.multihead'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda
-    "memory._target": {"name"},  # a user's own module
+    "memory.target": {"name"},  # a user's own module
 }
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are

@@ -23,7 +23,7 @@ from tensorloop.memory import (
     timeline,
     track,
 )
-from tensorloop.memory._command import main
+from tensorloop.memory.command import main
 from tests.support.pages import fresh_ones
 
 FLOAT = 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorloop.memory._command import main
+from tensorloop.memory.command import main
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorloop.memory._command import main
+from tensorloop.memory.command import main
 
 SCRIPT = """
 import torch

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import tensorloop as tl
 from tensorloop.memory import growth, saved_residuals, track
-from tensorloop.memory._allocator import replayed
+from tensorloop.memory.counting.allocator import replayed
 
 FLOAT, B, D = 4, 2, 8
 LIBRARY = """

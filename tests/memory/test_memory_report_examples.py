@@ -10,8 +10,8 @@ import torch
 
 from docs.examples.memory import actor_critic, decoder, language_model, memory_network
 from tensorloop.memory import Growth, growth
-from tensorloop.memory._command import main
-from tensorloop.memory._exponents import marginal
+from tensorloop.memory.command import main
+from tensorloop.memory.report.exponents import marginal
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "memory.md").read_text()

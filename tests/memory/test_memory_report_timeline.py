@@ -14,9 +14,8 @@ from matplotlib.text import Text
 
 import tensorloop as tl
 from tensorloop._common import scope
-from tensorloop.memory import Mark, Timeline, mark, timeline
-from tensorloop.memory import _process as process
-from tensorloop.memory import _timeline as picture
+from tensorloop.memory import Mark, Timeline, mark, process, timeline
+from tensorloop.memory.report import timeline as picture
 from tests.support.pages import fresh_ones
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +116,7 @@ def test_a_second_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_second_process_ends_with_ours():
     code = (
-        "import os, psutil, tensorloop.memory._process as p\n"
+        "import os, psutil, tensorloop.memory.process as p\n"
         "with p._sampled(0.01):\n"
         "    print(*(child.pid for child in psutil.Process().children()), flush=True)\n"
         "    os._exit(0)\n"

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import tensorloop as tl
-from tensorloop.memory import SiteBytes, Tracker, _allocator, _finder, _track, track
+from tensorloop.memory import SiteBytes, Tracker, track
+from tensorloop.memory.counting import finder
+from tensorloop.memory.counting.allocator import Allocations, Allocator, replayed
+from tensorloop.memory.tracker import AllocatorTracker
 
 FLOAT = 4
 N = 1000
@@ -160,7 +163,7 @@ def test_a_tracker_keeps_no_tensor_and_is_freed(x: Tensor):
 
 
 def test_old_nodes_are_forgotten(x: Tensor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_finder, "KEPT_NODES", 50)
+    monkeypatch.setattr(finder, "KEPT_NODES", 50)
     with track() as tracker:
         losses = [(x[:1] * t).sin().sum() for t in range(100)]  # many
         losses[-1].backward()
@@ -281,7 +284,7 @@ def test_sums_are_added_in_place(x: Tensor):
 # -- CUDA's allocator, as its snapshot describes it
 
 
-class FakeAllocator(_allocator.Allocator):
+class FakeAllocator(Allocator):
     """Gives and takes as a test says, with the history that torch would record."""
 
     def __init__(self) -> None:
@@ -306,8 +309,8 @@ class FakeAllocator(_allocator.Allocator):
     def reset_peak(self) -> None:
         self.most = self.allocated()
 
-    def replayed(self) -> _allocator.Allocations:
-        return _allocator.replayed(self.events)
+    def replayed(self) -> Allocations:
+        return replayed(self.events)
 
     def give(self, address: int, size: int, *lines: int) -> None:
         torch_file = torch.nn.__file__
@@ -327,7 +330,7 @@ class FakeAllocator(_allocator.Allocator):
 
 def test_an_allocator_s_history_by_line():
     allocator = FakeAllocator()
-    tracker = _track.AllocatorTracker(allocator)
+    tracker = AllocatorTracker(allocator)
     allocator.give(1, 512, 10, 99)
     allocator.give(2, 2048)  # a thread without Python: backward
     allocator.take(1)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tensorloop.memory._finder import PACKAGE, USER, kind_of_file
-from tensorloop.memory._sites import UNKNOWN, Site, site_at
+from tensorloop.memory.counting.finder import PACKAGE, USER, kind_of_file
+from tensorloop.memory.counting.sites import UNKNOWN, Site, site_at
 
 EVENTS = 1_000_000  # what the history holds; older events are forgotten
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorloop._common.progress import Progress
-from tensorloop.memory._advice import Part, advice
-from tensorloop.memory._exponents import exponent, line_exponent, marginal, settled
-from tensorloop.memory._finder import BACKWARD, OURS, PACKAGE, USER, kind_of_file
-from tensorloop.memory._growth import SUPERLINEAR, LineGrowth
-from tensorloop.memory._located import LocatedStorages, operation_name
-from tensorloop.memory._nodes import no_modes
-from tensorloop.memory._report import Growth
-from tensorloop.memory._sites import Site, printable, site_at
-from tensorloop.memory._storages import collector_off
+from tensorloop.memory.counting.finder import BACKWARD, OURS, PACKAGE, USER, kind_of_file
+from tensorloop.memory.counting.located import LocatedStorages, operation_name
+from tensorloop.memory.counting.nodes import no_modes
+from tensorloop.memory.counting.sites import Site, printable, site_at
+from tensorloop.memory.counting.storages import collector_off
+from tensorloop.memory.report.exponents import exponent, line_exponent, marginal, settled
+from tensorloop.memory.report.figures import SUPERLINEAR, LineGrowth
+from tensorloop.memory.report.growth import Growth
+from tensorloop.memory.scaling.advice import Part, advice
 
 _T = TypeVar("_T")
 

@@ -15,14 +15,14 @@ from typing import Any, TextIO
 
 import torch
 
-from tensorloop.memory import _html
-from tensorloop.memory._measure import growth
-from tensorloop.memory._page import document
-from tensorloop.memory._process import timeline
-from tensorloop.memory._report import Growth
-from tensorloop.memory._shown import refuse_without, write
-from tensorloop.memory._sites import printable
-from tensorloop.memory._target import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
+from tensorloop.memory.counting.sites import printable
+from tensorloop.memory.process import timeline
+from tensorloop.memory.report import html
+from tensorloop.memory.report.growth import Growth
+from tensorloop.memory.report.page import document
+from tensorloop.memory.report.result import refuse_without, write
+from tensorloop.memory.scaling.measure import growth
+from tensorloop.memory.target import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
 
 _TWICE = "backward through the graph a second time"
 _CODES = "exit codes: 0 done; 1 above --fail-above; 2 bad input, or the function failed; 130 interrupted"
@@ -128,7 +128,7 @@ def _write(options: argparse.Namespace, found: Growth, error: str, above: list[s
         if report.suffix == ".png":
             found.save(report, title)
         else:  # with the frames of an error, which the result has not
-            write(report, document(title, _html.body(found, error)))
+            write(report, document(title, html.body(found, error)))
     if options.json:
         data = {
             "target": printable(options.target),

@@ -5,9 +5,9 @@ from html import escape
 
 import torch
 
-from tensorloop.memory import _charts, _svg
-from tensorloop.memory._growth import SUPERLINEAR, Figures, LineGrowth
-from tensorloop.memory._page import table
+from tensorloop.memory.report import charts, picture
+from tensorloop.memory.report.figures import SUPERLINEAR, Figures, LineGrowth
+from tensorloop.memory.report.page import table
 
 
 def body(growth: Figures, error: str = "") -> list[str]:
@@ -17,8 +17,7 @@ def body(growth: Figures, error: str = "") -> list[str]:
         T, message = growth.failed
         found += [f"<h2>Failed at T = {T:,}</h2>", f"<pre>{escape(error or message)}</pre>"]
     found += [_guilty(line) for line in growth.lines if line.superlinear]
-    found += [_svg.curves(panel) for panel in _charts.panels(growth)]
-    found += [_svg.bars(chart) for chart in _charts.bars(growth)]
+    found += picture.charts(charts.panels(growth), charts.bars(growth))
     found += ["<h2>By T</h2>", _sizes(growth)]
     if growth.lines:
         found += ["<h2>By line</h2>", _lines(growth)]
@@ -27,11 +26,11 @@ def body(growth: Figures, error: str = "") -> list[str]:
 
 def summary(growth: Figures) -> str:
     """One sentence on the whole."""
-    saved = f"{_charts.size(growth.bytes[-1])} for backward ({_charts.power(growth.marginal, growth.Ts)})"
+    saved = f"{charts.size(growth.bytes[-1])} for backward ({charts.power(growth.marginal, growth.Ts)})"
     first = f"At T = {growth.Ts[-1]:,} a step saves {saved}"
     if not growth.peaks:  # something else may have been measured
         return f"At T = {growth.Ts[-1]:,}: {saved.replace(' for backward', '')}; the power of T beside a constant."
-    peak = f"{_charts.size(growth.peaks[-1])} alive at its peak ({_charts.power(growth.peak_marginal, growth.Ts)})"
+    peak = f"{charts.size(growth.peaks[-1])} alive at its peak ({charts.power(growth.peak_marginal, growth.Ts)})"
     return f"{first} and has {peak}; powers of T beside a constant."
 
 
@@ -41,7 +40,7 @@ def _guilty(line: LineGrowth) -> str:
         ("has at its peak", line.peak, line.peak_exponent),
         ("allocates in all", line.made, line.made_exponent),
     )
-    told = [f"{verb} {_charts.size(n[-1])}, T^{p:.2f}" for verb, n, p in kinds if p > SUPERLINEAR]
+    told = [f"{verb} {charts.size(n[-1])}, T^{p:.2f}" for verb, n, p in kinds if p > SUPERLINEAR]
     advice = f"<p>{escape(line.advice)}</p>" if line.advice else ""
     code = line.site.code + (f"\n{line.site.library}  {line.site.library.code}" if line.site.library else "")
     return (
@@ -52,15 +51,15 @@ def _guilty(line: LineGrowth) -> str:
 
 def _sizes(growth: Figures) -> str:
     names, figures = ["T", "saved, bytes" if growth.peaks else "bytes"], [growth.bytes]
-    powers = [_charts.power(growth.marginal, growth.Ts)]
+    powers = [charts.power(growth.marginal, growth.Ts)]
     if growth.peaks:
         names, figures = [*names, "peak, bytes"], [*figures, growth.peaks]
-        powers.append(_charts.power(growth.peak_marginal, growth.Ts))
+        powers.append(charts.power(growth.peak_marginal, growth.Ts))
     rows = [[f"{n:,}" for n in sizes] for sizes in zip(growth.Ts, *figures, strict=True)]
     rows.append(["beside a constant", *powers])
     if growth.seconds:
         names.append("seconds")
-        seconds = (*(f"{n:.4g}" for n in growth.seconds), _charts.power(growth.seconds_exponent, growth.Ts))
+        seconds = (*(f"{n:.4g}" for n in growth.seconds), charts.power(growth.seconds_exponent, growth.Ts))
         rows = [[*row, cell] for row, cell in zip(rows, seconds, strict=True)]
     return table(names, rows)
 
@@ -69,7 +68,7 @@ def _lines(growth: Figures) -> str:
     rows = []
     for line in growth.lines:
         figures = ((line.saved, line.exponent), (line.peak, line.peak_exponent), (line.made, line.made_exponent))
-        cells = [cell for sizes, p in figures for cell in (f"{sizes[-1]:,}", _charts.power(p, sizes))]
+        cells = [cell for sizes, p in figures for cell in (f"{sizes[-1]:,}", charts.power(p, sizes))]
         rows.append([str(line.site), line.site.code, *cells])
     return table(["line", "code", "saved, bytes", "as", "peak, bytes", "as", "made, bytes", "as"], rows, (0, 1))
 

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from tensorloop.memory import _charts, _html, _picture
-from tensorloop.memory._growth import Figures
-from tensorloop.memory._shown import Shown, Table, refuse_without
+from tensorloop.memory.report import charts, html, picture
+from tensorloop.memory.report.figures import Figures
+from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ class Growth(Figures, Shown):
     def plot(self, title: str | None = None) -> "Figure":
         """Curves of bytes and time over T, and the lines that save and allocate most; needs matplotlib."""
         refuse_without("matplotlib", "Growth.plot")
-        return _picture.draw(title or self._title, _charts.panels(self), _charts.bars(self))
+        return picture.draw(title or self._title, charts.panels(self), charts.bars(self))
 
     def _summary(self) -> str:
         if not self.Ts:
@@ -27,11 +27,11 @@ class Growth(Figures, Shown):
         fast = sum(line.superlinear for line in self.lines)
         lines = f"; {fast} of {len(self.lines)} lines grow faster than T" if self.lines else ""
         failed = f"; failed at T={self.failed[0]:,}" if self.failed else ""
-        power = _charts.power(self.marginal, self.Ts)
+        power = charts.power(self.marginal, self.Ts)
         return f"{self.bytes[-1]:,} bytes at T={self.Ts[-1]:,}, {power}{lines}{failed}"
 
     def _body(self) -> list[str]:
-        return _html.body(self)
+        return html.body(self)
 
     def _cells(self) -> Table:
         """A row for the whole and for each line, at each T."""

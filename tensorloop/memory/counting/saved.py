@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tensorloop._torch.dispatch import tree_leaves
-from tensorloop.memory._storages import LiveStorages, collector_off, storages_of
+from tensorloop.memory.counting.storages import LiveStorages, collector_off, storages_of
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorloop.memory import _charts, _page, _picture, _svg
-from tensorloop.memory._allocator import Allocations, Allocator
-from tensorloop.memory._finder import BACKWARD
-from tensorloop.memory._located import LocatedStorages
-from tensorloop.memory._shown import Shown, Table, refuse_without
-from tensorloop.memory._sites import Site, shortened, table
+from tensorloop.memory.counting.allocator import Allocations, Allocator
+from tensorloop.memory.counting.finder import BACKWARD
+from tensorloop.memory.counting.located import LocatedStorages
+from tensorloop.memory.counting.sites import Site, shortened, table
+from tensorloop.memory.report import charts, page, picture
+from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +81,7 @@ class Tracker(Shown):
     def plot(self, title: str | None = None) -> "Figure":
         """The lines that have most bytes at the peak and now, as bars; needs matplotlib."""
         refuse_without("matplotlib", "Tracker.plot")
-        return _picture.draw(title or self._title, [], self._bars())
+        return picture.draw(title or self._title, [], self._bars())
 
     def __str__(self) -> str:
         rows = self._rows()
@@ -96,19 +96,19 @@ class Tracker(Shown):
             for entry in self.sites()
         ]
 
-    def _bars(self) -> list[_charts.Bars]:
+    def _bars(self) -> list[charts.Bars]:
         found = []
         for title, of in (("At the peak, by line", "peak"), ("Alive now, by line", "live")):
             lines: dict[Site, int] = {}
             for entry in self.sites():
                 lines[entry.site] = lines.get(entry.site, 0) + getattr(entry, of)
-            found.append(_charts.by_line(title, [(site, n, 0.0) for site, n in lines.items()]))
+            found.append(charts.by_line(title, [(site, n, 0.0) for site, n in lines.items()]))
         return [chart for chart in found if chart.rows]
 
     def _body(self) -> list[str]:
-        first = [f"<p>{escape(self._summary())}</p>", *map(_svg.bars, self._bars())]
+        first = [f"<p>{escape(self._summary())}</p>", *picture.charts([], self._bars())]
         rows = self._rows()
-        return [*first, *([_page.table(_HEADER, rows, (2, 3, 4))] if rows else [])]
+        return [*first, *([page.table(_HEADER, rows, (2, 3, 4))] if rows else [])]
 
     def _cells(self) -> Table:
         """A row for each line and pass."""

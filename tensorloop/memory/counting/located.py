@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.eager_only import runs_eagerly
-from tensorloop.memory._accumulate import added_in_place, holders_of_a_sum
-from tensorloop.memory._finder import Finder, Line, Place, Spot
-from tensorloop.memory._nodes import only_holders, sequence_number, storage_holders
-from tensorloop.memory._storages import FRESH, SAME, LiveStorages, StorageRef, is_one_of
+from tensorloop.memory.counting.accumulate import added_in_place, holders_of_a_sum
+from tensorloop.memory.counting.finder import Finder, Line, Place, Spot
+from tensorloop.memory.counting.nodes import only_holders, sequence_number, storage_holders
+from tensorloop.memory.counting.storages import FRESH, SAME, LiveStorages, StorageRef, is_one_of
 
 _STRIDED = torch.strided
 _ADD = torch.ops.aten.add.Tensor

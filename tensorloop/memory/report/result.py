@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tensorloop.memory._page import document, fragment
-from tensorloop.memory._sites import printable
+from tensorloop.memory.counting.sites import printable
+from tensorloop.memory.report.page import document, fragment
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

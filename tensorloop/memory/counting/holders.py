@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.memory._storages import storages_of
+from tensorloop.memory.counting.storages import storages_of
 
 _NESTED = (list, tuple, dict)
 _MEMORY = __name__.rpartition(".")[0]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.dispatch import OperationMode
-from tensorloop.memory._nodes import backward_code, current_node, storage_holders
+from tensorloop.memory.counting.nodes import backward_code, current_node, storage_holders
 
 Holders = tuple[int, int, int]
 

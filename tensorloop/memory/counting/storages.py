@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop._torch.eager_only import runs_eagerly
-from tensorloop.memory._nodes import direct, only_holders, storage_holders
+from tensorloop.memory.counting.nodes import direct, only_holders, storage_holders
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
 _COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
@@ -213,6 +213,7 @@ def storages_of(x: Any) -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
 
 
 def is_one_of(out: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether an operation gave one of its arguments."""
     for x in args:  # noqa: SIM110 (on the path of every operation, where any() takes three times as long)
         if x is out:
             return True

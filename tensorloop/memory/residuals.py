@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tensorloop.memory import _charts, _page, _picture, _svg
-from tensorloop.memory._finder import OURS, Line
-from tensorloop.memory._holders import held_by_library
-from tensorloop.memory._located import LocatedStorages, operation_name
-from tensorloop.memory._nodes import no_modes
-from tensorloop.memory._saved import graph_of
-from tensorloop.memory._shown import Shown, Table, refuse_without
-from tensorloop.memory._sites import Site, shortened, table
-from tensorloop.memory._storages import StorageRef, collector_off, storages_of
+from tensorloop.memory.counting.finder import OURS, Line
+from tensorloop.memory.counting.holders import held_by_library
+from tensorloop.memory.counting.located import LocatedStorages, operation_name
+from tensorloop.memory.counting.nodes import no_modes
+from tensorloop.memory.counting.saved import graph_of
+from tensorloop.memory.counting.sites import Site, shortened, table
+from tensorloop.memory.counting.storages import StorageRef, collector_off, storages_of
+from tensorloop.memory.report import charts, page, picture
+from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,7 +95,7 @@ class Residuals(Shown):
     def plot(self, title: str | None = None) -> "Figure":
         """The lines that keep most bytes, as bars; needs matplotlib."""
         refuse_without("matplotlib", "Residuals.plot")
-        return _picture.draw(title or self._title, [], self._bars())
+        return picture.draw(title or self._title, [], self._bars())
 
     def __str__(self) -> str:
         inputs = ["inputs:", *_text(_rows(self.inputs, one_by_one=True))] if self.inputs else []
@@ -109,14 +109,14 @@ class Residuals(Shown):
     def _summary(self) -> str:
         return self._first()
 
-    def _bars(self) -> list[_charts.Bars]:
+    def _bars(self) -> list[charts.Bars]:
         lines = [(site, n, 0.0) for site, n in self.by_line().items()]
-        return [_charts.by_line("By the line that made it", lines)] if lines else []
+        return [charts.by_line("By the line that made it", lines)] if lines else []
 
     def _body(self) -> list[str]:
-        found = [f"<p>{escape(self._first())}</p>", *map(_svg.bars, self._bars())]
+        found = [f"<p>{escape(self._first())}</p>", *picture.charts([], self._bars())]
         for name, rows in (("Made by the function", _rows(self.entries)), ("Inputs", _rows(self.inputs, True))):
-            found += [f"<h2>{name}</h2>", _page.table(_HEADER, rows, range(2, 9))] if rows else []
+            found += [f"<h2>{name}</h2>", page.table(_HEADER, rows, range(2, 9))] if rows else []
         return found
 
     def _cells(self) -> Table:

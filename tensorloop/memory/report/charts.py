@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorloop.memory._growth import SUPERLINEAR, Figures
-from tensorloop.memory._sites import Site, shortened
+from tensorloop.memory.counting.sites import Site, shortened
+from tensorloop.memory.report.figures import SUPERLINEAR, Figures
 
 TOP = 6  # lines drawn as bars
 

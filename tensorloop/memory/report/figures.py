@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensorloop.memory._exponents import exponent as fitted
-from tensorloop.memory._sites import Site, shortened, table
+from tensorloop.memory.counting.sites import Site, shortened, table
+from tensorloop.memory.report.exponents import exponent as fitted
 
 SUPERLINEAR = 1.2
 """Exponents above this are told as growing faster than T; an exact linear loop stays within 0.05 of 1."""

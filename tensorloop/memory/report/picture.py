@@ -1,10 +1,14 @@
-"""The same charts by matplotlib, as a PNG."""
+"""Charts by matplotlib: a figure, and the same inside a page."""
 
+import base64
+import importlib.util
+import io
 import math
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from tensorloop.memory._charts import Bars, Panel, labelled, spread, ticks
+from tensorloop.memory.report.charts import Bars, Panel, labelled, spread, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,20 +21,35 @@ _ROOM = 40  # letters below a panel
 
 
 def draw(title: str, panels: Sequence[Panel], groups: Sequence[Bars]) -> "Figure":
-    """Panels side by side, bars below."""
+    """Panels side by side, bars below; no title stands above where it is empty."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     heights = [3.4] * bool(panels) + [0.6 + 0.5 * len(group.rows) for group in groups]
-    figure = Figure(figsize=(11, sum(heights) + 0.9), layout="constrained")
+    figure = Figure(figsize=(11, sum(heights) + (0.9 if title else 0.3)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
+    if title:
+        figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
     grid = figure.add_gridspec(len(heights) or 1, 2, height_ratios=heights or [1])
     for i, panel in enumerate(panels):
         _curves(figure.add_subplot(grid[0, i]), panel)
     for i, group in enumerate(groups, bool(panels)):
         _bars(figure.add_subplot(grid[i, :]), group)
     return figure
+
+
+def charts(panels: Sequence[Panel], groups: Sequence[Bars]) -> list[str]:
+    """The same as HTML; nothing where there is nothing to draw, or matplotlib is not installed: tables stay."""
+    if not (panels or groups) or importlib.util.find_spec("matplotlib") is None:
+        return []
+    return [embed(draw("", panels, groups), "; ".join(chart.title for chart in (*panels, *groups)))]
+
+
+def embed(figure: "Figure", alt: str) -> str:
+    """A figure as HTML that loads nothing."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=100, metadata={"Software": None})
+    return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}">'
 
 
 def _curves(axes: "Axes", panel: Panel) -> None:

@@ -1,16 +1,15 @@
 """What a process took over time: the data, as text, and as a picture of resident memory above what ran when."""
 
-import base64
 import importlib.util
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from tensorloop.memory._charts import size, unit_of
-from tensorloop.memory._page import table
-from tensorloop.memory._shown import Shown, Table, refuse_without
+from tensorloop.memory.report.charts import size, unit_of
+from tensorloop.memory.report.page import table
+from tensorloop.memory.report.picture import embed
+from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,10 +68,7 @@ class Timeline(Shown):
     def _body(self) -> list[str]:
         found = [f"<p>{escape(self._summary())}</p>"]
         if importlib.util.find_spec("matplotlib") is not None:
-            picture = io.BytesIO()
-            draw(self).savefig(picture, format="png", dpi=100)
-            data = base64.b64encode(picture.getvalue()).decode()
-            found.append(f'<img alt="Resident memory over time" src="data:image/png;base64,{data}">')
+            found.append(embed(draw(self), "Resident memory over time"))
         rows = [(mark.name, f"{mark.begin:.3f}", f"{mark.end:.3f}") for mark in self.marks]
         return [*found, *([table(("what", "begin, s", "end, s"), rows, (0,))] if rows else [])]
 

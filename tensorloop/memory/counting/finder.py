@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tensorloop.memory._nodes import backward_code, current_node, module_code, sequence_number
-from tensorloop.memory._sites import PACKAGES, UNKNOWN, Site, site_at
+from tensorloop.memory.counting.nodes import backward_code, current_node, module_code, sequence_number
+from tensorloop.memory.counting.sites import PACKAGES, UNKNOWN, Site, site_at
 
 BACKWARD = 1
 """Flag of a place: made while backward ran."""
@@ -26,8 +26,8 @@ def _folder(path: str) -> str:
 
 
 _TORCH = _folder(torch.__file__)
-_MEMORY = _folder(__file__)
-_LIBRARY = _folder(os.path.dirname(__file__))
+_MEMORY = _folder(os.path.dirname(__file__))
+_LIBRARY = _folder(os.path.dirname(os.path.dirname(__file__)))
 _KERNELS = os.path.join("", "tensorloop_cuda", "")
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 

@@ -1,0 +1,1 @@
+"""Which storages are alive, and which line of whose code made them."""

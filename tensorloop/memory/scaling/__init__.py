@@ -1,0 +1,1 @@
+"""How bytes and time grow with T: measured, fitted, explained."""
