@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorloop.memory.counting.storages import storages_of
 
 _NESTED = (list, tuple, dict)
-_MEMORY = __name__.rpartition(".")[0]
+_MEMORY = __name__.rsplit(".", 2)[0]
 _LIBRARY = _MEMORY.rpartition(".")[0]
 
 

@@ -1,0 +1,64 @@
+"""The script that counts moves between rooms: what it counts, and that the library's own paths stay short."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "profiling" / "room_moves.py"
+# Moves between rooms that one value makes, at most. Who raises one of these should have a reason.
+MOST = {
+    "append + read + gradient": 14,
+    "a step of plain scan": 8,
+    "a step of the sweep": 34,
+    "a reversed step (every carry is kept)": 52,
+    "softmax of a packed tensor": 8,
+    "a step of beam_search": 48,
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    before = list(sys.path)
+    sys.path.insert(0, str(SCRIPT.parent))
+    module = importlib.import_module(SCRIPT.stem)
+    sys.path[:] = before
+    yield module
+    sys.modules.pop(SCRIPT.stem, None)
+
+
+def test_paths_stay_short():
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, check=True, timeout=300)
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    found = {what: int(rooms) for what, rooms, _ in rows}
+    assert found.keys() == MOST.keys()
+    assert {what: n for what, n in found.items() if not 0 < n <= MOST[what]} == {}
+
+
+def test_a_move_is_a_call_or_a_return_to_another_module(script: Any):
+    names: dict[str, Any] = {}
+    for module in ("a.x", "a.y", "b"):
+        names[module] = {"__name__": f"tensorloop.{module}", "names": names}
+        exec("def run(*calls):\n    for call in calls:\n        names[call[0]]['run'](*call[1:])", names[module])
+
+    def work() -> None:
+        names["a.x"]["run"](("a.x",), ("a.y", ("b",)), ("b",))
+
+    found = script.moves(work)
+    assert [name.removeprefix("tensorloop.") for name in found] == ["a.x", "a.y", "b", "a.y", "a.x", "b", "a.x"]
+    assert (script.changes(found), script.changes([*map(script.room, found)])) == (6, 4)
+
+
+def test_a_room_is_a_folder_or_a_file(script: Any):
+    modules = ("loop.api", "loop.checkpoint.node", "regroup", "kernels.cpu.beam", "packed")
+    assert [script.room(f"tensorloop.{m}") for m in modules] == [
+        "loop",
+        "loop.checkpoint",
+        "regroup",
+        "kernels",
+        "packed",
+    ]
