@@ -4,12 +4,10 @@ import ast
 import graphlib
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "tensorloop"
+from docs.house import GROUND, PICTURE, SIDE, WHAT, Import, direct, draw, graph, imports, layers, modules, room, target
 
 # A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
 ROOMS = {
@@ -26,8 +24,6 @@ ROOMS = {
     "_common": set(),
     "_torch": set(),
 }
-GROUND = {"_torch", "_common"}  # everybody may import these; `_common` stands on `_torch`
-SIDE = {"memory", "testing", "reference"}  # these may import anything, and nobody imports them
 
 # A module that others may import although it is not the face of its room -> the rooms that do.
 DOORS = {
@@ -66,47 +62,6 @@ LATE_DOORS = {
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
 PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
-
-
-class Import(NamedTuple):
-    """What one module names of another: `from a import b` is `a.b`; a late one is the argument of import_module."""
-
-    name: str
-    late: bool = False
-
-
-def modules() -> dict[str, str]:
-    """Dotted names below tensorloop (`regroup`, `packed.dim`; a face is `packed`) -> source."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if len(parts) > 1 and parts[-1] == "__init__":
-            parts = parts[:-1]
-        found[".".join(parts)] = path.read_text()
-    return found
-
-
-def imports(source: str) -> Iterator[Import]:
-    """Everything that a source imports, in functions too, and what it loads by `import_module`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (Import(alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (f"{node.module}." if node.module else "")
-            yield from (Import(base + alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield Import(ast.unparse(node.args[0]), late=True)
-
-
-def room(module: str) -> str:
-    return module.split(".")[0]
-
-
-def target(name: str, known: Mapping[str, str]) -> str:
-    """The module of ours that `tensorloop.a.b.c` is in."""
-    inner = name.split(".")[1:]
-    prefixes = (".".join(inner[:n]) for n in range(len(inner), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in known), "__init__")
 
 
 def violations(module: str, known: Mapping[str, str]) -> list[str]:
@@ -159,17 +114,6 @@ def _private(name: str) -> bool:
     return any(name == private or name.startswith(f"{private}.") for private in PRIVATE)
 
 
-def graph(known: Mapping[str, str]) -> dict[str, set[str]]:
-    """Module -> modules of ours that it imports, late doors left out."""
-    edges: dict[str, set[str]] = {module: set() for module in known}
-    for module, source in known.items():
-        for found in imports(source):
-            if not found.late and found.name.split(".")[0] == "tensorloop":
-                edges[module].add(target(found.name, known))
-        edges[module].discard(module)
-    return edges
-
-
 def test_rooms_import_what_they_may() -> None:
     known = modules()
     wrong = [line for module in known for line in violations(module, known)]
@@ -179,6 +123,19 @@ def test_rooms_import_what_they_may() -> None:
 def test_no_circle_inside_rooms_or_between_them() -> None:
     known = modules()
     tuple(graphlib.TopologicalSorter(graph(known)).static_order())
+
+
+def test_the_picture_is_current() -> None:
+    assert PICTURE.read_text() == draw(modules()), "python -m docs.house draws it anew"
+    assert WHAT.keys() == {*ROOMS, *SIDE}
+
+
+def test_a_picture_shows_what_changed() -> None:
+    known = modules()
+    assert draw(known | {"packed.dim": "from tensorloop import schedule"}) != draw(known)
+    edges = {"a": {"b", "c"}, "b": {"c"}, "c": set[str](), "d": {"c"}, "e": set[str]()}
+    assert direct(edges) == {"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}, "e": set()}
+    assert layers(edges) == [["a"], ["b", "d"], ["c", "e"]]
 
 
 def test_private_names_of_torch_have_one_home() -> None:

@@ -55,10 +55,5 @@ def test_a_move_is_a_call_or_a_return_to_another_module(script: Any):
 
 def test_a_room_is_a_folder_or_a_file(script: Any):
     modules = ("loop.api", "loop.checkpoint.node", "regroup", "kernels.cpu.beam", "packed")
-    assert [script.room(f"tensorloop.{m}") for m in modules] == [
-        "loop",
-        "loop.checkpoint",
-        "regroup",
-        "kernels",
-        "packed",
-    ]
+    rooms = ["loop", "loop.checkpoint", "regroup", "kernels", "packed"]
+    assert [script.room(f"tensorloop.{m}") for m in modules] == rooms
