@@ -102,8 +102,8 @@ def _own_faults(module: str, here: str, there: str) -> Iterator[str]:
 
 
 def private_names(module: str, source: str) -> list[str]:
-    """Private names of torch outside the modules that keep them."""
-    if room(module) in ("_torch", "memory"):
+    """Private names of torch outside of the rooms that keep them."""
+    if module.startswith(("_torch", "memory.counting")):
         return []
     used = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     used |= {found.name for found in imports(source)}
