@@ -2,7 +2,7 @@
 
 Every loop takes a *serial* when it begins, and every array remembers the newest serial when it was made. So an array
 whose number is below the serial of the loop around it was made outside of that loop: it may be read there, not written.
-`notes` is the recorder of the innermost checkpointed loop whose body runs here (`loop/checkpoint/captures`), or None.
+`recorder` is the recorder of the innermost checkpointed loop whose body runs here (`loop/checkpoint/captures`), or None.
 """
 
 import threading
@@ -16,15 +16,15 @@ from tensorloop._torch import overrides
 
 class _Here(threading.local):
     serial = 0
-    notes: Any = None
+    recorder: Any = None
     # The nodes of checkpointed loops in the step that runs here of another (weak references), or None.
     nodes: Any = None
     # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
-    quiet = False
+    in_library = False
     # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.
     elements: Any = None
     # The stand-ins of replays that run here, outermost first (`loop/checkpoint/substitutes`).
-    replaced: tuple[Any, ...] = ()
+    substitutes: tuple[Any, ...] = ()
 
 
 here = _Here()
@@ -39,7 +39,7 @@ def observed(name: str) -> AbstractContextManager[object]:
     return nullcontext() if watch is None else watch(name)
 
 
-def newest() -> int:
+def newest_serial() -> int:
     """The serial of the loop begun last, in any thread."""
     return _latest[0]
 
@@ -57,26 +57,26 @@ def running() -> Iterator[None]:
 
 
 @contextmanager
-def quietly(quiet: bool = True) -> Iterator[None]:
+def library_code(quiet: bool = True) -> Iterator[None]:
     """Operations inside are a checkpointed loop's own; with False, its body's."""
-    outer, here.quiet = here.quiet, quiet
+    outer, here.in_library = here.in_library, quiet
     try:
         yield
     finally:
-        here.quiet = outer
+        here.in_library = outer
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def without_recorder() -> Iterator[None]:
     """As if no recorder was there: what is read inside is not read by the body."""
-    outer, here.notes = here.notes, None
+    outer, here.recorder = here.recorder, None
     try:
         with overrides.unseen():
             yield
     finally:
-        here.notes = outer
+        here.recorder = outer
 
 
-def unnoted() -> AbstractContextManager[object]:
+def unrecorded() -> AbstractContextManager[object]:
     """Operations of the library's own: the recorder does not see them."""
-    return nullcontext() if here.notes is None else overrides.unseen()
+    return nullcontext() if here.recorder is None else overrides.unseen()

@@ -177,7 +177,7 @@ class Loop:
             self._check_context()
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
             before = self.contexts[-1]
-            at_once = self.eager or here.notes is not None  # in a step that is recorded, reads must be seen
+            at_once = self.eager or here.recorder is not None  # in a step that is recorded, reads must be seen
             later = (
                 stopped_rows.select(self.context, cut.ids)
                 if at_once

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Block, Buffer, noted, recording
+from tensorloop.tensor_array.buffer import Block, Buffer, recording, records_use
 from tensorloop.tensor_array.gradient import Key, put_, take
 from tensorloop.tensor_array.holes import Holes
 
@@ -51,7 +51,7 @@ class LoopBuffer(Buffer):
         tape.turn += 1
         self.turn = tape.turn
 
-    @noted
+    @records_use
     def fork(self, name: str) -> Buffer:
         """An independent array, with a copy of what the tape may still change."""
         if not self.block.copies:

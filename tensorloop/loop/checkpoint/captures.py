@@ -6,7 +6,7 @@ Three sources, each for what the others cannot see:
   arguments and their versions, generators, and what is about to be changed in place;
 - the autograd graph of the step says which of them carry a gradient: a leaf that is none of the step's arguments, or an
   edge to a node made before the step (`_sequence_nr` counts nodes in the order they are made, per thread);
-- arrays report their own use (`Captures.inside`).
+- arrays report their own use (`Captures.record_use`).
 
 A tensor met as an argument and made by no function of the step is a capture if somebody still holds it when the step is
 over. What a custom autograd function returned looks the same until then, so it is only held weakly.
@@ -59,7 +59,7 @@ class Captures(TorchFunctionMode):
     def __init__(self, name: str, serial: int) -> None:
         super().__init__()
         self.name, self.serial = name, serial
-        self.outer = here.notes
+        self.outer = here.recorder
         self.met: dict[int, Met] = {}
         self.recorded: dict[int, Tensor] = {}  # those that get a gradient, in the order they were met
         self.arrays: dict[int, CapturedArray] = {}  # by the id of the buffer
@@ -88,7 +88,7 @@ class Captures(TorchFunctionMode):
     # -- while the body runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if here.quiet:
+        if here.in_library:
             return func(*args, **(kwargs or _NONE))
         seen = self._seen
         for x in args:
@@ -109,7 +109,7 @@ class Captures(TorchFunctionMode):
         if writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
                 self._before_write(args, kwargs, writes is UNSEEN)
-        elif func in _HOOKS and here.notes is self:
+        elif func in _HOOKS and here.recorder is self:
             self._before_hook(args[0])
         try:
             out = func(*args, **kwargs)
@@ -211,7 +211,7 @@ class Captures(TorchFunctionMode):
                 f"in each replay; register it before the loop"
             )
 
-    def inside(
+    def record_use(
         self, buffer: Buffer, method: Callable[Concatenate[Buffer, _P], _R], *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
         """Carries out a method of an array that the body uses; one made outside the loop is a capture."""
@@ -227,11 +227,11 @@ class Captures(TorchFunctionMode):
                 raise RuntimeError(
                     f"{self.name}: step {self.step} reads an array in its replay that it did not read before"
                 )
-            outer, here.notes = here.notes, None
+            outer, here.recorder = here.recorder, None
             try:
                 captured = self.arrays[id(buffer)] = CapturedArray(buffer, self.name)
             finally:
-                here.notes = outer
+                here.recorder = outer
             captured.enter()
 
     # -- around one step

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.progress import Progress
-from tensorloop._common.scope import quietly
+from tensorloop._common.scope import library_code
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import keeps_graph
 from tensorloop.loop.checkpoint import double_backward
@@ -45,7 +45,7 @@ def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: 
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
     record = Record(loop, plan, length)
     record.shown = progress.wanted
-    with quietly():
+    with library_code():
         with loop.counted(), record.autocast.again():
             state = record.sweep(progress)
         return record.connect(state, Replayed.apply)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.progress import Progress
-from tensorloop._common.scope import here, quietly, running
+from tensorloop._common.scope import here, library_code, running
 from tensorloop._torch import transforms
 from tensorloop.loop.checkpoint import double_backward
 from tensorloop.loop.checkpoint import leaving as _leaving
@@ -291,16 +291,16 @@ class Record:
             self.replaced = {id(x): x.detach().requires_grad_() for x in entangled(self.recorded)}
             given = [x for x in loop.init if isinstance(x, Tensor)] + [x for x, _ in self.xs if x is not None]
             self.outside = [(x, x._version) for x in [*self.inputs, *given] if not x.is_inference()]
-            if here.notes is not None:
-                here.notes.note(self.inputs)
+            if here.recorder is not None:
+                here.recorder.note(self.inputs)
             connected = node(self, values, flags, *self.inputs)
             if here.nodes is not None:
                 here.nodes.append(weakref.ref(connected[flags.index(True)].grad_fn))
         else:
             connected = values
         result = self._result(state, connected)
-        if here.notes is not None:
-            here.notes.own([*connected, *(loop.carry.tree.flatten(result) or [])])
+        if here.recorder is not None:
+            here.recorder.own([*connected, *(loop.carry.tree.flatten(result) or [])])
         return result
 
     def _outputs(self, state: State) -> tuple[list[tuple[Any, ...]], list[Tensor], list[bool]]:
@@ -387,7 +387,7 @@ class Record:
         now = None if self.random is None else Random(g for g, _ in self.captures.generators.values())
         outputs = self.loop.outputs
         try:
-            with quietly(), running(), self._setting(), torch.enable_grad(), self.captures.as_then():
+            with library_code(), running(), self._setting(), torch.enable_grad(), self.captures.as_then():
                 yield
         finally:
             self.loop.outputs, self.loop.pieces = outputs, []

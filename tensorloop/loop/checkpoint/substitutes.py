@@ -70,19 +70,19 @@ def stand_ins(replaced: dict[int, Tensor]) -> AbstractContextManager[object]:
 
 @contextmanager
 def _standing_in(replaced: dict[int, Tensor]) -> Iterator[None]:
-    outer, here.replaced = here.replaced, (*here.replaced, replaced)
+    outer, here.substitutes = here.substitutes, (*here.substitutes, replaced)
     try:
         with _Replacing(replaced):
             yield
     finally:
-        here.replaced = outer
+        here.substitutes = outer
 
 
 class Replacing:
     """The stand-ins that are in use where a loop begins: its replays need them too, though they come later."""
 
     def __init__(self) -> None:
-        self.replaced = here.replaced
+        self.replaced = here.substitutes
 
     def of(self, x: Any) -> Any:
         """What stands for x there."""
@@ -95,7 +95,7 @@ class Replacing:
         """Those of then, not those of now."""
         with ExitStack() as stack:
             for replaced in self.replaced:
-                if not any(replaced is other for other in here.replaced):
+                if not any(replaced is other for other in here.substitutes):
                     stack.enter_context(stand_ins(replaced))
             yield
 

@@ -13,26 +13,26 @@ class Watched:
         self.body, self.captures, self.on = body, captures, True
 
     def __call__(self, *args: Any) -> Any:
-        quiet, here.quiet = here.quiet, False
-        outer, nodes, here.nodes = here.notes, here.nodes, self.captures.nodes
+        quiet, here.in_library = here.in_library, False
+        outer, nodes, here.nodes = here.recorder, here.nodes, self.captures.nodes
         try:
             if not self.on:
                 return self.body(*args)
-            here.notes = self.captures
+            here.recorder = self.captures
             with self.captures:
                 return self.body(*args)
         finally:
-            here.notes, here.nodes, here.quiet = outer, nodes, quiet
+            here.recorder, here.nodes, here.in_library = outer, nodes, quiet
 
 
 def as_users(condition: Any) -> Any:
     """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
 
     def ask(*args: Any) -> Any:
-        quiet, here.quiet = here.quiet, False
+        quiet, here.in_library = here.in_library, False
         try:
             return condition(*args)
         finally:
-            here.quiet = quiet
+            here.in_library = quiet
 
     return None if condition is None else ask
