@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorloop._common.scope import here
+from tensorloop._common.scope import here, user_code
 from tensorloop.loop.checkpoint.captures import Captures
 
 
@@ -13,26 +13,23 @@ class Watched:
         self.body, self.captures, self.on = body, captures, True
 
     def __call__(self, *args: Any) -> Any:
-        quiet, here.in_library = here.in_library, False
         outer, nodes, here.nodes = here.recorder, here.nodes, self.captures.nodes
         try:
-            if not self.on:
-                return self.body(*args)
-            here.recorder = self.captures
-            with self.captures:
-                return self.body(*args)
+            with user_code():
+                if not self.on:
+                    return self.body(*args)
+                here.recorder = self.captures
+                with self.captures:
+                    return self.body(*args)
         finally:
-            here.recorder, here.nodes, here.in_library = outer, nodes, quiet
+            here.recorder, here.nodes = outer, nodes
 
 
 def as_users(condition: Any) -> Any:
     """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
 
     def ask(*args: Any) -> Any:
-        quiet, here.in_library = here.in_library, False
-        try:
+        with user_code():
             return condition(*args)
-        finally:
-            here.in_library = quiet
 
     return None if condition is None else ask
