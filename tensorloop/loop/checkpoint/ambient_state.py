@@ -1,6 +1,6 @@
 """What a body's result may depend on besides its arguments: random numbers, autocast, the default device.
 
-`Autocast` and `DefaultDevice` are set once for all replays of a loop. `Random` is kept with every snapshot and set when
+`Autocast` and `DefaultDevice` are set once for all replays of a loop. `RngState` is kept with every snapshot and set when
 it is restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
 `torch.utils._device.DeviceContext`.
 """
@@ -27,7 +27,7 @@ class Autocast:
         self.states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         here = Autocast().states
         cached = any(enabled for _, enabled, _ in self.states) and torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
@@ -48,7 +48,7 @@ class DefaultDevice:
         self.device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         if DefaultDevice().device == self.device:
             yield
         else:
@@ -56,7 +56,7 @@ class DefaultDevice:
                 yield
 
 
-class Random:
+class RngState:
     """The states of all generators that a loop draws from: torch's own, and those of the user that were met."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
@@ -74,7 +74,7 @@ class Random:
 
     def __eq__(self, other: object) -> bool:
         if (
-            not isinstance(other, Random)
+            not isinstance(other, RngState)
             or len(self.cuda) != len(other.cuda)
             or self.users.keys() != other.users.keys()
         ):

@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
-from tensorloop.loop.checkpoint.snapshots import State, fed
+from tensorloop.loop.checkpoint.snapshots import State, as_leaves
 from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
@@ -117,7 +117,7 @@ class Reversal:
         """Runs step t with residuals and differentiates it."""
         record = self.record
         captures = record.captures
-        leaves, recorded, tokens = fed(state)
+        leaves, recorded, tokens = as_leaves(state)
         row = record.row(t)
         rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
         leaves = captures.begin_step(t, leaves, recorded, row)

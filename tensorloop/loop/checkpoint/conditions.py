@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._torch import transforms
 from tensorloop.loop.checkpoint.captures import Captures
-from tensorloop.loop.checkpoint.snapshots import Kept, State, fed
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, State, as_leaves
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 
@@ -22,12 +22,12 @@ class Conditions:
 
     def __init__(self, loop: Loop, captures: Captures) -> None:
         self.loop, self.captures = loop, captures
-        self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
+        self.given: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
 
     def leaves_of(self, state: State) -> Any:
         """The leaves of a state: those that `cond_fn` has seen, if it was asked about it."""
-        known, self.fed = self.fed, (None, None)
-        return known[1] if known[0] is state else fed(state)
+        known, self.given = self.given, (None, None)
+        return known[1] if known[0] is state else as_leaves(state)
 
     def goes_on(self, state: State) -> bool:
         """Whether there is another step. Captured arrays are the caller's meanwhile: a cut takes rows of a context."""
@@ -38,10 +38,12 @@ class Conditions:
             if loop.cond is None:
                 return loop.goes_on(loop.taken, [])
             if loop.taken:
-                leaves = fed(state)
-                self.fed = state, leaves  # the next step gets the same
+                leaves = as_leaves(state)
+                self.given = state, leaves  # the next step gets the same
             else:  # the first state is the caller's
-                leaves = fed([Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state])
+                leaves = as_leaves(
+                    [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
+                )
             marks, buffers = _marks(leaves[0]), self._buffers()
             going = loop.goes_on(loop.taken, leaves[0])
             if buffers or _marks(leaves[0]) != marks:
@@ -95,8 +97,8 @@ def _mark(x: Any) -> Any:
     if isinstance(x, Tensor):
         return None if x.is_inference() else x._version
     if isinstance(x, TensorArray) and x._store is not None:
-        tape = getattr(x._store, "tape", None)
-        return x._store.length, getattr(x._store, "overwritten", None), None if tape is None else len(tape.log)
+        undo = getattr(x._store, "undo", None)
+        return x._store.length, getattr(x._store, "overwritten", None), None if undo is None else len(undo.entries)
     return 0
 
 

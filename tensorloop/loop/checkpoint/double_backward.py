@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensorloop._torch import overrides, transforms
 from tensorloop.loop.checkpoint.array_versions import Version, dense, token_of, values_of
-from tensorloop.loop.checkpoint.snapshots import Kept
+from tensorloop.loop.checkpoint.snapshots import SavedTensor
 from tensorloop.loop.checkpoint.substitutes import differentiate
 
 # Explicit inputs, as leaves -> outputs with their graph.
@@ -37,11 +37,13 @@ def differentiated(record: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
     if any(type(x) is Version for x in record.initial.state):
         record.forget()  # arrays go back to their beginning: later snapshots of them are void
     return list(
-        _Again.apply(function, outside, values, len(explicit) + len(live), *explicit, *cotangents, *record.recorded)
+        DifferentiableReplay.apply(
+            function, outside, values, len(explicit) + len(live), *explicit, *cotangents, *record.recorded
+        )
     )
 
 
-class _Again(torch.autograd.Function):
+class DifferentiableReplay(torch.autograd.Function):
     """A function of explicit inputs and of closed-over ones, as a node that runs it anew for each derivative."""
 
     @staticmethod
@@ -61,7 +63,9 @@ class _Again(torch.autograd.Function):
         inputs, n = ctx.saved_tensors, ctx.n
         higher = _vjp(ctx.function, n, ctx.outside)
         if torch.is_grad_enabled():
-            found = _Again.apply(higher, ctx.outside, ctx.values, n + len(grads), *inputs[:n], *grads, *inputs[n:])
+            found = DifferentiableReplay.apply(
+                higher, ctx.outside, ctx.values, n + len(grads), *inputs[:n], *grads, *inputs[n:]
+            )
         else:
             with torch.enable_grad():
                 leaves = _leaves(inputs[:n], ctx.values)
@@ -149,13 +153,13 @@ def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, capture
 
 
 def _first(x: Any, init: Tensor | None, values: Tensor | None) -> Any:
-    if type(x) is Kept:
+    if type(x) is SavedTensor:
         return x.values.clone() if init is None else init.clone()
     if type(x) is not Version:
         return x
     if values is not None:
         return dense(values, x.blank)
-    return x.blank._twin() if x.tape is None or not x.length else dense(values_of(x), x.blank)
+    return x.blank._twin() if x.undo is None or not x.length else dense(values_of(x), x.blank)
 
 
 def _output(

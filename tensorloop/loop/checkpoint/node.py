@@ -46,7 +46,7 @@ def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: 
     record = Record(loop, plan, length)
     record.shown = progress.wanted
     with library_code():
-        with loop.counted(), record.autocast.again():
+        with loop.counted(), record.autocast.restored():
             state = record.sweep(progress)
         return record.connect(state, Replayed.apply)
 

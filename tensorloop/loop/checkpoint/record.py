@@ -20,16 +20,22 @@ from tensorloop._common.scope import here, library_code, running
 from tensorloop._torch import transforms
 from tensorloop.loop.checkpoint import double_backward
 from tensorloop.loop.checkpoint import leaving as _leaving
-from tensorloop.loop.checkpoint.ambient_state import Autocast, DefaultDevice, Random
-from tensorloop.loop.checkpoint.array_versions import Version, begun, closed, final, new_token
+from tensorloop.loop.checkpoint.ambient_state import Autocast, DefaultDevice, RngState
+from tensorloop.loop.checkpoint.array_versions import (
+    Version,
+    close_version,
+    initial_version,
+    output_token,
+    result_array,
+)
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.fingerprints import Checked
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.checkpoint.snapshots import Kept, Snapshot, State, Store, fed
-from tensorloop.loop.checkpoint.substitutes import Replacing, entangled, stand_ins
+from tensorloop.loop.checkpoint.snapshots import Offload, SavedTensor, Snapshot, State, as_leaves
+from tensorloop.loop.checkpoint.substitutes import ActiveSubstitutions, entangled, substitute
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
@@ -41,12 +47,12 @@ class Record:
 
     def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
         self.loop, self.length, self.name = loop, length, loop.name
-        self.replacing = Replacing()
+        self.replacing = ActiveSubstitutions()
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
         self.plan = plan
         self.shown, self.bar = False, Progress(False, loop.name, None)  # whether a backward has a bar; the one it has
         self.schedule: Schedule | None = None
-        self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
+        self.store = Offload(plan.offload if isinstance(plan, Checkpoints) else None)
         self.captures = Captures(loop.name, here.serial)
         loop.eager = True
         loop.init = [self.replacing.of(x) for x in loop.init]
@@ -60,7 +66,7 @@ class Record:
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
-        self.random: Random | None = None  # as it was at the start, if the loop drew from it
+        self.random: RngState | None = None  # as it was at the start, if the loop drew from it
         self.xs = [] if loop.slices is None else [(self.replacing.of(x), dim) for x, dim in loop.slices.tensors]
         self.y_recorded: list[bool] = []
         self.pieces: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
@@ -73,7 +79,7 @@ class Record:
         captures = self.captures
         leaving = _leaving.Leaving(captures)
         state, self.first = self._begin()
-        start = Random(())
+        start = RngState(())
         try:
             going = self.conditions.goes_on(state)
             for action in self._actions(state):
@@ -94,12 +100,12 @@ class Record:
             captures.check_versions()
             _leaving.warn(self.name, self.constants.code, leaving)
         finally:
-            self.conditions.fed = (None, None)
+            self.conditions.given = (None, None)
             captures.end_sweep()
         self.constants.settle()
         if self.schedule is None:  # the loop ended before a budget had its number
             self.schedule = schedule.of(1, self.length)
-        if Random(g for g, _ in captures.generators.values()) != start:
+        if RngState(g for g, _ in captures.generators.values()) != start:
             self.random = start
         return state
 
@@ -108,9 +114,9 @@ class Record:
         state, tokens = [], []
         for i, x in enumerate(self.loop.init):
             if isinstance(x, Tensor):
-                state.append(Kept(x.detach(), x.requires_grad))
+                state.append(SavedTensor(x.detach(), x.requires_grad))
             elif isinstance(x, TensorArray):
-                version, token = begun(x, self.name)
+                version, token = initial_version(x, self.name)
                 state.append(version)
                 if token is not None:
                     tokens.append((i, token))
@@ -134,19 +140,19 @@ class Record:
         yield from self.schedule.sweep(self.length)
 
     def _bytes(self, state: State) -> int:
-        storages = [transforms.storage(x.values) for x in state if type(x) is Kept]
+        storages = [transforms.storage(x.values) for x in state if type(x) is SavedTensor]
         return sum({x._cdata: x.nbytes() for x in storages}.values())
 
     def keep(self, step: int, state: State) -> State:
         """Takes a snapshot; gives the state to go on with."""
-        self.conditions.fed = (None, None)
+        self.conditions.given = (None, None)
         self.captures.settle()
-        random = Random(g for g, _ in self.captures.generators.values())
+        random = RngState(g for g, _ in self.captures.generators.values())
         snapshot = Snapshot(state, random, self.captures.buffers(), self.store)
         self.snapshots[step] = snapshot
         if step == 0:
             self.initial = snapshot  # stays for another backward: it holds init and nothing else
-        return [Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state]
+        return [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
 
     def drop(self, step: int) -> None:
         snapshot = self.snapshots.pop(step)
@@ -227,12 +233,12 @@ class Record:
         outputs: list[Tensor] = []
         for i, x in enumerate(new):
             if isinstance(x, Tensor):
-                state.append(Kept(x.detach(), x.requires_grad))
+                state.append(SavedTensor(x.detach(), x.requires_grad))
                 if x.requires_grad:
                     outputs.append(x)
             elif isinstance(x, TensorArray):
                 same = i < len(given) and x is given[i]
-                version, token = closed(x, self.name, before[i] if same else None)
+                version, token = close_version(x, self.name, before[i] if same else None)
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
@@ -257,7 +263,7 @@ class Record:
         for ids, leaves in self.take_pieces():
             outputs += [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             self.pieces.append(
-                (t, ids, [Kept(x.detach(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves])
+                (t, ids, [SavedTensor(x.detach(), x.requires_grad) if isinstance(x, Tensor) else x for x in leaves])
             )
         return outputs
 
@@ -323,10 +329,10 @@ class Record:
             storages.add(storage)
 
         for i, x in enumerate(state[: self.loop.carry.tree.size]):
-            if type(x) is Kept and self.steps:
+            if type(x) is SavedTensor and self.steps:
                 give_alone(("carry", i), x.values, x.recorded)
             elif type(x) is Version and x.recorded and self.steps:
-                give(("array", i), new_token(x), True)
+                give(("array", i), output_token(x), True)
         ys = self.loop.outputs
         if ys is not None and self.steps:
             reverse = self.loop.slices is not None and self.loop.slices.reverse
@@ -336,7 +342,7 @@ class Record:
                     ys.columns[k] = None  # replays look at the structure and kinds alone
         for number, (_, _, leaves) in enumerate(self.pieces):
             for k, x in enumerate(leaves):
-                if type(x) is Kept:
+                if type(x) is SavedTensor:
                     give_alone(("piece", number, k), x.values, x.recorded)
         return places, values, flags
 
@@ -345,10 +351,10 @@ class Record:
         by_place = dict(zip(self.output_places, connected, strict=True))
         leaves: list[Any] = []
         for i, x in enumerate(state[: loop.carry.tree.size]):
-            if type(x) is Kept:
+            if type(x) is SavedTensor:
                 leaves.append(by_place.get(("carry", i)))
             elif type(x) is Version:
-                leaves.append(final(x, by_place.get(("array", i))))
+                leaves.append(result_array(x, by_place.get(("array", i))))
             else:
                 leaves.append(x)
         if loop.outputs is not None and self.steps:
@@ -362,7 +368,7 @@ class Record:
         return result
 
     def _piece(self, by_place: dict[Any, Tensor], number: int, k: int, x: Any) -> Any:
-        if type(x) is not Kept:
+        if type(x) is not SavedTensor:
             return x
         value = by_place["piece", number, k]
         return TensorArray.unstack(value) if k in self.array_leaves else value
@@ -371,7 +377,12 @@ class Record:
 
     @contextmanager
     def _setting(self) -> Iterator[None]:
-        with self.replacing.again(), self.autocast.again(), self.device.again(), transforms.random_numbers_allowed():
+        with (
+            self.replacing.restored(),
+            self.autocast.restored(),
+            self.device.restored(),
+            transforms.random_numbers_allowed(),
+        ):
             yield
 
     @contextmanager
@@ -384,7 +395,7 @@ class Record:
                     f"{self.name}: {describe(x)}, which the loop was given or its body closes over, was changed in "
                     f"place before backward; change it afterwards, or give the loop a clone()"
                 )
-        now = None if self.random is None else Random(g for g, _ in self.captures.generators.values())
+        now = None if self.random is None else RngState(g for g, _ in self.captures.generators.values())
         outputs = self.loop.outputs
         try:
             with library_code(), running(), self._setting(), torch.enable_grad(), self.captures.as_then():
@@ -416,7 +427,7 @@ class Record:
         """Replays a step for its state alone."""
         self.body.on = False
         try:
-            leaves, recorded, _ = fed(state)
+            leaves, recorded, _ = as_leaves(state)
             captures = self.captures
             if captures.given.changed:
                 leaves = captures.given.of(leaves, recorded)
@@ -433,7 +444,7 @@ class Record:
             self.body.on = True
 
     def standing_in(self) -> Any:
-        return stand_ins(self.replaced)
+        return substitute(self.replaced)
 
     def second_sweep(self) -> None:
         """Places the snapshots anew: an earlier backward has used them up."""

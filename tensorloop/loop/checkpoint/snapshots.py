@@ -1,7 +1,7 @@
 """Snapshots of a loop's state, in memory, on the CPU or in a folder.
 
-Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`Kept`), an array as a
-version of its tape, anything else as it is.
+Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`SavedTensor`), an array as a
+version of it, anything else as it is.
 """
 
 import os
@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tensorloop.loop.checkpoint.ambient_state import Random
-from tensorloop.loop.checkpoint.array_versions import Version, opened
+from tensorloop.loop.checkpoint.ambient_state import RngState
+from tensorloop.loop.checkpoint.array_versions import Version, open_version
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor of the state between two steps."""
 
     values: Tensor  # detached
@@ -30,17 +30,17 @@ class Kept(NamedTuple):
 State = list[Any]
 
 
-def fed(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
     """What the body gets: leaves of the graph of one step. (all, (place, leaf) of tensors, (place, token) of arrays)"""
     out, leaves, tokens = [], [], []
     for i, x in enumerate(state):
-        if type(x) is Kept:
+        if type(x) is SavedTensor:
             leaf = x.values.detach()
             if x.recorded:
                 leaves.append((i, leaf.requires_grad_()))
             out.append(leaf)
         elif type(x) is Version:
-            array, token = opened(x)
+            array, token = open_version(x)
             if token is not None:
                 tokens.append((i, token))
             out.append(array)
@@ -49,7 +49,7 @@ def fed(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[i
     return out, leaves, tokens
 
 
-class Store:
+class Offload:
     """Where snapshots are: as they are (None), on the CPU ("cpu"), or in files below a folder."""
 
     def __init__(self, offload: str | Path | None) -> None:
@@ -139,27 +139,29 @@ def _read(path: Path, expected: int) -> list[Tensor]:
 class Snapshot:
     """The state before one step, and all else that its result depends on."""
 
-    def __init__(self, state: State, random: Random, buffers: dict[int, Tensor], store: Store) -> None:
+    def __init__(self, state: State, random: RngState, buffers: dict[int, Tensor], offload: Offload) -> None:
         self.state, self.random, self.buffers = state, random, buffers
-        self.versions = [x.values._version if type(x) is Kept and not x.values.is_inference() else None for x in state]
+        self.versions = [
+            x.values._version if type(x) is SavedTensor and not x.values.is_inference() else None for x in state
+        ]
         self.devices: list[torch.device] = []
         self.path: Path | None = None
         self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
-        if store.to_cpu or store.folder is not None:
-            self._offload(store)
+        if offload.to_cpu or offload.folder is not None:
+            self._move(offload)
 
-    def _offload(self, store: Store) -> None:
+    def _move(self, offload: Offload) -> None:
         self.versions = [None] * len(self.state)
-        places = [i for i, x in enumerate(self.state) if type(x) is Kept]
+        places = [i for i, x in enumerate(self.state) if type(x) is SavedTensor]
         self.devices = [self.state[i].values.device for i in places]
         values = [self.state[i].values.to("cpu", copy=True) for i in places]
-        if store.folder is not None:
-            self.path = store.file()
-            self.sum, self.process = _written(values, self.path), store.process
+        if offload.folder is not None:
+            self.path = offload.file()
+            self.sum, self.process = _written(values, self.path), offload.process
             values = [torch.empty(0)] * len(values)
         self.state = list(self.state)
         for i, x in zip(places, values, strict=True):
-            self.state[i] = Kept(x, self.state[i].recorded)
+            self.state[i] = SavedTensor(x, self.state[i].recorded)
 
     def restored(self, name: str) -> State:
         """The state, copied: a body may change what it is given in place."""
@@ -171,11 +173,11 @@ class Snapshot:
                 )
         state = list(self.state)
         if self.devices:
-            places = [i for i, x in enumerate(state) if type(x) is Kept]
+            places = [i for i, x in enumerate(state) if type(x) is SavedTensor]
             values = _read(self.path, self.sum) if self.path else [state[i].values for i in places]
             for i, x, device in zip(places, values, self.devices, strict=True):
-                state[i] = Kept(x.to(device), state[i].recorded)
-        return [Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state]
+                state[i] = SavedTensor(x.to(device), state[i].recorded)
+        return [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
 
     def drop(self) -> None:
         if self.path is not None and self.process == os.getpid():

@@ -63,22 +63,22 @@ def leads_to(start: Any, leaves: set[int], nodes: Collection[Any] = ()) -> bool:
     return False
 
 
-def stand_ins(replaced: dict[int, Tensor]) -> AbstractContextManager[object]:
+def substitute(replaced: dict[int, Tensor]) -> AbstractContextManager[object]:
     """Inside, every torch function gets the stand-ins for the tensors that have one."""
-    return _standing_in(replaced) if replaced else nullcontext()
+    return _substituting(replaced) if replaced else nullcontext()
 
 
 @contextmanager
-def _standing_in(replaced: dict[int, Tensor]) -> Iterator[None]:
+def _substituting(replaced: dict[int, Tensor]) -> Iterator[None]:
     outer, here.substitutes = here.substitutes, (*here.substitutes, replaced)
     try:
-        with _Replacing(replaced):
+        with SubstituteMode(replaced):
             yield
     finally:
         here.substitutes = outer
 
 
-class Replacing:
+class ActiveSubstitutions:
     """The stand-ins that are in use where a loop begins: its replays need them too, though they come later."""
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class Replacing:
         return x
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Those of then, not those of now."""
         with ExitStack() as stack:
             for replaced in self.replaced:
                 if not any(replaced is other for other in here.substitutes):
-                    stack.enter_context(stand_ins(replaced))
+                    stack.enter_context(substitute(replaced))
             yield
 
 
@@ -116,7 +116,7 @@ _FACTS = frozenset(
 
 
 @runs_eagerly
-class _Replacing(TorchFunctionMode):
+class SubstituteMode(TorchFunctionMode):
     def __init__(self, replaced: dict[int, Tensor]) -> None:
         super().__init__()
         self.replaced = replaced
