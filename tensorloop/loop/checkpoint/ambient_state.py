@@ -1,7 +1,7 @@
 """What a body's result may depend on besides its arguments: random numbers, autocast, the default device.
 
-`Autocast` and `DefaultDevice` are set once for all replays of a loop. `RngState` is kept with every snapshot and set when
-it is restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
+An `AmbientState` is set once for all replays of a loop. An `RngState` is kept with every snapshot and set when it is
+restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
 `torch.utils._device.DeviceContext`.
 """
 
@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from tensorloop._torch import transforms
+from tensorloop.loop.checkpoint.substitutes import ActiveSubstitutions
 
 
 class Autocast:
@@ -54,6 +55,19 @@ class DefaultDevice:
         else:
             with self.device or torch.device("cpu"):
                 yield
+
+
+class AmbientState:
+    """What is around a loop when it begins, and around its replays again."""
+
+    def __init__(self) -> None:
+        self.substitutions, self.autocast, self.device = ActiveSubstitutions(), Autocast(), DefaultDevice()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        substitutions, autocast, device = self.substitutions, self.autocast, self.device
+        with substitutions.restored(), autocast.restored(), device.restored(), transforms.random_numbers_allowed():
+            yield
 
 
 class RngState:

@@ -1,5 +1,7 @@
 """A user's functions, called from inside a checkpointed loop: what they do is theirs, not the loop's own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tensorloop._common.scope import here, user_code
@@ -11,6 +13,15 @@ class Watched:
 
     def __init__(self, body: Any, captures: Captures) -> None:
         self.body, self.captures, self.on = body, captures, True
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Calls inside are not recorded."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
 
     def __call__(self, *args: Any) -> Any:
         outer, nodes, here.nodes = here.recorder, here.nodes, self.captures.nodes
