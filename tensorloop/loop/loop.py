@@ -73,6 +73,7 @@ class Loop:
         loop = copy.copy(self)
         loop.init, loop.body, loop.cond, loop.until, loop.note = init, body, cond, until, note
         loop.eager = True
+        loop.contexts, loop.context_trees, loop.pieces = [*self.contexts], [], []
         return loop
 
     def come_to(self, run: "Loop") -> None:

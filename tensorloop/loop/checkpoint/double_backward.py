@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import named
 from tensorloop._torch import overrides
 from tensorloop.loop.checkpoint.array_versions import Version, dense, token_of, values_of
 from tensorloop.loop.checkpoint.replay import Replay
@@ -40,8 +41,9 @@ def differentiated(replay: Replay, grads: Sequence[Tensor | None]) -> list[Tenso
     cotangents = [grad for grad in grads if grad is not None]
     captures, explicit = swept.inputs.captures, swept.inputs.explicit
     outside = captures, swept.substitutes
+    plain = named(swept.name)(_plain)  # a higher derivative is asked for without the loop's node
     function = _vjp(
-        lambda leaves: [out for k, out in enumerate(_plain(replay, leaves)) if k in live], len(explicit), outside
+        lambda leaves: [out for k, out in enumerate(plain(replay, leaves)) if k in live], len(explicit), outside
     )
     values = _dense_values(swept)
     if any(type(x) is Version for x in swept.snapshots.initial.state):

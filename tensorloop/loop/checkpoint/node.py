@@ -2,10 +2,11 @@
 
 How it works, in the order to read it (`docs/how_loops_work.md` has the picture):
 
-1. The `sweep` runs each step in grad mode on detached leaves, so that the step's own graph says what
-   the body closes over (`captures`), and drops that graph again. It leaves snapshots where the schedule wants them.
+1. The `sweep` runs each step in grad mode on detached leaves, so that the step's own graph says what the body closes
+   over (`captures`), and drops that graph again. It leaves snapshots where the schedule wants them, and a result that
+   does not change any more (`sweep_result`).
 2. One autograd node, `Replayed`, stands for the whole loop. Its inputs are init, xs and the captures; its outputs are
-   the final carry and ys, as the sweep computed them.
+   the final carry and ys, as the sweep computed them (`node_outputs`). It holds a `replay`, made from the result.
 3. The node's backward (`backward`) asks the schedule how to get at each step in reverse order: restore a snapshot, run
    plain steps, and then run one step with residuals and differentiate it at once.
 4. A second derivative needs the derivative's own graph: there the loop is run again as a plain one (`double_backward`).
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import Fact
+from tensorloop._common.errors import named
 from tensorloop._common.progress import Progress
 from tensorloop._common.scope import here, library_code
 from tensorloop._torch import transforms
@@ -50,15 +51,16 @@ def applies(loop: Loop) -> bool:
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
     sweep = Sweep(loop, plan, length)
-    try:
-        with library_code():
-            with sweep.loop.counted(), sweep.steps.ambient.autocast.restored():
-                state = sweep.run(progress)
-            result = _connected(sweep, state, progress.wanted)
-    except Fact as fact:
-        raise fact.named(loop.name) from fact.__cause__
+    result = named(loop.name)(_run)(sweep, progress)
     loop.come_to(sweep.loop)
     return result
+
+
+def _run(sweep: Sweep, progress: Any) -> Any:
+    with library_code():
+        with sweep.loop.counted(), sweep.steps.ambient.autocast.restored():
+            state = sweep.run(progress)
+        return _connected(sweep, state, progress.wanted)
 
 
 def _connected(sweep: Sweep, state: State, shown: bool) -> Any:
@@ -102,11 +104,8 @@ class Replayed(torch.autograd.Function):
             )
         if all(grad is None for grad in grads):
             return (None,) * (3 + len(replay.swept.inputs.all))
-        try:
-            with replay.lock:
-                found = _gradients(replay, grads)
-        except Fact as fact:
-            raise fact.named(replay.swept.name) from fact.__cause__
+        with replay.lock:
+            found = named(replay.swept.name)(_gradients)(replay, grads)
         if not keeps_graph():
             ctx.replay = None
         return (None, None, None, *found)
