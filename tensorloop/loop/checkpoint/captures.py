@@ -135,8 +135,7 @@ class Captures(TorchFunctionMode):
             return
         for x in leaves:
             if isinstance(x, Tensor):
-                if id(x) not in self.use.seen:
-                    self._meet(x)
+                self._look_into(x)
             elif isinstance(store := getattr(x, "_store", None), Buffer):
                 with overrides.unseen():
                     self.meet_array(store)
@@ -217,16 +216,10 @@ class Captures(TorchFunctionMode):
         self.settle()
         self.use = StepUse(dict(self.recorded))
         self.step = step
-        seen = self.use.seen
         self.given.leaves = recorded
         if self.given.changed:
             state = self.given.of(state, recorded)
-        for x in state:
-            if isinstance(x, Tensor):
-                seen[id(x)] = x
-        for x in row:
-            if isinstance(x, Tensor):
-                seen[id(x)] = x
+        self.use.seen.update({id(x): x for x in (*state, *row) if isinstance(x, Tensor)})
         return state
 
     def end_step(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], returned: Sequence[Any] = ()) -> None:
@@ -283,11 +276,8 @@ class Captures(TorchFunctionMode):
         self.writes.settle()
         if self.given.loose:
             self.given.release()
-        for reference in self._given:
-            if (x := reference()) is not None:
-                self._left[id(x)] = reference
-                self.stayed.append(reference)
-        for reference in self._passing:
+        self.stayed += [reference for reference in self._given if reference() is not None]
+        for reference in (*self._given, *self._passing):
             if (x := reference()) is not None:
                 self._left[id(x)] = reference
         self._fresh = self._passing = self._given = ()

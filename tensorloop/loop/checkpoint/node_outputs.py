@@ -53,7 +53,7 @@ class NodeOutputs:
         if ys is None:
             return
         for k, (column, flag) in enumerate(zip(ys.columns, self.sweep.ys_recorded, strict=True)):
-            if isinstance(stacked := column.stack(self.sweep.steps.reverse), Tensor):
+            if isinstance(stacked := column.stack(self.sweep.steps.backwards), Tensor):
                 self._give(StackedOutput(k), stacked, flag)
                 ys.columns[k] = None  # replays look at the structure and kinds alone
 

@@ -36,7 +36,7 @@ class Steps:
         self.xs: list[tuple[Tensor | None, int]] = []
         if loop.slices is not None:
             self.xs = [(of(x), dim) for x, dim in loop.slices.tensors]
-        self.reverse = loop.slices is not None and loop.slices.reverse
+        self.backwards = loop.slices is not None and loop.slices.reverse
         self.run = Checked(self.loop, self.captures).step if check else self.loop.step
 
     def row(self, t: int) -> list[Any]:
@@ -62,14 +62,14 @@ class Steps:
     def part_of_ys(self, ys: Tensor, t: int, steps: int) -> Tensor:
         """The view of stacked ys, or of their gradient, that belongs to step t of so many."""
         assert self.loop.outputs is not None
-        return self.loop.outputs.part(ys, t, steps, self.reverse)
+        return self.loop.outputs.part(ys, t, steps, self.backwards)
 
     def joined(self, values: list[Any]) -> Tensor:
         """A leaf of ys: what all steps put out there."""
         if not isinstance(values[0], Tensor):
             return torch.tensor(values)
         assert self.loop.outputs is not None
-        return self.loop.outputs.joined(values, self.reverse)
+        return self.loop.outputs.joined(values, self.backwards)
 
     def close(self, new: Sequence[Any], before: State, given: Sequence[Any]) -> tuple[State, list[Tensor]]:
         """What a step returned as a state to keep, and its tensors and tokens that carry a gradient.
