@@ -2,29 +2,45 @@
 
 Every loop takes a *serial* when it begins, and every array remembers the newest serial when it was made. So an array
 whose number is below the serial of the loop around it was made outside of that loop: it may be read there, not written.
-`notes` is the recorder of the innermost checkpointed loop whose body runs here (`loop/checkpoint/captures`), or None.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 from tensorloop._torch import overrides
 
 
+class Recorder(Protocol):
+    """What notes all that the body of a checkpointed loop uses (`loop/checkpoint/captures`)."""
+
+    def record_use(self, buffer: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Carries out a method of an array that the body uses."""
+
+    def meet_array(self, buffer: Any) -> None:
+        """The body uses this array."""
+
+    def note(self, leaves: Iterable[Any]) -> None:
+        """These are used where no torch function of the body shows it."""
+
+    def own(self, results: Iterable[Any]) -> None:
+        """These were made in this step, which no torch function shows."""
+
+
 class _Here(threading.local):
     serial = 0
-    notes: Any = None
+    # That of the innermost checkpointed loop whose body runs here.
+    recorder: Recorder | None = None
     # The nodes of checkpointed loops in the step that runs here of another (weak references), or None.
     nodes: Any = None
     # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
-    quiet = False
+    in_library = False
     # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.
     elements: Any = None
-    # The stand-ins of replays that run here, outermost first (`loop/checkpoint/substitutes`).
-    replaced: tuple[Any, ...] = ()
+    # The substitutes of replays that run here, outermost first (`loop/checkpoint/substitutes`).
+    substitutes: tuple[dict[int, Any], ...] = ()
 
 
 here = _Here()
@@ -39,7 +55,7 @@ def observed(name: str) -> AbstractContextManager[object]:
     return nullcontext() if watch is None else watch(name)
 
 
-def newest() -> int:
+def newest_serial() -> int:
     """The serial of the loop begun last, in any thread."""
     return _latest[0]
 
@@ -57,26 +73,36 @@ def running() -> Iterator[None]:
 
 
 @contextmanager
-def quietly(quiet: bool = True) -> Iterator[None]:
-    """Operations inside are a checkpointed loop's own; with False, its body's."""
-    outer, here.quiet = here.quiet, quiet
+def library_code() -> Iterator[None]:
+    """Operations inside are a checkpointed loop's own."""
+    outer, here.in_library = here.in_library, True
     try:
         yield
     finally:
-        here.quiet = outer
+        here.in_library = outer
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def user_code() -> Iterator[None]:
+    """Operations inside are a user's function's: recorders of loops around see them."""
+    outer, here.in_library = here.in_library, False
+    try:
+        yield
+    finally:
+        here.in_library = outer
+
+
+@contextmanager
+def without_recorder() -> Iterator[None]:
     """As if no recorder was there: what is read inside is not read by the body."""
-    outer, here.notes = here.notes, None
+    outer, here.recorder = here.recorder, None
     try:
         with overrides.unseen():
             yield
     finally:
-        here.notes = outer
+        here.recorder = outer
 
 
-def unnoted() -> AbstractContextManager[object]:
+def unrecorded() -> AbstractContextManager[object]:
     """Operations of the library's own: the recorder does not see them."""
-    return nullcontext() if here.notes is None else overrides.unseen()
+    return nullcontext() if here.recorder is None else overrides.unseen()

@@ -60,7 +60,7 @@ class Lineage:
 
     def at(self, t: int, ids: Tensor | None) -> Paths:
         """The paths that end in state t, of the rows `ids` (all of them where None). Not to be changed."""
-        with scope.quietly(), torch.no_grad():
+        with scope.library_code(), torch.no_grad():
             rows = self.rows if ids is None else len(ids)
             if self.last is None or self.last[:2] != (t, rows):
                 self.last = t, rows, self._found(t, ids)

@@ -151,13 +151,13 @@ class Inherited:
         parts = []
         if start < n:
             assert self.prefix is not None
-            with scope.unnoted():
+            with scope.unrecorded():
                 shared = self.prefix[start : min(stop, n)]
                 parts.append(shared[:, :, None].expand(-1, -1, self.family.size, *shared.shape[2:]))
         if stop > n or not parts:
             first = max(start - n, 0)
             parts.append(self._chosen(self.grown[first : max(stop - n, first)], first))
-        with scope.unnoted():
+        with scope.unrecorded():
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def whole(self, name: str) -> Tensor:
@@ -167,19 +167,19 @@ class Inherited:
         return list(self.whole(name).unbind(0))
 
     def gather(self, index: Tensor, name: str) -> Tensor:
-        with scope.unnoted():
+        with scope.unrecorded():
             return self.whole(name)[index]
 
     def _repeated(self, x: Tensor) -> Tensor:
-        with scope.unnoted():
+        with scope.unrecorded():
             return x[:, None].expand(-1, self.family.size, *x.shape[1:]).clone()
 
     def _chosen(self, values: Tensor, first: int) -> Tensor:
         """Slots (n, B, K, *F), from the `first` of `grown` on, as the hypotheses of now have them; a copy."""
-        with scope.unnoted(), torch.no_grad():
+        with scope.unrecorded(), torch.no_grad():
             shared, own = self.family.places(self.births, first, first + len(values))
             index = torch.cat([shared[:, :, None].expand(-1, -1, self.family.size), own]).flatten()
-        with scope.unnoted():
+        with scope.unrecorded():
             return values.flatten(0, 2).index_select(0, index).view(values.shape)
 
     def attend(self, q: Tensor, keys: TensorArray, values: TensorArray, scale: float | None) -> Any:

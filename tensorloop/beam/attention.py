@@ -88,7 +88,7 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     present = tuple(x.kept(_NAME) for x in buffers if x is not None)
     plan = Plan(k.family, k.births, k.shared_slots, slots, scale, present)
     q = q.view_as(q)  # a use that a recorder of the loop sees
-    with scope.unnoted():
+    with scope.unrecorded():
         if not torch.is_grad_enabled():
             return _Attend.apply(plan, q, *prefix)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]

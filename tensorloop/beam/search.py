@@ -259,7 +259,7 @@ class _Search:
 
     def _aside(self) -> AbstractContextManager[object]:
         """For what no recorder sees and no graph: nothing to do where there is neither."""
-        return _NEITHER if self.values is not None and scope.here.notes is None else _unseen()
+        return _NEITHER if self.values is not None and scope.here.recorder is None else _unseen()
 
     def _given(
         self, t: int, ids: Tensor | None, rows: int, leaves: list[Any], prefixes: list[TensorArray]
@@ -276,7 +276,7 @@ class _Search:
 
     def _history(self, t: int, ids: Tensor | None, rows: int) -> Tensor:
         """(B, K, t): the tokens of each hypothesis so far."""
-        with scope.quietly(), torch.no_grad():
+        with scope.library_code(), torch.no_grad():
             places = self.lineage.at(t, ids).whole(1) if t else None
             if places is None:
                 return torch.empty(rows, self.size, 0, dtype=torch.int64, device=self.device)
@@ -341,7 +341,7 @@ _NEITHER = nullcontext()
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    with scope.quietly(), torch.no_grad():
+    with scope.library_code(), torch.no_grad():
         yield
 
 

@@ -60,6 +60,26 @@ class Loop:
         self.pieces: list[tuple[Tensor, list[Any]]] = []  # of the carry: rows that left the batch
         self.taken = 0  # steps
 
+    def replayable(
+        self,
+        *,
+        init: State,
+        body: Body,
+        cond: Callable[..., Any] | None,
+        until: Callable[..., Any] | None,
+        note: Callable[[Iterable[Any]], None] | None,
+    ) -> "Loop":
+        """The loop for a run whose steps are run again, from any of them on: with these in the place of its own."""
+        loop = copy.copy(self)
+        loop.init, loop.body, loop.cond, loop.until, loop.note = init, body, cond, until, note
+        loop.eager = True
+        loop.contexts, loop.context_trees, loop.pieces = [*self.contexts], [], []
+        return loop
+
+    def come_to(self, run: "Loop") -> None:
+        """Is as far as a `replayable` loop of it has come."""
+        self.taken, self.rows = run.taken, run.rows
+
     # -- whether to go on
 
     def goes_on(self, t: int, state: State) -> bool:
@@ -177,7 +197,7 @@ class Loop:
             self._check_context()
             # Each from the caller's, none from another: a replay that follows one must not meet the next.
             before = self.contexts[-1]
-            at_once = self.eager or here.notes is not None  # in a step that is recorded, reads must be seen
+            at_once = self.eager or here.recorder is not None  # in a step that is recorded, reads must be seen
             later = (
                 stopped_rows.select(self.context, cut.ids)
                 if at_once

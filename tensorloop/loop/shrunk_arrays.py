@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop._common.scope import here, outside
+from tensorloop._common.scope import here, without_recorder
 from tensorloop._torch import transforms
 from tensorloop.packed.base import Packed, any_packed, is_packed
 from tensorloop.tensor_array.array import TensorArray
@@ -118,12 +118,12 @@ class Shrunk(_Store):
             self.one().put(key, x, name)
 
     def read(self, i: int, name: str) -> Tensor:
-        if i >= self.start and here.notes is None:
+        if i >= self.start and here.recorder is None:
             return self.store.read(i - self.start, name)
         return self.one().read(i, name)
 
     def span(self, start: int, stop: int, name: str) -> Tensor:
-        if start >= self.start and here.notes is None:
+        if start >= self.start and here.recorder is None:
             return self.store.span(start - self.start, stop - self.start, name)
         return self.one().span(start, stop, name)
 
@@ -133,7 +133,7 @@ class Shrunk(_Store):
 
     def one(self) -> Any:
         if self.start:
-            with outside():
+            with without_recorder():
                 self._join()
         return self.store
 
@@ -168,7 +168,7 @@ class Picked(_Store):
     def read(self, i: int, name: str) -> Tensor:
         if self.picked is not None:
             return self.picked.read(i, name)
-        if here.notes is not None:
+        if here.recorder is not None:
             return self.one().read(i, name)
         if self.rows is not None and (row := self.store.read_picked(i, self.rows, name)) is not None:
             return row
@@ -177,7 +177,7 @@ class Picked(_Store):
     def one(self) -> Any:
         if self.picked is None:
             self.bulk = True
-            with outside():
+            with without_recorder():
                 values = self.store.span(0, self.store.length, "TensorArray")
                 self.picked = _stored(values.index_select(1, self.ids), self.store)
         return self.picked

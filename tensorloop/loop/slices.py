@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tensorloop._common import advice, arguments, pytree
 from tensorloop._torch import transforms
+from tensorloop._torch.versions import Versions
 from tensorloop.loop.outputs import Outputs
 from tensorloop.tensor_array.array import TensorArray
 
@@ -38,7 +39,7 @@ class Slices:
             raise
         # (tensor, its dim) for each leaf, (None, 0) for a leaf that is None.
         self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
-        self._versions = [None if x is None or x.is_inference() else x._version for x, _ in self.tensors]
+        self._versions = Versions(x for x, _ in self.tensors)
         self._chunks: list[tuple[int, tuple[Tensor, ...]]] = [(-1, ())] * len(leaves)
         self._rows = [self._all_rows(x, d) for x, d in self.tensors]
 
@@ -68,12 +69,11 @@ class Slices:
 
     def check_unchanged(self, step: int) -> None:
         """Raises where a body changed xs in place, which only happens under no_grad."""
-        for path, (x, _), version in zip(self.tree.paths, self.tensors, self._versions, strict=True):
-            if version is not None and x is not None and x._version != version:
-                raise RuntimeError(
-                    f"{self.name}: xs{path} was changed in place during the loop (seen at step {step}); "
-                    f"clone() the slice before changing it"
-                )
+        if (k := self._versions.changed()) is not None:
+            raise RuntimeError(
+                f"{self.name}: xs{self.tree.paths[k]} was changed in place during the loop (seen at step {step}); "
+                f"clone() the slice before changing it"
+            )
 
     def _length_of(self, path: str, x: Any) -> int | None:
         if x is None:

@@ -72,7 +72,7 @@ class Dim(int):
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
             # Not seen by a checkpointed loop: its replay finds what is here made already.
-            with _lasting(), scope.unnoted():
+            with _lasting(), scope.unrecorded():
                 self._cache[name] = make()
         return self._cache[name]
 
@@ -146,7 +146,7 @@ class Dim(int):
             # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
             if self.device.type == "cpu":
                 _ = self.total, self.max_len, self.has_empty_rows
-            with _lasting(), scope.unnoted():
+            with _lasting(), scope.unrecorded():
                 other = Dim(self.name, self._lens.to(device))
             other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
             other._key = self._key
@@ -157,7 +157,7 @@ class Dim(int):
         """Whether the lengths are equal; looked at once for two dims, by identity afterwards."""
         if self._key is other._key:
             return True
-        with scope.unnoted():
+        with scope.unrecorded():
             if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
                 return False
         other._key = self._key

@@ -87,7 +87,7 @@ class TensorArray(advice.NoTensor):
         self._holes = Holes()
         self._home = transforms.level()
         self._task = graph_task()
-        self._born = scope.newest()
+        self._born = scope.newest_serial()
         self._mask: Tensor | None = None  # (B,) bool: in a loop whose rows stop on their own, those that still run
 
     @classmethod
@@ -108,7 +108,7 @@ class TensorArray(advice.NoTensor):
         if functional:
             array._store = Slots(element_of(values), [x.clone() for x in values.unbind(0)])
         else:
-            with scope.unnoted():
+            with scope.unrecorded():
                 array._store = Buffer.unstack(values)
         return array
 
@@ -218,7 +218,7 @@ class TensorArray(advice.NoTensor):
             pos = pos.to(x.device).clamp(0, needed - 1)
             where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.to(pos.device, copy=True)
             if self._mask is not None:
-                with scope.unnoted():
+                with scope.unrecorded():
                     where = where & self._mask.to(pos.device)
             store.put(Rows(pos, where), x, name)
         if looked:
@@ -419,7 +419,7 @@ class TensorArray(advice.NoTensor):
             )
         functional = self._functional(x, name)
         if self._store is None:
-            with scope.unnoted():
+            with scope.unrecorded():
                 like = element_of(x, lead)
                 self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
         elif functional and isinstance(self._store, Buffer):
@@ -433,7 +433,7 @@ class TensorArray(advice.NoTensor):
         """`x` in the rows that still run; what the slot held (or 0) in those that have stopped."""
         if (mask := self._mask) is None:
             return x
-        with scope.unnoted():
+        with scope.unrecorded():
             arguments.has_rows(x, mask, lead, name)
             mask = mask.view((*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim())))
             return torch.where(mask, x, x.new_zeros(()) if old is None else old)

@@ -49,14 +49,14 @@ def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
     return run
 
 
-def noted(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+def records_use(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
     """Lets the recorder of a checkpointed loop know which array its body uses, and keeps our own operations from it."""
 
     @wraps(method)
     def run(self: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if here.notes is None:
+        if here.recorder is None:
             return method(self, *args, **kwargs)
-        return here.notes.inside(self, method, *args, **kwargs)
+        return here.recorder.record_use(self, method, *args, **kwargs)
 
     return run
 
@@ -133,7 +133,7 @@ class Buffer:
         self.versions: list[int | None] = []  # of what waits; None for a constant, which nobody else holds
         self.masks: dict[int, Tensor] = {}  # of waiting slots: rows that hold the value, the others hold 0
         self.rows: UnstackedRows | None = None
-        self.born = scope.newest()
+        self.born = scope.newest_serial()
         self.overwritten = False  # ever, by this array
         self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
         self.present: Present | None = None  # of slots that have not been overwritten since somebody asked
@@ -155,7 +155,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        with scope.unnoted():
+        with scope.unrecorded():
             return self.block.data.nbytes + sum(x.nbytes for x in self.waiting)
 
     @property
@@ -168,7 +168,7 @@ class Buffer:
 
     # -- writing
 
-    @noted
+    @records_use
     def append(self, x: Tensor, name: str) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
             self._wait(x, x._version, name)
@@ -179,7 +179,7 @@ class Buffer:
             self._fill(self.length, x)
             self._begin(self.length + 1)
 
-    @noted
+    @records_use
     def append_rows(self, x: Tensor, rows: Tensor, name: str) -> None:
         """Appends `x` in these rows, 0 in the others. What waits is masked when it is flushed: all at once, once."""
         has_rows(x, rows, 0, name)
@@ -197,7 +197,7 @@ class Buffer:
         self.versions.append(version)
         self.length += 1
 
-    @noted
+    @records_use
     @_plainly
     def extend(self, values: Tensor, name: str) -> None:
         self.flush(name)
@@ -207,7 +207,7 @@ class Buffer:
         self._begin(stop)
         self._record(slice(start, stop), values)
 
-    @noted
+    @records_use
     @_plainly
     def pad(self, length: int, name: str) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
@@ -216,7 +216,7 @@ class Buffer:
         self._fill(slice(self.length, length), self.block.nothing)
         self._begin(length)
 
-    @noted
+    @records_use
     @_plainly
     def put(self, key: Key, x: Tensor, name: str) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
@@ -237,7 +237,7 @@ class Buffer:
         self.overwritten = True
         put_(self.block.data, key, x.detach())
 
-    @noted
+    @records_use
     def flush(self, name: str, read: slice | None = None) -> Tensor | None:
         """Moves what waits into the block. With `read`, gives that run too, recorded in the same node."""
         if not self.waiting:
@@ -326,7 +326,7 @@ class Buffer:
 
     # -- reading
 
-    @noted
+    @records_use
     def read(self, i: int, name: str) -> Tensor:
         waits = i - (self.length - len(self.waiting))
         if waits >= 0:
@@ -341,13 +341,13 @@ class Buffer:
             return row
         return self._read(i)
 
-    @noted
+    @records_use
     def read_picked(self, i: int, picked: PickedRows, name: str) -> Tensor | None:
         """Some of the rows of slot i, or None where they have to be read alone."""
         self.block.check(name)
         return picked.read(i) if picked.of is self.rows else None
 
-    @noted
+    @records_use
     def span(self, start: int, stop: int, name: str) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
@@ -356,19 +356,19 @@ class Buffer:
         self.block.lend(start, stop)
         return self._read(key) if view is None else view
 
-    @noted
+    @records_use
     def all(self, name: str) -> list[Tensor]:
         """Every slot on its own, as a copy."""
         return list(torch.unbind_copy(self.whole(name)))  # pyright: ignore[reportArgumentType] (its stub says None)
 
-    @noted
+    @records_use
     def whole(self, name: str) -> Tensor:
         """All slots, for a caller who copies them at once: a view, but not counted as handed out."""
         self.flush(name)
         self.block.check(name)
         return self._read(slice(0, self.length))
 
-    @noted
+    @records_use
     def kept(self, name: str) -> Present:
         """All slots as they are now, for backward passes to read, whatever is written later."""
         self.flush(name)
@@ -380,7 +380,7 @@ class Buffer:
             self.present = Present(self.block)
         return self.present
 
-    @noted
+    @records_use
     def gather(self, index: Tensor, name: str) -> Tensor:
         if transforms.is_wrapped(index):  # a transform's index: its own indexing differentiates it
             return self.whole(name)[index]
@@ -397,7 +397,7 @@ class Buffer:
 
     # -- copies
 
-    @noted
+    @records_use
     def fork(self, name: str) -> "Buffer":
         """An independent array on the same block: all of it counts as handed out."""
         self.flush(name)
@@ -407,7 +407,7 @@ class Buffer:
         twin.rows = self.rows
         return twin
 
-    @noted
+    @records_use
     def detach(self, name: str) -> "Buffer":
         """As `fork`, without the gradient."""
         twin = self.fork(name)

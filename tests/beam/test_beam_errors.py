@@ -20,7 +20,7 @@ from tests.support.beam_cases import BOS, EOS, Table
 
 def here() -> list[Any]:
     """Of loops that are thought to run. In `vars` only what was ever set."""
-    return [getattr(scope.here, name) for name in ("serial", "notes", "quiet", "replaced")]
+    return [getattr(scope.here, name) for name in ("serial", "recorder", "in_library", "substitutes")]
 
 
 def search(step: Callable[..., Any] | None = None, **options: Any) -> beam.Hypotheses:

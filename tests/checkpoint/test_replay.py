@@ -238,7 +238,17 @@ def test_a_tensor_with_the_id_of_a_closed_over_one_that_is_gone_is_another():
     with captures:
         x.add_(1)
         x[:1].mul_(2)
-    assert not captures.changed
+    assert not captures.writes.changed
+
+
+def test_an_error_in_a_third_derivative_names_the_loop() -> None:
+    x, factor = torch.ones(2, requires_grad=True), 0.5
+    out = tl.fori_loop(0, 3, lambda i, c: (c * factor).sin(), x, checkpoints=1)
+    for _ in range(2):
+        (out,) = torch.autograd.grad(out.sum(), [x], create_graph=True)
+    factor = 2.0
+    with pytest.raises(RuntimeError, match=r"^fori_loop: the variable factor, which the body uses, was 0\.5"):
+        torch.autograd.grad(out.sum(), [x])
 
 
 class Placed(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tensorloop.loop.checkpoint import node as replay
+from tensorloop.loop.checkpoint import node
 from tensorloop.memory import collector_off
 from tests.support.loop_cases import (
     Ours,
@@ -277,14 +277,14 @@ def test_a_name_that_an_inner_body_uses_is_bound_to_what_its_loop_gave(plans: tu
 @pytest.mark.parametrize("plan", [1, 2, tl.Checkpoints(budget=500)], ids=["1", "2", "budget"])
 def test_nothing_of_a_loop_inside_a_step_outlives_the_step(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its body closes over an array that its result goes to: a cycle through torch's own nodes."""
-    records: list[weakref.ref[Any]] = []
-    begin = replay.Record.__init__
+    replays: list[weakref.ref[Any]] = []
+    begin = node.Replay.__init__
 
     def watched(self: Any, *args: Any) -> None:
         begin(self, *args)
-        records.append(weakref.ref(self))
+        replays.append(weakref.ref(self))
 
-    monkeypatch.setattr(replay.Record, "__init__", watched)
+    monkeypatch.setattr(node.Replay, "__init__", watched)
     w = randn(2)
 
     def body(i: int, carry: Any) -> Any:
@@ -294,10 +294,10 @@ def test_nothing_of_a_loop_inside_a_step_outlives_the_step(plan: Any, monkeypatc
 
     with collector_off():
         array, h = tl.fori_loop(0, 6, body, (tl.TensorArray().append(w * 1), w), checkpoints=plan)
-        assert sum(record() is not None for record in records) == 1
+        assert sum(replay() is not None for replay in replays) == 1
         grad(array.stack().sum() + h.sum(), w)
-        assert len(records) > 12
-        assert not any(record() is not None for record in records)
+        assert len(replays) > 12
+        assert not any(replay() is not None for replay in replays)
 
 
 @with_and_without_checkpoints

@@ -1,7 +1,7 @@
 """What a body's result may depend on besides its arguments: random numbers, autocast, the default device.
 
-`Autocast` and `DefaultDevice` are set once for all replays of a loop. `Random` is kept with every snapshot and set when
-it is restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
+An `AmbientState` is set once for all replays of a loop. An `RngState` is kept with every snapshot and set when it is
+restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
 `torch.utils._device.DeviceContext`.
 """
 
@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from tensorloop._torch import transforms
+from tensorloop.loop.checkpoint.substitutes import ActiveSubstitutions
 
 
 class Autocast:
@@ -27,7 +28,7 @@ class Autocast:
         self.states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         here = Autocast().states
         cached = any(enabled for _, enabled, _ in self.states) and torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
@@ -48,7 +49,7 @@ class DefaultDevice:
         self.device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         if DefaultDevice().device == self.device:
             yield
         else:
@@ -56,7 +57,20 @@ class DefaultDevice:
                 yield
 
 
-class Random:
+class AmbientState:
+    """What is around a loop when it begins, and around its replays again."""
+
+    def __init__(self) -> None:
+        self.substitutions, self.autocast, self.device = ActiveSubstitutions(), Autocast(), DefaultDevice()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        substitutions, autocast, device = self.substitutions, self.autocast, self.device
+        with substitutions.restored(), autocast.restored(), device.restored(), transforms.random_numbers_allowed():
+            yield
+
+
+class RngState:
     """The states of all generators that a loop draws from: torch's own, and those of the user that were met."""
 
     def __init__(self, generators: Iterable[torch.Generator]) -> None:
@@ -74,7 +88,7 @@ class Random:
 
     def __eq__(self, other: object) -> bool:
         if (
-            not isinstance(other, Random)
+            not isinstance(other, RngState)
             or len(self.cuda) != len(other.cuda)
             or self.users.keys() != other.users.keys()
         ):

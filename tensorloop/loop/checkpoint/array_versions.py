@@ -1,11 +1,11 @@
 """TensorArrays in a checkpointed loop: one buffer for all steps, and a log to go back.
 
-A *tape* is one buffer together with its undo log: a slot's old value for each overwrite. A *version* of an array is a
-tape, how much of its log had been written, and a length. So a snapshot of an array is O(1), and to seek an earlier
+All steps write to one buffer, which has an *undo log*: a slot's old value for each overwrite. A *version* of an array
+is that log, how much of it had been written, and a length. So a snapshot of an array is O(1), and to seek an earlier
 version takes the overwrites back. Slots begun after that version stay where they are: an array that is only appended to
 finds them again, equal, when the steps are replayed; any other writes them anew.
 
-    invariant: a tape that has ever been overwritten is read by copies (`Block.copies`), so no view of its buffer is
+    invariant: a buffer that has ever been overwritten is read by copies (`Block.copies`), so no view of its buffer is
                ever handed out that a later seek would change.
 """
 
@@ -16,44 +16,44 @@ import torch
 from torch import Tensor
 
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Block, Buffer, noted, recording
+from tensorloop.tensor_array.buffer import Block, Buffer, recording, records_use
 from tensorloop.tensor_array.gradient import Key, put_, take
 from tensorloop.tensor_array.holes import Holes
 
 
-class Tape:
-    """A buffer that one loop writes, and may go back in."""
+class UndoLog:
+    """Of the buffer that one loop writes, and may go back in."""
 
-    __slots__ = ("block", "filled", "log", "turn")
+    __slots__ = ("block", "entries", "filled", "turn")
 
     def __init__(self, block: Block, filled: int) -> None:
         self.block = block
         self.filled = filled  # slots ever begun, by any replay
-        self.log: list[tuple[Key, Tensor]] = []
+        self.entries: list[tuple[Key, Tensor]] = []
         self.turn = 0  # which buffer may write: the one opened last
 
     def seek(self, mark: int) -> None:
-        if mark > len(self.log):
+        if mark > len(self.entries):
             raise RuntimeError("a schedule went forward to a snapshot without the steps before it")
-        while len(self.log) > mark:
-            key, old = self.log.pop()
+        while len(self.entries) > mark:
+            key, old = self.entries.pop()
             put_(self.block.data, key, old)
 
 
 class LoopBuffer(Buffer):
-    """A version of a tape, as the body of one step reads and writes it."""
+    """A version of an array, as the body of one step reads and writes it."""
 
-    __slots__ = ("tape", "turn")
+    __slots__ = ("turn", "undo")
 
-    def __init__(self, tape: Tape, length: int, token: Tensor | None) -> None:
-        super().__init__(tape.block, length, token)
-        self.tape = tape
-        tape.turn += 1
-        self.turn = tape.turn
+    def __init__(self, undo: UndoLog, length: int, token: Tensor | None) -> None:
+        super().__init__(undo.block, length, token)
+        self.undo = undo
+        undo.turn += 1
+        self.turn = undo.turn
 
-    @noted
+    @records_use
     def fork(self, name: str) -> Buffer:
-        """An independent array, with a copy of what the tape may still change."""
+        """An independent array, with a copy of what the loop may still change."""
         if not self.block.copies:
             return super().fork(name)
         self.flush(name)
@@ -61,7 +61,7 @@ class LoopBuffer(Buffer):
 
     def _fill(self, key: int | slice, values: Tensor) -> None:
         stop = key + 1 if isinstance(key, int) else key.stop
-        if self.block.copies or stop > self.tape.filled:
+        if self.block.copies or stop > self.undo.filled:
             super()._fill(key, values)
 
     def _overwrite(self, key: Key, x: Tensor) -> None:
@@ -69,35 +69,35 @@ class LoopBuffer(Buffer):
             if self.block.lent != (0, 0):
                 self._move(self.length, self.block.data.shape[0])
             self.block.copies = True
-        self.tape.log.append((key, take(self.block.data, key).clone()))
+        self.undo.entries.append((key, take(self.block.data, key).clone()))
         super()._overwrite(key, x)
 
     def _reserve(self, filled: int, length: int, name: str) -> None:
-        if length > self.tape.filled:
+        if length > self.undo.filled:
             super()._reserve(filled, length, name)
 
     def _move(self, filled: int, capacity: int) -> None:
         copies = self.block.copies
         super()._move(filled, capacity)
         self.block.copies = copies
-        self.tape.block = self.block
+        self.undo.block = self.block
 
     def _begin(self, length: int) -> None:
         self.length = length
-        self.tape.block = self.block  # a first flush may have brought a block of its own
-        self.tape.filled = max(self.tape.filled, length)
+        self.undo.block = self.block  # a first flush may have brought a block of its own
+        self.undo.filled = max(self.undo.filled, length)
         self.block.begun = max(self.block.begun, length)
 
 
 class Version:
     """What an array was before one step. O(1) to keep."""
 
-    __slots__ = ("blank", "holes", "length", "mark", "recorded", "tape")
+    __slots__ = ("blank", "holes", "length", "mark", "recorded", "undo")
 
-    def __init__(self, blank: TensorArray, tape: Tape | None, length: int, recorded: bool) -> None:
+    def __init__(self, blank: TensorArray, undo: UndoLog | None, length: int, recorded: bool) -> None:
         self.blank = blank  # its facts, without a store
-        self.tape = tape  # None while never written
-        self.mark = 0 if tape is None else len(tape.log)
+        self.undo = undo  # None while never written
+        self.mark = 0 if undo is None else len(undo.entries)
         self.length = length
         self.holes = bytes(blank._holes)
         self.recorded = recorded
@@ -105,36 +105,36 @@ class Version:
     @property
     def shape(self) -> tuple[int, ...]:
         """(len, *F)"""
-        assert self.tape is not None
-        return (self.length, *self.tape.block.element_shape)
+        assert self.undo is not None
+        return (self.length, *self.undo.block.element_shape)
 
 
-def begun(array: TensorArray, name: str) -> tuple[Version, Tensor | None]:
+def initial_version(array: TensorArray, name: str) -> tuple[Version, Tensor | None]:
     """The first version of a caller's array, which stays as it is, and the token that leads to what was written."""
     copy = array.__copy__()
     store: Any = copy._store
     if store is not None and not isinstance(store, Buffer):
         copy._store = store.one()  # rows have left its batch
-    return closed(copy, name)
+    return close_version(copy, name)
 
 
-def opened(version: Version) -> tuple[TensorArray, Tensor | None]:
+def open_version(version: Version) -> tuple[TensorArray, Tensor | None]:
     """The array of a version, for one step, and the leaf that stands for all that was written before."""
     array = version.blank._twin()
     array._holes = Holes(version.holes)
-    tape = version.tape
-    if tape is None:
+    undo = version.undo
+    if undo is None:
         return array, None
-    tape.seek(version.mark)
+    undo.seek(version.mark)
     token = None
     if version.recorded:
-        token = tape.block.nothing.expand(version.shape).detach().requires_grad_()
-    array._store = LoopBuffer(tape, version.length, token)
+        token = undo.block.nothing.expand(version.shape).detach().requires_grad_()
+    array._store = LoopBuffer(undo, version.length, token)
     return array, token
 
 
-def closed(array: TensorArray, name: str, before: Version | None = None) -> tuple[Version, Tensor | None]:
-    """The version that a step left, and its token. An array that the body brought from elsewhere gets a tape.
+def close_version(array: TensorArray, name: str, before: Version | None = None) -> tuple[Version, Tensor | None]:
+    """The version that a step left, and its token. An array that the body brought from elsewhere gets a log.
 
     `before`: the version that this very array was when the step began.
     """
@@ -144,36 +144,36 @@ def closed(array: TensorArray, name: str, before: Version | None = None) -> tupl
         return Version(blank, None, 0, False), None
     assert isinstance(store, Buffer)
     store.flush(name)
-    if type(store) is LoopBuffer and store.turn == store.tape.turn:
-        tape = store.tape
-        tape.block = store.block
+    if type(store) is LoopBuffer and store.turn == store.undo.turn:
+        undo = store.undo
+        undo.block = store.block
     else:
         if type(store) is LoopBuffer:
             store = store.fork(name)
-        tape = Tape(store.block, store.length)
-        if before is not None and before.tape is None and not store.overwritten:
-            before.tape = tape  # made by the first write: replays of that step find its slots again
+        undo = UndoLog(store.block, store.length)
+        if before is not None and before.undo is None and not store.overwritten:
+            before.undo = undo  # made by the first write: replays of that step find its slots again
     token = store.whole_token()
-    return Version(blank, tape, store.length, token is not None), token
+    return Version(blank, undo, store.length, token is not None), token
 
 
-def final(version: Version, token: Tensor | None) -> TensorArray:
+def result_array(version: Version, token: Tensor | None) -> TensorArray:
     """The array that the caller gets: it shares nothing that a replay will change."""
     array = version.blank._twin()
     array._holes = Holes(version.holes)
-    tape = version.tape
-    if tape is not None:
-        tape.seek(version.mark)
-        block = _copied(tape.block, version.length) if tape.block.copies else tape.block
+    undo = version.undo
+    if undo is not None:
+        undo.seek(version.mark)
+        block = _copied(undo.block, version.length) if undo.block.copies else undo.block
         block.lend(0, version.length)
         array._store = Buffer(block, version.length, token)
     return array
 
 
-def new_token(version: Version) -> Tensor:
+def output_token(version: Version) -> Tensor:
     """An output of the loop that stands for the whole array."""
-    assert version.tape is not None
-    return version.tape.block.nothing.expand(version.shape)
+    assert version.undo is not None
+    return version.undo.block.nothing.expand(version.shape)
 
 
 def _copied(block: Block, length: int) -> Block:
@@ -246,7 +246,7 @@ def token_of(values: Tensor) -> Tensor | None:
 
 def values_of(version: Version) -> Tensor:
     """(len, *F), a copy without gradient."""
-    assert version.tape is not None
-    version.tape.seek(version.mark)
+    assert version.undo is not None
+    version.undo.seek(version.mark)
     with torch.no_grad():
-        return version.tape.block.data[: version.length].clone()
+        return version.undo.block.data[: version.length].clone()

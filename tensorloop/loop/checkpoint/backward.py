@@ -11,12 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop import schedule
+from tensorloop._common.errors import Misuse
+from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
-from tensorloop.loop.checkpoint.snapshots import State, fed
+from tensorloop.loop.checkpoint.replay import Recomputed, Replay
+from tensorloop.loop.checkpoint.snapshots import State
 from tensorloop.loop.checkpoint.substitutes import differentiate
-from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, DepartedRows, Output, StackedOutput
 
 
 class Sum:
@@ -40,148 +42,127 @@ class Sum:
 
 
 class Reversal:
-    """Gradients of the outputs of a record in, those of its inputs out."""
+    """Gradients of the outputs of a loop in, those of its node's inputs out."""
 
-    def __init__(self, record: Any, grads: Sequence[Tensor | None]) -> None:
-        self.record = record
+    def __init__(self, replay: Replay, grads: Sequence[Tensor | None], bar: Progress) -> None:
+        self.replay, self.swept, self.bar = replay, replay.swept, bar
+        inputs = self.swept.inputs
         self.after: dict[int, Tensor] = {}  # gradient of the state after the step at hand, by place
         self.ys: dict[int, Tensor] = {}
-        self.pieces: dict[tuple[int, int], Tensor] = {}
-        for place, grad in zip(record.output_places, grads, strict=True):
+        self.departed: dict[tuple[int, int], Tensor] = {}
+        for output, grad in zip(self.swept.outputs, grads, strict=True):
             if grad is not None:
-                self._begin(place, grad)
+                self._begin(output, grad)
         self.xs: dict[int, Tensor] = {}  # gradients, by leaf
         batched = any(grad is not None and transforms.is_batched(grad) for grad in grads)  # by `is_grads_batched`
-        self.sums = [Sum(not batched) for _ in record.recorded]
-        self.arrays: list[Tensor | None] = [None] * len(record.arrays)
+        self.sums = [Sum(not batched) for _ in inputs.captures]
+        self.arrays: list[Tensor | None] = [None] * len(inputs.arrays)
 
-    def _begin(self, place: tuple[Any, ...], grad: Tensor) -> None:
-        kind, number = place[0], place[1]
-        if kind == "y":
-            self.ys[number] = grad
-        elif kind == "piece":
-            self.pieces[number, place[2]] = grad
-        else:
-            self.after[number] = grad
+    def _begin(self, output: Output, grad: Tensor) -> None:
+        match output:
+            case CarryOutput(place) | ArrayOutput(place):
+                self.after[place] = grad
+            case StackedOutput(leaf):
+                self.ys[leaf] = grad
+            case DepartedRows(number, leaf):
+                self.departed[number, leaf] = grad
 
     def run(self) -> list[Tensor | None]:
         """Carries out the schedule; the gradient of each input of the node."""
-        record = self.record
-        if 0 not in record.snapshots:
-            record.second_sweep()
+        swept, snapshots = self.swept, self.swept.snapshots
+        step = left = swept.taken  # the step at hand; how many are not yet reversed
+        if 0 not in snapshots.by_step:
+            self.replay.place_snapshots()
         state: State = []
-        at, step, left = (
-            None,
-            record.steps,
-            record.steps,
-        )  # the step of `state`, the one at hand, those not yet reversed
+        at: int | None = None  # the step of `state`
         try:
-            for action in record.schedule.reverse(record.steps, sorted(record.snapshots)):
+            for action in swept.schedule.reverse(swept.taken, sorted(snapshots.by_step)):
                 if isinstance(action, schedule.Restore):
-                    at, state = action.step, record.restore(action.step)
+                    at, state = action.step, self.replay.restore(action.step)
                 elif isinstance(action, schedule.Drop):
-                    record.drop(action.step)
+                    snapshots.drop(action.step)
                 elif at != (start := action.start if isinstance(action, schedule.Advance) else action.step):
                     held = "none" if at is None else f"that of step {at}"
-                    raise RuntimeError(f"{record.name}: the schedule wants {action}, but the state at hand is {held}")
+                    raise Misuse(f"the schedule wants {action}, but the state at hand is {held}")
                 elif isinstance(action, schedule.Advance):
                     for step in range(start, action.stop):
-                        state = record.advance(step, state)
+                        state = self.replay.advance(step, state)
                     at = action.stop
                 elif isinstance(action, schedule.Snapshot):
-                    state = record.keep(start, state)
+                    state = snapshots.keep(start, state)
                 else:
                     step, left = start, left - 1
                     if step != left:
-                        raise RuntimeError(f"{record.name}: the schedule reverses step {step} where {left} is next")
+                        raise Misuse(f"the schedule reverses step {step} where {left} is next")
                     self._reverse(step, state)
-                    record.bar.update()
+                    self.bar.update()
                     at, state = None, []
             if left:
-                raise RuntimeError(f"{record.name}: the schedule ended with {left} steps not reversed")
+                raise Misuse(f"the schedule ended with {left} steps not reversed")
         except BaseException as error:
-            error.add_note(f"raised in the replay of step {step} of {record.name}")
-            record.forget()
+            error.add_note(f"raised in the replay of step {step} of {swept.name}")
+            snapshots.forget()
             raise
         return self._found()
 
     def _found(self) -> list[Tensor | None]:
-        record = self.record
-        grads = [self.after.get(i) for i, _ in record.inits]
-        grads += [self.after.get(i) for i, _ in record.first]
-        grads += [self.xs.get(k) for k, _ in record.xs_recorded]
+        inputs = self.swept.inputs
+        grads = [self.after.get(i) for i, _ in inputs.init]
+        grads += [self.after.get(i) for i, _ in inputs.array_tokens]
+        grads += [self.xs.get(k) for k, _ in inputs.xs]
         grads += self.arrays
         return grads + [s.value for s in self.sums]
 
     def _reverse(self, t: int, state: State) -> None:
         """Runs step t with residuals and differentiates it."""
-        record = self.record
-        captures = record.captures
-        leaves, recorded, tokens = fed(state)
-        row = record.row(t)
-        rows = [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad]
-        leaves = captures.begin_step(t, leaves, recorded, row)
-        with record.standing_in():
-            new, y = record.step(t, leaves, row)
-        outputs, grads = self._outputs(t, new, y, state)
-        captures.end_step((), ())
-        inputs = [*recorded, *tokens]
-        stands = [a.stand_in for a in record.arrays]
+        swept = self.swept
+        step = self.replay.reverse(t, state)
+        outputs, grads = self._outputs(t, step)
         after: dict[int, Tensor] = {}
         if outputs:
-            wanted = [x for _, x in inputs] + [x for _, x in rows] + stands
-            found = iter(differentiate(gradients, outputs, wanted, grads, record.recorded, record.replaced))
-            for i, _ in inputs:
+            wanted = [x for _, x in (*step.inputs, *step.row)]
+            wanted += [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]
+            found = iter(differentiate(gradients, outputs, wanted, grads, swept.inputs.captures, swept.substitutes))
+            for i, _ in step.inputs:
                 if (grad := next(found)) is not None:
                     after[i] = grad
-            for k, _ in rows:
+            for k, _ in step.row:
                 self._add_row(k, t, next(found))
             self.arrays = [next(found) for _ in self.arrays]
             for total in self.sums:
                 total.add(next(found))
         self.after = after
 
-    def _outputs(self, t: int, new: Sequence[Any], y: Any, before: State) -> tuple[list[Tensor], list[Tensor]]:
+    def _outputs(self, t: int, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
         """What the step gave that has a gradient, and that gradient."""
-        record = self.record
+        swept = self.swept
         outputs: list[Tensor] = []
         grads: list[Tensor] = []
 
         def put(output: Any, grad: Tensor | None) -> None:
-            output = record.replaced.get(id(output), output)  # a body may return a capture as it is
+            output = swept.substitutes.get(id(output), output)  # a body may return a capture as it is
             if grad is not None and isinstance(output, Tensor) and output.requires_grad:
                 outputs.append(output)
                 grads.append(grad)
 
-        pieces = record.take_pieces()
-        for i, x in enumerate(new):
-            if isinstance(x, TensorArray):
-                store = x._store
-                if store is not None:
-                    store.flush(record.name)
-                    put(store.whole_token() if isinstance(store, Buffer) else None, self.after.get(i))
-            else:
-                put(x, self.after.get(i))
-        if record.loop.outputs is not None:
-            ys = record.loop.outputs
-            leaves, reverse = ys.leaves_of(y, t), record.loop.slices.reverse
-            for k, leaf in enumerate(leaves):
-                if k in self.ys:
-                    put(leaf, ys.part(self.ys[k], t, record.steps, reverse))
-        for number, (step, _, _) in enumerate(record.pieces):
-            if step == t:
-                for k, x in enumerate(pieces[0][1]):
-                    put(x, self.pieces.get((number, k)))
-        for captured in record.captures.arrays.values():
-            token = captured.end_step()
-            if captured in record.arrays:  # also one that no read has moved: an inner loop may hang on the stand-in
-                put(token, self.arrays[record.arrays.index(captured)])
+        for i, x in enumerate(step.carry):
+            put(x, self.after.get(i))
+        for k, x in enumerate(step.ys):
+            if k in self.ys:
+                put(x, self.replay.steps.part_of_ys(self.ys[k], t, swept.taken))
+        for number, leaves in step.departed:
+            for k, x in enumerate(leaves):
+                put(x, self.departed.get((number, k)))
+        for token, grad in zip(step.reads, self.arrays, strict=True):
+            put(token, grad)
         return outputs, grads
 
     def _add_row(self, k: int, t: int, grad: Tensor | None) -> None:
         if grad is None:
             return
-        x, dim = self.record.xs[k]
+        steps = self.replay.steps
+        x, dim = steps.xs[k]
+        assert x is not None
         if k not in self.xs:
             self.xs[k] = grad.new_zeros(x.shape)  # of the gradient's own kind: it may be batched
-        self.record.loop.slices.part(self.xs[k], dim, t).copy_(grad)
+        steps.part(self.xs[k], dim, t).copy_(grad)

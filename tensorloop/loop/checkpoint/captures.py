@@ -3,16 +3,14 @@
 Three sources, each for what the others cannot see:
 
 - every torch function that the body calls passes through `Captures`, a `TorchFunctionMode`, which notes its tensor
-  arguments and their versions, generators, and what is about to be changed in place;
-- the autograd graph of the step says which of them carry a gradient: a leaf that is none of the step's arguments, or an
-  edge to a node made before the step (`_sequence_nr` counts nodes in the order they are made, per thread);
-- arrays report their own use (`Captures.inside`).
+  arguments and their versions (`step_use`), generators, and what is about to be changed in place (`writes`);
+- the autograd graph of the step says which of them carry a gradient (`capture_graph`);
+- arrays report their own use (`Captures.record_use`).
 
 A tensor met as an argument and made by no function of the step is a capture if somebody still holds it when the step is
 over. What a custom autograd function returned looks the same until then, so it is only held weakly.
 
-Private names of torch, tried with 2.11 and 2.13: `torch.autograd._get_sequence_nr`, `Node._sequence_nr`,
-`overrides.unseen`.
+Errors raised while the body runs name the loop: functions of other loops may be between it and the user.
 """
 
 import gc
@@ -27,14 +25,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
-from tensorloop._torch import overrides
+from tensorloop._torch import graph, overrides
 from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.versions import version_of
+from tensorloop.loop.checkpoint.ambient_state import RngState
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
+from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
 from tensorloop.loop.checkpoint.held import held, references
 from tensorloop.loop.checkpoint.in_place import Given
-from tensorloop.loop.checkpoint.substitutes import leads_to
-from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, may_write
+from tensorloop.loop.checkpoint.step_use import StepUse
+from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, Writes, may_write
 from tensorloop.tensor_array.buffer import Buffer
 
 _P = ParamSpec("_P")
@@ -59,38 +61,33 @@ class Captures(TorchFunctionMode):
     def __init__(self, name: str, serial: int) -> None:
         super().__init__()
         self.name, self.serial = name, serial
-        self.outer = here.notes
+        self.outer = here.recorder
         self.met: dict[int, Met] = {}
         self.recorded: dict[int, Tensor] = {}  # those that get a gradient, in the order they were met
         self.arrays: dict[int, CapturedArray] = {}  # by the id of the buffer
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # by the body: tensor, its values before
+        self.writes = Writes()
         self.calls = array("q")  # torch functions called in each step that gave a tensor
         self.given = Given()
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
         self.step = 0
-        self._seen: dict[int, Tensor] = {}  # arguments, results and captures of this step
-        self._fresh: Sequence[tuple[weakref.ref[Tensor], int | None]] = ()
-        self._candidates: list[tuple[Tensor, int | None]] = []
-        self._written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # candidates: values before
-        self._unseen: set[int] = set()  # written to by functions that raise no version
-        self._made: list[int] = []  # results of this step
-        self._passing: Sequence[weakref.ref[Tensor]] = ()  # results of the step last done
+        self.use = StepUse({})  # of this step
         self.loops = False  # whether loops in the body were nodes of its graph
-        self._given: Sequence[weakref.ref[Tensor]] = ()  # its arguments with gradient
-        self.stayed: list[weakref.ref[Tensor]] = []  # such that lived on after their step
+        self.stayed: list[weakref.ref[Tensor]] = []  # arguments with gradient that lived on after their step
+        # Of the step last done: what may be a capture; results and arguments with gradient.
+        self._fresh: Sequence[tuple[weakref.ref[Tensor], int | None]] = ()
+        self._passing: Sequence[weakref.ref[Tensor]] = ()
+        self._given: Sequence[weakref.ref[Tensor]] = ()
         self._left: dict[int, weakref.ref[Tensor]] = {}  # results of earlier ones that somebody still holds
-        self._count = 0
-        self._walk = False
-        self._first = 0
 
     # -- while the body runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if here.quiet:
+        if here.in_library:
             return func(*args, **(kwargs or _NONE))
-        seen = self._seen
+        use = self.use
+        seen = use.seen
         for x in args:
             if isinstance(x, Tensor):
                 if id(x) not in seen:
@@ -108,8 +105,9 @@ class Captures(TorchFunctionMode):
             writes = WRITING[func] = may_write(func)
         if writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
-                self._before_write(args, kwargs, writes is UNSEEN)
-        elif func in _HOOKS and here.notes is self:
+                candidates = {id(x) for x, _ in use.candidates}
+                self.writes.before((*args, *kwargs.values()), writes is UNSEEN, self._is_met, candidates)
+        elif func in _HOOKS and here.recorder is self:
             self._before_hook(args[0])
         try:
             out = func(*args, **kwargs)
@@ -117,18 +115,18 @@ class Captures(TorchFunctionMode):
             if not self.given.loosened(error, args, kwargs):
                 raise
             out = func(*args, **kwargs)
-        if not self._walk and not torch.is_grad_enabled():
-            self._walk = True  # maybe in a custom function's forward: its node may have inputs that no function saw
+        if not use.leads_out and not torch.is_grad_enabled():
+            use.leads_out = True  # maybe in a custom function's forward: its node may have inputs that no function saw
         if isinstance(out, Tensor):
-            self._count += 1
+            use.count += 1
             if id(out) not in seen:
                 seen[id(out)] = out
-                self._made.append(id(out))
+                use.made.append(id(out))
         elif type(out) not in _PLAIN and isinstance(out, (tuple, list)):
             for x in out:
                 if isinstance(x, Tensor) and id(x) not in seen:
                     seen[id(x)] = x
-                    self._made.append(id(x))
+                    use.made.append(id(x))
         return out
 
     def note(self, leaves: Iterable[Any]) -> None:
@@ -137,8 +135,7 @@ class Captures(TorchFunctionMode):
             return
         for x in leaves:
             if isinstance(x, Tensor):
-                if id(x) not in self._seen:
-                    self._meet(x)
+                self._look_into(x)
             elif isinstance(store := getattr(x, "_store", None), Buffer):
                 with overrides.unseen():
                     self.meet_array(store)
@@ -148,11 +145,11 @@ class Captures(TorchFunctionMode):
         self.loops = True
         for x in results:
             if isinstance(x, Tensor):
-                self._seen[id(x)] = x
+                self.use.seen[id(x)] = x
 
     def _look_into(self, x: Any) -> None:
         if isinstance(x, Tensor):
-            if id(x) not in self._seen:
+            if id(x) not in self.use.seen:
                 self._meet(x)
         elif isinstance(x, torch.Generator):
             self.generators.setdefault(id(x), (x, x.get_state()))
@@ -163,12 +160,12 @@ class Captures(TorchFunctionMode):
                 self._look_into(y)
 
     def _meet(self, x: Tensor) -> None:
-        self._seen[id(x)] = x
+        self.use.seen[id(x)] = x
         # Only a tensor that no torch function of this step gave can bring a capture into its graph.
-        self._walk = self._walk or x.requires_grad
+        self.use.leads_out = self.use.leads_out or x.requires_grad
         if not self._is_met(x):
             self._check_left(x)
-            self._candidates.append((x, None if x.is_inference() else x._version))
+            self.use.candidates.append((x, version_of(x)))
 
     def _check_left(self, x: Tensor) -> None:
         left = self._left.get(id(x))
@@ -178,40 +175,16 @@ class Captures(TorchFunctionMode):
                 f"than in the carry, so a replay would find another one; put it in the carry"
             )
 
-    def _before_write(self, args: Sequence[Any], kwargs: dict[str, Any], unseen: bool) -> None:
-        fresh = {id(x) for x, _ in self._candidates}
-        for x in (*args, *kwargs.values()):
-            if not isinstance(x, Tensor) or x.requires_grad:
-                continue
-            if x._base is not None and not self._is_met(x):
-                x = x._base  # a write to a view is one to what it is a view of
-            if unseen:
-                self._unseen.add(id(x))
-            if id(x) in self.changed:
-                continue
-            if self._is_met(x):
-                self.changed[id(x)] = (x, x.detach().clone())
-            elif id(x) in fresh:
-                self._written.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
-
-    def written_to(self) -> list[tuple[Tensor, bool]]:
-        """What the body has changed in place, or may have, and whether without a new version."""
-        if not self.changed and not self._written:
-            return []
-        tensors = [x for x, _ in self.changed.values()]
-        tensors += [x for reference, _ in self._written.values() if (x := reference()) is not None]
-        return [(x, id(x) in self._unseen) for x in tensors]
-
     def _before_hook(self, x: Tensor) -> None:
-        now = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-        made = x.grad_fn is not None and self._first <= x.grad_fn._sequence_nr() < now
-        if id(x) in self.recorded or (not made and any(y is x for y, _ in self._candidates)):
+        numbers = range(self.use.first, graph.next_number())
+        made = x.grad_fn is not None and graph.number_of(x.grad_fn) in numbers
+        if id(x) in self.recorded or (not made and any(y is x for y, _ in self.use.candidates)):
             raise RuntimeError(
                 f"{self.name}: the body registers a hook on {describe(x)}, which it closes over, and would do so again "
                 f"in each replay; register it before the loop"
             )
 
-    def inside(
+    def record_use(
         self, buffer: Buffer, method: Callable[Concatenate[Buffer, _P], _R], *args: _P.args, **kwargs: _P.kwargs
     ) -> _R:
         """Carries out a method of an array that the body uses; one made outside the loop is a capture."""
@@ -227,11 +200,11 @@ class Captures(TorchFunctionMode):
                 raise RuntimeError(
                     f"{self.name}: step {self.step} reads an array in its replay that it did not read before"
                 )
-            outer, here.notes = here.notes, None
+            outer, here.recorder = here.recorder, None
             try:
                 captured = self.arrays[id(buffer)] = CapturedArray(buffer, self.name)
             finally:
-                here.notes = outer
+                here.recorder = outer
             captured.enter()
 
     # -- around one step
@@ -241,49 +214,54 @@ class Captures(TorchFunctionMode):
     ) -> list[Any]:
         """Before the body of a step: the state as it gets it. Its arguments are that and `row`."""
         self.settle()
-        self._count, self._candidates, self._made, self._walk = 0, [], [], False
-        self._first = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        self.use = StepUse(dict(self.recorded))
         self.step = step
-        seen = self._seen = dict(self.recorded)
         self.given.leaves = recorded
         if self.given.changed:
             state = self.given.of(state, recorded)
-        for x in state:
-            if isinstance(x, Tensor):
-                seen[id(x)] = x
-        for x in row:
-            if isinstance(x, Tensor):
-                seen[id(x)] = x
+        self.use.seen.update({id(x): x for x in (*state, *row) if isinstance(x, Tensor)})
         return state
 
     def end_step(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], returned: Sequence[Any] = ()) -> None:
         """After the body of a step: what of its use stays to be known; in the sweep, which captures have a gradient."""
+        use = self.use
         if self.replaying:
             self._check_count()
         else:
-            self.calls.append(self._count)
+            self.calls.append(use.count)
             if self.given.roots:
                 arguments = [*arguments, *self.given.roots]
             self._look_for_left({id(x) for x in returned})
-            if self._walk or not all(map(self._seen.__contains__, map(id, outputs))):
+            if use.leads_out or not all(map(use.seen.__contains__, map(id, outputs))):
                 self._find_recorded(outputs, {id(x) for x in arguments})
-            outside = {id(x) for x, _ in self._candidates}
+            outside = {id(x) for x, _ in use.candidates}
             self._passing = [
                 weakref.ref(x)
                 for x in returned
                 if isinstance(x, Tensor) and x.requires_grad and id(x) not in outside and id(x) not in self.recorded
             ]
             self._given = [weakref.ref(x) for x in arguments if x.requires_grad]
-        if self._candidates:
-            self._fresh = [(weakref.ref(x), version) for x, version in self._candidates if id(x) not in self.recorded]
-        self._seen, self._candidates = {}, []
+        if use.candidates:
+            self._fresh = [(weakref.ref(x), version) for x, version in use.candidates if id(x) not in self.recorded]
+        self.use = StepUse({})
         self.given.leaves = self.given.roots = ()
+
+    def _find_recorded(self, outputs: Iterable[Tensor], arguments: set[int]) -> None:
+        use = self.use
+        numbers = range(use.first, graph.next_number())
+        known = [*self.recorded.values(), *(x for x, _ in use.candidates)]
+        for x in find_captures(outputs, StepGraph(self.step, arguments, numbers, use.made, known, use.seen.values())):
+            if id(x) not in self.recorded:
+                self.recorded[id(x)] = x
+                version = next((v for y, v in use.candidates if y is x), x._version)
+                self.met[id(x)] = Met(lambda x=x: x, version)
 
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
-        for key in held(self._made, self._seen, references()):
+        seen = self.use.seen
+        for key in held(self.use.made, seen, references()):
             if key not in returned:
-                self._left[key] = weakref.ref(self._seen[key])
+                self._left[key] = weakref.ref(seen[key])
 
     def settle(self) -> None:
         """After everything of a step is gone: what is left of what it met was not its own."""
@@ -295,18 +273,11 @@ class Captures(TorchFunctionMode):
             for reference, version in self._fresh:
                 if (x := reference()) is not None and not self._is_met(x):
                     self.met[id(x)] = Met(reference, version)
-        if self._written:
-            for key, (reference, before) in self._written.items():
-                if (x := reference()) is not None:
-                    self.changed[key] = (x, before)
-            self._written = {}
+        self.writes.settle()
         if self.given.loose:
             self.given.release()
-        for reference in self._given:
-            if (x := reference()) is not None:
-                self._left[id(x)] = reference
-                self.stayed.append(reference)
-        for reference in self._passing:
+        self.stayed += [reference for reference in self._given if reference() is not None]
+        for reference in (*self._given, *self._passing):
             if (x := reference()) is not None:
                 self._left[id(x)] = reference
         self._fresh = self._passing = self._given = ()
@@ -324,7 +295,7 @@ class Captures(TorchFunctionMode):
         """
         for reference in self.nodes:
             if (node := reference()) is not None:
-                node.record = None
+                node.replay = None
         self.nodes.clear()
 
     def _is_met(self, x: Tensor) -> bool:
@@ -340,8 +311,8 @@ class Captures(TorchFunctionMode):
             # to the loop's result afterwards, and which no gradient has reached.
             gc.collect(generation)
         if (unknown := self._unknown()) is not None:
-            raise RuntimeError(
-                f"{self.name}: step {self.step} used {unknown} in its replay, which the forward pass did not use; "
+            raise Misuse(
+                f"step {self.step} used {unknown} in its replay, which the forward pass did not use; "
                 f"a body must close over the same tensors until backward has run"
             )
 
@@ -354,85 +325,22 @@ class Captures(TorchFunctionMode):
 
     def _check_count(self) -> None:
         before = self.calls[self.step]
-        if self._count != before:
-            raise RuntimeError(
-                f"{self.name}: step {self.step} did not repeat itself: it made {before} tensors in the "
-                f"forward pass and {self._count} in its replay; a body must depend on nothing that changes in between"
+        if self.use.count != before:
+            raise Misuse(
+                f"step {self.step} did not repeat itself: it made {before} tensors in the forward pass and "
+                f"{self.use.count} in its replay; a body must depend on nothing that changes in between"
             )
 
     def check_versions(self) -> None:
         """Raises where a captured tensor was changed in place, by anybody but a buffer's own update."""
         for key, met in self.met.items():
             x = met.tensor()
-            if x is not None and met.version is not None and x._version != met.version and key not in self.changed:
-                raise RuntimeError(
-                    f"{self.name}: {describe(x)}, which the body closes over, was changed in place "
+            if x is not None and version_of(x) != met.version and key not in self.writes.changed:
+                raise Misuse(
+                    f"{describe(x)}, which the body closes over, was changed in place "
                     f"{'before or during backward' if self.replaying else 'in the loop'}; "
                     f"put it in the carry, or change it after backward"
                 )
-
-    # -- the graph of a step
-
-    def _find_recorded(self, outputs: Iterable[Tensor], arguments: set[int]) -> None:
-        visited: set[Any] = set()
-        stack: list[Any] = []
-        edges: dict[bool, dict[Any, Tensor]] = {}
-        first, last = self._first, torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-        for out in outputs:
-            if out.grad_fn is None:
-                if id(out) not in arguments:
-                    self._record(out)
-                continue
-            made = out.grad_fn._sequence_nr()
-            elsewhere = made >= last and id(out) not in self._made
-            if made < first or (elsewhere and not leads_to(out.grad_fn, arguments)):
-                self._record(out)
-            else:
-                stack.append(out.grad_fn)
-        while stack:
-            node = stack.pop()
-            if node in visited:
-                continue
-            visited.add(node)
-            for below, number in node.next_functions:
-                if below is None or below in visited:
-                    continue
-                variable = getattr(below, "variable", None)
-                if variable is not None and type(below).__name__ == "AccumulateGrad":
-                    visited.add(below)
-                    if id(variable) not in arguments:
-                        self._record(variable)
-                    continue
-                made = below._sequence_nr()
-                captured = None if first <= made < last else self._at((below, number), made < first, edges)
-                if captured is None or (made >= last and leads_to(below, arguments)):
-                    stack.append(below)
-                else:
-                    self._record(captured)
-
-    def _at(self, edge: tuple[Any, int], older: bool, edges: dict[bool, dict[Any, Tensor]]) -> Tensor | None:
-        """The capture behind an edge to a node that this thread did not make in this step.
-
-        A number that is still to come is another thread's: that of a capture, or of what a thread of the body made, or
-        None where a backward pass of the body ran on a device, in a thread of its own. `edges` keeps what is known of
-        the step.
-        """
-        if older not in edges:
-            given = [*self.recorded.values(), *(x for x, _ in self._candidates)]
-            given += self._seen.values() if older else ()
-            edges[older] = {(node, x.output_nr): x for x in given if (node := _node(x)) is not None}
-        if older and edge not in edges[older]:
-            raise RuntimeError(
-                f"{self.name}: step {self.step} depends on the result of {edge[0].name()}, a tensor that no "
-                f"torch function of the body was given; pass it in the carry, or use it in an operation"
-            )
-        return edges[older].get(edge)
-
-    def _record(self, x: Tensor) -> None:
-        if id(x) not in self.recorded:
-            self.recorded[id(x)] = x
-            version = next((v for y, v in self._candidates if y is x), x._version)
-            self.met[id(x)] = Met(lambda: x, version)
 
     # -- in backward
 
@@ -442,7 +350,7 @@ class Captures(TorchFunctionMode):
         self.settle()
         self.replaying = True
         self.check_versions()
-        now = [(x, x.detach().clone()) for x, _ in self.changed.values()]
+        now = self.writes.values()
         try:
             for captured in self.arrays.values():
                 captured.enter()
@@ -452,25 +360,23 @@ class Captures(TorchFunctionMode):
             self.check_versions()
         finally:
             self.replaying = False
-            self._fresh, self._candidates, self._seen, self._written = [], [], {}, {}
-            for captured in self.arrays.values():
-                captured.leave()
-            for x, values in now:
-                x.data.copy_(values)
+            self._fresh, self.use = [], StepUse({})
+            self.writes.fresh = {}
+            self.end_sweep()
+            self.writes.restore(now)
 
     def end_sweep(self) -> None:
         """The arrays that were met are the caller's again."""
         for captured in self.arrays.values():
             captured.leave()
 
-    def buffers(self) -> dict[int, Tensor]:
-        """The values now of what the body changes, for a snapshot."""
-        return {key: x.detach().clone() for key, (x, _) in self.changed.items()}
+    def end_arrays(self) -> dict[CapturedArray, Tensor | None]:
+        """After a step: the token of each array's reads in it, and the next one begins anew."""
+        return {captured: captured.end_step() for captured in self.arrays.values()}
 
-    def set_buffers(self, values: dict[int, Tensor]) -> None:
-        """Puts back the values of a snapshot; what was changed later only has those of before."""
-        for key, (x, before) in self.changed.items():
-            x.data.copy_(values.get(key, before))
+    def rng_state(self) -> RngState:
+        """Of all generators that the body may draw from."""
+        return RngState(generator for generator, _ in self.generators.values())
 
 
 @contextmanager
@@ -487,11 +393,3 @@ def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(saved)
         for x, grad in kept:
             x.grad = grad
-
-
-def _node(x: Tensor) -> Any:
-    """What made x, where that is in a graph."""
-    try:
-        return x.grad_fn
-    except RuntimeError:  # a view made without grad of what was changed in place, as a custom function may
-        return None

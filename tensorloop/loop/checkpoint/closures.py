@@ -13,6 +13,8 @@ from itertools import pairwise
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
+from tensorloop._common.errors import Misuse
+
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _FUNCTIONS = FunctionType | MethodType | partial
 _GONE = object()
@@ -47,15 +49,15 @@ class Constants:
         """After the sweep: what has changed in it is the body's own."""
         self.held = [x for x in self.held if _same(x.read(), x.value)]
 
-    def check(self, loop: str) -> None:
+    def check(self) -> None:
         """Raises where a value is another one than in the sweep."""
         for x in self.held:
             now = x.read()
             if not _same(now, x.value) and _matters(x):
                 name = f"{x.of}.{x.name}" if x.of else x.name
                 was, is_now = reprlib.repr(x.value), "gone" if now is _GONE else reprlib.repr(now)
-                raise RuntimeError(
-                    f"{loop}: the {x.kind} {name}, which the body uses, was {was} in the forward pass and is {is_now} "
+                raise Misuse(
+                    f"the {x.kind} {name}, which the body uses, was {was} in the forward pass and is {is_now} "
                     f"in backward, which runs steps again; bind it where the body is made "
                     f"(`lambda ..., {x.name}={name}: ...`), or pass it in the carry or in xs"
                 )

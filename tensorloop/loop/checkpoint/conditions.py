@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse
 from tensorloop._torch import transforms
+from tensorloop._torch.versions import version_of
 from tensorloop.loop.checkpoint.captures import Captures
-from tensorloop.loop.checkpoint.snapshots import Kept, State, fed
+from tensorloop.loop.checkpoint.snapshots import State, as_leaves, copied
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 
@@ -22,12 +24,12 @@ class Conditions:
 
     def __init__(self, loop: Loop, captures: Captures) -> None:
         self.loop, self.captures = loop, captures
-        self.fed: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
+        self.given: tuple[Any, Any] = (None, None)  # a state, and the leaves made of it
 
     def leaves_of(self, state: State) -> Any:
         """The leaves of a state: those that `cond_fn` has seen, if it was asked about it."""
-        known, self.fed = self.fed, (None, None)
-        return known[1] if known[0] is state else fed(state)
+        known, self.given = self.given, (None, None)
+        return known[1] if known[0] is state else as_leaves(state)
 
     def goes_on(self, state: State) -> bool:
         """Whether there is another step. Captured arrays are the caller's meanwhile: a cut takes rows of a context."""
@@ -38,10 +40,10 @@ class Conditions:
             if loop.cond is None:
                 return loop.goes_on(loop.taken, [])
             if loop.taken:
-                leaves = fed(state)
-                self.fed = state, leaves  # the next step gets the same
+                leaves = as_leaves(state)
+                self.given = state, leaves  # the next step gets the same
             else:  # the first state is the caller's
-                leaves = fed([Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state])
+                leaves = as_leaves(copied(state))
             marks, buffers = _marks(leaves[0]), self._buffers()
             going = loop.goes_on(loop.taken, leaves[0])
             if buffers or _marks(leaves[0]) != marks:
@@ -60,24 +62,23 @@ class Conditions:
 
     def _buffers(self) -> list[tuple[Tensor, Any, Tensor | None]]:
         """Buffers that the body changes too: how they are marked, and their values where a change leaves no mark."""
-        return [(x, _mark(x), x.clone() if unseen else None) for x, unseen in self.captures.written_to()]
+        return [(x, _mark(x), x.clone() if unseen else None) for x, unseen in self.captures.writes.tensors()]
 
     def _check(
         self, what: str, t: int, leaves: Sequence[Any], marks: list[Any], buffers: Sequence[tuple[Tensor, Any, Any]]
     ) -> None:
         """Raises where the carry, or a buffer, was changed in place since it was marked."""
-        name = self.loop.name
         if (now := _marks(leaves)) != marks:
             i = next(i for i, mark in enumerate(marks) if now[i] != mark)
             done = "wrote to" if isinstance(leaves[i], TensorArray) else "changed"
-            raise RuntimeError(
-                f"{name}: {what} {done} carry{self.loop.carry.tree.paths[i]} in place at step {t}; with checkpoints it "
+            raise Misuse(
+                f"{what} {done} carry{self.loop.carry.tree.paths[i]} in place at step {t}; with checkpoints it "
                 f"may only look, as a replay does not ask it again: change a copy, or let the body make that change"
             )
         for x, mark, values in buffers:
             if _mark(x) != mark or (values is not None and not same_bits(x, values)):
-                raise RuntimeError(
-                    f"{name}: {what} changed {describe(x)}, which the body uses, in place at step {t} (as a batch "
+                raise Misuse(
+                    f"{what} changed {describe(x)}, which the body uses, in place at step {t} (as a batch "
                     f"norm in training mode does); with checkpoints it may only look, as a replay does not ask it "
                     f"again: call eval() for it, or let the body alone make that change"
                 )
@@ -93,10 +94,10 @@ def _marks(leaves: Sequence[Any]) -> list[Any]:
 
 def _mark(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return None if x.is_inference() else x._version
+        return version_of(x)
     if isinstance(x, TensorArray) and x._store is not None:
-        tape = getattr(x._store, "tape", None)
-        return x._store.length, getattr(x._store, "overwritten", None), None if tape is None else len(tape.log)
+        undo = getattr(x._store, "undo", None)
+        return x._store.length, getattr(x._store, "overwritten", None), None if undo is None else len(undo.entries)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of derivatives of a checkpointed loop, and the size of a step's residuals.
+"""Derivatives of derivatives of a checkpointed loop.
 
 `backward(create_graph=True)` wants the gradient as a differentiable function of the loop's inputs and of the gradient
 that came in. There the loop is run once more, as a plain loop, on leaves that stand for the inputs, and differentiated
@@ -7,16 +7,26 @@ one order higher, so any order works. Wrapping keeps the inner graph apart from 
 tensor that the body closes over, and that path must count once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorloop._torch import overrides, transforms
+from tensorloop._common.errors import named
+from tensorloop._torch import overrides
 from tensorloop.loop.checkpoint.array_versions import Version, dense, token_of, values_of
-from tensorloop.loop.checkpoint.snapshots import Kept
-from tensorloop.loop.checkpoint.substitutes import differentiate
+from tensorloop.loop.checkpoint.replay import Replay
+from tensorloop.loop.checkpoint.snapshots import SavedTensor
+from tensorloop.loop.checkpoint.substitutes import differentiate, substitute
+from tensorloop.loop.checkpoint.sweep_result import (
+    ArrayOutput,
+    CarryOutput,
+    DepartedRows,
+    Output,
+    StackedOutput,
+    SweepResult,
+)
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]
@@ -24,24 +34,25 @@ Function = Callable[[list[Tensor]], list[Tensor]]
 Outside = tuple[list[Tensor], dict[int, Tensor]]
 
 
-def differentiated(record: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a record's inputs, as differentiable as its inputs and `grads`."""
+def differentiated(replay: Replay, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of a loop's inputs, as differentiable as its inputs and `grads`."""
+    swept = replay.swept
     live = [k for k, grad in enumerate(grads) if grad is not None]
     cotangents = [grad for grad in grads if grad is not None]
-    outside = record.recorded, record.replaced
-    explicit = record.inputs[: record.explicit]
+    captures, explicit = swept.inputs.captures, swept.inputs.explicit
+    outside = captures, swept.substitutes
+    plain = named(swept.name)(_plain)  # a higher derivative is asked for without the loop's node
     function = _vjp(
-        lambda leaves: [out for k, out in enumerate(_plain(record, leaves)) if k in live], len(explicit), outside
+        lambda leaves: [out for k, out in enumerate(plain(replay, leaves)) if k in live], len(explicit), outside
     )
-    values = _dense_values(record)
-    if any(type(x) is Version for x in record.initial.state):
-        record.forget()  # arrays go back to their beginning: later snapshots of them are void
-    return list(
-        _Again.apply(function, outside, values, len(explicit) + len(live), *explicit, *cotangents, *record.recorded)
-    )
+    values = _dense_values(swept)
+    if any(type(x) is Version for x in swept.snapshots.initial.state):
+        swept.snapshots.forget()  # arrays go back to their beginning: later snapshots of them are void
+    n = len(explicit) + len(live)
+    return list(DifferentiableReplay.apply(function, outside, values, n, *explicit, *cotangents, *captures))
 
 
-class _Again(torch.autograd.Function):
+class DifferentiableReplay(torch.autograd.Function):
     """A function of explicit inputs and of closed-over ones, as a node that runs it anew for each derivative."""
 
     @staticmethod
@@ -61,7 +72,9 @@ class _Again(torch.autograd.Function):
         inputs, n = ctx.saved_tensors, ctx.n
         higher = _vjp(ctx.function, n, ctx.outside)
         if torch.is_grad_enabled():
-            found = _Again.apply(higher, ctx.outside, ctx.values, n + len(grads), *inputs[:n], *grads, *inputs[n:])
+            found = DifferentiableReplay.apply(
+                higher, ctx.outside, ctx.values, n + len(grads), *inputs[:n], *grads, *inputs[n:]
+            )
         else:
             with torch.enable_grad():
                 leaves = _leaves(inputs[:n], ctx.values)
@@ -96,103 +109,67 @@ def _recorded(
     return torch.autograd.grad(outputs, inputs, grads, create_graph=True, allow_unused=True)
 
 
-def _dense_values(record: Any) -> dict[int, Tensor]:
+def _dense_values(swept: SweepResult) -> dict[int, Tensor]:
     """The values of array inputs, by place: their tokens hold none."""
-    values = {}
-    state = record.initial.state
-    for k, (i, _) in enumerate(record.first):
-        values[len(record.inits) + k] = values_of(state[i])
-    start = len(record.inits) + len(record.first) + len(record.xs_recorded)
-    for k, captured in enumerate(record.arrays):
+    inputs, state = swept.inputs, swept.snapshots.initial.state
+    values = {len(inputs.init) + k: values_of(state[i]) for k, (i, _) in enumerate(inputs.array_tokens)}
+    start = len(inputs.init) + len(inputs.array_tokens) + len(inputs.xs)
+    for k, captured in enumerate(inputs.arrays):
         values[start + k] = captured.twin.block.data[: captured.twin.length].clone()
     return values
 
 
-def _plain(record: Any, leaves: list[Tensor]) -> list[Tensor]:
-    """Runs the steps of a record as a plain loop from these inputs; its outputs, arrays as what they hold."""
-    given = iter(leaves)
-    state = record.initial.restored(record.name)
-    inits = {i: next(given) for i, _ in record.inits}
-    arrays = {i: next(given) for i, _ in record.first}
-    xs = {k: next(given) for k, _ in record.xs_recorded}
-    captured = [next(given) for _ in record.arrays]
-    with record.as_then(), record.standing_in(), overrides.unseen_by_classes():
-        return _run(record, state, inits, arrays, xs, captured)
+def _plain(replay: Replay, leaves: list[Tensor]) -> list[Tensor]:
+    """Runs all steps as a plain loop from these inputs; its outputs, arrays as what they hold."""
+    given, inputs, snapshots = iter(leaves), replay.swept.inputs, replay.swept.snapshots
+    kept = snapshots.initial.restored()
+    inits = {i: next(given) for i, _ in inputs.init}
+    arrays = {i: next(given) for i, _ in inputs.array_tokens}
+    xs = {k: next(given) for k, _ in inputs.xs}
+    captured = [next(given) for _ in inputs.arrays]
+    with replay.as_then(), substitute(replay.swept.substitutes), overrides.unseen_by_classes():
+        snapshots.set_surroundings(snapshots.initial, draws=replay.swept.draws)
+        for stand, array in zip(captured, inputs.arrays, strict=True):
+            array.buffer.token = token_of(stand)
+        return _run(replay, [_first(x, inits.get(i), arrays.get(i)) for i, x in enumerate(kept)], xs)
 
 
-def _run(record: Any, kept: list[Any], inits: Any, arrays: Any, xs: Any, captured: Sequence[Tensor]) -> list[Tensor]:
-    loop = record.loop
-    state = [_first(x, inits.get(i), arrays.get(i)) for i, x in enumerate(kept)]
-    if record.random is not None:
-        record.initial.random.restore(record.captures.generators)
-    record.captures.set_buffers(record.initial.buffers)
-    for stand, array in zip(captured, record.arrays, strict=True):
-        array.buffer.token = token_of(stand)
+def _run(replay: Replay, state: list[Any], xs: dict[int, Tensor]) -> list[Tensor]:
+    swept, steps = replay.swept, replay.steps
     ys: list[list[Any]] = []
-    pieces: list[list[Any]] = []
-    record.body.on = False
+    departed: list[list[Any]] = []
     try:
-        for t in range(record.steps):
-            row = [
-                x if x is None else loop.slices.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(record.xs)
-            ]
-            state, y = record.step(t, state, row)
-            if loop.outputs is not None:
-                ys.append(loop.outputs.leaves_of(y, t))
-            pieces += [leaves for _, leaves in record.take_pieces()]
-            record.draw_again(t, state)
+        with steps.body.unwatched():
+            for t in range(swept.taken):
+                row = [x if x is None else steps.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(steps.xs)]
+                state, y = steps.run(t, state, row)
+                ys.append(steps.ys_of(y, t))
+                departed += [leaves for _, leaves in steps.take_departed()]
+                replay.draw_again(t, state)
     finally:
-        record.body.on = True
-        record.captures.nodes.clear()  # their graph is wanted
-    outputs = [_output(record, place, state, ys, pieces) for place in record.output_places]
-    return [record.replaced.get(id(x), x) for x in outputs]  # a body may return a capture as it is
+        steps.captures.nodes.clear()  # their graph is wanted
+
+    def value_of(output: Output) -> Tensor:
+        match output:
+            case CarryOutput(place):
+                return state[place]
+            case ArrayOutput(place):
+                return state[place].stack()
+            case DepartedRows(number, leaf):
+                return departed[number][leaf]
+            case StackedOutput(leaf):
+                return steps.joined([leaves[leaf] for leaves in ys])
+
+    outputs = [value_of(output) for output in swept.outputs]
+    return [swept.substitutes.get(id(x), x) for x in outputs]  # a body may return a capture as it is
 
 
 def _first(x: Any, init: Tensor | None, values: Tensor | None) -> Any:
-    if type(x) is Kept:
+    """A leaf of the first state."""
+    if type(x) is SavedTensor:
         return x.values.clone() if init is None else init.clone()
     if type(x) is not Version:
         return x
     if values is not None:
         return dense(values, x.blank)
-    return x.blank._twin() if x.tape is None or not x.length else dense(values_of(x), x.blank)
-
-
-def _output(
-    record: Any, place: tuple[Any, ...], state: list[Any], ys: list[list[Any]], pieces: list[list[Any]]
-) -> Tensor:
-    if place[0] == "carry":
-        return state[place[1]]
-    if place[0] == "array":
-        return state[place[1]].stack()
-    if place[0] == "piece":
-        return pieces[place[1]][place[2]]
-    values = [leaves[place[1]] for leaves in ys]
-    if not isinstance(values[0], Tensor):
-        return torch.tensor(values)
-    return record.loop.outputs.joined(values, record.loop.slices.reverse)
-
-
-def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int:
-    """Bytes that the graph of a step keeps for its backward, each storage once, without what the body closes over."""
-    storages: dict[int, int] = {}
-    outside = {transforms.storage(x)._cdata for x in captured}
-    visited: set[Any] = set()
-    stack = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node is None or node in visited or type(node).__name__ == "AccumulateGrad":
-            continue
-        visited.add(node)
-        for x in _saved(node):
-            storage = transforms.storage(x)
-            storages[storage._cdata] = storage.nbytes()
-        stack += [below for below, _ in node.next_functions]
-    return sum(size for key, size in storages.items() if key not in outside)
-
-
-def _saved(node: Any) -> list[Tensor]:
-    values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    values += list(getattr(node, "saved_tensors", ()))
-    flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else [value])]
-    return [x for x in flat if isinstance(x, Tensor)]
+    return x.blank._twin() if x.undo is None or not x.length else dense(values_of(x), x.blank)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import Misuse
 from tensorloop._torch import transforms
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.loop import Loop
@@ -43,8 +44,8 @@ class Checked:
         was = self.found[t]
         differ = [name for name in {**was, **now} if name not in was or name not in now or was[name] != now[name]]
         if differ:
-            raise RuntimeError(
-                f"{self.loop.name}: step {t} did not repeat itself in backward; what differs from the forward pass: "
+            raise Misuse(
+                f"step {t} did not repeat itself in backward; what differs from the forward pass: "
                 f"{', '.join(differ)}. A body must depend on nothing that changes in between: a module's mode, an "
                 f"object or a number that it closes over or carries, random numbers of others than torch"
             )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import Misuse
 from tensorloop._torch import overrides, transforms
 
 _REFUSED = "leaf Variable that requires grad is being used in an in-place operation"
@@ -55,7 +56,7 @@ class Given:
         return True
 
 
-def check_apart(leaves: Sequence[Any], paths: Sequence[str], name: str) -> None:
+def check_apart(leaves: Sequence[Any], paths: Sequence[str]) -> None:
     """Raises where leaves of a carry overlap: a change of one would reach the other until the next snapshot."""
     spans = []
     for path, x in zip(paths, leaves, strict=False):
@@ -65,8 +66,8 @@ def check_apart(leaves: Sequence[Any], paths: Sequence[str], name: str) -> None:
     spans.sort()
     for (_, stop, path), (start, _, other) in pairwise(spans):
         if start < stop:
-            raise RuntimeError(
-                f"{name}: the body changes its carry in place, and returns carry{path} and carry{other}, which share "
+            raise Misuse(
+                f"the body changes its carry in place, and returns carry{path} and carry{other}, which share "
                 f"memory; with checkpoints return a clone() of one of them"
             )
 

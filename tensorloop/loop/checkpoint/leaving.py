@@ -4,13 +4,13 @@ import gc
 import sys
 import time
 import warnings
-import weakref
 from types import CodeType
 
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.step_use import StepUse
 
 
 class HeldTensorWarning(UserWarning):
@@ -30,11 +30,11 @@ class Leaving:
 
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
-        # Recorders of loops around this one see all that its steps do. What they knew before:
-        self.around: list[tuple[Captures, int, int]] = []
+        # Recorders of loops around this one see all that its steps do. What their steps had met before:
+        self.around: list[tuple[StepUse, tuple[int, int]]] = []
         outer = captures.outer
-        while outer is not None:
-            self.around.append((outer, len(outer._made), len(outer._candidates)))
+        while isinstance(outer, Captures):
+            self.around.append((outer.use, outer.use.mark()))
             outer = outer.outer
 
     def tensors(self) -> list[Tensor]:
@@ -47,17 +47,9 @@ class Leaving:
 
     def _release(self) -> None:
         """Has the recorders around forget what the steps used and nobody else holds."""
-        known = []
-        for outer, made, met in self.around:
-            candidates = [(weakref.ref(x), version) for x, version in outer._candidates[met:]]
-            keys = [*outer._made[made:], *(id(x) for x, _ in outer._candidates[met:])]
-            del outer._candidates[met:]
-            known.append((candidates, {key: weakref.ref(outer._seen.pop(key)) for key in keys if key in outer._seen}))
-        for (outer, made, _), (candidates, seen) in zip(self.around, known, strict=True):
-            alive = {key: x for key, reference in seen.items() if (x := reference()) is not None}
-            outer._seen.update(alive)
-            outer._made[made:] = [key for key in outer._made[made:] if key in alive]
-            outer._candidates += [(x, version) for reference, version in candidates if (x := reference()) is not None]
+        released = [use.release(mark) for use, mark in self.around]
+        for (use, mark), part in zip(self.around, released, strict=True):
+            use.take_back(mark, part)
 
 
 def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:

@@ -2,29 +2,36 @@
 
 How it works, in the order to read it (`docs/how_loops_work.md` has the picture):
 
-1. The first sweep (`record`) runs each step in grad mode on detached leaves, so that the step's own graph says what
-   the body closes over (`captures`), and drops that graph again. It leaves snapshots where the schedule wants them.
+1. The `sweep` runs each step in grad mode on detached leaves, so that the step's own graph says what the body closes
+   over (`captures`), and drops that graph again. It leaves snapshots where the schedule wants them, and a result that
+   does not change any more (`sweep_result`).
 2. One autograd node, `Replayed`, stands for the whole loop. Its inputs are init, xs and the captures; its outputs are
-   the final carry and ys, as the sweep computed them.
+   the final carry and ys, as the sweep computed them (`node_outputs`). It holds a `replay`, made from the result.
 3. The node's backward (`backward`) asks the schedule how to get at each step in reverse order: restore a snapshot, run
    plain steps, and then run one step with residuals and differentiate it at once.
 4. A second derivative needs the derivative's own graph: there the loop is run again as a plain one (`double_backward`).
 """
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import named
 from tensorloop._common.progress import Progress
-from tensorloop._common.scope import quietly
+from tensorloop._common.scope import here, library_code
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import keeps_graph
 from tensorloop.loop.checkpoint import double_backward
 from tensorloop.loop.checkpoint.backward import Reversal
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
+from tensorloop.loop.checkpoint.node_outputs import NodeOutputs
 from tensorloop.loop.checkpoint.options import Checkpoints, plan_of
-from tensorloop.loop.checkpoint.record import Record
+from tensorloop.loop.checkpoint.replay import Replay
+from tensorloop.loop.checkpoint.snapshots import State
+from tensorloop.loop.checkpoint.sweep import Sweep
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
@@ -43,43 +50,70 @@ def applies(loop: Loop) -> bool:
 
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
     """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
-    record = Record(loop, plan, length)
-    record.shown = progress.wanted
-    with quietly():
-        with loop.counted(), record.autocast.again():
-            state = record.sweep(progress)
-        return record.connect(state, Replayed.apply)
+    sweep = Sweep(loop, plan, length)
+    result = named(loop.name)(_run)(sweep, progress)
+    loop.come_to(sweep.loop)
+    return result
+
+
+def _run(sweep: Sweep, progress: Any) -> Any:
+    with library_code():
+        with sweep.loop.counted(), sweep.steps.ambient.autocast.restored():
+            state = sweep.run(progress)
+        return _connected(sweep, state, progress.wanted)
+
+
+def _connected(sweep: Sweep, state: State, shown: bool) -> Any:
+    """The result of the loop, as outputs of one node."""
+    sweep.captures.settle()
+    outputs = NodeOutputs(sweep, state)
+    connected = outputs.values
+    if any(outputs.flags):
+        swept = sweep.result(outputs.places)
+        inputs = swept.inputs.all
+        if here.recorder is not None:
+            here.recorder.note(inputs)
+        connected = Replayed.apply(Replay(swept, shown), outputs.values, outputs.flags, *inputs)
+        if here.nodes is not None:
+            here.nodes.append(weakref.ref(connected[outputs.flags.index(True)].grad_fn))
+    result = outputs.result(connected)
+    if here.recorder is not None:
+        here.recorder.own([*connected, *(sweep.loop.carry.tree.flatten(result) or [])])
+    return result
 
 
 class Replayed(torch.autograd.Function):
     """The loop as one node: (init, arrays, xs, captures) -> (carry, arrays, ys). Its outputs are computed already."""
 
     @staticmethod
-    def forward(ctx: Any, record: Record, values: list[Tensor], flags: list[bool], *inputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, replay: Replay, values: list[Tensor], flags: list[bool], *inputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
-        ctx.record = record
+        ctx.replay = replay
         outputs = tuple(x.detach() for x in values)
         ctx.mark_non_differentiable(*(x for x, flag in zip(outputs, flags, strict=True) if not flag))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        record: Record | None = ctx.record
-        if record is None:
+        replay: Replay | None = ctx.replay
+        if replay is None:
             raise RuntimeError(
                 "Trying to backward through a checkpointed loop a second time, but what it kept was freed by the "
                 "first; give retain_graph=True to the first backward (where the loop ran in a step of another "
                 "checkpointed loop, that freed it: return what it gave from the body)"
             )
         if all(grad is None for grad in grads):
-            return (None,) * (3 + len(record.inputs))
-        with record.lock:
-            if torch.is_grad_enabled() or transforms.maybe_level() is not None:
-                found = double_backward.differentiated(record, grads)
-            else:
-                bar = Progress(record.shown, f"{record.name} backward", record.steps)
-                with record.as_then(), bar as record.bar:
-                    found = Reversal(record, grads).run()
+            return (None,) * (3 + len(replay.swept.inputs.all))
+        with replay.lock:
+            found = named(replay.swept.name)(_gradients)(replay, grads)
         if not keeps_graph():
-            ctx.record = None
+            ctx.replay = None
         return (None, None, None, *found)
+
+
+def _gradients(replay: Replay, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    if torch.is_grad_enabled() or transforms.maybe_level() is not None:
+        return double_backward.differentiated(replay, grads)
+    bar = Progress(replay.shown, f"{replay.swept.name} backward", replay.swept.taken)
+    with replay.as_then(), bar:
+        return Reversal(replay, grads, bar).run()

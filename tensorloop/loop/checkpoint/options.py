@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorloop._common.arguments import as_int, describe
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.schedule import Schedule
 
 
@@ -31,21 +32,22 @@ class Checkpoints:
     offload: str | Path | None = None
     check: bool = False
 
+    @named("Checkpoints")
     def __post_init__(self) -> None:
         if (self.k is None) == (self.budget is None):
-            raise ValueError(f"Checkpoints: give exactly one of k and budget, got k={self.k}, budget={self.budget}")
+            raise WrongValue(f"give exactly one of k and budget, got k={self.k}, budget={self.budget}")
         what = "k" if self.k is not None else "budget"
         value = as_int(getattr(self, what), "Checkpoints", what)
         if value < 1:
-            raise ValueError(f"Checkpoints: {what} must be at least 1, got {value}")
+            raise WrongValue(f"{what} must be at least 1, got {value}")
         if not isinstance(self.check, bool):
-            raise TypeError(f"Checkpoints: check must be a bool, got {describe(self.check)}")
+            raise WrongType(f"check must be a bool, got {describe(self.check)}")
         if self.offload is None or self.offload == "cpu":
             return
         if not isinstance(self.offload, str | Path):
-            raise TypeError(f'Checkpoints: offload must be "cpu" or a folder, got {describe(self.offload)}')
+            raise WrongType(f'offload must be "cpu" or a folder, got {describe(self.offload)}')
         if not Path(self.offload).is_dir():
-            raise ValueError(f"Checkpoints: offload is {str(self.offload)!r}, which is no folder; make it first")
+            raise WrongValue(f"offload is {str(self.offload)!r}, which is no folder; make it first")
         if not Path(self.offload).is_absolute():  # the working directory may change before a loop begins
             object.__setattr__(self, "offload", Path(self.offload).absolute())
 

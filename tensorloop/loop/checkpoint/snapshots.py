@@ -1,7 +1,7 @@
 """Snapshots of a loop's state, in memory, on the CPU or in a folder.
 
-Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`Kept`), an array as a
-version of its tape, anything else as it is.
+Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`SavedTensor`), an array as a
+version of it, anything else as it is.
 """
 
 import os
@@ -16,11 +16,13 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tensorloop.loop.checkpoint.ambient_state import Random
-from tensorloop.loop.checkpoint.array_versions import Version, opened
+from tensorloop._common.errors import Misuse
+from tensorloop._torch.versions import Versions
+from tensorloop.loop.checkpoint.array_versions import Version, open_version
+from tensorloop.loop.checkpoint.captures import Captures
 
 
-class Kept(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor of the state between two steps."""
 
     values: Tensor  # detached
@@ -30,17 +32,22 @@ class Kept(NamedTuple):
 State = list[Any]
 
 
-def fed(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+def copied(state: State) -> State:
+    """The same values, in tensors of their own."""
+    return [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
+
+
+def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
     """What the body gets: leaves of the graph of one step. (all, (place, leaf) of tensors, (place, token) of arrays)"""
     out, leaves, tokens = [], [], []
     for i, x in enumerate(state):
-        if type(x) is Kept:
+        if type(x) is SavedTensor:
             leaf = x.values.detach()
             if x.recorded:
                 leaves.append((i, leaf.requires_grad_()))
             out.append(leaf)
         elif type(x) is Version:
-            array, token = opened(x)
+            array, token = open_version(x)
             if token is not None:
                 tokens.append((i, token))
             out.append(array)
@@ -49,7 +56,7 @@ def fed(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[i
     return out, leaves, tokens
 
 
-class Store:
+class Offload:
     """Where snapshots are: as they are (None), on the CPU ("cpu"), or in files below a folder."""
 
     def __init__(self, offload: str | Path | None) -> None:
@@ -139,44 +146,84 @@ def _read(path: Path, expected: int) -> list[Tensor]:
 class Snapshot:
     """The state before one step, and all else that its result depends on."""
 
-    def __init__(self, state: State, random: Random, buffers: dict[int, Tensor], store: Store) -> None:
-        self.state, self.random, self.buffers = state, random, buffers
-        self.versions = [x.values._version if type(x) is Kept and not x.values.is_inference() else None for x in state]
+    def __init__(self, state: State, captures: Captures, offload: Offload) -> None:
+        self.state, self.rng, self.written = state, captures.rng_state(), captures.writes.values()
+        self.versions = Versions([])
         self.devices: list[torch.device] = []
         self.path: Path | None = None
         self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
-        if store.to_cpu or store.folder is not None:
-            self._offload(store)
+        if offload.to_cpu or offload.folder is not None:
+            self._move(offload)
+        else:
+            self.versions = Versions(x.values if type(x) is SavedTensor else None for x in state)
 
-    def _offload(self, store: Store) -> None:
-        self.versions = [None] * len(self.state)
-        places = [i for i, x in enumerate(self.state) if type(x) is Kept]
+    def _move(self, offload: Offload) -> None:
+        places = [i for i, x in enumerate(self.state) if type(x) is SavedTensor]
         self.devices = [self.state[i].values.device for i in places]
         values = [self.state[i].values.to("cpu", copy=True) for i in places]
-        if store.folder is not None:
-            self.path = store.file()
-            self.sum, self.process = _written(values, self.path), store.process
+        if offload.folder is not None:
+            self.path = offload.file()
+            self.sum, self.process = _written(values, self.path), offload.process
             values = [torch.empty(0)] * len(values)
         self.state = list(self.state)
         for i, x in zip(places, values, strict=True):
-            self.state[i] = Kept(x, self.state[i].recorded)
+            self.state[i] = SavedTensor(x, self.state[i].recorded)
 
-    def restored(self, name: str) -> State:
+    def restored(self) -> State:
         """The state, copied: a body may change what it is given in place."""
-        for x, version in zip(self.state, self.versions, strict=True):
-            if version is not None and x.values._version != version:
-                raise RuntimeError(
-                    f"{name}: a carry of shape {tuple(x.values.shape)} was changed in place after the loop had kept "
-                    f"it; clone() it before changing it"
-                )
+        if (i := self.versions.changed()) is not None:
+            raise Misuse(
+                f"a carry of shape {tuple(self.state[i].values.shape)} was changed in place after the loop had kept "
+                f"it; clone() it before changing it"
+            )
         state = list(self.state)
         if self.devices:
-            places = [i for i, x in enumerate(state) if type(x) is Kept]
+            places = [i for i, x in enumerate(state) if type(x) is SavedTensor]
             values = _read(self.path, self.sum) if self.path else [state[i].values for i in places]
             for i, x, device in zip(places, values, self.devices, strict=True):
-                state[i] = Kept(x.to(device), state[i].recorded)
-        return [Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state]
+                state[i] = SavedTensor(x.to(device), state[i].recorded)
+        return copied(state)
 
     def drop(self) -> None:
         if self.path is not None and self.process == os.getpid():
             self.path.unlink(missing_ok=True)
+
+
+class Snapshots:
+    """Those of one loop, by step. That of step 0 stays for another backward: it holds init and nothing else."""
+
+    initial: Snapshot
+
+    def __init__(self, captures: Captures, offload: str | Path | None) -> None:
+        self.captures, self.offload = captures, Offload(offload)
+        self.by_step: dict[int, Snapshot] = {}
+
+    def keep(self, step: int, state: State) -> State:
+        """Takes a snapshot; gives the state to go on with."""
+        self.captures.settle()
+        snapshot = self.by_step[step] = Snapshot(state, self.captures, self.offload)
+        if step == 0:
+            self.initial = snapshot
+        return copied(state)
+
+    def restore(self, step: int, *, draws: bool) -> State:
+        """The state of a snapshot, with its surroundings."""
+        snapshot = self.by_step[step]
+        self.set_surroundings(snapshot, draws=draws)
+        return snapshot.restored()
+
+    def set_surroundings(self, snapshot: Snapshot, *, draws: bool) -> None:
+        """Sets again what the body writes to, and the generators where the loop draws from them."""
+        if draws:
+            snapshot.rng.restore(self.captures.generators)
+        self.captures.writes.restore(snapshot.written)
+
+    def drop(self, step: int) -> None:
+        snapshot = self.by_step.pop(step)
+        if snapshot is not self.initial:
+            snapshot.drop()
+
+    def forget(self) -> None:
+        """Lets all go: another backward begins with another sweep."""
+        for step in list(self.by_step):
+            self.drop(step)

@@ -8,7 +8,8 @@ A custom autograd function in the body is no torch function: it gets v itself, a
 There the gradient of v is asked for too, and if w is used in such a way as well, what w gets is taken from that node.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
+from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
 
 # (outputs, inputs, gradients of outputs, whether to keep the graph) -> gradients of inputs
@@ -29,74 +31,45 @@ def entangled(recorded: Sequence[Tensor]) -> list[Tensor]:
         return []
     leaves = {id(x) for x in recorded if x.grad_fn is None}
     nodes = {x.grad_fn for x in recorded if x.grad_fn is not None}
-    below = [x for x in recorded if x.grad_fn is not None and leads_to(x.grad_fn, leaves, nodes)]
-    if not below:
-        return []
-    reached = _all_below([x.grad_fn for x in below])
-    return [
-        x for x in recorded if any(x is y for y in below) or (x.grad_fn in reached if x.grad_fn else id(x) in reached)
-    ]
+    below = [node for node in nodes if graph.leads_to(node, leaves, nodes)]
+    reached = {node if (leaf := graph.leaf_of(node)) is None else id(leaf) for node in graph.walk(below)}
+    return [x for x in recorded if (id(x) if x.grad_fn is None else x.grad_fn) in reached]
 
 
-def _all_below(stack: list[Any]) -> set[Any]:
-    """The nodes that these lead to, and the ids of the leaves."""
-    reached: set[Any] = set()
-    while stack:
-        for below, _ in stack.pop().next_functions:
-            if below is not None and below not in reached:
-                reached |= {below, id(getattr(below, "variable", None))}
-                stack.append(below)
-    return reached
-
-
-def leads_to(start: Any, leaves: set[int], nodes: Collection[Any] = ()) -> bool:
-    """Whether the graph below a node has one of these leaves, by id, or nodes."""
-    visited, stack = {start}, [start]
-    while stack:
-        for below, _ in stack.pop().next_functions:
-            if below is None or below in visited:
-                continue
-            if below in nodes or id(getattr(below, "variable", None)) in leaves:
-                return True
-            visited.add(below)
-            stack.append(below)
-    return False
-
-
-def stand_ins(replaced: dict[int, Tensor]) -> AbstractContextManager[object]:
+def substitute(substitutes: dict[int, Tensor]) -> AbstractContextManager[object]:
     """Inside, every torch function gets the stand-ins for the tensors that have one."""
-    return _standing_in(replaced) if replaced else nullcontext()
+    return _substituting(substitutes) if substitutes else nullcontext()
 
 
 @contextmanager
-def _standing_in(replaced: dict[int, Tensor]) -> Iterator[None]:
-    outer, here.replaced = here.replaced, (*here.replaced, replaced)
+def _substituting(substitutes: dict[int, Tensor]) -> Iterator[None]:
+    outer, here.substitutes = here.substitutes, (*here.substitutes, substitutes)
     try:
-        with _Replacing(replaced):
+        with SubstituteMode(substitutes):
             yield
     finally:
-        here.replaced = outer
+        here.substitutes = outer
 
 
-class Replacing:
+class ActiveSubstitutions:
     """The stand-ins that are in use where a loop begins: its replays need them too, though they come later."""
 
     def __init__(self) -> None:
-        self.replaced = here.replaced
+        self.substitutes = here.substitutes
 
     def of(self, x: Any) -> Any:
         """What stands for x there."""
-        for replaced in reversed(self.replaced):
-            x = replaced.get(id(x), x)
+        for substitutes in reversed(self.substitutes):
+            x = substitutes.get(id(x), x)
         return x
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Those of then, not those of now."""
         with ExitStack() as stack:
-            for replaced in self.replaced:
-                if not any(replaced is other for other in here.replaced):
-                    stack.enter_context(stand_ins(replaced))
+            for substitutes in self.substitutes:
+                if not any(substitutes is other for other in here.substitutes):
+                    stack.enter_context(substitute(substitutes))
             yield
 
 
@@ -116,10 +89,12 @@ _FACTS = frozenset(
 
 
 @runs_eagerly
-class _Replacing(TorchFunctionMode):
-    def __init__(self, replaced: dict[int, Tensor]) -> None:
+class SubstituteMode(TorchFunctionMode):
+    """Hands every torch function the substitutes of its arguments."""
+
+    def __init__(self, substitutes: dict[int, Tensor]) -> None:
         super().__init__()
-        self.replaced = replaced
+        self.substitutes = substitutes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FACTS:
@@ -129,7 +104,7 @@ class _Replacing(TorchFunctionMode):
 
     def _swap(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            return self.replaced.get(id(x), x)
+            return self.substitutes.get(id(x), x)
         if type(x) in (tuple, list):
             return type(x)(self._swap(y) for y in x)
         return x
@@ -141,11 +116,11 @@ def differentiate(
     inputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     recorded: Sequence[Tensor],
-    replaced: dict[int, Tensor],
+    substitutes: dict[int, Tensor],
 ) -> list[Tensor | None]:
     """What `run` gives for a step's outputs: the gradients of `inputs`, and then of the captures."""
-    wanted = [*inputs, *(replaced.get(id(x), x) for x in recorded)]
-    ways = _ways_out(outputs, recorded, replaced) if replaced else []
+    wanted = [*inputs, *(substitutes.get(id(x), x) for x in recorded)]
+    ways = _ways_out(outputs, recorded, substitutes) if substitutes else []
     if not ways:
         return list(run(outputs, wanted, grads, False))
     # Asked for a capture that another leads to, autograd would go into the outer graph: those are left to their nodes.
@@ -171,7 +146,7 @@ def differentiate(
 
 def _is_led_to(x: Tensor, others: Sequence[Tensor]) -> bool:
     node = () if x.grad_fn is None else {x.grad_fn}
-    return any(y.grad_fn is not None and leads_to(y.grad_fn, {id(x)}, node) for y in others)
+    return any(y.grad_fn is not None and graph.leads_to(y.grad_fn, {id(x)}, node) for y in others)
 
 
 class _Enough(BaseException):
@@ -204,27 +179,23 @@ class _Way(NamedTuple):
     captures: list[tuple[int, int]]  # which of its own edges lead to which capture
 
 
-def _ways_out(outputs: Sequence[Tensor], recorded: Sequence[Tensor], replaced: dict[int, Tensor]) -> list[_Way]:
-    """The nodes of a step that have a replaced capture as their input: no torch function was given it."""
+def _ways_out(outputs: Sequence[Tensor], recorded: Sequence[Tensor], substitutes: dict[int, Tensor]) -> list[_Way]:
+    """The nodes of a step that have a substituted capture as their input: no torch function was given it."""
     made: dict[Any, int] = {(x.grad_fn, x.output_nr): k for k, x in enumerate(recorded) if x.grad_fn is not None}
     leaves = {id(x): k for k, x in enumerate(recorded) if x.grad_fn is None}
-    into: dict[Any, set[GradientEdge]] = {}
-    ways: list[_Way] = []
-    roots = [(x.grad_fn, x.output_nr) for x in outputs if x.grad_fn is not None]
-    stack = [GradientEdge(*root) for root in roots if root not in made]
-    while stack:
-        edge = stack.pop()
-        if edge.node in into:
-            into[edge.node].add(edge)
-            continue
-        into[edge.node] = {edge}
-        captures = []
-        for i, (below, number) in enumerate(edge.node.next_functions):
-            capture = made.get((below, number), leaves.get(id(getattr(below, "variable", None))))
-            if capture is not None and id(recorded[capture]) in replaced:
-                captures.append((i, capture))
-            elif capture is None and below is not None:
-                stack.append(GradientEdge(below, number))
-        if captures:
-            ways.append(_Way(edge.node, into[edge.node], captures))
-    return ways
+
+    def capture_at(edge: graph.Edge) -> int | None:
+        return made.get(edge, leaves.get(id(graph.leaf_of(edge[0]))))
+
+    into: dict[Any, set[GradientEdge]] = defaultdict(set)
+    captures: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    ends = {edge for x in outputs if x.grad_fn is not None and (edge := (x.grad_fn, x.output_nr)) not in made}
+    for end in ends:
+        into[end[0]].add(GradientEdge(*end))
+    for node in graph.walk([node for node, _ in ends], lambda edge: capture_at(edge) is None):
+        for i, edge in enumerate(node.next_functions):
+            if (capture := capture_at(edge)) is None:
+                into[edge[0]].add(GradientEdge(*edge))
+            elif id(recorded[capture]) in substitutes:
+                captures[node].append((i, capture))
+    return [_Way(node, into[node], found) for node, found in captures.items()]

@@ -1,8 +1,10 @@
 """A user's functions, called from inside a checkpointed loop: what they do is theirs, not the loop's own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from tensorloop._common.scope import here
+from tensorloop._common.scope import here, user_code
 from tensorloop.loop.checkpoint.captures import Captures
 
 
@@ -12,27 +14,33 @@ class Watched:
     def __init__(self, body: Any, captures: Captures) -> None:
         self.body, self.captures, self.on = body, captures, True
 
-    def __call__(self, *args: Any) -> Any:
-        quiet, here.quiet = here.quiet, False
-        outer, nodes, here.nodes = here.notes, here.nodes, self.captures.nodes
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Calls inside are not recorded."""
+        self.on = False
         try:
-            if not self.on:
-                return self.body(*args)
-            here.notes = self.captures
-            with self.captures:
-                return self.body(*args)
+            yield
         finally:
-            here.notes, here.nodes, here.quiet = outer, nodes, quiet
+            self.on = True
+
+    def __call__(self, *args: Any) -> Any:
+        outer, nodes, here.nodes = here.recorder, here.nodes, self.captures.nodes
+        try:
+            with user_code():
+                if not self.on:
+                    return self.body(*args)
+                here.recorder = self.captures
+                with self.captures:
+                    return self.body(*args)
+        finally:
+            here.recorder, here.nodes = outer, nodes
 
 
 def as_users(condition: Any) -> Any:
     """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
 
     def ask(*args: Any) -> Any:
-        quiet, here.quiet = here.quiet, False
-        try:
+        with user_code():
             return condition(*args)
-        finally:
-            here.quiet = quiet
 
     return None if condition is None else ask

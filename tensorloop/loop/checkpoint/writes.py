@@ -1,6 +1,13 @@
-"""Which torch functions may change an argument in place, by their names."""
+"""Tensors that a body closes over and changes in place, BatchNorm's statistics say: part of what a replay begins with.
 
+Which torch functions may change an argument is told by their names.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
+
+from torch import Tensor
 
 UNSEEN = "without a version"
 WRITING: dict[Any, bool | str] = {}  # functions met so far -> whether they may, or `UNSEEN`
@@ -18,3 +25,52 @@ def may_write(func: Any) -> bool | str:
     if name.endswith("_") and not name.endswith("__"):
         return name not in _KEEPS
     return name in _WRITES or (UNSEEN if name.endswith(_STATISTICS) else False)
+
+
+class Writes:
+    """What one body changes, and its values before the first change."""
+
+    def __init__(self) -> None:
+        self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # tensor, its values before
+        self.fresh: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of this step, perhaps of its own making
+        self._unseen: set[int] = set()  # written to by functions that raise no version
+
+    def before(
+        self, arguments: Iterable[Any], unseen: bool, is_capture: Callable[[Tensor], bool], candidates: Collection[int]
+    ) -> None:
+        """Before a function that may write to its arguments."""
+        for x in arguments:
+            if not isinstance(x, Tensor) or x.requires_grad:
+                continue
+            if x._base is not None and not is_capture(x):
+                x = x._base  # a write to a view is one to what it is a view of
+            if unseen:
+                self._unseen.add(id(x))
+            if id(x) in self.changed:
+                continue
+            if is_capture(x):
+                self.changed[id(x)] = (x, x.detach().clone())
+            elif id(x) in candidates:
+                self.fresh.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
+
+    def tensors(self) -> list[tuple[Tensor, bool]]:
+        """What the body has changed, or may have, and whether without a new version."""
+        tensors = [x for x, _ in self.changed.values()]
+        tensors += [x for reference, _ in self.fresh.values() if (x := reference()) is not None]
+        return [(x, id(x) in self._unseen) for x in tensors]
+
+    def settle(self) -> None:
+        """After a step: what is still there was not its own."""
+        for key, (reference, before) in self.fresh.items():
+            if (x := reference()) is not None:
+                self.changed[key] = (x, before)
+        self.fresh = {}
+
+    def values(self) -> dict[int, Tensor]:
+        """The values now, for a snapshot."""
+        return {key: x.detach().clone() for key, (x, _) in self.changed.items()}
+
+    def restore(self, values: dict[int, Tensor]) -> None:
+        """Puts back values; what was changed later only has those of before."""
+        for key, (x, before) in self.changed.items():
+            x.data.copy_(values.get(key, before))

@@ -1,0 +1,74 @@
+"""Autograd's graph: its nodes from outputs towards leaves, in which order they were made, and what they keep.
+
+Each thread numbers the nodes that it makes, in order. Private names of torch, tried with 2.11 to 2.15:
+`torch.autograd._get_sequence_nr`, `Node._sequence_nr`, `Node._saved_*`.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch import transforms
+
+Node = Any
+# To a node, and which of its results.
+Edge = tuple[Node, int]
+
+# The number of the node that this thread makes next.
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+
+
+def number_of(node: Node) -> int:
+    """When a node was made, among those of its thread."""
+    return node._sequence_nr()
+
+
+def node_of(x: Tensor) -> Node:
+    """What made x, where that is in a graph."""
+    try:
+        return x.grad_fn
+    except RuntimeError:  # a view made without grad of what was changed in place, as a custom function may
+        return None
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """The leaf at which a graph ends in this node. A user's node may have an attribute of that name, too."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+def walk(starts: Iterable[Node], follows: Callable[[Edge], bool] | None = None) -> Iterator[Node]:
+    """The nodes of a graph from `starts` on, each once; with `follows`, only those that such an edge leads to."""
+    visited: set[Node] = set()
+    stack = list(starts)
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        yield node
+        for edge in node.next_functions:
+            below = edge[0]
+            if below is not None and below not in visited and (follows is None or follows(edge)):
+                stack.append(below)
+
+
+def leads_to(start: Node, leaves: Collection[int], nodes: Collection[Node] = ()) -> bool:
+    """Whether the graph below a node has one of these leaves, by id, or nodes."""
+    return any(node is not start and (node in nodes or id(leaf_of(node)) in leaves) for node in walk([start]))
+
+
+def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int:
+    """Bytes that the graph of a step keeps for its backward, each storage once, without what the body closes over."""
+    outside = {transforms.storage(x)._cdata for x in captured}
+    inside = walk([x.grad_fn for x in outputs if x.grad_fn is not None], lambda edge: leaf_of(edge[0]) is None)
+    storages = [transforms.storage(x) for node in inside for x in _saved(node)]
+    return sum({x._cdata: x.nbytes() for x in storages if x._cdata not in outside}.values())
+
+
+def _saved(node: Node) -> list[Tensor]:
+    values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    values += list(getattr(node, "saved_tensors", ()))
+    flat = [x for value in values for x in (value if isinstance(value, (tuple, list)) else [value])]
+    return [x for x in flat if isinstance(x, Tensor)]

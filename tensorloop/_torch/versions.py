@@ -1,0 +1,28 @@
+"""Which of some tensors were changed in place: torch counts that for each, but for those of inference mode."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def version_of(x: Tensor) -> int | None:
+    """How often x, or a view of the same memory, was changed; None where nobody counts."""
+    return None if x.is_inference() else x._version
+
+
+class Versions:
+    """Tensors, by place, and the version that each had."""
+
+    __slots__ = ("_noted",)
+
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        self._noted = [
+            (i, x, version) for i, x in enumerate(tensors) if x is not None and (version := version_of(x)) is not None
+        ]
+
+    def changed(self) -> int | None:
+        """The place of the first that was changed since."""
+        for i, x, version in self._noted:
+            if x._version != version:
+                return i
+        return None

@@ -1,0 +1,136 @@
+"""A loop that has run, run again for its gradient: what the actions of a schedule do with its states."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop import schedule
+from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse
+from tensorloop._common.scope import library_code, running
+from tensorloop.loop.checkpoint.snapshots import State, as_leaves
+from tensorloop.loop.checkpoint.substitutes import substitute
+from tensorloop.loop.checkpoint.sweep_result import SweepResult
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.buffer import Buffer
+
+
+class Recomputed(NamedTuple):
+    """A step that was run with residuals: the leaves that its graph begins at, and what it gave."""
+
+    inputs: list[tuple[int, Tensor]]  # of the state: (place, leaf, or token of an array)
+    row: list[tuple[int, Tensor]]  # of xs, those with gradient
+    carry: list[Any]  # by place; of arrays the tokens
+    ys: list[Any]
+    departed: list[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
+    reads: list[Tensor | None]  # tokens of captured arrays
+
+
+class Replay:
+    """What the node of a loop holds, until a backward that does not retain the graph. `shown`: with a progress bar."""
+
+    def __init__(self, swept: SweepResult, shown: bool) -> None:
+        self.swept, self.steps, self.shown = swept, swept.steps, shown
+        self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """The surroundings of the sweep: everything that a body's result depends on."""
+        swept, captures = self.swept, self.steps.captures
+        swept.constants.check()
+        if (i := swept.versions.changed()) is not None:
+            raise Misuse(
+                f"{describe(swept.given[i])}, which the loop was given or its body closes over, was changed in "
+                f"place before backward; change it afterwards, or give the loop a clone()"
+            )
+        now = captures.rng_state() if swept.draws else None
+        try:
+            with library_code(), running(), self.steps.ambient.restored(), torch.enable_grad(), captures.as_then():
+                yield
+        finally:
+            self.steps.loop.pieces = []
+            if now is not None:
+                now.restore({})
+
+    def restore(self, step: int) -> State:
+        """The state of a snapshot, its random numbers and buffers set again."""
+        return self.swept.snapshots.restore(step, draws=self.swept.draws)
+
+    def advance(self, t: int, state: State) -> State:
+        """Runs a step for its state alone."""
+        steps, captures = self.steps, self.steps.captures
+        with steps.body.unwatched():
+            leaves, recorded, _ = as_leaves(state)
+            if captures.given.changed:
+                leaves = captures.given.of(leaves, recorded)
+            new, _ = steps.run(t, leaves, steps.row(t))
+            steps.take_departed()
+            self.draw_again(t, new)
+            after, _ = steps.close(new, state, leaves)
+            captures.end_arrays()
+            if captures.nodes:
+                captures.let_go()
+            return after
+
+    def reverse(self, t: int, state: State) -> Recomputed:
+        """Runs a step with residuals."""
+        steps, captures = self.steps, self.steps.captures
+        leaves, recorded, tokens = as_leaves(state)
+        row = steps.row(t)
+        leaves = captures.begin_step(t, leaves, recorded, row)
+        with substitute(self.swept.substitutes):
+            new, y = steps.run(t, leaves, row)
+        departed = [leaves for _, leaves in steps.take_departed()]
+        numbers = [number for number, step in enumerate(self.swept.departed_at) if step == t]
+        carry = [self._token_of(x) if isinstance(x, TensorArray) else x for x in new]
+        ys = steps.ys_of(y, t)
+        reads = captures.end_arrays()  # also of one that no read has moved: an inner loop may hang on the stand-in
+        captures.end_step((), ())
+        return Recomputed(
+            [*recorded, *tokens],
+            [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad],
+            carry,
+            ys,
+            list(zip(numbers, departed, strict=True)),
+            [reads[captured] for captured in self.swept.inputs.arrays],
+        )
+
+    def _token_of(self, array: TensorArray) -> Tensor | None:
+        store = array._store
+        if store is None:
+            return None
+        store.flush(self.swept.name)
+        return store.whole_token() if isinstance(store, Buffer) else None
+
+    def draw_again(self, t: int, new: list[Any]) -> None:
+        """After step t. Conditions are not asked again, unless random numbers were drawn: maybe by them."""
+        loop = self.steps.loop
+        if not self.swept.draws:
+            return
+        loop.asks_until(t, new)
+        if loop.cond is not None:
+            with torch.no_grad():
+                loop.cond(loop.tree_of(new), *loop.context_at(t))
+
+    def place_snapshots(self) -> None:
+        """Takes the snapshots of the sweep anew: an earlier backward has used them up."""
+        swept, snapshots = self.swept, self.swept.snapshots
+        state: State = []
+        for action in swept.schedule.sweep(swept.length):
+            if isinstance(action, schedule.Snapshot):
+                if action.step == 0:
+                    snapshots.by_step[0] = snapshots.initial
+                    state = self.restore(0)
+                elif action.step < swept.taken:
+                    state = snapshots.keep(action.step, state)
+            elif isinstance(action, schedule.Drop):
+                snapshots.drop(action.step)
+            else:
+                for t in range(action.start, min(action.stop, swept.taken)):
+                    state = self.advance(t, state)
+                if action.stop >= swept.taken:
+                    break

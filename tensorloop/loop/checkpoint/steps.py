@@ -1,0 +1,107 @@
+"""The steps of one loop, as its sweep and its replays run them: from a state that is kept to the next."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.scope import here
+from tensorloop.loop.checkpoint.ambient_state import AmbientState
+from tensorloop.loop.checkpoint.array_versions import close_version
+from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.fingerprints import Checked
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
+from tensorloop.loop.checkpoint.user_functions import Watched, as_users
+from tensorloop.loop.loop import Loop
+from tensorloop.tensor_array.array import TensorArray
+
+
+class Steps:
+    """A loop under the eyes of its captures. `run` takes leaves and rows to what the body returned, as `Loop.step`."""
+
+    def __init__(self, loop: Loop, *, check: bool) -> None:
+        self.name = loop.name
+        self.ambient = AmbientState()
+        self.captures = Captures(loop.name, here.serial)
+        self.body = Watched(loop.body, self.captures)
+        of = self.ambient.substitutions.of
+        self.loop = loop.replayable(
+            init=[of(x) for x in loop.init],
+            body=self.body,
+            cond=as_users(loop.cond),
+            until=as_users(loop.until),
+            note=self.captures.note,
+        )
+        self.xs: list[tuple[Tensor | None, int]] = []
+        if loop.slices is not None:
+            self.xs = [(of(x), dim) for x, dim in loop.slices.tensors]
+        self.backwards = loop.slices is not None and loop.slices.reverse
+        self.run = Checked(self.loop, self.captures).step if check else self.loop.step
+
+    def row(self, t: int) -> list[Any]:
+        """The slices of step t, leaves of its graph."""
+        out = []
+        for x, dim in self.xs:
+            if x is None:
+                out.append(None)
+            else:
+                row = self.part(x.detach(), dim, t)
+                out.append(row.requires_grad_() if x.requires_grad else row.clone())
+        return out
+
+    def part(self, x: Tensor, dim: int, t: int) -> Tensor:
+        """The view of x, a tensor of xs or its gradient, that belongs to step t."""
+        assert self.loop.slices is not None
+        return self.loop.slices.part(x, dim, t)
+
+    def ys_of(self, y: Any, t: int) -> list[Any]:
+        """The leaves of what step t put out."""
+        return [] if self.loop.outputs is None else self.loop.outputs.leaves_of(y, t)
+
+    def part_of_ys(self, ys: Tensor, t: int, steps: int) -> Tensor:
+        """The view of stacked ys, or of their gradient, that belongs to step t of so many."""
+        assert self.loop.outputs is not None
+        return self.loop.outputs.part(ys, t, steps, self.backwards)
+
+    def joined(self, values: list[Any]) -> Tensor:
+        """A leaf of ys: what all steps put out there."""
+        if not isinstance(values[0], Tensor):
+            return torch.tensor(values)
+        assert self.loop.outputs is not None
+        return self.loop.outputs.joined(values, self.backwards)
+
+    def close(self, new: Sequence[Any], before: State, given: Sequence[Any]) -> tuple[State, list[Tensor]]:
+        """What a step returned as a state to keep, and its tensors and tokens that carry a gradient.
+
+        `before` is the state it began with, `given` what the body got of it.
+        """
+        state: State = []
+        outputs: list[Tensor] = []
+        for i, x in enumerate(new):
+            if isinstance(x, Tensor):
+                state.append(saved(x))
+                if x.requires_grad:
+                    outputs.append(x)
+            elif isinstance(x, TensorArray):
+                same = i < len(given) and x is given[i]
+                version, token = close_version(x, self.name, before[i] if same else None)
+                state.append(version)
+                if token is not None:
+                    outputs.append(token)
+            else:
+                state.append(x)
+        return state, outputs
+
+    def take_departed(self) -> list[tuple[Tensor, list[Any]]]:
+        """The rows that left the batch in the step just done; arrays as what they hold."""
+        departed, self.loop.pieces = self.loop.pieces, []
+        return [
+            (ids, [x.stack() if isinstance(x, TensorArray) and x._store is not None else x for x in leaves])
+            for ids, leaves in departed
+        ]
+
+
+def saved(x: Any) -> Any:
+    """A tensor as it is kept between two steps; anything else as it is."""
+    return SavedTensor(x.detach(), x.requires_grad) if isinstance(x, Tensor) else x

@@ -1,0 +1,200 @@
+"""The sweep: runs every step of a checkpointed loop once, and keeps the states that the schedule asks for."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tensorloop import schedule
+from tensorloop._common.errors import Misuse
+from tensorloop._torch import graph, transforms
+from tensorloop._torch.versions import Versions
+from tensorloop.loop.checkpoint import leaving as _leaving
+from tensorloop.loop.checkpoint.ambient_state import RngState
+from tensorloop.loop.checkpoint.array_versions import initial_version
+from tensorloop.loop.checkpoint.closures import Constants
+from tensorloop.loop.checkpoint.conditions import Conditions
+from tensorloop.loop.checkpoint.in_place import check_apart
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State
+from tensorloop.loop.checkpoint.steps import Steps, saved
+from tensorloop.loop.checkpoint.substitutes import entangled
+from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
+from tensorloop.loop.loop import Loop
+from tensorloop.schedule import Schedule
+from tensorloop.tensor_array.array import TensorArray
+
+
+class Sweep:
+    """The first run of a loop. `length` is what its schedule may know of the number of steps."""
+
+    def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
+        self.plan, self.length = plan, length
+        checkpoints = plan if isinstance(plan, Checkpoints) else None
+        self.steps = Steps(loop, check=checkpoints is not None and checkpoints.check)
+        self.loop, self.captures = self.steps.loop, self.steps.captures
+        self.snapshots = Snapshots(self.captures, None if checkpoints is None else checkpoints.offload)
+        self.constants = Constants(loop.body)
+        self.conditions = Conditions(self.loop, self.captures)
+        self.schedule = plan if isinstance(plan, Schedule) else None if plan.k is None else schedule.of(plan.k, length)
+        self.draws = False
+        self.array_tokens: list[tuple[int, Tensor]] = []
+        self.ys_recorded: list[bool] = []  # which leaves of ys carry a gradient
+        self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
+        self.residual_bytes = 0  # of the first step, where a budget asks for it
+
+    def run(self, progress: Any) -> State:
+        """Runs all steps once. The state after the last."""
+        captures = self.captures
+        leaving = _leaving.Leaving(captures)
+        state = self._begin()
+        start = RngState(())
+        try:
+            going = self.conditions.goes_on(state)
+            for action in self._actions(state):
+                if isinstance(action, schedule.Snapshot):
+                    self.conditions.given = (None, None)
+                    state = self.snapshots.keep(action.step, state)
+                elif isinstance(action, schedule.Drop):
+                    self.snapshots.drop(action.step)
+                elif going:
+                    state, going = self._advance(state, action.stop, progress)
+                if not going:
+                    break
+            else:
+                if going:
+                    raise Misuse(f"the schedule's sweep ended at step {self.loop.taken}, where the loop goes on")
+            captures.settle()
+            captures.check_versions()
+            _leaving.warn(self.steps.name, self.constants.code, leaving)
+        finally:
+            self.conditions.given = (None, None)
+            captures.end_sweep()
+        self.constants.settle()
+        self.draws = captures.rng_state() != start
+        return state
+
+    def result(self, outputs: Sequence[Output]) -> SweepResult:
+        """What replays need, where the loop gave `outputs`."""
+        steps, captures = self.steps, self.captures
+        inputs = Inputs(
+            init=[(i, x) for i, x in enumerate(self.loop.init) if isinstance(x, Tensor) and x.requires_grad],
+            array_tokens=self.array_tokens,
+            xs=[(k, x) for k, (x, _) in enumerate(steps.xs) if x is not None and x.requires_grad],
+            arrays=[a for a in captures.arrays.values() if a.token is not None],
+            captures=list(captures.recorded.values()),
+        )
+        given = [*inputs.all, *(x for x in self.loop.init if isinstance(x, Tensor))]
+        given += [x for x, _ in steps.xs if x is not None]
+        return SweepResult(
+            steps=steps,
+            taken=self.loop.taken,
+            length=self.length,
+            # A loop may have ended before a budget had its number.
+            schedule=self.schedule or schedule.of(1, self.length),
+            snapshots=self.snapshots,
+            constants=self.constants,
+            draws=self.draws,
+            inputs=inputs,
+            outputs=list(outputs),
+            departed_at=[step for step, _, _ in self.departed],
+            given=given,
+            versions=Versions(given),
+            substitutes={id(x): x.detach().requires_grad_() for x in entangled(inputs.captures)},
+        )
+
+    def _begin(self) -> State:
+        """The first state; notes the tokens of its arrays."""
+        state: State = []
+        for i, x in enumerate(self.loop.init):
+            if isinstance(x, TensorArray):
+                version, token = initial_version(x, self.steps.name)
+                state.append(version)
+                if token is not None:
+                    self.array_tokens.append((i, token))
+            else:
+                state.append(saved(x))
+        return state
+
+    def _actions(self, state: State) -> Iterator[Any]:
+        if self.schedule is not None:
+            yield from self.schedule.sweep(self.length)
+            return
+        yield schedule.Snapshot(0)
+        yield schedule.Advance(0, 1)
+        assert isinstance(self.plan, Checkpoints)
+        assert self.plan.budget is not None
+        k = max((self.plan.budget - self.residual_bytes) // max(_bytes_of(state), 1), 1)
+        self.schedule = schedule.of(k, self.length)
+        for action in self.schedule.sweep(self.length):
+            if not (isinstance(action, schedule.Snapshot) and action.step == 0):
+                yield action
+
+    def _advance(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
+
+        That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
+        """
+        loop = self.loop
+        while loop.taken < stop:
+            state = self._step(loop.taken, state)
+            loop.taken += 1
+            progress.update()
+            if not self.conditions.goes_on(state):
+                return state, False
+        return state, True
+
+    def _step(self, t: int, state: State) -> State:
+        """The state after step t."""
+        loop, steps, captures = self.loop, self.steps, self.captures
+        leaves, recorded, tokens = self.conditions.leaves_of(state)
+        row = steps.row(t)
+        leaves = captures.begin_step(t, leaves, recorded, row)
+        new, y = steps.run(t, leaves, row)
+        for i, _ in recorded:
+            if leaves[i]._backward_hooks:
+                raise self._hooked(i)
+        if captures.given.changed:
+            check_apart(new, loop.carry.tree.paths)
+        self.conditions.asks_until(t, new)
+        after, outputs = steps.close(new, state, leaves)
+        ys = steps.ys_of(y, t)
+        outputs += self._collect(t, ys)
+        arguments = [x for _, x in recorded + tokens] + [x for x in row if x is not None]
+        captures.end_step(outputs, arguments, [*new, *ys])
+        captures.end_arrays()
+        if loop.slices is not None:
+            loop.slices.check_unchanged(t)
+        if self.schedule is None:
+            self.residual_bytes = graph.residual_bytes(outputs, captures.tensors())
+        return after
+
+    def _hooked(self, i: int) -> Misuse:
+        name = f"carry{self.loop.carry.tree.paths[i]}"
+        return Misuse(
+            f"the body registered a hook on {name}, its argument; with checkpoints it would miss "
+            f"what ys add to that gradient: register it on {name}.clone(), or on what the body returns"
+        )
+
+    def _collect(self, t: int, ys: Sequence[Any]) -> list[Tensor]:
+        """Takes ys and the rows that left; gives those that carry a gradient."""
+        outputs: list[Tensor] = []
+        if self.loop.outputs is not None:
+            self.ys_recorded = self.ys_recorded or [False] * len(ys)
+            for k, (column, leaf) in enumerate(zip(self.loop.outputs.columns, ys, strict=True)):
+                if isinstance(leaf, Tensor):
+                    column.append(leaf.detach())
+                    if leaf.requires_grad:
+                        outputs.append(leaf)
+                        self.ys_recorded[k] = True
+                else:
+                    column.append(leaf)
+        for ids, leaves in self.steps.take_departed():
+            outputs += [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            self.departed.append((t, ids, [saved(x) for x in leaves]))
+        return outputs
+
+
+def _bytes_of(state: State) -> int:
+    storages = [transforms.storage(x.values) for x in state if type(x) is SavedTensor]
+    return sum({x._cdata: x.nbytes() for x in storages}.values())

@@ -1,0 +1,61 @@
+"""What a sweep leaves: the caller's loop as it was, and a result from which any step can be run again."""
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop._common.progress import Progress
+from tensorloop.loop.checkpoint import node
+from tensorloop.loop.checkpoint.node_outputs import NodeOutputs
+from tensorloop.loop.checkpoint.replay import Replay
+from tensorloop.loop.checkpoint.sweep import Sweep
+from tensorloop.loop.checkpoint.sweep_result import CarryOutput
+from tensorloop.loop.loop import Loop
+
+W = torch.tensor([0.5, 2.0], requires_grad=True)
+
+
+def body(t: int, carry: Tensor, row: list[Any], context: tuple[Any, ...]) -> tuple[Tensor, None]:
+    return (carry * W).sin(), None
+
+
+def loop_and_plan() -> tuple[Loop, tl.Checkpoints, Progress]:
+    loop = Loop("fori_loop", body, torch.ones(2, requires_grad=True), 4)
+    return loop, tl.Checkpoints(k=2), Progress(False, "fori_loop", None)
+
+
+def test_the_callers_loop_stays_as_it_was_but_for_how_far_it_has_come() -> None:
+    loop, plan, progress = loop_and_plan()
+    before = dict(vars(loop))
+    node.run(loop, plan, 4, progress)
+    assert {name for name, value in vars(loop).items() if value is not before[name]} == {"taken"}
+    assert loop.taken == 4
+
+
+def test_steps_are_run_again_from_a_result_that_does_not_change() -> None:
+    loop, plan, progress = loop_and_plan()
+    sweep = Sweep(loop, plan, 4)
+    state = sweep.run(progress)
+    swept = sweep.result(NodeOutputs(sweep, state).places)
+    with pytest.raises(FrozenInstanceError):
+        swept.taken = 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert (swept.taken, swept.outputs, sorted(swept.snapshots.by_step)) == (4, [CarryOutput(0)], [0, 2])
+    assert [id(x) for x in swept.inputs.all] == [id(loop.init[0]), id(W)]
+
+    replay = Replay(swept, shown=False)
+    with replay.as_then():
+        state = replay.advance(2, replay.restore(2))
+        step = replay.reverse(3, state)
+        found = torch.autograd.grad(step.carry[0].sum(), [step.inputs[0][1], W])
+    with torch.no_grad():
+        c: Any = torch.ones(2)
+        for t in range(3):
+            c, _ = body(t, c, [], ())
+    c.requires_grad_()
+    assert torch.equal(state[0].values, c)
+    expected = torch.autograd.grad(body(3, c, [], ())[0].sum(), [c, W])
+    assert all(map(torch.equal, found, expected))
