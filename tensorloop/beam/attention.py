@@ -23,7 +23,8 @@ from tensorloop._torch import transforms
 from tensorloop.attention import engine
 from tensorloop.attention.strips import Task
 from tensorloop.kernels import find
-from tensorloop.tensor_array.buffer import Buffer, Present
+from tensorloop.tensor_array.block import Present
+from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.gradient import Step
 
 _NAME = "attention"

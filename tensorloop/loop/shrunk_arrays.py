@@ -23,7 +23,7 @@ from tensorloop._torch import transforms
 from tensorloop.packed.base import Packed, any_packed, is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.gradient import Key
+from tensorloop.tensor_array.keys import Key
 from tensorloop.tensor_array.sequential_reads import PickedRows
 from tensorloop.tensor_array.slot_list import Slots
 

@@ -25,8 +25,8 @@ from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
 from tensorloop.tensor_array.buffer import Buffer, recording
-from tensorloop.tensor_array.gradient import Rows
 from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.keys import Rows
 from tensorloop.tensor_array.slot_list import Slots, element_of
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})

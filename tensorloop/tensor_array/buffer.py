@@ -2,10 +2,7 @@
 
 Three ideas, each with its invariant.
 
-*Block.* One allocation, (capacity, *F). Slots are written through `data`; what is handed out is cut from `views`,
-the same memory under a version counter of its own. So our writes never disturb a tensor that autograd saved, and a
-user's change of a view is seen (by autograd in backward, by `check` here). A slot that a handed-out view covers
-(`lent`) is never written again in this block: an overwrite moves to a copy first.
+*Block.* See `block`: writes never disturb what was handed out.
 
 *Token.* See `gradient`. None while nothing in the array needs a gradient.
 
@@ -25,7 +22,9 @@ from tensorloop._common import scope
 from tensorloop._common.arguments import has_rows
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.gradient import Key, Rows, Step, pinned, put_, take
+from tensorloop.tensor_array.block import Block, Present, allocate, plain_mode
+from tensorloop.tensor_array.gradient import Step, pinned
+from tensorloop.tensor_array.keys import Key, may_reach, put_
 from tensorloop.tensor_array.sequential_reads import PickedRows, UnstackedRows
 
 _P = ParamSpec("_P")
@@ -61,62 +60,6 @@ def noted(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[An
     return run
 
 
-class Block:
-    """One allocation of slots, shared by the arrays that were copied from one another."""
-
-    __slots__ = ("begun", "copies", "data", "device", "element_shape", "expected", "lent", "nothing", "owned", "views")
-
-    def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
-        self.data = data
-        self.device, self.element_shape = data.device, tuple(data.shape[1:])
-        self.owned = owned
-        self.copies = False  # whether runs are read as copies, so that nothing is ever lent
-        self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
-        self.lent = (0, 0)  # slots covered by views handed out
-        with plain_mode():
-            # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
-            self.views = data.data if owned else data
-            self.nothing = data.new_zeros(())  # what tokens are expanded from
-        self.expected = self.views._version
-
-    def check(self, name: str) -> None:
-        """Raises if somebody changed the values through a view, or the tensor that was unstacked."""
-        if self.views._version != self.expected:
-            what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
-            raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
-
-    def lend(self, start: int, stop: int) -> None:
-        if start == stop or self.copies:
-            return
-        low, high = self.lent
-        self.lent = (min(low, start), max(high, stop)) if high > low else (start, stop)
-
-    def read(self, key: Key) -> Tensor:
-        """A view of a run of slots, a copy of anything else."""
-        if isinstance(key, slice):
-            return self.views[key].clone() if self.copies else self.views[key]
-        out = take(self.data, key)
-        is_view = isinstance(key, int) or (isinstance(key, Tensor) and key.dim() == 0)
-        return out.clone() if is_view else out
-
-
-class Present:
-    """The block of a buffer that only grows, for nodes that read it in backward: none keeps one that it has outgrown.
-
-    Nodes cannot hold the buffer itself, which holds them by its token.
-    """
-
-    __slots__ = ("block",)
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-    def slots(self, length: int, name: str) -> Tensor:
-        """The first slots; not to be changed."""
-        self.block.check(name)
-        return self.block.data[:length]
-
-
 class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
@@ -140,7 +83,7 @@ class Buffer:
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
-        return cls(Block(_allocate(like, (capacity, *like.shape)), 0))
+        return cls(Block(allocate(like, (capacity, *like.shape)), 0))
 
     @classmethod
     def unstack(cls, values: Tensor) -> "Buffer":
@@ -226,7 +169,7 @@ class Buffer:
         self.flush(name)
         self.block.check(name)
         self.rows = self.present = None
-        if not self.block.owned or _overlap(key, self.block.lent):
+        if not self.block.owned or may_reach(key, self.block.lent):
             self._move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
@@ -313,7 +256,7 @@ class Buffer:
 
     def _move(self, filled: int, capacity: int) -> None:
         before, old = self.block, self.block.data
-        data = _allocate(old, (capacity, *old.shape[1:]))
+        data = allocate(old, (capacity, *old.shape[1:]))
         data[:filled].copy_(old[:filled])
         self.block = Block(data, filled)
         self.rows = None
@@ -415,11 +358,6 @@ class Buffer:
         return twin
 
 
-def plain_mode() -> AbstractContextManager[object]:
-    """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
 def recording() -> AbstractContextManager[object]:
     """Plain autograd that records, whatever mode or transform the caller is in."""
     if torch.is_grad_enabled() and transforms.maybe_level() is None:  # so there is no inference mode either
@@ -437,28 +375,10 @@ def _changed_modes() -> Iterator[None]:
         yield
 
 
-def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    with plain_mode():
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
 def _constant(x: Tensor) -> Tensor:
     """A copy of `x` without gradient, made in a plain mode."""
     with plain_mode():
         return x.detach().clone()
-
-
-def _overlap(key: Key, lent: tuple[int, int]) -> bool:
-    """Whether `key` may reach a slot that was lent; indices on a device, which are not looked at, reach any."""
-    low, high = lent
-    if low == high:
-        return False
-    if isinstance(key, int):
-        return low <= key < high
-    index = key.pos if isinstance(key, Rows) else key
-    if isinstance(index, Tensor) and index.device.type == "cpu":
-        return bool(((index >= low) & (index < high)).any())
-    return True
 
 
 def _masked(x: Tensor, rows: Tensor) -> Tensor:

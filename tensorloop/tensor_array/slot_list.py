@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.gradient import Key, Rows
+from tensorloop.tensor_array.keys import Key, Rows
 
 
 class Slots:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Block, Buffer, noted, recording
-from tensorloop.tensor_array.gradient import Key, put_, take
+from tensorloop.tensor_array.block import Block
+from tensorloop.tensor_array.buffer import Buffer, noted, recording
 from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.keys import Key, put_, take
 
 
 class Tape:
