@@ -23,9 +23,9 @@ from tensorloop._torch import transforms
 from tensorloop.attention import engine
 from tensorloop.attention.strips import Task
 from tensorloop.kernels import find
-from tensorloop.tensor_array.block import Present
+from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.gradient import Step
+from tensorloop.tensor_array.gradient import ArrayNode
 
 _NAME = "attention"
 
@@ -54,11 +54,11 @@ class Plan(NamedTuple):
     prefix: int  # slots
     slots: int
     scale: float
-    present: tuple[Present, ...]  # of keys and of values; one where they are the same array
+    live: tuple[LiveBlock, ...]  # of keys and of values; one where they are the same array
 
     def values(self) -> list[Tensor]:
         """The slots of each array, (slots, B, K, *F)."""
-        return [x.slots(self.slots, _NAME) for x in self.present] if self.slots else []
+        return [x.slots(self.slots, _NAME) for x in self.live] if self.slots else []
 
     def parts(self) -> Iterator[Part]:
         rows, size = self.family.rows, self.family.size
@@ -86,8 +86,8 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     if any(x is None for x in buffers):
         return NotImplemented
     prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
-    present = tuple(x.kept(_NAME) for x in buffers if x is not None)
-    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, present)
+    live = tuple(x.hold(_NAME) for x in buffers if x is not None)
+    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, live)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unnoted():
         if not torch.is_grad_enabled():
@@ -220,10 +220,10 @@ def _gradient_of_whole(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         slots = [
-            Step.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
+            ArrayNode.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
             if recorded and token is not None
             else x
-            for at, x, token in zip(plan.present, plan.values(), tokens, strict=True)
+            for at, x, token in zip(plan.live, plan.values(), tokens, strict=True)
         ]
         aliases: list[Any] = [
             None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()

@@ -26,7 +26,7 @@ from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
 from tensorloop.tensor_array.buffer import Buffer, recording
 from tensorloop.tensor_array.holes import Holes
-from tensorloop.tensor_array.keys import Rows
+from tensorloop.tensor_array.keys import RowSlots
 from tensorloop.tensor_array.slot_list import Slots, element_of
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -220,7 +220,7 @@ class TensorArray(advice.NoTensor):
             if self._mask is not None:
                 with scope.unnoted():
                     where = where & self._mask.to(pos.device)
-            store.put(Rows(pos, where), x, name)
+            store.put(RowSlots(pos, where), x, name)
         if looked:
             self._holes.fill(written)
         else:

@@ -2,7 +2,7 @@
 
 Slots are written through `data`; what is handed out is cut from `views`, the same memory under a version counter of
 its own. So our writes never disturb a tensor that autograd saved, and a user's change of a view is seen (by autograd in
-backward, by `check` here). A slot that a handed-out view covers (`lent`) is never written again in this block: an
+backward, by `check` here). A slot that a handed-out view covers (`exported`) is never written again in this block: an
 overwrite moves to a copy first.
 """
 
@@ -17,19 +17,19 @@ from tensorloop.tensor_array.keys import Key, take
 class Block:
     """One allocation of slots, shared by the arrays that were copied from one another."""
 
-    __slots__ = ("begun", "copies", "data", "device", "element_shape", "expected", "lent", "nothing", "owned", "views")
+    __slots__ = ("copies", "data", "device", "element_shape", "expected", "exported", "owned", "used", "views", "zero")
 
-    def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
+    def __init__(self, data: Tensor, used: int, *, owned: bool = True) -> None:
         self.data = data
         self.device, self.element_shape = data.device, tuple(data.shape[1:])
         self.owned = owned
-        self.copies = False  # whether runs are read as copies, so that nothing is ever lent
-        self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
-        self.lent = (0, 0)  # slots covered by views handed out
+        self.copies = False  # whether runs are read as copies, so that nothing is ever exported
+        self.used = used  # slots begun by any array on this block; the free tail is the taker's
+        self.exported = (0, 0)  # slots covered by views handed out
         with plain_mode():
             # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
             self.views = data.data if owned else data
-            self.nothing = data.new_zeros(())  # what tokens are expanded from
+            self.zero = data.new_zeros(())  # what tokens are expanded from
         self.expected = self.views._version
 
     def check(self, name: str) -> None:
@@ -38,11 +38,11 @@ class Block:
             what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
             raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
 
-    def lend(self, start: int, stop: int) -> None:
+    def export(self, start: int, stop: int) -> None:
         if start == stop or self.copies:
             return
-        low, high = self.lent
-        self.lent = (min(low, start), max(high, stop)) if high > low else (start, stop)
+        low, high = self.exported
+        self.exported = (min(low, start), max(high, stop)) if high > low else (start, stop)
 
     def read(self, key: Key) -> Tensor:
         """A view of a run of slots, a copy of anything else."""
@@ -53,7 +53,7 @@ class Block:
         return out.clone() if is_view else out
 
 
-class Present:
+class LiveBlock:
     """The block of a buffer that only grows, for nodes that read it in backward: none keeps one that it has outgrown.
 
     Nodes cannot hold the buffer itself, which holds them by its token.

@@ -22,8 +22,8 @@ from tensorloop._common import scope
 from tensorloop._common.arguments import has_rows
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.block import Block, Present, allocate, plain_mode
-from tensorloop.tensor_array.gradient import Step, pinned
+from tensorloop.tensor_array.block import Block, LiveBlock, allocate, plain_mode
+from tensorloop.tensor_array.gradient import ArrayNode, pin
 from tensorloop.tensor_array.keys import Key, may_reach, put_
 from tensorloop.tensor_array.sequential_reads import PickedRows, UnstackedRows
 
@@ -64,7 +64,7 @@ class Buffer:
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
     __slots__ = (
-        *("block", "born", "length", "masks", "overwritten", "present", "reader", "rows", "token", "versions"),
+        *("block", "born", "length", "masks", "live", "overwritten", "reader", "rows", "token", "versions"),
         "waiting",
     )
 
@@ -79,7 +79,7 @@ class Buffer:
         self.born = scope.newest()
         self.overwritten = False  # ever, by this array
         self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
-        self.present: Present | None = None  # of slots that have not been overwritten since somebody asked
+        self.live: LiveBlock | None = None  # of slots that have not been overwritten since somebody asked
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
@@ -92,7 +92,7 @@ class Buffer:
                 return cls(Block(values.clone(), len(values)), len(values))
         buffer = cls(Block(values.detach(), len(values), owned=False), len(values))
         if values.requires_grad and torch.is_grad_enabled():
-            buffer.token = pinned(values)
+            buffer.token = pin(values)
         buffer.rows = UnstackedRows(buffer.block.views if buffer.token is None else buffer.token)
         return buffer
 
@@ -156,7 +156,7 @@ class Buffer:
         """Begins slots up to `length`, with zeros that have no gradient."""
         self.flush(name)
         self._reserve(self.length, length, name)
-        self._fill(slice(self.length, length), self.block.nothing)
+        self._fill(slice(self.length, length), self.block.zero)
         self._begin(length)
 
     @noted
@@ -168,8 +168,8 @@ class Buffer:
             return
         self.flush(name)
         self.block.check(name)
-        self.rows = self.present = None
-        if not self.block.owned or may_reach(key, self.block.lent):
+        self.rows = self.live = None
+        if not self.block.owned or may_reach(key, self.block.exported):
             self._move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
@@ -204,7 +204,7 @@ class Buffer:
                 self._reserve(start, self.length, name)
                 self._fill(key, values)
             self._begin(self.length)
-            out = Step.apply(self.token, values, self.block, key, self.length, read)
+            out = ArrayNode.apply(self.token, values, self.block, key, self.length, read)
         self.token, view = (out, None) if read is None else out
         self.waiting, self.versions, self.masks = [], [], {}
         return view
@@ -234,13 +234,13 @@ class Buffer:
                 return
             x = x.detach()
         with recording():
-            self.token = Step.apply(self.token, x, self.block, key, self.length, None)
+            self.token = ArrayNode.apply(self.token, x, self.block, key, self.length, None)
 
     def whole_token(self) -> Tensor | None:
         """The token, as long as the array: it may end before constants that were appended last."""
         if self.token is not None and self.token.shape[0] < self.length:
             with recording():
-                self.token = Step.apply(self.token, None, self.block, None, self.length, None)
+                self.token = ArrayNode.apply(self.token, None, self.block, None, self.length, None)
         return self.token
 
     def _fill(self, key: int | slice, values: Tensor) -> None:
@@ -251,7 +251,7 @@ class Buffer:
         """Makes room for slots [filled, length) in a block whose free tail is ours."""
         if filled:
             self.block.check(name)
-        if length > self.block.data.shape[0] or self.block.begun != filled or not self.block.owned:
+        if length > self.block.data.shape[0] or self.block.used != filled or not self.block.owned:
             self._move(filled, max(length, 2 * filled))
 
     def _move(self, filled: int, capacity: int) -> None:
@@ -260,12 +260,12 @@ class Buffer:
         data[:filled].copy_(old[:filled])
         self.block = Block(data, filled)
         self.rows = None
-        if self.present is not None and self.present.block is before:
-            self.present.block = self.block
-            self.block.lend(0, filled)
+        if self.live is not None and self.live.block is before:
+            self.live.block = self.block
+            self.block.export(0, filled)
 
     def _begin(self, length: int) -> None:
-        self.length = self.block.begun = length
+        self.length = self.block.used = length
 
     # -- reading
 
@@ -296,7 +296,7 @@ class Buffer:
         key = slice(start, stop)
         view = self.flush(name, key if torch.is_grad_enabled() else None)
         self.block.check(name)
-        self.block.lend(start, stop)
+        self.block.export(start, stop)
         return self._read(key) if view is None else view
 
     @noted
@@ -312,16 +312,16 @@ class Buffer:
         return self._read(slice(0, self.length))
 
     @noted
-    def kept(self, name: str) -> Present:
+    def hold(self, name: str) -> LiveBlock:
         """All slots as they are now, for backward passes to read, whatever is written later."""
         self.flush(name)
         self.block.check(name)
         if self.block.copies:
-            return Present(Block(self.block.data[: self.length].clone(), self.length))
-        self.block.lend(0, self.length)
-        if self.present is None or self.present.block is not self.block:
-            self.present = Present(self.block)
-        return self.present
+            return LiveBlock(Block(self.block.data[: self.length].clone(), self.length))
+        self.block.export(0, self.length)
+        if self.live is None or self.live.block is not self.block:
+            self.live = LiveBlock(self.block)
+        return self.live
 
     @noted
     def gather(self, index: Tensor, name: str) -> Tensor:
@@ -335,7 +335,7 @@ class Buffer:
         if self.token is None or not torch.is_grad_enabled():
             return self.block.read(key)
         with recording():
-            self.token, out = Step.apply(self.token, None, self.block, None, self.length, key)
+            self.token, out = ArrayNode.apply(self.token, None, self.block, None, self.length, key)
         return out
 
     # -- copies
@@ -345,7 +345,7 @@ class Buffer:
         """An independent array on the same block: all of it counts as handed out."""
         self.flush(name)
         self.block.check(name)
-        self.block.lend(0, self.length)
+        self.block.export(0, self.length)
         twin = Buffer(self.block, self.length, self.token)
         twin.rows = self.rows
         return twin

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tensorloop._torch import transforms
 from tensorloop.kernels import find
-from tensorloop.tensor_array.keys import Key, Rows, as_index, first_slot, put_, take
+from tensorloop.tensor_array.keys import Key, RowSlots, as_index, first_slot, put_, take
 
 
-class Step(torch.autograd.Function):
+class ArrayNode(torch.autograd.Function):
     """One write of `x` at `write` (both may be None), then one read of `read` (may be None), on one array.
 
     The caller has changed the buffer already; what happens here is the record. (token, x) -> (token', out).
@@ -41,7 +41,7 @@ class Step(torch.autograd.Function):
         # A leaf keeps what it gets as its .grad: as a view, it would keep the whole gradient buffer alive.
         ctx.leaf = x is not None and x.is_leaf
         ctx.shape = (length, *block.element_shape)
-        after = block.nothing.expand(ctx.shape)
+        after = block.zero.expand(ctx.shape)
         return after if read is None else (after, block.read(read))
 
     @staticmethod
@@ -64,7 +64,7 @@ class Step(torch.autograd.Function):
         grad_x = None
         if ctx.write is not None:
             appended = first_slot(ctx.write) >= ctx.before
-            if isinstance(ctx.write, Rows) and in_place:  # both at once
+            if isinstance(ctx.write, RowSlots) and in_place:  # both at once
                 grad_x = find("take_rows", grad, *ctx.write)(grad, ctx.write.pos, ctx.write.where)
             else:
                 if ctx.needs_input_grad[1]:
@@ -76,7 +76,7 @@ class Step(torch.autograd.Function):
 
 
 class _Pin(torch.autograd.Function):
-    """The values themselves as the first token, tied to the operation that made them: see `pinned`."""
+    """The values themselves as the first token, tied to the operation that made them: see `pin`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -87,7 +87,7 @@ class _Pin(torch.autograd.Function):
         return grad
 
 
-def pinned(values: Tensor) -> Tensor:
+def pin(values: Tensor) -> Tensor:
     """An alias of `values` whose history stays what it is, whatever in-place operations `values` meets later."""
     return _Pin.apply(values)  # pyright: ignore[reportReturnType]
 
@@ -122,7 +122,7 @@ def _dense(x: Tensor) -> bool:
 def _gradient_of(grad: Tensor, key: Key, copy: bool) -> Tensor:
     """What the gradient buffer holds for a value written at `key`."""
     out = take(grad, key)
-    if isinstance(key, Rows):
+    if isinstance(key, RowSlots):
         return torch.where(key.mask(out), out, 0)
     return out.clone() if copy and isinstance(key, (int, slice)) else out
 
@@ -133,5 +133,5 @@ def _clear(grad: Tensor, key: Key, in_place: bool) -> Tensor:
         put_(grad, key, 0)
         return grad
     old = take(grad, key)
-    zero = torch.where(key.mask(old), 0, old) if isinstance(key, Rows) else torch.zeros_like(old)
+    zero = torch.where(key.mask(old), 0, old) if isinstance(key, RowSlots) else torch.zeros_like(old)
     return grad.index_put(as_index(key, grad), zero)

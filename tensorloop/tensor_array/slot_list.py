@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.keys import Key, Rows
+from tensorloop.tensor_array.keys import Key, RowSlots
 
 
 class Slots:
@@ -50,7 +50,7 @@ class Slots:
     def put(self, key: Key, x: Tensor, name: str) -> None:
         if isinstance(key, int):
             self.slots[key] = x.clone()
-        elif isinstance(key, Rows):
+        elif isinstance(key, RowSlots):
             for i, old in enumerate(self.slots):
                 here = key._replace(where=key.where & (key.pos == i))
                 self.slots[i] = torch.where(here.mask(x), x, old)

@@ -67,7 +67,7 @@ class LoopBuffer(Buffer):
 
     def _overwrite(self, key: Key, x: Tensor) -> None:
         if not self.block.copies:
-            if self.block.lent != (0, 0):
+            if self.block.exported != (0, 0):
                 self._move(self.length, self.block.data.shape[0])
             self.block.copies = True
         self.tape.log.append((key, take(self.block.data, key).clone()))
@@ -87,7 +87,7 @@ class LoopBuffer(Buffer):
         self.length = length
         self.tape.block = self.block  # a first flush may have brought a block of its own
         self.tape.filled = max(self.tape.filled, length)
-        self.block.begun = max(self.block.begun, length)
+        self.block.used = max(self.block.used, length)
 
 
 class Version:
@@ -129,7 +129,7 @@ def opened(version: Version) -> tuple[TensorArray, Tensor | None]:
     tape.seek(version.mark)
     token = None
     if version.recorded:
-        token = tape.block.nothing.expand(version.shape).detach().requires_grad_()
+        token = tape.block.zero.expand(version.shape).detach().requires_grad_()
     array._store = LoopBuffer(tape, version.length, token)
     return array, token
 
@@ -166,7 +166,7 @@ def final(version: Version, token: Tensor | None) -> TensorArray:
     if tape is not None:
         tape.seek(version.mark)
         block = _copied(tape.block, version.length) if tape.block.copies else tape.block
-        block.lend(0, version.length)
+        block.export(0, version.length)
         array._store = Buffer(block, version.length, token)
     return array
 
@@ -174,7 +174,7 @@ def final(version: Version, token: Tensor | None) -> TensorArray:
 def new_token(version: Version) -> Tensor:
     """An output of the loop that stands for the whole array."""
     assert version.tape is not None
-    return version.tape.block.nothing.expand(version.shape)
+    return version.tape.block.zero.expand(version.shape)
 
 
 def _copied(block: Block, length: int) -> Block:
@@ -196,7 +196,7 @@ class CapturedArray:
         self.twin.rows = None
         self.stand_in: Tensor | None = None
         if (token := self.twin.whole_token()) is not None:
-            self.stand_in = self.twin.block.nothing.expand(token.shape).detach().requires_grad_()
+            self.stand_in = self.twin.block.zero.expand(token.shape).detach().requires_grad_()
 
     @property
     def token(self) -> Tensor | None:
