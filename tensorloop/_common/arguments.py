@@ -1,7 +1,7 @@
 """Checks of arguments: what came, what was expected, how to mend it. Nothing here changes anything."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 import torch
@@ -47,14 +47,6 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
-def slot_of(i: SupportsIndex, length: int, name: str) -> int:
-    """`i` as a slot of an array of `length`, negative counted from the end."""
-    slot = as_int(i, name)
-    if not -length <= slot < length:
-        raise IndexError(f"{name}: slot {slot} is out of range for an array of {slots(length)}")
-    return slot + length if slot < 0 else slot
-
-
 def slots(n: int) -> str:
     return f"{n} slot" if n == 1 else f"{n} slots"
 
@@ -81,15 +73,6 @@ def items(xs: Any, name: str, what: str) -> Iterable[Any]:
     return xs
 
 
-def has_rows(x: Tensor, mask: Tensor, lead: int, name: str) -> None:
-    """Raises unless the elements in x (with `lead` dims before them) have the rows of the mask, (B,) or 0-d."""
-    if x.shape[lead : lead + mask.dim()] != mask.shape:
-        raise ValueError(
-            f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their own; "
-            f"elements must be ({len(mask)}, ...)"
-        )
-
-
 def must_check(check: bool | None, x: Tensor) -> bool:
     """Whether to look at the values of `x`: by default where that costs no sync. Under vmap and in fakes nobody can."""
     if transforms.is_batched(x) or transforms.is_fake(x):
@@ -109,29 +92,6 @@ def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices
         raise IndexError(f"{name}: {what}{place} is {value}, expected {low} <= index < {high}")
 
 
-def rows(pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> None:
-    """Checks that `pos` (B,), `x` (B, *F) and `where` (B,) bool belong together."""
-    n = x.shape[0] if x.dim() else None
-    if pos.dim() != 1 or len(pos) != n:
-        raise ValueError(f"{name}: pos must be (B,) for x (B, *F), got {tuple(pos.shape)} and {tuple(x.shape)}")
-    if where is None:
-        return
-    if not isinstance(where, Tensor) or where.dtype is not torch.bool:
-        raise TypeError(f"{name}: where must be a bool tensor, got {describe(where)}")
-    if where.shape != pos.shape:
-        raise ValueError(f"{name}: where must be ({n},) like pos, got {tuple(where.shape)}")
-
-
-def element_sizes(shape: Sequence[int | None], name: str) -> tuple[int | None, ...]:
-    if isinstance(shape, int):
-        raise TypeError(f"{name}: element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
-    shape = tuple(items(shape, name, "element_shape"))
-    sizes = tuple(None if n is None else as_int(n, name, "element_shape") for n in shape)
-    if any(n is not None and n < 0 for n in sizes):
-        raise ValueError(f"{name}: element_shape has a negative size: {sizes}")
-    return sizes
-
-
 def dense_tensor(x: Any, name: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
@@ -139,26 +99,3 @@ def dense_tensor(x: Any, name: str) -> None:
         raise TypeError(f"{name}: expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
-
-
-def fits(
-    shape: torch.Size,
-    x: Tensor,
-    element_shape: tuple[int | None, ...] | None,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    name: str,
-) -> None:
-    if dtype is not None and x.dtype is not dtype:
-        raise TypeError(f"{name}: dtype {x.dtype}, but the array holds {dtype}; convert with .to({dtype})")
-    if device is not None and not _same_device(x.device, device):
-        raise ValueError(f"{name}: the value is on {x.device}, but the array is on {device}; move it with .to()")
-    if element_shape is not None and (
-        len(shape) != len(element_shape)
-        or any(b is not None and a != b for a, b in zip(shape, element_shape, strict=True))
-    ):
-        raise ValueError(f"{name}: element shape {tuple(shape)}, but the array holds elements of shape {element_shape}")
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (a.index == b.index or b.index is None)

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
+from tensorloop._common.errors import named
 from tensorloop._torch import transforms
 from tensorloop.attention import engine
 from tensorloop.attention.strips import Task
 from tensorloop.kernels import find
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 from tensorloop.tensor_array.gradient import ArrayNode
 
 _NAME = "attention"
@@ -56,9 +58,10 @@ class Plan(NamedTuple):
     scale: float
     live: tuple[LiveBlock, ...]  # of keys and of values; one where they are the same array
 
+    @named(_NAME)
     def values(self) -> list[Tensor]:
         """The slots of each array, (slots, B, K, *F)."""
-        return [x.slots(self.slots, _NAME) for x in self.live] if self.slots else []
+        return [x.slots(self.slots) for x in self.live] if self.slots else []
 
     def parts(self) -> Iterator[Part]:
         rows, size = self.family.rows, self.family.size
@@ -72,12 +75,13 @@ class Plan(NamedTuple):
                 yield Part(own.flatten(1).t(), rows * size, 1)
 
 
+@named(_NAME)
 def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     """(B, K, heads, Dv) of q (B, K, heads, D) over two arrays of one carry; NotImplemented where others must do it.
 
     Shapes and dtypes are checked by the caller. Gradient: to q and to what was appended, twice.
     """
-    k, v = keys._store, values._store
+    k, v = store_of(keys), store_of(values)
     if not _goes_together(q, k, v):
         return NotImplemented
     scale = engine.default_scale(q.shape[-1]) if scale is None else scale
@@ -86,7 +90,7 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     if any(x is None for x in buffers):
         return NotImplemented
     prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
-    live = tuple(x.hold(_NAME) for x in buffers if x is not None)
+    live = tuple(x.hold() for x in buffers if x is not None)
     plan = Plan(k.family, k.births, k.shared_slots, slots, scale, live)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unnoted():
@@ -123,9 +127,9 @@ def _goes_together(q: Any, k: Any, v: Any) -> bool:
 
 
 def _buffer(array: Any) -> Buffer | None:
-    store = array._store
-    store = store if isinstance(store, Buffer) else store.one() if hasattr(store, "one") else None
-    return store if isinstance(store, Buffer) else None
+    store = store_of(array)
+    plain = None if store is None else store.one()
+    return plain if isinstance(plain, Buffer) else None
 
 
 class _Attend(torch.autograd.Function):

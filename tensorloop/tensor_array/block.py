@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import Misuse
 from tensorloop.tensor_array.keys import Key, take
 
 
@@ -32,11 +33,11 @@ class Block:
             self.zero = data.new_zeros(())  # what tokens are expanded from
         self.expected = self.views._version
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Raises if somebody changed the values through a view, or the tensor that was unstacked."""
         if self.views._version != self.expected:
             what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
-            raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
+            raise Misuse(f"{what} was changed in place; clone() it before changing it")
 
     def export(self, start: int, stop: int) -> None:
         if start == stop or self.copies:
@@ -64,9 +65,9 @@ class LiveBlock:
     def __init__(self, block: Block) -> None:
         self.block = block
 
-    def slots(self, length: int, name: str) -> Tensor:
+    def slots(self, length: int) -> Tensor:
         """The first slots; not to be changed."""
-        self.block.check(name)
+        self.block.check()
         return self.block.data[:length]
 
 

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
-from tensorloop._common.arguments import has_rows
+from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop.tensor_array.block import Block, LiveBlock, allocate, plain_mode
+from tensorloop.tensor_array.checks import check_rows
 from tensorloop.tensor_array.gradient import ArrayNode, pin
 from tensorloop.tensor_array.keys import Key, may_reach, put_
 from tensorloop.tensor_array.sequential_reads import PickedRows, UnstackedRows
+from tensorloop.tensor_array.store import Store
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -60,7 +62,7 @@ def noted(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[An
     return run
 
 
-class Buffer:
+class Buffer(Store):
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
     __slots__ = (
@@ -112,62 +114,62 @@ class Buffer:
     # -- writing
 
     @noted
-    def append(self, x: Tensor, name: str) -> None:
+    def append(self, x: Tensor) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version, name)
+            self._wait(x, x._version)
         elif self.waiting:
-            self._wait(_constant(x), None, name)
+            self._wait(_constant(x), None)
         else:
-            self._reserve(self.length, self.length + 1, name)
+            self._reserve(self.length, self.length + 1)
             self._fill(self.length, x)
             self._begin(self.length + 1)
 
     @noted
-    def append_rows(self, x: Tensor, rows: Tensor, name: str) -> None:
+    def append_rows(self, x: Tensor, rows: Tensor) -> None:
         """Appends `x` in these rows, 0 in the others. What waits is masked when it is flushed: all at once, once."""
-        has_rows(x, rows, 0, name)
+        check_rows(x, rows)
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version, name)
+            self._wait(x, x._version)
             self.masks[self.length - 1] = rows
         else:
-            self.append(_masked(x, rows), name)
+            self.append(_masked(x, rows))
 
-    def _wait(self, x: Tensor, version: int | None, name: str) -> None:
+    def _wait(self, x: Tensor, version: int | None) -> None:
         waits = len(self.waiting)
         if waits >= WAITING and waits >= self.length // 2:
-            self.flush(name)
+            self.flush()
         self.waiting.append(x)
         self.versions.append(version)
         self.length += 1
 
     @noted
     @_plainly
-    def extend(self, values: Tensor, name: str) -> None:
-        self.flush(name)
+    def extend(self, values: Tensor) -> None:
+        self.flush()
         start, stop = self.length, self.length + len(values)
-        self._reserve(start, stop, name)
+        self._reserve(start, stop)
         self._fill(slice(start, stop), values)
         self._begin(stop)
         self._record(slice(start, stop), values)
 
     @noted
     @_plainly
-    def pad(self, length: int, name: str) -> None:
+    def pad(self, length: int) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
-        self.flush(name)
-        self._reserve(self.length, length, name)
+        self.flush()
+        self._reserve(self.length, length)
         self._fill(slice(self.length, length), self.block.zero)
         self._begin(length)
 
     @noted
     @_plainly
-    def put(self, key: Key, x: Tensor, name: str) -> None:
+    def put(self, key: Key, x: Tensor) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
         if isinstance(key, int) and self._is_spoilt(key):
             self._replace(key, x)
             return
-        self.flush(name)
-        self.block.check(name)
+        self.flush()
+        self.block.check()
         self.rows = self.live = None
         if not self.block.owned or may_reach(key, self.block.exported):
             self._move(self.length, self.block.data.shape[0])
@@ -181,14 +183,14 @@ class Buffer:
         put_(self.block.data, key, x.detach())
 
     @noted
-    def flush(self, name: str, read: slice | None = None) -> Tensor | None:
+    def flush(self, read: slice | None = None) -> Tensor | None:
         """Moves what waits into the block. With `read`, gives that run too, recorded in the same node."""
         if not self.waiting:
             return None
         start = self.length - len(self.waiting)
         for i in range(start, self.length):
             if self._is_spoilt(i):
-                raise _changed(name, i)
+                raise _spoilt(i)
         with recording():
             if len(self.waiting) == 1:
                 values, key = self._waiting(start), start
@@ -201,7 +203,7 @@ class Buffer:
             if start == 0 and isinstance(key, slice) and self.block.data.shape[0] < self.length:
                 self.block = Block(values.data, self.length)  # the stack is the block: no second copy
             else:
-                self._reserve(start, self.length, name)
+                self._reserve(start, self.length)
                 self._fill(key, values)
             self._begin(self.length)
             out = ArrayNode.apply(self.token, values, self.block, key, self.length, read)
@@ -247,10 +249,10 @@ class Buffer:
         """Writes slots that nobody has seen."""
         self.block.data[key].copy_(values.detach())
 
-    def _reserve(self, filled: int, length: int, name: str) -> None:
+    def _reserve(self, filled: int, length: int) -> None:
         """Makes room for slots [filled, length) in a block whose free tail is ours."""
         if filled:
-            self.block.check(name)
+            self.block.check()
         if length > self.block.data.shape[0] or self.block.used != filled or not self.block.owned:
             self._move(filled, max(length, 2 * filled))
 
@@ -270,52 +272,47 @@ class Buffer:
     # -- reading
 
     @noted
-    def read(self, i: int, name: str) -> Tensor:
+    def read(self, i: int) -> Tensor:
         waits = i - (self.length - len(self.waiting))
         if waits >= 0:
             if self._is_spoilt(i):
-                raise _changed(name, i)
+                raise _spoilt(i)
             x = self._waiting(i)
             return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
         block, rows = self.block, self.rows
         if block.views._version != block.expected:
-            block.check(name)
+            block.check()
         if rows is not None and (row := rows.read(i)) is not None:
             return row
         return self._read(i)
 
     @noted
-    def read_picked(self, i: int, picked: PickedRows, name: str) -> Tensor | None:
+    def read_picked(self, i: int, picked: PickedRows) -> Tensor | None:
         """Some of the rows of slot i, or None where they have to be read alone."""
-        self.block.check(name)
+        self.block.check()
         return picked.read(i) if picked.of is self.rows else None
 
     @noted
-    def span(self, start: int, stop: int, name: str) -> Tensor:
+    def span(self, start: int, stop: int) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
-        view = self.flush(name, key if torch.is_grad_enabled() else None)
-        self.block.check(name)
+        view = self.flush(key if torch.is_grad_enabled() else None)
+        self.block.check()
         self.block.export(start, stop)
         return self._read(key) if view is None else view
 
     @noted
-    def all(self, name: str) -> list[Tensor]:
-        """Every slot on its own, as a copy."""
-        return list(torch.unbind_copy(self.whole(name)))  # pyright: ignore[reportArgumentType] (its stub says None)
-
-    @noted
-    def whole(self, name: str) -> Tensor:
+    def whole(self) -> Tensor:
         """All slots, for a caller who copies them at once: a view, but not counted as handed out."""
-        self.flush(name)
-        self.block.check(name)
+        self.flush()
+        self.block.check()
         return self._read(slice(0, self.length))
 
     @noted
-    def hold(self, name: str) -> LiveBlock:
+    def hold(self) -> LiveBlock:
         """All slots as they are now, for backward passes to read, whatever is written later."""
-        self.flush(name)
-        self.block.check(name)
+        self.flush()
+        self.block.check()
         if self.block.copies:
             return LiveBlock(Block(self.block.data[: self.length].clone(), self.length))
         self.block.export(0, self.length)
@@ -324,11 +321,11 @@ class Buffer:
         return self.live
 
     @noted
-    def gather(self, index: Tensor, name: str) -> Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         if transforms.is_wrapped(index):  # a transform's index: its own indexing differentiates it
-            return self.whole(name)[index]
-        self.flush(name)
-        self.block.check(name)
+            return self.whole()[index]
+        self.flush()
+        self.block.check()
         return self._read(index)
 
     def _read(self, key: Key) -> Tensor:
@@ -341,19 +338,19 @@ class Buffer:
     # -- copies
 
     @noted
-    def fork(self, name: str) -> "Buffer":
+    def fork(self) -> "Buffer":
         """An independent array on the same block: all of it counts as handed out."""
-        self.flush(name)
-        self.block.check(name)
+        self.flush()
+        self.block.check()
         self.block.export(0, self.length)
         twin = Buffer(self.block, self.length, self.token)
         twin.rows = self.rows
         return twin
 
     @noted
-    def detach(self, name: str) -> "Buffer":
+    def detach(self) -> "Buffer":
         """As `fork`, without the gradient."""
-        twin = self.fork(name)
+        twin = self.fork()
         twin.token = twin.rows = None
         return twin
 
@@ -394,8 +391,8 @@ def _last_of_equal(index: Tensor, values: Tensor, length: int) -> Tensor:
     return torch.where(mine, values, values.detach()[last])
 
 
-def _changed(name: str, slot: int) -> RuntimeError:
-    return RuntimeError(
-        f"{name}: the tensor written to slot {slot} was changed in place (or detached) before the array had copied it; "
+def _spoilt(slot: int) -> Misuse:
+    return Misuse(
+        f"the tensor written to slot {slot} was changed in place (or detached) before the array had copied it; "
         f"write a clone() of it, or read the slot as a slice or with stack() before changing the tensor"
     )

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import Fact, named
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import Block
 from tensorloop.tensor_array.buffer import Buffer, noted, recording
-from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.friends import refill, store_of, with_store
 from tensorloop.tensor_array.keys import Key, put_, take
+from tensorloop.tensor_array.store import Store
 
 
 class Tape:
@@ -53,11 +55,11 @@ class LoopBuffer(Buffer):
         self.turn = tape.turn
 
     @noted
-    def fork(self, name: str) -> Buffer:
+    def fork(self) -> Buffer:
         """An independent array, with a copy of what the tape may still change."""
         if not self.block.copies:
-            return super().fork(name)
-        self.flush(name)
+            return super().fork()
+        self.flush()
         return Buffer(_copied(self.block, self.length), self.length, self.token)
 
     def _fill(self, key: int | slice, values: Tensor) -> None:
@@ -73,9 +75,9 @@ class LoopBuffer(Buffer):
         self.tape.log.append((key, take(self.block.data, key).clone()))
         super()._overwrite(key, x)
 
-    def _reserve(self, filled: int, length: int, name: str) -> None:
+    def _reserve(self, filled: int, length: int) -> None:
         if length > self.tape.filled:
-            super()._reserve(filled, length, name)
+            super()._reserve(filled, length)
 
     def _move(self, filled: int, capacity: int) -> None:
         copies = self.block.copies
@@ -93,14 +95,13 @@ class LoopBuffer(Buffer):
 class Version:
     """What an array was before one step. O(1) to keep."""
 
-    __slots__ = ("blank", "holes", "length", "mark", "recorded", "tape")
+    __slots__ = ("blank", "length", "mark", "recorded", "tape")
 
     def __init__(self, blank: TensorArray, tape: Tape | None, length: int, recorded: bool) -> None:
-        self.blank = blank  # its facts, without a store
+        self.blank = blank  # its facts and holes, without a store
         self.tape = tape  # None while never written
         self.mark = 0 if tape is None else len(tape.log)
         self.length = length
-        self.holes = bytes(blank._holes)
         self.recorded = recorded
 
     @property
@@ -113,25 +114,21 @@ class Version:
 def begun(array: TensorArray, name: str) -> tuple[Version, Tensor | None]:
     """The first version of a caller's array, which stays as it is, and the token that leads to what was written."""
     copy = array.__copy__()
-    store: Any = copy._store
-    if store is not None and not isinstance(store, Buffer):
-        copy._store = store.one()  # rows have left its batch
+    if (store := store_of(copy)) is not None:
+        copy = with_store(copy, store.one())  # rows may have left its batch
     return closed(copy, name)
 
 
 def opened(version: Version) -> tuple[TensorArray, Tensor | None]:
     """The array of a version, for one step, and the leaf that stands for all that was written before."""
-    array = version.blank._twin()
-    array._holes = Holes(version.holes)
     tape = version.tape
     if tape is None:
-        return array, None
+        return with_store(version.blank, None), None
     tape.seek(version.mark)
     token = None
     if version.recorded:
         token = tape.block.zero.expand(version.shape).detach().requires_grad_()
-    array._store = LoopBuffer(tape, version.length, token)
-    return array, token
+    return with_store(version.blank, LoopBuffer(tape, version.length, token)), token
 
 
 def closed(array: TensorArray, name: str, before: Version | None = None) -> tuple[Version, Tensor | None]:
@@ -139,18 +136,18 @@ def closed(array: TensorArray, name: str, before: Version | None = None) -> tupl
 
     `before`: the version that this very array was when the step began.
     """
-    store = array._store
-    blank = array._twin()
+    store = store_of(array)
+    blank = with_store(array, None)
     if store is None:
         return Version(blank, None, 0, False), None
     assert isinstance(store, Buffer)
-    store.flush(name)
+    flush(store, name)
     if type(store) is LoopBuffer and store.turn == store.tape.turn:
         tape = store.tape
         tape.block = store.block
     else:
         if type(store) is LoopBuffer:
-            store = store.fork(name)
+            store = store.fork()
         tape = Tape(store.block, store.length)
         if before is not None and before.tape is None and not store.overwritten:
             before.tape = tape  # made by the first write: replays of that step find its slots again
@@ -160,15 +157,21 @@ def closed(array: TensorArray, name: str, before: Version | None = None) -> tupl
 
 def final(version: Version, token: Tensor | None) -> TensorArray:
     """The array that the caller gets: it shares nothing that a replay will change."""
-    array = version.blank._twin()
-    array._holes = Holes(version.holes)
     tape = version.tape
-    if tape is not None:
-        tape.seek(version.mark)
-        block = _copied(tape.block, version.length) if tape.block.copies else tape.block
-        block.export(0, version.length)
-        array._store = Buffer(block, version.length, token)
-    return array
+    if tape is None:
+        return with_store(version.blank, None)
+    tape.seek(version.mark)
+    block = _copied(tape.block, version.length) if tape.block.copies else tape.block
+    block.export(0, version.length)
+    return with_store(version.blank, Buffer(block, version.length, token))
+
+
+def flush(store: Store, name: str) -> None:
+    """Takes in what waits in an array of the loop of this name."""
+    try:
+        store.flush()
+    except Fact as fact:
+        raise fact.named(name) from fact.__cause__
 
 
 def new_token(version: Version) -> Tensor:
@@ -189,10 +192,9 @@ class CapturedArray:
     def __init__(self, buffer: Buffer, name: str) -> None:
         self.name = name
         self._check_thread(buffer)
-        buffer.flush(name)
         self.buffer = buffer
         self.outside: tuple[Any, ...] | None = None
-        self.twin = buffer.fork(name)  # what it holds now, whatever is written to it later
+        self.twin = named(name)(buffer.fork)()  # what it holds now, whatever is written to it later
         self.twin.rows = None
         self.stand_in: Tensor | None = None
         if (token := self.twin.whole_token()) is not None:
@@ -235,9 +237,7 @@ class CapturedArray:
 def dense(values: Tensor, like: TensorArray) -> TensorArray:
     """An array of these values, with the facts of another."""
     with recording():
-        array = TensorArray.unstack(values)
-    array._given, array._capacity = like._given, like._capacity
-    return array
+        return refill(like, values)
 
 
 def token_of(values: Tensor) -> Tensor | None:

@@ -13,10 +13,12 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
+from tensorloop.loop.checkpoint.array_versions import flush
 from tensorloop.loop.checkpoint.snapshots import State, fed
 from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 
 
 class Sum:
@@ -156,9 +158,9 @@ class Reversal:
         pieces = record.take_pieces()
         for i, x in enumerate(new):
             if isinstance(x, TensorArray):
-                store = x._store
+                store = store_of(x)
                 if store is not None:
-                    store.flush(record.name)
+                    flush(store, record.name)
                     put(store.whole_token() if isinstance(store, Buffer) else None, self.after.get(i))
             else:
                 put(x, self.after.get(i))

@@ -35,7 +35,9 @@ from tensorloop.loop.checkpoint.held import held, references
 from tensorloop.loop.checkpoint.in_place import Given
 from tensorloop.loop.checkpoint.substitutes import leads_to
 from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, may_write
+from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -139,7 +141,7 @@ class Captures(TorchFunctionMode):
             if isinstance(x, Tensor):
                 if id(x) not in self._seen:
                     self._meet(x)
-            elif isinstance(store := getattr(x, "_store", None), Buffer):
+            elif isinstance(x, TensorArray) and isinstance(store := store_of(x), Buffer):
                 with overrides.unseen():
                     self.meet_array(store)
 

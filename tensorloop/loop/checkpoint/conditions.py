@@ -15,6 +15,7 @@ from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.snapshots import Kept, State, fed
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 
 class Conditions:
@@ -94,9 +95,9 @@ def _marks(leaves: Sequence[Any]) -> list[Any]:
 def _mark(x: Any) -> Any:
     if isinstance(x, Tensor):
         return None if x.is_inference() else x._version
-    if isinstance(x, TensorArray) and x._store is not None:
-        tape = getattr(x._store, "tape", None)
-        return x._store.length, getattr(x._store, "overwritten", None), None if tape is None else len(tape.log)
+    if isinstance(x, TensorArray) and (store := store_of(x)) is not None:
+        tape = getattr(store, "tape", None)
+        return store.length, getattr(store, "overwritten", None), None if tape is None else len(tape.log)
     return 0
 
 

@@ -17,6 +17,7 @@ from tensorloop._torch import overrides, transforms
 from tensorloop.loop.checkpoint.array_versions import Version, dense, token_of, values_of
 from tensorloop.loop.checkpoint.snapshots import Kept
 from tensorloop.loop.checkpoint.substitutes import differentiate
+from tensorloop.tensor_array.friends import with_store
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]
@@ -155,7 +156,7 @@ def _first(x: Any, init: Tensor | None, values: Tensor | None) -> Any:
         return x
     if values is not None:
         return dense(values, x.blank)
-    return x.blank._twin() if x.tape is None or not x.length else dense(values_of(x), x.blank)
+    return with_store(x.blank, None) if x.tape is None or not x.length else dense(values_of(x), x.blank)
 
 
 def _output(

@@ -28,6 +28,7 @@ from tensorloop.loop.checkpoint.record import Record
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import is_plain
 
 __all__ = ["Checkpoints", "HeldTensorWarning", "applies", "plan_of", "run"]
 
@@ -38,7 +39,7 @@ def applies(loop: Loop) -> bool:
         return False
     leaves = [*loop.init, *loop.context]
     arrays = [x for x in leaves if isinstance(x, TensorArray)]
-    return all(x._home == 0 for x in arrays) and not (arrays and transforms.faking())
+    return all(map(is_plain, arrays)) and not (arrays and transforms.faking())
 
 
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:

@@ -34,6 +34,7 @@ from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 
 class Record:
@@ -265,7 +266,7 @@ class Record:
         """The rows that left the batch in the step just done; arrays as what they hold."""
         pieces, self.loop.pieces = self.loop.pieces, []
         return [
-            (ids, [x.stack() if isinstance(x, TensorArray) and x._store is not None else x for x in leaves])
+            (ids, [x.stack() if isinstance(x, TensorArray) and store_of(x) is not None else x for x in leaves])
             for ids, leaves in pieces
         ]
 
