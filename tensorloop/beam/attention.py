@@ -81,7 +81,8 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
 
     Shapes and dtypes are checked by the caller. Gradient: to q and to what was appended, twice.
     """
-    k, v = store_of(keys), store_of(values)
+    k: Any = store_of(keys)
+    v: Any = store_of(values)
     if not _goes_together(q, k, v):
         return NotImplemented
     scale = engine.default_scale(q.shape[-1]) if scale is None else scale

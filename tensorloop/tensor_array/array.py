@@ -319,8 +319,11 @@ class TensorArray(Core):
     def __iter__(self) -> Iterator[Tensor]:
         """The slots as they are now, one by one, as copies."""
         self._holes.refuse(0, len(self))
+        if self._store is None:
+            return iter(())
         with scope.unnoted():
-            return iter(() if self._store is None else torch.unbind_copy(self._store.whole()))
+            slots: Any = torch.unbind_copy(self._store.whole())  # its stub says None
+            return iter(slots)
 
     # -- facts and copies
 

@@ -69,6 +69,7 @@ class Buffer(Store):
         *("block", "born", "length", "masks", "live", "overwritten", "reader", "rows", "token", "versions"),
         "waiting",
     )
+    length: int  # a plain attribute: a loop asks for it at every step
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -267,7 +268,7 @@ class Buffer(Store):
             self.block.export(0, filled)
 
     def _begin(self, length: int) -> None:
-        self.length = self.block.used = length
+        self.length = self.block.used = length  # pyright: ignore[reportIncompatibleMethodOverride]
 
     # -- reading
 

@@ -111,7 +111,8 @@ class Core(advice.NoTensor):
                 self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
         elif functional and isinstance(self._store, Buffer):
             with recording():
-                self._store = Slots(element_of(x, lead), torch.unbind_copy(self._store.whole()))
+                slots: Any = torch.unbind_copy(self._store.whole())  # its stub says None
+                self._store = Slots(element_of(x, lead), slots)
         if self._shape is None:
             self._know(x.shape[lead:], x)
         return self._store

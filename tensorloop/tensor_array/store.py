@@ -23,51 +23,38 @@ class Store(Protocol):
 
     __slots__ = ()
 
+    # One past the last slot begun.
     @property
-    def length(self) -> int:
-        """One past the last slot begun."""
-
+    def length(self) -> int: ...
+    # Where the slots are.
     @property
-    def device(self) -> torch.device:
-        """Where the slots are."""
-
+    def device(self) -> torch.device: ...
+    # Bytes held, with free slots and what waits.
     @property
-    def nbytes(self) -> int:
-        """Bytes held, with free slots and what waits."""
-
+    def nbytes(self) -> int: ...
+    # Whether any slot carries a gradient.
     @property
-    def requires_grad(self) -> bool:
-        """Whether any slot carries a gradient."""
-
-    def append(self, x: Tensor) -> None:
-        """Begins a slot at the end, with x (*F)."""
-
-    def extend(self, values: Tensor) -> None:
-        """Begins a slot for each of the values (m, *F)."""
-
-    def pad(self, length: int) -> None:
-        """Begins slots up to `length`, with zeros that have no gradient."""
-
-    def put(self, key: Key, x: Tensor) -> None:
-        """Overwrites slots that have been begun; of equal indices the last one stays."""
-
-    def read(self, i: int) -> Tensor:
-        """Slot i (*F): the tensor written or a copy, never a view."""
-
-    def span(self, start: int, stop: int) -> Tensor:
-        """Slots [start, stop), as a view where that can be."""
-
-    def whole(self) -> Tensor:
-        """All slots, for a caller who copies them at once: a view that nobody may keep."""
-
-    def gather(self, index: Tensor) -> Tensor:
-        """The slots of an index of int64 (*I), as a copy (*I, *F)."""
-
-    def fork(self) -> "Store":
-        """Another store of the same slots: neither sees what is written to the other."""
-
-    def detach(self) -> "Store":
-        """As `fork`, without the gradient."""
+    def requires_grad(self) -> bool: ...
+    # Begins a slot at the end, with x (*F).
+    def append(self, x: Tensor) -> None: ...
+    # Begins a slot for each of the values (m, *F).
+    def extend(self, values: Tensor) -> None: ...
+    # Begins slots up to `length`, with zeros that have no gradient.
+    def pad(self, length: int) -> None: ...
+    # Overwrites slots that have been begun; of equal indices the last one stays.
+    def put(self, key: Key, x: Tensor) -> None: ...
+    # Slot i (*F): the tensor written or a copy, never a view.
+    def read(self, i: int) -> Tensor: ...
+    # Slots [start, stop), as a view where that can be.
+    def span(self, start: int, stop: int) -> Tensor: ...
+    # All slots, for a caller who copies them at once: a view that nobody may keep.
+    def whole(self) -> Tensor: ...
+    # The slots of an index of int64 (*I), as a copy (*I, *F).
+    def gather(self, index: Tensor) -> Tensor: ...
+    # Another store of the same slots: neither sees what is written to the other.
+    def fork(self) -> "Store": ...
+    # As `fork`, without the gradient.
+    def detach(self) -> "Store": ...
 
     def flush(self) -> object:
         """Takes in what waits as the tensors that were given."""
