@@ -191,7 +191,7 @@ def test_what_a_node_keeps_stays_whatever_is_written():
     view = buffer.span(0, 2)
     last = buffer.hold()
     view.zero_()
-    with pytest.raises(RuntimeError, match=r"slots: a slice or stack\(\) read from the array was changed in place"):
+    with pytest.raises(RuntimeError, match=r"a slice or stack\(\) read from the array was changed in place"):
         last.slots(3)
 
 

@@ -171,7 +171,8 @@ def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
         if isinstance(node, ast.ClassDef)
     ]
     found = {node.name for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)}
-    found |= {node.attr for owner in classes for node in ast.walk(owner) if isinstance(node, ast.Attribute)}
+    slots = [node for owner in classes for node in owner.body if isinstance(node, ast.Assign)]
+    found |= {name.value for node in slots for name in ast.walk(node) if isinstance(name, ast.Constant)}
     return {name for name in found if name.startswith("_") and not name.endswith("__")}
 
 
