@@ -1,4 +1,4 @@
-"""Checks of arguments: what came, what was expected, how to mend it. Nothing here changes anything."""
+"""Checks of arguments: facts of what came, what was expected, how to mend it. Nothing here changes anything."""
 
 import operator
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
 from tensorloop._torch import transforms
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -21,22 +22,20 @@ _PER_ELEMENT = {
 }
 
 
-def as_int(i: SupportsIndex, name: str, what: str = "index") -> int:
+def as_int(i: SupportsIndex, what: str = "index") -> int:
     """`i` as an int: ints, numpy integers and 0-d integer tensors are taken, bools and floats are not."""
     if type(i) is int:
         return i
     bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
     if isinstance(i, Tensor) and transforms.is_batched(i):
-        raise TypeError(
-            f"{name}: {what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}"
-        )
+        raise WrongType(f"{what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}")
     hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
     if not bad:
         try:
             return operator.index(i)
         except TypeError as error:
             hint = f"; {error}" if hasattr(i, "__index__") else ""  # what could be an index says why it is none
-    raise TypeError(f"{name}: {what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
+    raise WrongType(f"{what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
 
 
 def describe(x: Any) -> str:
@@ -51,25 +50,25 @@ def slots(n: int) -> str:
     return f"{n} slot" if n == 1 else f"{n} slots"
 
 
-def index_tensor(indices: Tensor | Iterable[int], device: torch.device, name: str, what: str = "indices") -> Tensor:
+def index_tensor(indices: Tensor | Iterable[int], device: torch.device, what: str = "indices") -> Tensor:
     """`indices` as int64, on the CPU or on `device`. Another device is refused, not left: that would be a sync."""
     if not isinstance(indices, Tensor):
-        as_list = [as_int(i, name, f"{what}[{k}]") for k, i in enumerate(items(indices, name, what))]
+        as_list = [as_int(i, f"{what}[{k}]") for k, i in enumerate(items(indices, what))]
         for k, i in enumerate(as_list):
             if not -(2**63) <= i < 2**63:
-                raise IndexError(f"{name}: {what}[{k}] is {i}, which no array reaches")
+                raise WrongIndex(f"{what}[{k}] is {i}, which no array reaches")
         return torch.tensor(as_list, dtype=torch.int64, device="cpu")
     if indices.dtype not in INTEGERS:
-        raise TypeError(f"{name}: {what} must be integers, got dtype {indices.dtype}")
+        raise WrongType(f"{what} must be integers, got dtype {indices.dtype}")
     if indices.device != device and indices.device.type != "cpu":
-        raise ValueError(f"{name}: {what} are on {indices.device}, the array is on {device}; move one of them")
+        raise WrongValue(f"{what} are on {indices.device}, the array is on {device}; move one of them")
     return indices.to(torch.int64)
 
 
-def items(xs: Any, name: str, what: str) -> Iterable[Any]:
+def items(xs: Any, what: str) -> Iterable[Any]:
     """`xs` if it can be iterated over, else a TypeError that says so."""
     if not isinstance(xs, Iterable):
-        raise TypeError(f"{name}: {what} must be a tensor or a sequence, got {describe(xs)}")
+        raise WrongType(f"{what} must be a tensor or a sequence, got {describe(xs)}")
     return xs
 
 
@@ -80,7 +79,7 @@ def must_check(check: bool | None, x: Tensor) -> bool:
     return x.device.type == "cpu" if check is None else check
 
 
-def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices", where: Tensor | None = None) -> None:
+def in_range(index: Tensor, low: int, high: int, what: str = "indices", where: Tensor | None = None) -> None:
     """Raises IndexError naming the first entry outside [low, high), of those where `where`. Syncs a device."""
     bad = (index < low) | (index >= high)
     if where is not None:
@@ -89,13 +88,15 @@ def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices
         first = bad.nonzero()[0].tolist()
         place = f"[{', '.join(map(str, first))}]" if first else ""
         value = int(index[tuple(first)])
-        raise IndexError(f"{name}: {what}{place} is {value}, expected {low} <= index < {high}")
+        raise WrongIndex(f"{what}{place} is {value}, expected {low} <= index < {high}")
 
 
-def dense_tensor(x: Any, name: str) -> None:
+def dense_tensor(x: Any, what: str = "") -> None:
+    """Raises unless x is a dense tensor; `what` it is comes before that."""
+    at = f"{what}: " if what else ""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
+        raise WrongType(f"{at}expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
     if x.is_nested or x.is_quantized:
-        raise TypeError(f"{name}: expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
+        raise WrongType(f"{at}expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
     if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
+        raise WrongType(f"{at}expected a dense tensor, got layout {x.layout}; convert it with to_dense()")

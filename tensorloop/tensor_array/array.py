@@ -72,10 +72,9 @@ class TensorArray(Core):
         capacity: int | None = None,
         **unknown: Never,
     ) -> None:
-        name = "TensorArray"
         if unknown:
             advice.refuse_unknown(TensorArray, unknown)
-        if capacity is not None and (capacity := arguments.as_int(capacity, name, "capacity")) < 0:
+        if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
             raise WrongValue(f"capacity must be at least 0, got {capacity}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise WrongType(f"dtype must be a torch.dtype, got {arguments.describe(dtype)}")
@@ -91,8 +90,7 @@ class TensorArray(Core):
         Raises: TypeError, ValueError (no leading dim). Changing `values` in place before the copy is a RuntimeError
         at the next use.
         """
-        name = "TensorArray.unstack"
-        arguments.dense_tensor(values, name)
+        arguments.dense_tensor(values)
         if values.dim() == 0:
             raise WrongValue("values must have a leading dim of slots, got a 0-d tensor")
         array = cls()
@@ -141,12 +139,11 @@ class TensorArray(Core):
 
         Gradient: to `xs`. Cost: O(m). Raises: as `append`; of an iterable, what came before the bad one is kept.
         """
-        name = "TensorArray.extend"
         if not isinstance(xs, Tensor):
-            for x in arguments.items(xs, name, "xs"):
+            for x in arguments.items(xs, "xs"):
                 self.append(x)
             return self
-        store = self._admit(xs, name, lead=1)
+        store = self._admit(xs, lead=1)
         store.extend(self._running_rows(xs, lead=1))
         return self
 
@@ -158,10 +155,10 @@ class TensorArray(Core):
         Raises: IndexError (slot), TypeError, ValueError. The array is then as it was.
         """
         length = len(self)
-        i = arguments.as_int(i, "TensorArray.write")
-        if i == length:
-            return self.append(x)
         try:
+            i = arguments.as_int(i)
+            if i == length:
+                return self.append(x)
             self._write(checks.find_place(i, length, self._capacity), x, f"TensorArray.write: slot {i}")
         except Fact as fact:
             raise fact.named("TensorArray.write") from fact.__cause__
@@ -177,22 +174,21 @@ class TensorArray(Core):
         which is begun by the first such write, and rows with a `pos` outside write to the nearest slot.
         Raises: IndexError (pos), ValueError (lengths that disagree), TypeError.
         """
-        name = "TensorArray.write_rows"
-        arguments.dense_tensor(x, name)
-        pos = arguments.index_tensor(pos, self.device or x.device, name, "pos")
+        arguments.dense_tensor(x)
+        pos = arguments.index_tensor(pos, self.device or x.device, "pos")
         checks.check_row_writes(pos, x, where)
         length, written = len(self), set[int]()
         looked = arguments.must_check(check, pos) and (where is None or not transforms.is_batched(where))
         if looked:
             active = None if where is None else where.to(pos.device)
-            arguments.in_range(pos, 0, length + 1, name, "pos", active)
+            arguments.in_range(pos, 0, length + 1, "pos", active)
             written.update((pos if active is None else pos[active]).tolist())
             needed = max(length, max(written, default=-1) + 1)
         elif self._capacity is None and not transforms.is_fake(pos):
             raise WrongValue(f"pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity")
         else:
             needed = max(length, 1 if self._capacity is None else self._capacity)
-        store = self._admit(x, name)
+        store = self._admit(x)
         if needed > length:
             store.pad(needed)
         if needed and (written or not looked):
@@ -216,9 +212,8 @@ class TensorArray(Core):
         Indices on a device are looked at only with `check=True` (a sync), and must else be in the array already.
         Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError, TypeError.
         """
-        name = "TensorArray.scatter"
-        arguments.dense_tensor(values, name)
-        index = arguments.index_tensor(indices, self.device or values.device, name)
+        arguments.dense_tensor(values)
+        index = arguments.index_tensor(indices, self.device or values.device)
         if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
             raise WrongValue(
                 f"indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}"
@@ -227,10 +222,10 @@ class TensorArray(Core):
             raise Misuse("vmap must not batch indices; scatter into stack() with torch.scatter instead")
         length, written = len(self), set[int]()
         if arguments.must_check(check, index):
-            arguments.in_range(index, -length, 2**63 - 1, name)
+            arguments.in_range(index, -length, 2**63 - 1)
             written.update(i + length if i < 0 else i for i in index.tolist())
             checks.refuse_skipping(written, length, self._capacity)
-        store = self._admit(values, name, lead=1)
+        store = self._admit(values, lead=1)
         needed = max(written, default=-1) + 1
         if needed > length:
             store.pad(needed)
@@ -295,12 +290,11 @@ class TensorArray(Core):
         Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown
         element shape).
         """
-        name = "TensorArray.gather"
         store = self._known_store()
         length = len(self)
-        index = arguments.index_tensor(indices, store.device, name)
+        index = arguments.index_tensor(indices, store.device)
         if arguments.must_check(check, index):
-            arguments.in_range(index, -length, length, name)
+            arguments.in_range(index, -length, length)
             if self._holes:
                 for slot in index.reshape(-1).tolist():
                     self._holes.refuse(slot % length, slot % length + 1)

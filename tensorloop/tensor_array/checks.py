@@ -45,8 +45,8 @@ def read_sizes(shape: Sequence[int | None]) -> tuple[int | None, ...]:
     """The sizes of an element as given, None for those not yet known."""
     if isinstance(shape, int):
         raise WrongType(f"element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
-    shape = tuple(arguments.items(shape, "TensorArray", "element_shape"))
-    sizes = tuple(None if n is None else arguments.as_int(n, "TensorArray", "element_shape") for n in shape)
+    shape = tuple(arguments.items(shape, "element_shape"))
+    sizes = tuple(None if n is None else arguments.as_int(n, "element_shape") for n in shape)
     if any(n is not None and n < 0 for n in sizes):
         raise WrongValue(f"element_shape has a negative size: {sizes}")
     return sizes
@@ -77,7 +77,7 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 def find_slot(i: SupportsIndex, length: int) -> int:
     """`i` as a slot of an array of `length`, negative counted from the end."""
-    slot = arguments.as_int(i, "TensorArray.read")
+    slot = arguments.as_int(i)
     if not -length <= slot < length:
         raise WrongIndex(f"slot {slot} is out of range for an array of {arguments.slots(length)}")
     return slot + length if slot < 0 else slot

@@ -64,7 +64,7 @@ class Core(advice.NoTensor):
         """Appends what is not plain, or to an array that knows nothing of its elements."""
         name = f"TensorArray.append: slot {len(self)}"
         try:
-            store = self._admit(x, name)
+            store = self._admit(x)
         except Fact as fact:
             raise fact.named(name) from fact.__cause__
         if self._mask is not None and isinstance(store, Buffer):
@@ -76,7 +76,7 @@ class Core(advice.NoTensor):
         """Overwrites a slot, or appends beyond slots that are skipped."""
         length = len(self)
         try:
-            store = self._admit(x, name)
+            store = self._admit(x)
             if slot > length:
                 x = self._running_rows(x)
                 store.pad(slot)
@@ -88,9 +88,9 @@ class Core(advice.NoTensor):
         except Fact as fact:
             raise fact.named(name) from fact.__cause__
 
-    def _admit(self, x: Tensor, name: str, lead: int = 0) -> Store:
+    def _admit(self, x: Tensor, lead: int = 0) -> Store:
         """Checks that `x`, after `lead` dims of slots, fits; gives the store that takes it, made now if needed."""
-        arguments.dense_tensor(x, name)
+        arguments.dense_tensor(x)
         if x.dim() < lead:
             raise WrongValue("values must have a leading dim of slots, got a 0-d tensor")
         checks.check_fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device)

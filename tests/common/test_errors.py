@@ -63,4 +63,3 @@ def test_what_keeps_one_named_function_from_the_compiler_is_no_mark_on_all() -> 
     marked, other = (named(name)(lambda: None) for name in ("marked", "other"))
     assert called_eagerly(marked) is marked
     assert marked.__code__ is not other.__code__  # dynamo keeps the mark with the code
-    assert other.__code__ is named("another")(lambda: None).__code__

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorloop._common.arguments import as_int, describe
+from tensorloop._common.errors import named
 from tensorloop.schedule import Schedule
 
 
@@ -35,7 +36,7 @@ class Checkpoints:
         if (self.k is None) == (self.budget is None):
             raise ValueError(f"Checkpoints: give exactly one of k and budget, got k={self.k}, budget={self.budget}")
         what = "k" if self.k is not None else "budget"
-        value = as_int(getattr(self, what), "Checkpoints", what)
+        value = named("Checkpoints")(as_int)(getattr(self, what), what)
         if value < 1:
             raise ValueError(f"Checkpoints: {what} must be at least 1, got {value}")
         if not isinstance(self.check, bool):
