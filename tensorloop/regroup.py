@@ -257,7 +257,7 @@ def _numbers(lists: Sequence[Sequence[int]], name: str) -> Lengths:
     for i, some in enumerate(lists):
         if isinstance(some, str) or not isinstance(some, Sequence):
             raise TypeError(f"{name}: lengths[{i}] must be a list of ints, got {describe(some)}")
-        found.append(tuple(as_int(n, name, f"lengths[{i}][{k}]") for k, n in enumerate(some)))
+        found.append(tuple(as_int(n, f"{name}: lengths[{i}][{k}]") for k, n in enumerate(some)))
         if found[-1] and min(found[-1]) < 0:
             k = next(k for k, n in enumerate(found[-1]) if n < 0)
             raise ValueError(f"{name}: lengths[{i}][{k}] is {found[-1][k]}; a length is 0 or more")

@@ -1,12 +1,13 @@
-"""Checks of arguments: what came, what was expected, how to mend it. Nothing here changes anything."""
+"""Checks of arguments: facts of what came, what was expected, how to mend it. Nothing here changes anything."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
 from tensorloop._torch import transforms
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -21,22 +22,20 @@ _PER_ELEMENT = {
 }
 
 
-def as_int(i: SupportsIndex, name: str, what: str = "index") -> int:
+def as_int(i: SupportsIndex, what: str = "index") -> int:
     """`i` as an int: ints, numpy integers and 0-d integer tensors are taken, bools and floats are not."""
     if type(i) is int:
         return i
     bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
     if isinstance(i, Tensor) and transforms.is_batched(i):
-        raise TypeError(
-            f"{name}: {what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}"
-        )
+        raise WrongType(f"{what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}")
     hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
     if not bad:
         try:
             return operator.index(i)
         except TypeError as error:
             hint = f"; {error}" if hasattr(i, "__index__") else ""  # what could be an index says why it is none
-    raise TypeError(f"{name}: {what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
+    raise WrongType(f"{what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
 
 
 def describe(x: Any) -> str:
@@ -47,47 +46,30 @@ def describe(x: Any) -> str:
     return f"{type(x).__name__} {text if len(text) < 60 else text[:57] + '...'}"
 
 
-def slot_of(i: SupportsIndex, length: int, name: str) -> int:
-    """`i` as a slot of an array of `length`, negative counted from the end."""
-    slot = as_int(i, name)
-    if not -length <= slot < length:
-        raise IndexError(f"{name}: slot {slot} is out of range for an array of {slots(length)}")
-    return slot + length if slot < 0 else slot
-
-
 def slots(n: int) -> str:
     return f"{n} slot" if n == 1 else f"{n} slots"
 
 
-def index_tensor(indices: Tensor | Iterable[int], device: torch.device, name: str, what: str = "indices") -> Tensor:
+def index_tensor(indices: Tensor | Iterable[int], device: torch.device, what: str = "indices") -> Tensor:
     """`indices` as int64, on the CPU or on `device`. Another device is refused, not left: that would be a sync."""
     if not isinstance(indices, Tensor):
-        as_list = [as_int(i, name, f"{what}[{k}]") for k, i in enumerate(items(indices, name, what))]
+        as_list = [as_int(i, f"{what}[{k}]") for k, i in enumerate(items(indices, what))]
         for k, i in enumerate(as_list):
             if not -(2**63) <= i < 2**63:
-                raise IndexError(f"{name}: {what}[{k}] is {i}, which no array reaches")
+                raise WrongIndex(f"{what}[{k}] is {i}, which no array reaches")
         return torch.tensor(as_list, dtype=torch.int64, device="cpu")
     if indices.dtype not in INTEGERS:
-        raise TypeError(f"{name}: {what} must be integers, got dtype {indices.dtype}")
+        raise WrongType(f"{what} must be integers, got dtype {indices.dtype}")
     if indices.device != device and indices.device.type != "cpu":
-        raise ValueError(f"{name}: {what} are on {indices.device}, the array is on {device}; move one of them")
+        raise WrongValue(f"{what} are on {indices.device}, the array is on {device}; move one of them")
     return indices.to(torch.int64)
 
 
-def items(xs: Any, name: str, what: str) -> Iterable[Any]:
+def items(xs: Any, what: str) -> Iterable[Any]:
     """`xs` if it can be iterated over, else a TypeError that says so."""
     if not isinstance(xs, Iterable):
-        raise TypeError(f"{name}: {what} must be a tensor or a sequence, got {describe(xs)}")
+        raise WrongType(f"{what} must be a tensor or a sequence, got {describe(xs)}")
     return xs
-
-
-def has_rows(x: Tensor, mask: Tensor, lead: int, name: str) -> None:
-    """Raises unless the elements in x (with `lead` dims before them) have the rows of the mask, (B,) or 0-d."""
-    if x.shape[lead : lead + mask.dim()] != mask.shape:
-        raise ValueError(
-            f"{name}: elements of shape {tuple(x.shape[lead:])} in a loop whose {len(mask)} rows stop on their own; "
-            f"elements must be ({len(mask)}, ...)"
-        )
 
 
 def must_check(check: bool | None, x: Tensor) -> bool:
@@ -97,7 +79,7 @@ def must_check(check: bool | None, x: Tensor) -> bool:
     return x.device.type == "cpu" if check is None else check
 
 
-def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices", where: Tensor | None = None) -> None:
+def in_range(index: Tensor, low: int, high: int, what: str = "indices", where: Tensor | None = None) -> None:
     """Raises IndexError naming the first entry outside [low, high), of those where `where`. Syncs a device."""
     bad = (index < low) | (index >= high)
     if where is not None:
@@ -106,59 +88,15 @@ def in_range(index: Tensor, low: int, high: int, name: str, what: str = "indices
         first = bad.nonzero()[0].tolist()
         place = f"[{', '.join(map(str, first))}]" if first else ""
         value = int(index[tuple(first)])
-        raise IndexError(f"{name}: {what}{place} is {value}, expected {low} <= index < {high}")
+        raise WrongIndex(f"{what}{place} is {value}, expected {low} <= index < {high}")
 
 
-def rows(pos: Tensor, x: Tensor, where: Tensor | None, name: str) -> None:
-    """Checks that `pos` (B,), `x` (B, *F) and `where` (B,) bool belong together."""
-    n = x.shape[0] if x.dim() else None
-    if pos.dim() != 1 or len(pos) != n:
-        raise ValueError(f"{name}: pos must be (B,) for x (B, *F), got {tuple(pos.shape)} and {tuple(x.shape)}")
-    if where is None:
-        return
-    if not isinstance(where, Tensor) or where.dtype is not torch.bool:
-        raise TypeError(f"{name}: where must be a bool tensor, got {describe(where)}")
-    if where.shape != pos.shape:
-        raise ValueError(f"{name}: where must be ({n},) like pos, got {tuple(where.shape)}")
-
-
-def element_sizes(shape: Sequence[int | None], name: str) -> tuple[int | None, ...]:
-    if isinstance(shape, int):
-        raise TypeError(f"{name}: element_shape must be a sequence of sizes, got the int {shape}; write ({shape},)")
-    shape = tuple(items(shape, name, "element_shape"))
-    sizes = tuple(None if n is None else as_int(n, name, "element_shape") for n in shape)
-    if any(n is not None and n < 0 for n in sizes):
-        raise ValueError(f"{name}: element_shape has a negative size: {sizes}")
-    return sizes
-
-
-def dense_tensor(x: Any, name: str) -> None:
+def dense_tensor(x: Any, what: str = "") -> None:
+    """Raises unless x is a dense tensor; `what` it is comes before that."""
+    at = f"{what}: " if what else ""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
+        raise WrongType(f"{at}expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
     if x.is_nested or x.is_quantized:
-        raise TypeError(f"{name}: expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
+        raise WrongType(f"{at}expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
     if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
-
-
-def fits(
-    shape: torch.Size,
-    x: Tensor,
-    element_shape: tuple[int | None, ...] | None,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    name: str,
-) -> None:
-    if dtype is not None and x.dtype is not dtype:
-        raise TypeError(f"{name}: dtype {x.dtype}, but the array holds {dtype}; convert with .to({dtype})")
-    if device is not None and not _same_device(x.device, device):
-        raise ValueError(f"{name}: the value is on {x.device}, but the array is on {device}; move it with .to()")
-    if element_shape is not None and (
-        len(shape) != len(element_shape)
-        or any(b is not None and a != b for a, b in zip(shape, element_shape, strict=True))
-    ):
-        raise ValueError(f"{name}: element shape {tuple(shape)}, but the array holds elements of shape {element_shape}")
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (a.index == b.index or b.index is None)
+        raise WrongType(f"{at}expected a dense tensor, got layout {x.layout}; convert it with to_dense()")

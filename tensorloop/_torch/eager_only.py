@@ -42,6 +42,8 @@ def runs_kernels(function: _F) -> _F:
 
 
 def _skip(function: FunctionType, reason: str) -> None:
+    if hasattr(function, "__wrapped__"):  # a decorator's: the mark on its code would be one on all that it decorates
+        function.__code__ = function.__code__.replace()
     frame = _dynamo.eval_frame
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]

@@ -18,6 +18,7 @@ from tensorloop.packed.autograd import recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, is_packed, same_rows
 from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 _NAME = "attention"
 _PARTS = ("q", "k", "v")
@@ -69,9 +70,9 @@ def attention(
         torch.Size([5, 2, 8])
     """
     scale = None if scale is None else _scale(scale)
-    attends = getattr(getattr(k, "_store", None), "attend", None)
-    if attends is not None and isinstance(v, TensorArray) and not causal and block_mask is None:
-        out = attends(q, k, v, scale)  # a store that needs no copy of what is seen
+    store = store_of(k) if isinstance(k, TensorArray) and isinstance(v, TensorArray) else None
+    if store is not None and not causal and block_mask is None:
+        out = store.attend(q, k, v, scale)  # maybe without a copy of what is seen
         if out is not NotImplemented:
             return out
     inputs = _inputs(q, k, v)

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from tensorloop._common import scope
 from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse, WrongValue
 from tensorloop.beam.ancestry import Paths
 from tensorloop.beam.attention import attend
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import kind_of, show_through, store_of
+from tensorloop.tensor_array.store import Store
 
 _NAME = "beam_search"
 
@@ -64,7 +67,7 @@ def _born(states: Tensor, births: list[int], first: int) -> Tensor:
     return states[torch.tensor(births, device=states.device) - first]
 
 
-class Inherited:
+class Inherited(Store):
     """The store of an array in one step: slots of `prefix`, then those of `grown` through `family`."""
 
     __slots__ = ("births", "family", "grown", "place", "prefix")
@@ -84,7 +87,7 @@ class Inherited:
 
     @property
     def requires_grad(self) -> bool:
-        stores = [x._store for x in (self.grown, self.prefix) if x is not None]
+        stores = [store_of(x) for x in (self.grown, self.prefix) if x is not None]
         return any(store is not None and store.requires_grad for store in stores)
 
     @property
@@ -113,40 +116,40 @@ class Inherited:
 
     # -- writing
 
-    def append(self, x: Tensor, name: str) -> None:
-        self._has_hypotheses(x.shape, name)
+    def append(self, x: Tensor) -> None:
+        self._has_hypotheses(x.shape)
         self.grown.append(x)
         self.births.append(self.family.t)
 
-    def extend(self, values: Tensor, name: str) -> None:
-        self._has_hypotheses(values.shape[1:], name)
+    def extend(self, values: Tensor) -> None:
+        self._has_hypotheses(values.shape[1:])
         self.grown.extend(values)
         self.births += [self.family.t] * len(values)
 
-    def put(self, key: Any, x: Tensor, name: str) -> None:
-        raise RuntimeError(
-            f"{name}: an array in the carry of a beam search only grows, as hypotheses share what was written before; "
-            f"carry a tensor (B, K, ...) for what is overwritten"
+    def put(self, key: Any, x: Tensor) -> None:
+        raise Misuse(
+            "an array in the carry of a beam search only grows, as hypotheses share what was written before; "
+            "carry a tensor (B, K, ...) for what is overwritten"
         )
 
-    def pad(self, length: int, name: str) -> None:
-        self.put(None, torch.empty(0), name)
+    def pad(self, length: int) -> None:
+        self.put(None, torch.empty(0))
 
-    def _has_hypotheses(self, shape: torch.Size, name: str) -> None:
+    def _has_hypotheses(self, shape: torch.Size) -> None:
         rows, size = self.family.rows, self.family.size
         if shape[:2] != (rows, size):
-            raise ValueError(f"{name}: in a beam search elements are ({rows}, {size}, ...), got {tuple(shape)}")
+            raise WrongValue(f"in a beam search elements are ({rows}, {size}, ...), got {tuple(shape)}")
 
     # -- reading
 
-    def read(self, i: int, name: str) -> Tensor:
+    def read(self, i: int) -> Tensor:
         n = self.shared_slots
         if i < n:
             assert self.prefix is not None
             return self._repeated(self.prefix.read(i))
         return self._chosen(self.grown.read(i - n)[None], i - n)[0]
 
-    def span(self, start: int, stop: int, name: str) -> Tensor:
+    def span(self, start: int, stop: int) -> Tensor:
         n = self.shared_slots
         parts = []
         if start < n:
@@ -160,15 +163,12 @@ class Inherited:
         with scope.unrecorded():
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def whole(self, name: str) -> Tensor:
-        return self.span(0, self.length, name)
+    def whole(self) -> Tensor:
+        return self.span(0, self.length)
 
-    def all(self, name: str) -> list[Tensor]:
-        return list(self.whole(name).unbind(0))
-
-    def gather(self, index: Tensor, name: str) -> Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         with scope.unrecorded():
-            return self.whole(name)[index]
+            return self.whole()[index]
 
     def _repeated(self, x: Tensor) -> Tensor:
         with scope.unrecorded():
@@ -188,15 +188,15 @@ class Inherited:
 
     # -- copies
 
-    def fork(self, name: str) -> Any:
+    def one(self) -> Store:
+        return self.fork()
+
+    def fork(self) -> Store:
         """An array of its own, which no beam search reorders."""
-        return Buffer.unstack(self.whole(name)) if self.length else Buffer.empty(self._element(), 0)
+        return Buffer.unstack(self.whole()) if self.length else Buffer.empty(self._element(), 0)
 
-    def detach(self, name: str) -> Any:
-        return Buffer.unstack(self.whole(name).detach()) if self.length else Buffer.empty(self._element(), 0)
-
-    def flush(self, name: str) -> None:
-        return None
+    def detach(self) -> Store:
+        return Buffer.unstack(self.whole().detach()) if self.length else Buffer.empty(self._element(), 0)
 
     def _element(self) -> Tensor:
         shape = self.grown.element_shape
@@ -210,21 +210,15 @@ def inherited(
 ) -> TensorArray:
     """The array that `step_fn` gets."""
     del births[len(grown) :]  # of a step that is done again
-    view = TensorArray()
-    store: Any = Inherited(grown, prefix, births, family, place)
-    view._store = store
-    of = grown if grown._shape is not None or prefix is None else prefix
-    if of._shape is not None:
-        shape = of._shape if of is grown else torch.Size((family.rows, family.size, *of._shape[1:]))
-        view._shape, view._dtype, view._device = shape, of._dtype, of._device
-    else:
-        view._given = grown._given
-    return view
+    store = Inherited(grown, prefix, births, family, place)
+    if prefix is None or kind_of(grown)[0] is not None:
+        return show_through(store, grown)
+    return show_through(store, prefix, (family.rows, family.size, *kind_of(prefix)[0][1:]))
 
 
 def grown_of(leaf: Any, place: str) -> TensorArray:
     """The plain array behind what `step_fn` returned at `place` of its carry."""
-    store = leaf._store if isinstance(leaf, TensorArray) else None
+    store = store_of(leaf) if isinstance(leaf, TensorArray) else None
     if not isinstance(store, Inherited):
         raise TypeError(
             f"{_NAME}: step_fn was given an array at carry{place} and returned {describe(leaf)} there; append to "

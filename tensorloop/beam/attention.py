@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
+from tensorloop._common.errors import named
 from tensorloop._torch import transforms
 from tensorloop.attention import engine
 from tensorloop.attention.strips import Task
 from tensorloop.kernels import find
-from tensorloop.tensor_array.buffer import Buffer, Present
-from tensorloop.tensor_array.gradient import Step
+from tensorloop.tensor_array.block import LiveBlock
+from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.gradient import ArrayNode
 
 _NAME = "attention"
 
@@ -53,11 +56,12 @@ class Plan(NamedTuple):
     prefix: int  # slots
     slots: int
     scale: float
-    present: tuple[Present, ...]  # of keys and of values; one where they are the same array
+    live: tuple[LiveBlock, ...]  # of keys and of values; one where they are the same array
 
+    @named(_NAME)
     def values(self) -> list[Tensor]:
         """The slots of each array, (slots, B, K, *F)."""
-        return [x.slots(self.slots, _NAME) for x in self.present] if self.slots else []
+        return [x.slots(self.slots) for x in self.live] if self.slots else []
 
     def parts(self) -> Iterator[Part]:
         rows, size = self.family.rows, self.family.size
@@ -71,12 +75,14 @@ class Plan(NamedTuple):
                 yield Part(own.flatten(1).t(), rows * size, 1)
 
 
+@named(_NAME)
 def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     """(B, K, heads, Dv) of q (B, K, heads, D) over two arrays of one carry; NotImplemented where others must do it.
 
     Shapes and dtypes are checked by the caller. Gradient: to q and to what was appended, twice.
     """
-    k, v = keys._store, values._store
+    k: Any = store_of(keys)
+    v: Any = store_of(values)
     if not _goes_together(q, k, v):
         return NotImplemented
     scale = engine.default_scale(q.shape[-1]) if scale is None else scale
@@ -85,8 +91,8 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     if any(x is None for x in buffers):
         return NotImplemented
     prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
-    present = tuple(x.kept(_NAME) for x in buffers if x is not None)
-    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, present)
+    live = tuple(x.hold() for x in buffers if x is not None)
+    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, live)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unrecorded():
         if not torch.is_grad_enabled():
@@ -122,9 +128,9 @@ def _goes_together(q: Any, k: Any, v: Any) -> bool:
 
 
 def _buffer(array: Any) -> Buffer | None:
-    store = array._store
-    store = store if isinstance(store, Buffer) else store.one() if hasattr(store, "one") else None
-    return store if isinstance(store, Buffer) else None
+    store = store_of(array)
+    plain = None if store is None else store.one()
+    return plain if isinstance(plain, Buffer) else None
 
 
 class _Attend(torch.autograd.Function):
@@ -219,10 +225,10 @@ def _gradient_of_whole(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         slots = [
-            Step.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
+            ArrayNode.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
             if recorded and token is not None
             else x
-            for at, x, token in zip(plan.present, plan.values(), tokens, strict=True)
+            for at, x, token in zip(plan.live, plan.values(), tokens, strict=True)
         ]
         aliases: list[Any] = [
             None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()

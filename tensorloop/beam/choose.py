@@ -111,7 +111,7 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"Sample: temperature must be above 0, got {self.temperature}; TopK() takes the best")
-        if self.top_k is not None and arguments.as_int(self.top_k, "Sample", "top_k") < 1:
+        if self.top_k is not None and arguments.as_int(self.top_k, "Sample: top_k") < 1:
             raise ValueError(f"Sample: top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"Sample: top_p must be in (0, 1], got {self.top_p}")

@@ -357,7 +357,7 @@ def _alike(new: Any, old: Any) -> bool:
 
 
 def _int(n: Any, what: str, least: int) -> int:
-    if (n := arguments.as_int(n, _NAME, what)) < least:
+    if (n := arguments.as_int(n, f"{_NAME}: {what}")) < least:
         raise ValueError(f"{_NAME}: {what} must be at least {least}, got {n}")
     return n
 

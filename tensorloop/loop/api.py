@@ -11,6 +11,7 @@ from typing import Any, Literal, Never, TypeVar, overload
 from torch import Tensor
 
 from tensorloop._common import advice, arguments, scope
+from tensorloop._common.errors import named
 from tensorloop._common.progress import Progress
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
@@ -289,7 +290,7 @@ def while_loop(
     if unknown:
         advice.refuse_unknown(while_loop, unknown)
     _callable(name, cond_fn=cond_fn, body_fn=body_fn)
-    if max_steps is not None and (max_steps := arguments.as_int(max_steps, name, "max_steps")) < 0:
+    if max_steps is not None and (max_steps := named(name)(arguments.as_int)(max_steps, "max_steps")) < 0:
         raise ValueError(f"{name}: max_steps must be at least 0, got {max_steps}")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -327,7 +328,7 @@ def fori_loop(
     if unknown:
         advice.refuse_unknown(fori_loop, unknown)
     _callable(name, body_fn=body_fn)
-    first, last = arguments.as_int(lower, name, "lower"), arguments.as_int(upper, name, "upper")
+    first, last = named(name)(arguments.as_int)(lower, "lower"), named(name)(arguments.as_int)(upper, "upper")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return body_fn(first + t, carry), None

@@ -17,6 +17,7 @@ from torch import Tensor
 from tensorloop._common import pytree
 from tensorloop.packed.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import kind_of
 
 
 def describe(leaf: Any) -> str:
@@ -87,7 +88,7 @@ class Carry:
 
     def _array_fits(self, i: int, array: TensorArray) -> bool:
         old: Any = self.kinds[i]
-        if old[1:] == (array._shape, array._dtype, array._device):  # fixed, and known as that
+        if old[1:] == kind_of(array):  # fixed, and known as that
             return True
         new = _facts(array)
         if old == new:

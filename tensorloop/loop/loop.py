@@ -23,6 +23,7 @@ from tensorloop.loop.shrunk_arrays import alias, hidden, read_in_bulk, shown, va
 from tensorloop.loop.slices import Slices
 from tensorloop.loop.stopped_rows import Rows
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 # body(t, carry, row, context) -> (carry, y): the user's function, called as its loop calls it.
 Body = Callable[[int, Any, list[Any], tuple[Any, ...]], tuple[Any, Any]]
@@ -292,7 +293,7 @@ class Loop:
 
     def _moved(self, old: State, new: State) -> bool:
         """Whether the body put another array in the place of one."""
-        return any(new[i] is not old[i] and new[i]._store is not old[i]._store for i in self.carry.arrays)
+        return any(new[i] is not old[i] and store_of(new[i]) is not store_of(old[i]) for i in self.carry.arrays)
 
     def _without_ended(self, cut: stopped_rows.Cut, carry: State, last: State, t: int) -> tuple[State, State]:
         assert self.rows is not None

@@ -11,7 +11,7 @@ from tensorloop._torch import transforms
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import plain_mode
+from tensorloop.tensor_array.block import plain_mode
 
 _NUMBERS = (bool, int, float, complex)
 

@@ -34,7 +34,7 @@ class PackedSlices(Slices):
         if not recording():
             leaves = pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed))
             refuse_lost_gradient(name, tuple(x.value for _, x in leaves))
-        if not isinstance(dim, Dim) and arguments.as_int(dim, name, "dim") not in (0, 1):
+        if not isinstance(dim, Dim) and arguments.as_int(dim, f"{name}: dim") not in (0, 1):
             raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time
         if reverse:

@@ -59,7 +59,7 @@ def associative_scan(
     if unknown:
         advice.refuse_unknown(associative_scan, unknown)
     _callable(fn, name)
-    dim = arguments.as_int(dim, name, "dim")
+    dim = arguments.as_int(dim, f"{name}: dim")
     if not isinstance(reverse, bool):
         raise TypeError(f"{name}: reverse must be True or False, got {arguments.describe(reverse)}")
     if any_packed(xs):
@@ -147,7 +147,7 @@ def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int, 
     that differ).
     """
     _callable(fn, name)
-    dim, n = arguments.as_int(dim, name, "dim"), arguments.as_int(batch_size, name, "batch_size")
+    dim, n = arguments.as_int(dim, f"{name}: dim"), arguments.as_int(batch_size, f"{name}: batch_size")
     if n < 1:
         raise ValueError(f"{name}: batch_size must be at least 1, got {n}")
     named = leaves_with_paths(xs)

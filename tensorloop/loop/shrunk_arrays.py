@@ -10,7 +10,6 @@ A packed tensor of the context (`hidden`) is a leaf like a tensor: rows are take
     invariant: parts and the current buffer do not overlap (in slots or rows); what none of them covers is 0.
 """
 
-import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from tensorloop._common.errors import named
 from tensorloop._common.scope import here, without_recorder
 from tensorloop._torch import transforms
 from tensorloop.packed.base import Packed, any_packed, is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.gradient import Key
+from tensorloop.tensor_array.friends import refill, store_of, with_rows
+from tensorloop.tensor_array.keys import Key
 from tensorloop.tensor_array.sequential_reads import PickedRows
 from tensorloop.tensor_array.slot_list import Slots
+from tensorloop.tensor_array.store import Store
 
 
 class Part(NamedTuple):
@@ -36,7 +38,7 @@ class Part(NamedTuple):
     ids: Tensor
 
 
-class _Store(abc.ABC):
+class _OfFewerRows(Store):
     """What the two have in common: an inner store that takes all that is not said otherwise."""
 
     __slots__ = ("bulk", "ids", "store")
@@ -62,33 +64,38 @@ class _Store(abc.ABC):
     def length(self) -> int:
         return self.store.length
 
-    @abc.abstractmethod
-    def one(self) -> Any:
-        """All slots of the rows that are left, as one plain store."""
+    def append(self, x: Tensor) -> None:
+        self.store.append(x)
 
-    def span(self, start: int, stop: int, name: str) -> Tensor:
-        return self.one().span(start, stop, name)
+    def extend(self, values: Tensor) -> None:
+        self.store.extend(values)
 
-    def all(self, name: str) -> list[Tensor]:
-        return self.one().all(name)
+    def pad(self, length: int) -> None:
+        self.one().pad(length)
 
-    def whole(self, name: str) -> Tensor:
-        return self.one().whole(name)
+    def put(self, key: Key, x: Tensor) -> None:
+        self.one().put(key, x)
 
-    def gather(self, index: Tensor, name: str) -> Tensor:
-        return self.one().gather(index, name)
+    def span(self, start: int, stop: int) -> Tensor:
+        return self.one().span(start, stop)
 
-    def fork(self, name: str) -> Any:
-        return self.one().fork(name)
+    def whole(self) -> Tensor:
+        return self.one().whole()
 
-    def detach(self, name: str) -> Any:
-        return self.one().detach(name)
+    def gather(self, index: Tensor) -> Tensor:
+        return self.one().gather(index)
 
-    def flush(self, name: str) -> None:
-        self.store.flush(name)
+    def fork(self) -> Store:
+        return self.one().fork()
+
+    def detach(self) -> Store:
+        return self.one().detach()
+
+    def flush(self) -> None:
+        self.store.flush()
 
 
-class Shrunk(_Store):
+class Shrunk(_OfFewerRows):
     """An array of the carry."""
 
     __slots__ = ("parts", "start")
@@ -102,34 +109,28 @@ class Shrunk(_Store):
     def length(self) -> int:
         return self.start + self.store.length
 
-    def append(self, x: Tensor, name: str) -> None:
-        self.store.append(x, name)
+    def pad(self, length: int) -> None:
+        self.store.pad(length - self.start)
 
-    def extend(self, values: Tensor, name: str) -> None:
-        self.store.extend(values, name)
-
-    def pad(self, length: int, name: str) -> None:
-        self.store.pad(length - self.start, name)
-
-    def put(self, key: Key, x: Tensor, name: str) -> None:
+    def put(self, key: Key, x: Tensor) -> None:
         if isinstance(key, int) and key >= self.start:
-            self.store.put(key - self.start, x, name)
+            self.store.put(key - self.start, x)
         else:
-            self.one().put(key, x, name)
+            self.one().put(key, x)
 
-    def read(self, i: int, name: str) -> Tensor:
+    def read(self, i: int) -> Tensor:
         if i >= self.start and here.recorder is None:
-            return self.store.read(i - self.start, name)
-        return self.one().read(i, name)
+            return self.store.read(i - self.start)
+        return self.one().read(i)
 
-    def span(self, start: int, stop: int, name: str) -> Tensor:
+    def span(self, start: int, stop: int) -> Tensor:
         if start >= self.start and here.recorder is None:
-            return self.store.span(start - self.start, stop - self.start, name)
-        return self.one().span(start, stop, name)
+            return self.store.span(start - self.start, stop - self.start)
+        return self.one().span(start, stop)
 
-    def fork(self, name: str) -> "Shrunk":
+    def fork(self) -> "Shrunk":
         one = self.one()
-        return Shrunk(list(self.parts), 0, one.fork(name), self.ids)
+        return Shrunk(list(self.parts), 0, one.fork(), self.ids)
 
     def one(self) -> Any:
         if self.start:
@@ -149,12 +150,12 @@ class Shrunk(_Store):
             ended = (~stays).nonzero().squeeze(1)
             if len(ended):
                 gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
-        tail = [self.store.whole("TensorArray")] if self.store.length else []
+        tail = [self.store.whole()] if self.store.length else []
         self.parts, self.start = gone, 0
         self.store = _stored(torch.cat(left + tail), self.store)
 
 
-class Picked(_Store):
+class Picked(_OfFewerRows):
     """An array of the context, which is only read."""
 
     __slots__ = ("picked", "rows")
@@ -165,34 +166,34 @@ class Picked(_Store):
         rows = getattr(store, "rows", None)
         self.rows = None if rows is None else PickedRows(rows, ids)
 
-    def read(self, i: int, name: str) -> Tensor:
+    def read(self, i: int) -> Tensor:
         if self.picked is not None:
-            return self.picked.read(i, name)
+            return self.picked.read(i)
         if here.recorder is not None:
-            return self.one().read(i, name)
-        if self.rows is not None and (row := self.store.read_picked(i, self.rows, name)) is not None:
+            return self.one().read(i)
+        if self.rows is not None and (row := self.store.read_picked(i, self.rows)) is not None:
             return row
-        return self.store.read(i, name).index_select(0, self.ids)
+        return self.store.read(i).index_select(0, self.ids)
 
     def one(self) -> Any:
         if self.picked is None:
             self.bulk = True
             with without_recorder():
-                values = self.store.span(0, self.store.length, "TensorArray")
+                values = self.store.span(0, self.store.length)
                 self.picked = _stored(values.index_select(1, self.ids), self.store)
         return self.picked
 
 
+@named("TensorArray")
 def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
     """The carried array of a batch that keeps the rows `ids` of those it had."""
-    store: Any = array._store
+    store: Any = store_of(array)
     if store is None:
         return array
-    name = "TensorArray"
     parts, start = (list(store.parts), store.start) if isinstance(store, Shrunk) else ([], 0)
     current = store.store if isinstance(store, Shrunk) else store
     if current.length:
-        parts.append(Part(start, current.span(0, current.length, name), ids_before))
+        parts.append(Part(start, current.span(0, current.length), ids_before))
         start += current.length
     assert array.element_shape is not None
     like = torch.empty((len(ids), *array.element_shape[1:]), dtype=array.dtype, device=array.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -204,38 +205,39 @@ def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
 
 def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
     """The caller's `array` as a context of the rows `ids`; `before` is what it was before the cut."""
-    if array._store is None:
+    if (store := store_of(array)) is None:
         return array
-    picked = Picked(array._store, ids)
-    picked.bulk = isinstance(before._store, Picked) and before._store.bulk
+    picked = Picked(store, ids)
+    picked.bulk = read_in_bulk([before])
     return with_rows(array, picked, len(ids))
 
 
+@named("TensorArray")
 def one_store(array: TensorArray) -> TensorArray:
     """The array with one plain store of the rows that are left."""
-    store: Any = array._store
+    store = store_of(array)
     return with_rows(array, store.one(), len(store.ids)) if isinstance(store, Shrunk) else array
 
 
 def read_in_bulk(leaves: Sequence[Any]) -> bool:
     """Whether one of these arrays is read in bulk, so that each cut copies it."""
-    return any(isinstance(x, TensorArray) and isinstance(x._store, _Store) and x._store.bulk for x in leaves)
+    stores = [store_of(x) for x in leaves if isinstance(x, TensorArray)]
+    return any(isinstance(store, _OfFewerRows) and store.bulk for store in stores)
 
 
+@named("TensorArray")
 def whole_batch(array: TensorArray, rows: int) -> TensorArray:
     """The array of the full batch."""
-    store: Any = array._store
+    store = store_of(array)
     assert isinstance(store, Shrunk)
     parts = list(store.parts)
     if store.store.length:
-        parts.append(Part(store.start, store.store.span(0, store.store.length, "TensorArray"), store.ids))
+        parts.append(Part(store.start, store.store.span(0, store.store.length), store.ids))
     if not parts:
         return with_rows(TensorArray(), None, rows)
     places = [(part.start, part.ids) for part in parts]
     put = _put if transforms.maybe_level() is not None or transforms.forward_mode() else _Put.apply
-    full = TensorArray.unstack(put(store.length, rows, places, *(part.values for part in parts)))
-    full._capacity, full._holes, full._given = array._capacity, array._holes, array._given
-    return full
+    return refill(array, put(store.length, rows, places, *(part.values for part in parts)))
 
 
 class _Hidden:
@@ -301,16 +303,3 @@ def _stored(values: Tensor, like: Any) -> Any:
     store = Buffer.unstack(values)
     store.born = like.born
     return store
-
-
-def with_rows(array: TensorArray, store: Any, rows: int) -> TensorArray:
-    """An array of other rows: the facts of `array`, and this store."""
-    twin = array._twin()
-    twin._born = array._born
-    twin._store = store
-    if array._shape is not None:
-        twin._shape = torch.Size((rows, *array._shape[1:]))
-    shape = array._given[0]
-    if shape is not None:
-        twin._given = ((rows, *shape[1:]), *array._given[1:])
-    return twin

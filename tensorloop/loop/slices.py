@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import advice, arguments, pytree
+from tensorloop._common.errors import named
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.outputs import Outputs
@@ -22,7 +23,7 @@ class Slices:
 
     def __init__(self, xs: Any, length: Any, dim: int, reverse: bool, name: str) -> None:
         self.name, self.reverse = name, reverse
-        self.dim = arguments.as_int(dim, name, "dim")
+        self.dim = arguments.as_int(dim, f"{name}: dim")
         self.tree = pytree.Tree(xs)
         leaves = self.tree.flatten(xs)
         assert leaves is not None
@@ -93,7 +94,7 @@ class Slices:
         return int(x.shape[self.dim])  # of a tracer: a number, as the loop is unrolled
 
     def _agreed(self, lengths: dict[str, int], length: Any) -> int | None:
-        if length is not None and (length := arguments.as_int(length, self.name, "length")) < 0:
+        if length is not None and (length := named(self.name)(arguments.as_int)(length, "length")) < 0:
             raise ValueError(f"{self.name}: length must be at least 0, got {length}")
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"xs{path}: {n}" for path, n in lengths.items())

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop._common.scope import here
 from tensorloop._torch import transforms
-from tensorloop.loop.shrunk_arrays import Shrunk, one_store, pick, shrink, whole_batch, with_rows
+from tensorloop.loop.shrunk_arrays import Shrunk, one_store, pick, shrink, whole_batch
 from tensorloop.packed.base import is_packed
 from tensorloop.packed.index import select_rows
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import mask_rows, replace, store_of, with_rows
 
 RUNNING = torch.iinfo(torch.int64).max
 
@@ -153,7 +152,7 @@ def inputs(rows: Rows, t: int, carry: list[Any], last: Sequence[Any]) -> list[An
         return carry
     for x in carry:
         if isinstance(x, TensorArray):
-            x._mask = mask
+            mask_rows(x, mask)
     return [
         torch.where(spread(mask, x), x, y.detach()) if rows.holds(x) and y is not None else x
         for x, y in zip(carry, last, strict=True)
@@ -180,11 +179,11 @@ def frozen(rows: Rows, t: int, old: Sequence[Any], new: list[Any], before: Seque
         return new
     for x in (*old, *new):
         if isinstance(x, TensorArray):
-            x._mask = None
+            mask_rows(x, None)
     out = []
     for x, y, length in zip(new, old, before, strict=True):
         if isinstance(x, TensorArray):
-            out.append(x if x is y or x._store is y._store else _mixed(mask, x, y, length))
+            out.append(x if x is y or store_of(x) is store_of(y) else _mixed(mask, x, y, length))
         else:
             out.append(torch.where(spread(mask, x), x, y) if rows.holds(x) else x)
     return out
@@ -198,7 +197,7 @@ def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> Ten
     values = new.stack()
     held = _lengthened(old.stack()[: len(new)], len(new)) if length else torch.zeros_like(values)
     shape = (1, *mask.shape, *[1] * (values.dim() - mask.dim() - 1))
-    return _rebuilt(new, torch.where(mask.view(shape), values, held))
+    return replace(new, torch.where(mask.view(shape), values, held))
 
 
 def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
@@ -230,17 +229,7 @@ def _select(x: Any, index: Tensor) -> Any:
         return x.index_select(0, index)
     if not len(x):
         return with_rows(x, None, len(index))
-    return _rebuilt(x, x.stack().index_select(1, index))
-
-
-def _rebuilt(like: TensorArray, values: Tensor) -> TensorArray:
-    array = TensorArray.unstack(values)
-    array._capacity = like._capacity
-    # The loop's own stays the loop's. What a body only reads is older than this loop, and new to those around it.
-    array._born = like._born
-    if isinstance(array._store, Buffer) and isinstance(like._store, Buffer):
-        array._store.born = max(like._store.born, here.serial - 1)
-    return array
+    return replace(x, x.stack().index_select(1, index))
 
 
 def whole_arrays(pieces: Sequence[tuple[Tensor, list[Any]]], old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
@@ -250,8 +239,8 @@ def whole_arrays(pieces: Sequence[tuple[Tensor, list[Any]]], old: Sequence[Any],
     """
     rows = sum(len(ids) for ids, _ in pieces)
     for i, x in enumerate(old):
-        if isinstance(x, TensorArray) and isinstance(x._store, Shrunk):
-            full = whole_batch(x, rows + len(x._store.ids))
+        if isinstance(x, TensorArray) and isinstance(store := store_of(x), Shrunk):
+            full = whole_batch(x, rows + len(store.ids))
             for ids, leaves in pieces:
                 leaves[i] = select([full], ids)[0]
         elif isinstance(x, TensorArray):  # written since the last rows left, if ever
@@ -270,19 +259,19 @@ def joined(pieces: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
 def _join(column: Sequence[Any], every: Sequence[Tensor]) -> Any:
     order = torch.cat(list(every)).argsort()
     whole = column[-1]
-    if isinstance(whole, TensorArray) and isinstance(whole._store, Shrunk):
+    if isinstance(whole, TensorArray) and isinstance(store_of(whole), Shrunk):
         return whole_batch(whole, len(order))
     if isinstance(whole, Tensor) and whole.dim():
         return torch.cat(list(column)).index_select(0, order)
-    if not isinstance(whole, TensorArray) or whole._store is None:
+    if not isinstance(whole, TensorArray) or store_of(whole) is None:
         return whole
     last = whole.stack()
     parts = [
-        last.new_zeros(0, len(ids), *last.shape[2:]) if x is None or x._store is None else x.stack()
+        last.new_zeros(0, len(ids), *last.shape[2:]) if x is None or store_of(x) is None else x.stack()
         for x, ids in zip(column, every, strict=True)
     ]
     values = torch.cat([_lengthened(x, len(last)) for x in parts], 1)
-    return _rebuilt(whole, values.index_select(1, order))
+    return replace(whole, values.index_select(1, order))
 
 
 def _lengthened(values: Tensor, length: int) -> Tensor:

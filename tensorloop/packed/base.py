@@ -60,7 +60,7 @@ def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
         raise ValueError(f"{name}: {dim!r} is not a dim of this tensor; it has {p._dim!r}")
     if isinstance(dim, str):
         raise ValueError(f"{name}: there is no dim {dim!r}; the ragged dim is called {p._dim.name!r}")
-    n, size = arguments.as_int(dim, name, "dim"), p.ndim + extra
+    n, size = arguments.as_int(dim, f"{name}: dim"), p.ndim + extra
     if not -size <= n < size:
         raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
     # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.

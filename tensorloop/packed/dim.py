@@ -198,7 +198,7 @@ def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
     if isinstance(lens, Dim):
         return lens._lens
     if not isinstance(lens, Tensor):
-        numbers = [arguments.as_int(n, name, "lens") for n in arguments.items(lens, name, "lens")]
+        numbers = [arguments.as_int(n, f"{name}: lens") for n in arguments.items(lens, f"{name}: lens")]
         lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     elif lens.dtype is not torch.int64:
         raise TypeError(f"{name}: lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import named
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, is_packed, refused, same_rows
 from tensorloop.packed.dim import Dim
@@ -69,8 +70,8 @@ def _index(p: Packed, k: Any, what: str) -> Any:
             return k.nonzero().squeeze(1)
         if not k.numel():
             return k.to(torch.int64)
-        return arguments.index_tensor(k, p.values.device, "indexing", what)
-    return arguments.as_int(k, "indexing")
+        return arguments.index_tensor(k, p.values.device, f"indexing: {what}")
+    return named("indexing")(arguments.as_int)(k)
 
 
 def _features(values: Tensor, key: tuple[Any, ...]) -> Tensor:
@@ -101,7 +102,7 @@ def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
             raise IndexError(f"indexing: t = {times} is out of range for row {b} of length {end - start}")
         return p.values[(start + times % (end - start), *features)]
     if isinstance(times, Tensor):
-        arguments.in_range(times, start - end, end - start, "indexing", "times")
+        arguments.in_range(times, start - end, end - start, "indexing: times")
     return p.values[start:end][(times, *features)]
 
 
@@ -127,7 +128,7 @@ def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
 
 
 def _at_least(least: int, x: Any, what: str) -> int:
-    n = arguments.as_int(x, "split", what)
+    n = arguments.as_int(x, f"split: {what}")
     if n < least:
         raise ValueError(f"split: {what} must be at least {least}, got {n}")
     return n
@@ -143,7 +144,7 @@ def _select(p: Packed, rows: Any) -> Packed:
     if rows.dim() != 1:
         raise IndexError(f"indexing: rows must be (M,), got shape {tuple(rows.shape)}")
     if arguments.must_check(None, rows):
-        arguments.in_range(rows, -n, n, "indexing", "rows")
+        arguments.in_range(rows, -n, n, "indexing: rows")
     return select_rows(p, torch.where(rows < 0, rows + n, rows))
 
 
@@ -191,18 +192,18 @@ def _pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
     rows, times = torch.broadcast_tensors(rows, torch.as_tensor(times, device=rows.device))
     n = len(p._dim)
     if arguments.must_check(None, rows):
-        arguments.in_range(rows, -n, n, "indexing", "rows")
+        arguments.in_range(rows, -n, n, "indexing: rows")
     rows = torch.where(rows < 0, rows + n, rows)
     lens = p._dim._lens[rows]
     if arguments.must_check(None, times):
-        arguments.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing", "times")
+        arguments.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing: times")
     times = torch.where(times < 0, times + lens, times)
     return p._dim._offsets[:-1][rows] + times
 
 
 def crop(p: Packed, times: slice) -> Packed:
     """p[:, a:b:step]: of each row what Python's slice gives."""
-    step = 1 if times.step is None else arguments.as_int(times.step, "indexing", "step")
+    step = 1 if times.step is None else arguments.as_int(times.step, "indexing: step")
     if step < 1:
         raise ValueError(f"indexing: step must be at least 1, got {step}; use flip(1)")
     lens = p._dim._lens
@@ -210,7 +211,7 @@ def crop(p: Packed, times: slice) -> Packed:
     def bound(x: Any, default: Tensor) -> Tensor:
         if x is None:
             return default
-        n = arguments.as_int(x, "indexing")
+        n = named("indexing")(arguments.as_int)(x)
         return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
 
     start = bound(times.start, torch.zeros_like(lens))

@@ -17,7 +17,7 @@ from tensorloop.packed.dim import Dim
 def joined(rows: Iterable[Tensor], name: str | None) -> tuple[Tensor, Dim]:
     """(values, dim) of a list of rows (len_b, *F)."""
     where = "PackedTensor.from_list"
-    given = list(arguments.items(rows, where, "rows"))
+    given = list(arguments.items(rows, f"{where}: rows"))
     if not given:
         raise ValueError(f"{where}: no rows; the features of none are unknown: PackedTensor(values (0, *F), [])")
     for b, row in enumerate(given):

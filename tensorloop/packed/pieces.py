@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import named
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, dim_number, is_packed, refused, same_rows
 from tensorloop.packed.dim import Dim
@@ -74,9 +75,7 @@ def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any)
         return split_rows(input, size)
     steps = _size(input, 1)
     if not isinstance(size, int):
-        size = [
-            arguments.as_int(n, "split", f"sizes[{i}]") for i, n in enumerate(arguments.items(size, "split", "sizes"))
-        ]
+        size = [arguments.as_int(n, f"split: sizes[{i}]") for i, n in enumerate(arguments.items(size, "split: sizes"))]
         if builtins.sum(size) != steps:
             raise ValueError(f"split: sizes {size} do not sum to the {steps} steps of the longest row")
     return _pieces(input, 1, torch.arange(steps).split(size))
@@ -107,7 +106,7 @@ def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
     if d > 1:
         return input._with(input.values.narrow(d - 1, start, length))
     size = _size(input, d)
-    first, length = arguments.as_int(start, "narrow", "start"), arguments.as_int(length, "narrow", "length")
+    first, length = arguments.as_int(start, "narrow: start"), named("narrow")(arguments.as_int)(length, "length")
     first = first + size if first < 0 else first
     if first < 0 or length < 0 or first + length > size:
         what = "rows" if d == 0 else "steps of the longest row"
@@ -211,7 +210,7 @@ def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
         raise refused("roll", "dim 0 would put rows in another order", "use p[torch.arange(B).roll(n)]")
     features = [(n, d - 1) for n, d in zip(shifts, numbers, strict=True) if d > 1]
     values = input.values.roll(*zip(*features, strict=True)) if features else input.values.clone()
-    n = builtins.sum(arguments.as_int(n, "roll", "shifts") for n, d in zip(shifts, numbers, strict=True) if d == 1)
+    n = builtins.sum(arguments.as_int(n, "roll: shifts") for n, d in zip(shifts, numbers, strict=True) if d == 1)
     if n and len(values):
         places, lens = input._dim._positions, input._dim._lens[input._dim._row_ids]
         starts = torch.arange(len(places), device=places.device) - places
@@ -252,7 +251,7 @@ def _rows_of(x: Tensor, p: Packed) -> Packed:
 @handles("pad")
 def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     """F.pad: along feature dims torch's own; with a constant along the ragged dim, before and behind each row's own."""
-    sizes = [arguments.as_int(n, "pad", f"pad[{i}]") for i, n in enumerate(pad)]
+    sizes = [arguments.as_int(n, f"pad: pad[{i}]") for i, n in enumerate(pad)]
     features = 2 * (input.ndim - 2)
     if len(sizes) % 2 or len(sizes) > features + 4:
         raise ValueError(f"pad: {sizes} is not two numbers for each of the last dims of {input.shape}")

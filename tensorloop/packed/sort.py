@@ -91,7 +91,7 @@ def _topk(func: Any, input: Any, k: Any, dim: Any = -1, largest: bool = True, so
     d = dim_number(input, dim, "topk")
     if d > 1:
         return rewrap(input, torch.topk(input.values, k, d - 1, largest, sorted))
-    k = arguments.as_int(k, "topk", "k")
+    k = arguments.as_int(k, "topk: k")
     _has_ranks(
         input, d, k, 0, "topk", "leave such rows out, or p.sort(1, descending=True).values[:, :k], which is packed"
     )
@@ -118,7 +118,7 @@ def _kthvalue(func: Any, input: Any, k: Any, dim: Any = -1, keepdim: bool = Fals
     d = dim_number(input, dim, "kthvalue")
     if d > 1:
         return rewrap(input, torch.kthvalue(input.values, k, d - 1, keepdim))
-    k = arguments.as_int(k, "kthvalue", "k")
+    k = arguments.as_int(k, "kthvalue: k")
     _has_ranks(input, d, k, 1, "kthvalue", "leave such rows out")
     ranks = _Ranks(input, d)
     return _picked("kthvalue", ranks, torch.full_like(ranks.counts, k - 1), d, keepdim)

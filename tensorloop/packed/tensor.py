@@ -184,7 +184,7 @@ class PackedTensor(InAutograd):
 
         Gradient: to the values; padding has none. Cost: one pass. Raises: ValueError (a row is longer than `max_len`).
         """
-        steps = self.max_len if max_len is None else arguments.as_int(max_len, "pad", "max_len")
+        steps = self.max_len if max_len is None else arguments.as_int(max_len, "pad: max_len")
         if max_len is not None and steps < self.max_len:
             raise ValueError(
                 f"pad: max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]"

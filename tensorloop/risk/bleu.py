@@ -37,7 +37,7 @@ def sentence_bleu(a: Rows, b: Rows, *, max_n: int = 4, smoothing: str = "add_one
         >>> tl.sentence_bleu([[1, 2, 3, 4], [5]], [[1, 2, 3, 4], [6]])
         tensor([1., 0.], dtype=torch.float64)
     """
-    max_n = arguments.as_int(max_n, _NAME, "max_n")
+    max_n = arguments.as_int(max_n, f"{_NAME}: max_n")
     if max_n < 1:
         raise ValueError(f"{_NAME}: max_n is {max_n}; n-grams have at least one token")
     if smoothing not in _SMOOTHING:

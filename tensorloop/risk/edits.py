@@ -135,5 +135,5 @@ def _table(pairs: Pairs, table: Tensor) -> Tensor:
         x, y = bad.nonzero()[0].tolist()
         raise ValueError(f"{_NAME}: substitution[{x}, {y}] is {table[x, y].item()}; a cost is 0 or more")
     for row, what in ((pairs.a, "a.values"), (pairs.b, "b.values")):
-        arguments.in_range(row.values, 0, len(table), _NAME, what)
+        arguments.in_range(row.values, 0, len(table), f"{_NAME}: {what}")
     return table.double()

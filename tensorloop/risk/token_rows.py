@@ -62,7 +62,7 @@ def _packed(x: Any, name: str, what: str, device: torch.device | None) -> Packed
     if isinstance(x, str):
         raise TypeError(f"{name}: {what} must be a PackedTensor or a list of rows of ints, got {arguments.describe(x)}")
     with device or nullcontext():
-        rows = [_row(row, name, f"{what}[{r}]") for r, row in enumerate(arguments.items(x, name, what))]
+        rows = [_row(row, name, f"{what}[{r}]") for r, row in enumerate(arguments.items(x, f"{name}: {what}"))]
         if not rows:
             return PackedTensor(torch.empty(0, dtype=torch.int64), [])
         return PackedTensor.from_list(rows)

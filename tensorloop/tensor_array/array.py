@@ -10,7 +10,7 @@ How it works, in the order to read it (`docs/how_it_works.md` has the pictures):
    append alone makes no node (`buffer.py`).
 4. Under `torch.func` transforms, where nothing may happen in place, the array is a list of slots (`slot_list.py`).
 
-This file is the surface: it checks arguments, counts slots and holes, and hands over to the buffer or the list.
+This file is the surface: it checks arguments and hands over to what stands behind (`core.py`, `store.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,21 +20,24 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import advice, arguments, scope
+from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
-from tensorloop.tensor_array.buffer import Buffer, recording
-from tensorloop.tensor_array.gradient import Rows
+from tensorloop.tensor_array import checks
+from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.core import PLAIN, Core
 from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.keys import RowSlots
 from tensorloop.tensor_array.slot_list import Slots, element_of
+from tensorloop.tensor_array.store import Store
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRIDED = torch.strided
 
 
 @runs_eagerly
-class TensorArray(advice.NoTensor):
+class TensorArray(Core):
     """A growing array of equal tensors, written and read slot by slot, differentiable at O(n) cost.
 
     An array is mutable, like a list; values and gradients are those of a functional array, where each write would make
@@ -57,10 +60,9 @@ class TensorArray(advice.NoTensor):
         (tensor(1.), tensor([1., 3.]))
     """
 
-    __slots__ = (
-        *("_born", "_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_mask", "_shape", "_store", "_task"),
-    )
+    __slots__ = ()
 
+    @named("TensorArray")
     def __init__(
         self,
         *,
@@ -70,27 +72,17 @@ class TensorArray(advice.NoTensor):
         capacity: int | None = None,
         **unknown: Never,
     ) -> None:
-        name = "TensorArray"
         if unknown:
             advice.refuse_unknown(TensorArray, unknown)
-        if capacity is not None and (capacity := arguments.as_int(capacity, name, "capacity")) < 0:
-            raise ValueError(f"{name}: capacity must be at least 0, got {capacity}")
+        if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
+            raise WrongValue(f"capacity must be at least 0, got {capacity}")
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name}: dtype must be a torch.dtype, got {arguments.describe(dtype)}")
-        shape = None if element_shape is None else arguments.element_sizes(element_shape, name)
-        self._given = (shape, dtype, None if device is None else torch.device(device))
-        self._capacity = capacity
-        self._shape: torch.Size | None = None  # with dtype and device: what the first write fixed
-        self._dtype: torch.dtype | None = None
-        self._device: torch.device | None = None
-        self._store: Buffer | Slots | None = None
-        self._holes = Holes()
-        self._home = transforms.level()
-        self._task = graph_task()
-        self._born = scope.newest_serial()
-        self._mask: Tensor | None = None  # (B,) bool: in a loop whose rows stop on their own, those that still run
+            raise WrongType(f"dtype must be a torch.dtype, got {arguments.describe(dtype)}")
+        shape = None if element_shape is None else checks.read_sizes(element_shape)
+        super().__init__((shape, dtype, None if device is None else torch.device(device)), capacity)
 
     @classmethod
+    @named("TensorArray.unstack")
     def unstack(cls, values: Tensor) -> Self:
         """A new array of the n slices of `values` (n, *F), copied at the first write and not before.
 
@@ -98,13 +90,12 @@ class TensorArray(advice.NoTensor):
         Raises: TypeError, ValueError (no leading dim). Changing `values` in place before the copy is a RuntimeError
         at the next use.
         """
-        name = "TensorArray.unstack"
-        arguments.dense_tensor(values, name)
+        arguments.dense_tensor(values)
         if values.dim() == 0:
-            raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
+            raise WrongValue("values must have a leading dim of slots, got a 0-d tensor")
         array = cls()
-        functional = array._functional(values, name)
-        array._fix(values.shape[1:], values)
+        functional = array._functional(values)
+        array._know(values.shape[1:], values)
         if functional:
             array._store = Slots(element_of(values), [x.clone() for x in values.unbind(0)])
         else:
@@ -121,41 +112,39 @@ class TensorArray(advice.NoTensor):
         (so do not change it in place before), any other is copied at once.
         Raises: TypeError, ValueError (`x` does not fit; the array is as it was).
         """
-        if (
-            type(x) in _PLAIN
-            and x.shape == self._shape
-            and x.dtype is self._dtype
-            and x.layout is _STRIDED
-            and x.device == self._device
-            and maybe_level() is None
-            and graph_task() == -1
-            and forward_ad._current_level < 0
-            and self._born >= here.serial
-            and self._mask is None
-        ):
-            assert self._store is not None
-            self._store.append(x, "TensorArray.append")
-        else:
-            name = "TensorArray.append"
-            store = self._admit(x, f"{name}: slot {len(self)}")
-            if self._mask is not None and isinstance(store, Buffer):
-                store.append_rows(x, self._mask, name)
+        try:
+            if (
+                type(x) in PLAIN
+                and x.shape == self._shape
+                and x.dtype is self._dtype
+                and x.layout is _STRIDED
+                and x.device == self._device
+                and maybe_level() is None
+                and graph_task() == -1
+                and forward_ad._current_level < 0
+                and self._born >= here.serial
+                and self._mask is None
+            ):
+                assert self._store is not None
+                self._store.append(x)
             else:
-                store.append(self._running_rows(x, name), name)
+                self._append(x)
+        except Fact as fact:
+            raise fact.named("TensorArray.append") from fact.__cause__
         return self
 
+    @named("TensorArray.extend")
     def extend(self, xs: "Tensor | Iterable[Tensor]") -> Self:
         """Appends the slices of a tensor (m, *F) in one operation, or each tensor of an iterable.
 
         Gradient: to `xs`. Cost: O(m). Raises: as `append`; of an iterable, what came before the bad one is kept.
         """
-        name = "TensorArray.extend"
         if not isinstance(xs, Tensor):
-            for x in arguments.items(xs, name, "xs"):
+            for x in arguments.items(xs, "xs"):
                 self.append(x)
             return self
-        store = self._admit(xs, name, lead=1)
-        store.extend(self._running_rows(xs, name, lead=1), name)
+        store = self._admit(xs, lead=1)
+        store.extend(self._running_rows(xs, lead=1))
         return self
 
     def write(self, i: SupportsIndex, x: Tensor) -> Self:
@@ -166,25 +155,16 @@ class TensorArray(advice.NoTensor):
         Raises: IndexError (slot), TypeError, ValueError. The array is then as it was.
         """
         length = len(self)
-        i = arguments.as_int(i, "TensorArray.write")
-        if i == length:
-            return self.append(x)
-        name = f"TensorArray.write: slot {i}"
-        slot = i + length if i < 0 else i
-        if slot < 0 or (slot > length and slot >= (self._capacity or 0)):
-            more = "" if slot < 0 else "; write the slots before it first, or give capacity= to leave holes"
-            raise IndexError(f"{name} is out of range for an array of {arguments.slots(length)}{more}")
-        store = self._admit(x, name)
-        if slot > length:
-            x = self._running_rows(x, name)
-            store.pad(slot, name)
-            self._holes.mark(length, slot)
-            store.append(x, name)
-        else:
-            store.put(slot, x if self._mask is None else self._running_rows(x, name, store.read(slot, name)), name)
-            self._holes.fill((slot,))
+        try:
+            i = arguments.as_int(i)
+            if i == length:
+                return self.append(x)
+            self._write(checks.find_place(i, length, self._capacity), x, f"TensorArray.write: slot {i}")
+        except Fact as fact:
+            raise fact.named("TensorArray.write") from fact.__cause__
         return self
 
+    @named("TensorArray.write_rows")
     def write_rows(self, pos: Tensor, x: Tensor, where: Tensor | None = None, *, check: bool | None = None) -> Self:
         """Writes row b of `x` (B, *F) into row b of slot pos[b], for the rows where `where` (B,) bool is true.
 
@@ -194,39 +174,37 @@ class TensorArray(advice.NoTensor):
         which is begun by the first such write, and rows with a `pos` outside write to the nearest slot.
         Raises: IndexError (pos), ValueError (lengths that disagree), TypeError.
         """
-        name = "TensorArray.write_rows"
-        arguments.dense_tensor(x, name)
-        pos = arguments.index_tensor(pos, self.device or x.device, name, "pos")
-        arguments.rows(pos, x, where, name)
+        arguments.dense_tensor(x)
+        pos = arguments.index_tensor(pos, self.device or x.device, "pos")
+        checks.check_row_writes(pos, x, where)
         length, written = len(self), set[int]()
         looked = arguments.must_check(check, pos) and (where is None or not transforms.is_batched(where))
         if looked:
             active = None if where is None else where.to(pos.device)
-            arguments.in_range(pos, 0, length + 1, name, "pos", active)
+            arguments.in_range(pos, 0, length + 1, "pos", active)
             written.update((pos if active is None else pos[active]).tolist())
             needed = max(length, max(written, default=-1) + 1)
         elif self._capacity is None and not transforms.is_fake(pos):
-            raise ValueError(
-                f"{name}: pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity"
-            )
+            raise WrongValue(f"pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity")
         else:
             needed = max(length, 1 if self._capacity is None else self._capacity)
-        store = self._admit(x, name)
+        store = self._admit(x)
         if needed > length:
-            store.pad(needed, name)
+            store.pad(needed)
         if needed and (written or not looked):
             pos = pos.to(x.device).clamp(0, needed - 1)
             where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.to(pos.device, copy=True)
             if self._mask is not None:
                 with scope.unrecorded():
                     where = where & self._mask.to(pos.device)
-            store.put(Rows(pos, where), x, name)
+            store.put(RowSlots(pos, where), x)
         if looked:
             self._holes.fill(written)
         else:
             self._holes.clear()
         return self
 
+    @named("TensorArray.scatter")
     def scatter(self, indices: Tensor | Sequence[int], values: Tensor, *, check: bool | None = None) -> Self:
         """Writes values[j] (*F) into slot indices[j]; of equal indices the last one stays.
 
@@ -234,30 +212,29 @@ class TensorArray(advice.NoTensor):
         Indices on a device are looked at only with `check=True` (a sync), and must else be in the array already.
         Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError, TypeError.
         """
-        name = "TensorArray.scatter"
-        arguments.dense_tensor(values, name)
-        index = arguments.index_tensor(indices, self.device or values.device, name)
+        arguments.dense_tensor(values)
+        index = arguments.index_tensor(indices, self.device or values.device)
         if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
-            raise ValueError(
-                f"{name}: indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}"
+            raise WrongValue(
+                f"indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}"
             )
         if transforms.is_batched(index):
-            raise RuntimeError(f"{name}: vmap must not batch indices; scatter into stack() with torch.scatter instead")
+            raise Misuse("vmap must not batch indices; scatter into stack() with torch.scatter instead")
         length, written = len(self), set[int]()
         if arguments.must_check(check, index):
-            arguments.in_range(index, -length, 2**63 - 1, name)
+            arguments.in_range(index, -length, 2**63 - 1)
             written.update(i + length if i < 0 else i for i in index.tolist())
-            self._refuse_skipping(written, name)
-        store = self._admit(values, name, lead=1)
+            checks.refuse_skipping(written, length, self._capacity)
+        store = self._admit(values, lead=1)
         needed = max(written, default=-1) + 1
         if needed > length:
-            store.pad(needed, name)
+            store.pad(needed)
             self._holes.mark(length, needed)
         if len(index):
             index = torch.where(index < 0, index + length, index).to(values.device)
             if self._mask is not None:
-                values = self._running_rows(values, name, store.gather(index, name), lead=1)
-            store.put(index, values, name)
+                values = self._running_rows(values, store.gather(index), lead=1)
+            store.put(index, values)
         self._holes.fill(written)
         return self
 
@@ -279,26 +256,33 @@ class TensorArray(advice.NoTensor):
         Gradient: to the value that the slot holds now. Cost: O(1), forward and backward.
         Raises: IndexError (out of range, a hole), TypeError (not an integer).
         """
-        store = self._store
-        length = 0 if store is None else store.length
-        slot = i if type(i) is int and 0 <= i < length else arguments.slot_of(i, length, "TensorArray.read")
-        assert store is not None
-        if self._holes:
-            self._refuse_holes(slot, slot + 1, "TensorArray.read")
-        return store.read(slot, "TensorArray.read")
+        try:
+            store = self._store
+            length = 0 if store is None else store.length
+            slot = i if type(i) is int and 0 <= i < length else checks.find_slot(i, length)
+            assert store is not None
+            if self._holes:
+                self._holes.refuse(slot, slot + 1)
+            return store.read(slot)
+        except Fact as fact:
+            raise fact.named("TensorArray.read") from fact.__cause__
 
     def __getitem__(self, i: SupportsIndex | slice) -> Tensor:
         """One slot as `read`; a slice of slots as a view (a copy if its step is not 1)."""
         store = self._store
-        if type(i) is int and store is not None and 0 <= i < store.length and not self._holes:
-            return store.read(i, "TensorArray.read")  # `read`, without its call
-        if not isinstance(i, slice):
-            return self.read(i)
-        start, stop, step = i.indices(len(self))
-        if step == 1:
-            return self._span(start, max(start, stop), "TensorArray[a:b]")
+        try:
+            if type(i) is int and store is not None and 0 <= i < store.length and not self._holes:
+                return store.read(i)  # `read`, without its call
+            if not isinstance(i, slice):
+                return self.read(i)
+            start, stop, step = i.indices(len(self))
+            if step == 1:
+                return self._span(start, max(start, stop))
+        except Fact as fact:
+            raise fact.named("TensorArray[a:b]" if isinstance(i, slice) else "TensorArray.read") from fact.__cause__
         return self.gather(range(start, stop, step))
 
+    @named("TensorArray.gather")
     def gather(self, indices: Tensor | Sequence[int], *, check: bool | None = None) -> Tensor:
         """The slots of `indices`, any shape I: (*I, *F), a copy. Duplicates are allowed, their gradients sum.
 
@@ -306,63 +290,48 @@ class TensorArray(advice.NoTensor):
         Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown
         element shape).
         """
-        name = "TensorArray.gather"
-        store = self._known(name)
+        store = self._known_store()
         length = len(self)
-        index = arguments.index_tensor(indices, store.device, name)
+        index = arguments.index_tensor(indices, store.device)
         if arguments.must_check(check, index):
-            arguments.in_range(index, -length, length, name)
+            arguments.in_range(index, -length, length)
             if self._holes:
                 for slot in index.reshape(-1).tolist():
-                    self._refuse_holes(slot % length, slot % length + 1, name)
-        return store.gather(torch.where(index < 0, index + length, index).to(store.device), name)
+                    self._holes.refuse(slot % length, slot % length + 1)
+        return store.gather(torch.where(index < 0, index + length, index).to(store.device))
 
+    @named("TensorArray.stack")
     def stack(self) -> Tensor:
         """All slots, (n, *F), as a view; (0, *F) of an empty array whose element shape is known.
 
         Gradient: to every value. Cost: O(1), after the first bulk read has moved what waits.
         Raises: IndexError (a hole), ValueError (an empty array of unknown element shape).
         """
-        return self._span(0, len(self), "TensorArray.stack")
+        return self._span(0, len(self))
 
+    @named("TensorArray.__iter__")
     def __iter__(self) -> Iterator[Tensor]:
         """The slots as they are now, one by one, as copies."""
-        name = "TensorArray.__iter__"
-        self._refuse_holes(0, len(self), name)
-        return iter(() if self._store is None else self._store.all(name))
+        self._holes.refuse(0, len(self))
+        if self._store is None:
+            return iter(())
+        with scope.unrecorded():
+            slots: Any = torch.unbind_copy(self._store.whole())  # its stub says None
+            return iter(slots)
 
     # -- facts and copies
-
-    def __len__(self) -> int:
-        """One past the last slot begun."""
-        return 0 if self._store is None else self._store.length
-
-    @property
-    def element_shape(self) -> tuple[int | None, ...] | None:
-        """Shape of one element; sizes not yet known are None, and so is a shape of unknown rank."""
-        return self._given[0] if self._shape is None else tuple(self._shape)
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype, None while neither given nor fixed by a write."""
-        return self._dtype or self._given[1]
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device, None while neither given nor fixed by a write."""
-        return self._device or self._given[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes held: the buffer with its free slots, and the values that wait."""
         return 0 if self._store is None else self._store.nbytes
 
+    @named("TensorArray.detach")
     def detach(self) -> "TensorArray":
         """An independent array of the same values without their gradient. Cost: O(1), then as `copy.copy`."""
-        twin = self._twin()
-        twin._store = None if self._store is None else self._store.detach("TensorArray.detach")
-        return twin
+        return self._twin(None if self._store is None else self._store.detach())
 
+    @named("TensorArray.to")
     def to(self, *args: Any, **kwargs: Any) -> "TensorArray":
         """The array on another device or with another dtype, as `Tensor.to`; itself if nothing changes.
 
@@ -374,22 +343,23 @@ class TensorArray(advice.NoTensor):
             return self
         twin = TensorArray()
         if self._store is not None:
-            twin = TensorArray.unstack(self._store.whole("TensorArray.to").to(*args, **kwargs))
+            twin = TensorArray.unstack(self._store.whole().to(*args, **kwargs))
         twin._given = (self._given[0], dtype, device)
         twin._capacity, twin._holes = self._capacity, Holes(self._holes)
         return twin
 
+    @named("copy.copy(TensorArray)")
     def __copy__(self) -> "TensorArray":
         """An independent array on the same values. The first of the two to append goes on in the shared buffer."""
-        twin = self._twin()
-        twin._store = None if self._store is None else self._store.fork("copy.copy(TensorArray)")
-        return twin
+        return self._twin(None if self._store is None else self._store.fork())
 
+    @named("copy.deepcopy(TensorArray)")
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorArray":
-        return _rebuilt(*self._state("copy.deepcopy(TensorArray)"))
+        return _restore(*self._state())
 
+    @named("pickle of a TensorArray")
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, self._state("pickle of a TensorArray")
+        return _restore, self._state()
 
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
@@ -401,99 +371,24 @@ class TensorArray(advice.NoTensor):
 
     # -- inside
 
-    def _admit(self, x: Tensor, name: str, lead: int = 0) -> Buffer | Slots:
-        """Checks that `x`, after `lead` dims of slots, fits; gives the store that takes it, made now if needed."""
-        arguments.dense_tensor(x, name)
-        if x.dim() < lead:
-            raise ValueError(f"{name}: values must have a leading dim of slots, got a 0-d tensor")
-        arguments.fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device, name)
-        if self._born < here.serial:
-            raise RuntimeError(
-                f"{name}: the array was made outside the loop whose body writes to it; put it in the carry, "
-                f"write to the one that the body is given, and return it"
-            )
-        if graph_task() not in (-1, self._task) and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name}: the array was made outside the function that torch.utils.checkpoint is recomputing, "
-                f"and would be written a second time; make the array inside, or work on a copy.copy() of it"
-            )
-        functional = self._functional(x, name)
-        if self._store is None:
-            with scope.unrecorded():
-                like = element_of(x, lead)
-                self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
-        elif functional and isinstance(self._store, Buffer):
-            with recording():
-                self._store = Slots(element_of(x, lead), self._store.all(name))
-        if self._shape is None:
-            self._fix(x.shape[lead:], x)
-        return self._store
-
-    def _running_rows(self, x: Tensor, name: str, old: Tensor | None = None, lead: int = 0) -> Tensor:
-        """`x` in the rows that still run; what the slot held (or 0) in those that have stopped."""
-        if (mask := self._mask) is None:
-            return x
-        with scope.unrecorded():
-            arguments.has_rows(x, mask, lead, name)
-            mask = mask.view((*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim())))
-            return torch.where(mask, x, x.new_zeros(()) if old is None else old)
-
-    def _functional(self, x: Tensor, name: str) -> bool:
-        """Whether `x` needs a list of slots. Raises if it belongs to a transform begun after the array was made."""
-        if transforms.is_wrapped(x) and transforms.level_of(x) > self._home:
-            raise RuntimeError(
-                f"{name}: a tensor of a torch.func transform cannot be written into a TensorArray that was made "
-                f"outside the transform; make the array inside, and pass values in with unstack() and out with stack()"
-            )
-        return self._home > 0 or type(x) not in _PLAIN or transforms.has_tangent(x)
-
-    def _fix(self, shape: torch.Size, x: Tensor) -> None:
-        self._shape, self._dtype, self._device = shape, x.dtype, x.device
-
-    def _known(self, name: str) -> Buffer | Slots:
-        """The store; of an array never written, an empty one of the element shape given."""
-        if self._store is not None:
-            return self._store
-        shape = self._given[0]
-        if shape is None or None in shape:
-            raise ValueError(
-                f"{name}: the array is empty and its element shape is {shape}; write first, or give element_shape="
-            )
-        return Slots(torch.empty(shape, dtype=self.dtype, device=self.device), [])  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-    def _span(self, start: int, stop: int, name: str) -> Tensor:
-        self._refuse_holes(start, stop, name)
-        return self._known(name).span(start, stop, name)
-
-    def _refuse_holes(self, start: int, stop: int, name: str) -> None:
-        if self._holes and (hole := self._holes.first(start, stop)) is not None:
-            raise IndexError(f"{name}: slot {hole} is a hole: it was skipped and never written")
-
-    def _refuse_skipping(self, written: set[int], name: str) -> None:
-        """Raises if writing `written` would leave holes beyond the end that no `capacity` permits."""
-        length, needed = len(self), max(written, default=-1) + 1
-        beyond = {i for i in written if i >= length}
-        if needed - length > len(beyond) and needed > (self._capacity or 0):
-            first = next(i for i in range(length, needed) if i not in beyond)
-            raise IndexError(f"{name}: slot {first} would be skipped; write it too, or give capacity=")
-
-    def _twin(self) -> "TensorArray":
+    def _twin(self, store: Store | None) -> "TensorArray":
+        """A new array with the facts of this one, before another store."""
         twin = TensorArray()
         for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home", "_mask"):
             setattr(twin, field, getattr(self, field))
-        twin._holes = Holes(self._holes)
+        twin._holes, twin._store = Holes(self._holes), store
         return twin
 
-    def _state(self, name: str) -> tuple[Any, ...]:
+    def _state(self) -> tuple[Any, ...]:
         store = self._store
         if store is None:
             return self._given, self._capacity, bytes(self._holes), None
         if store.requires_grad:
-            raise RuntimeError(f"{name}: the array is part of an autograd graph; take detach() of it first")
-        return self._given, self._capacity, bytes(self._holes), store.whole(name).clone()
+            raise Misuse("the array is part of an autograd graph; take detach() of it first")
+        return self._given, self._capacity, bytes(self._holes), store.whole().clone()
 
 
-def _rebuilt(given: Any, capacity: int | None, holes: bytes, values: Tensor | None) -> TensorArray:
+def _restore(given: Any, capacity: int | None, holes: bytes, values: Tensor | None) -> TensorArray:
     array = TensorArray() if values is None else TensorArray.unstack(values)
     array._given, array._capacity, array._holes = given, capacity, Holes(holes)
     return array

@@ -2,10 +2,7 @@
 
 Three ideas, each with its invariant.
 
-*Block.* One allocation, (capacity, *F). Slots are written through `data`; what is handed out is cut from `views`,
-the same memory under a version counter of its own. So our writes never disturb a tensor that autograd saved, and a
-user's change of a view is seen (by autograd in backward, by `check` here). A slot that a handed-out view covers
-(`lent`) is never written again in this block: an overwrite moves to a copy first.
+*Block.* See `block`: writes never disturb what was handed out.
 
 *Token.* See `gradient`. None while nothing in the array needs a gradient.
 
@@ -22,11 +19,15 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
-from tensorloop._common.arguments import has_rows
+from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.gradient import Key, Rows, Step, pinned, put_, take
+from tensorloop.tensor_array.block import Block, LiveBlock, allocate, plain_mode
+from tensorloop.tensor_array.checks import check_rows
+from tensorloop.tensor_array.gradient import ArrayNode, pin
+from tensorloop.tensor_array.keys import Key, may_reach, put_
 from tensorloop.tensor_array.sequential_reads import PickedRows, UnstackedRows
+from tensorloop.tensor_array.store import Store
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,69 +62,14 @@ def records_use(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concaten
     return run
 
 
-class Block:
-    """One allocation of slots, shared by the arrays that were copied from one another."""
-
-    __slots__ = ("begun", "copies", "data", "device", "element_shape", "expected", "lent", "nothing", "owned", "views")
-
-    def __init__(self, data: Tensor, begun: int, *, owned: bool = True) -> None:
-        self.data = data
-        self.device, self.element_shape = data.device, tuple(data.shape[1:])
-        self.owned = owned
-        self.copies = False  # whether runs are read as copies, so that nothing is ever lent
-        self.begun = begun  # slots begun by any array on this block; the free tail is the taker's
-        self.lent = (0, 0)  # slots covered by views handed out
-        with plain_mode():
-            # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
-            self.views = data.data if owned else data
-            self.nothing = data.new_zeros(())  # what tokens are expanded from
-        self.expected = self.views._version
-
-    def check(self, name: str) -> None:
-        """Raises if somebody changed the values through a view, or the tensor that was unstacked."""
-        if self.views._version != self.expected:
-            what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
-            raise RuntimeError(f"{name}: {what} was changed in place; clone() it before changing it")
-
-    def lend(self, start: int, stop: int) -> None:
-        if start == stop or self.copies:
-            return
-        low, high = self.lent
-        self.lent = (min(low, start), max(high, stop)) if high > low else (start, stop)
-
-    def read(self, key: Key) -> Tensor:
-        """A view of a run of slots, a copy of anything else."""
-        if isinstance(key, slice):
-            return self.views[key].clone() if self.copies else self.views[key]
-        out = take(self.data, key)
-        is_view = isinstance(key, int) or (isinstance(key, Tensor) and key.dim() == 0)
-        return out.clone() if is_view else out
-
-
-class Present:
-    """The block of a buffer that only grows, for nodes that read it in backward: none keeps one that it has outgrown.
-
-    Nodes cannot hold the buffer itself, which holds them by its token.
-    """
-
-    __slots__ = ("block",)
-
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-    def slots(self, length: int, name: str) -> Tensor:
-        """The first slots; not to be changed."""
-        self.block.check(name)
-        return self.block.data[:length]
-
-
-class Buffer:
+class Buffer(Store):
     """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
 
     __slots__ = (
-        *("block", "born", "length", "masks", "overwritten", "present", "reader", "rows", "token", "versions"),
+        *("block", "born", "length", "masks", "live", "overwritten", "reader", "rows", "token", "versions"),
         "waiting",
     )
+    length: int  # a plain attribute: a loop asks for it at every step
 
     def __init__(self, block: Block, length: int = 0, token: Tensor | None = None) -> None:
         self.block = block
@@ -136,11 +82,11 @@ class Buffer:
         self.born = scope.newest_serial()
         self.overwritten = False  # ever, by this array
         self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
-        self.present: Present | None = None  # of slots that have not been overwritten since somebody asked
+        self.live: LiveBlock | None = None  # of slots that have not been overwritten since somebody asked
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
-        return cls(Block(_allocate(like, (capacity, *like.shape)), 0))
+        return cls(Block(allocate(like, (capacity, *like.shape)), 0))
 
     @classmethod
     def unstack(cls, values: Tensor) -> "Buffer":
@@ -149,7 +95,7 @@ class Buffer:
                 return cls(Block(values.clone(), len(values)), len(values))
         buffer = cls(Block(values.detach(), len(values), owned=False), len(values))
         if values.requires_grad and torch.is_grad_enabled():
-            buffer.token = pinned(values)
+            buffer.token = pin(values)
         buffer.rows = UnstackedRows(buffer.block.views if buffer.token is None else buffer.token)
         return buffer
 
@@ -169,64 +115,64 @@ class Buffer:
     # -- writing
 
     @records_use
-    def append(self, x: Tensor, name: str) -> None:
+    def append(self, x: Tensor) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version, name)
+            self._wait(x, x._version)
         elif self.waiting:
-            self._wait(_constant(x), None, name)
+            self._wait(_constant(x), None)
         else:
-            self._reserve(self.length, self.length + 1, name)
+            self._reserve(self.length, self.length + 1)
             self._fill(self.length, x)
             self._begin(self.length + 1)
 
     @records_use
-    def append_rows(self, x: Tensor, rows: Tensor, name: str) -> None:
+    def append_rows(self, x: Tensor, rows: Tensor) -> None:
         """Appends `x` in these rows, 0 in the others. What waits is masked when it is flushed: all at once, once."""
-        has_rows(x, rows, 0, name)
+        check_rows(x, rows)
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version, name)
+            self._wait(x, x._version)
             self.masks[self.length - 1] = rows
         else:
-            self.append(_masked(x, rows), name)
+            self.append(_masked(x, rows))
 
-    def _wait(self, x: Tensor, version: int | None, name: str) -> None:
+    def _wait(self, x: Tensor, version: int | None) -> None:
         waits = len(self.waiting)
         if waits >= WAITING and waits >= self.length // 2:
-            self.flush(name)
+            self.flush()
         self.waiting.append(x)
         self.versions.append(version)
         self.length += 1
 
     @records_use
     @_plainly
-    def extend(self, values: Tensor, name: str) -> None:
-        self.flush(name)
+    def extend(self, values: Tensor) -> None:
+        self.flush()
         start, stop = self.length, self.length + len(values)
-        self._reserve(start, stop, name)
+        self._reserve(start, stop)
         self._fill(slice(start, stop), values)
         self._begin(stop)
         self._record(slice(start, stop), values)
 
     @records_use
     @_plainly
-    def pad(self, length: int, name: str) -> None:
+    def pad(self, length: int) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
-        self.flush(name)
-        self._reserve(self.length, length, name)
-        self._fill(slice(self.length, length), self.block.nothing)
+        self.flush()
+        self._reserve(self.length, length)
+        self._fill(slice(self.length, length), self.block.zero)
         self._begin(length)
 
     @records_use
     @_plainly
-    def put(self, key: Key, x: Tensor, name: str) -> None:
+    def put(self, key: Key, x: Tensor) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
         if isinstance(key, int) and self._is_spoilt(key):
             self._replace(key, x)
             return
-        self.flush(name)
-        self.block.check(name)
-        self.rows = self.present = None
-        if not self.block.owned or _overlap(key, self.block.lent):
+        self.flush()
+        self.block.check()
+        self.rows = self.live = None
+        if not self.block.owned or may_reach(key, self.block.exported):
             self._move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
@@ -238,14 +184,14 @@ class Buffer:
         put_(self.block.data, key, x.detach())
 
     @records_use
-    def flush(self, name: str, read: slice | None = None) -> Tensor | None:
+    def flush(self, read: slice | None = None) -> Tensor | None:
         """Moves what waits into the block. With `read`, gives that run too, recorded in the same node."""
         if not self.waiting:
             return None
         start = self.length - len(self.waiting)
         for i in range(start, self.length):
             if self._is_spoilt(i):
-                raise _changed(name, i)
+                raise _spoilt(i)
         with recording():
             if len(self.waiting) == 1:
                 values, key = self._waiting(start), start
@@ -258,10 +204,10 @@ class Buffer:
             if start == 0 and isinstance(key, slice) and self.block.data.shape[0] < self.length:
                 self.block = Block(values.data, self.length)  # the stack is the block: no second copy
             else:
-                self._reserve(start, self.length, name)
+                self._reserve(start, self.length)
                 self._fill(key, values)
             self._begin(self.length)
-            out = Step.apply(self.token, values, self.block, key, self.length, read)
+            out = ArrayNode.apply(self.token, values, self.block, key, self.length, read)
         self.token, view = (out, None) if read is None else out
         self.waiting, self.versions, self.masks = [], [], {}
         return view
@@ -291,133 +237,123 @@ class Buffer:
                 return
             x = x.detach()
         with recording():
-            self.token = Step.apply(self.token, x, self.block, key, self.length, None)
+            self.token = ArrayNode.apply(self.token, x, self.block, key, self.length, None)
 
     def whole_token(self) -> Tensor | None:
         """The token, as long as the array: it may end before constants that were appended last."""
         if self.token is not None and self.token.shape[0] < self.length:
             with recording():
-                self.token = Step.apply(self.token, None, self.block, None, self.length, None)
+                self.token = ArrayNode.apply(self.token, None, self.block, None, self.length, None)
         return self.token
 
     def _fill(self, key: int | slice, values: Tensor) -> None:
         """Writes slots that nobody has seen."""
         self.block.data[key].copy_(values.detach())
 
-    def _reserve(self, filled: int, length: int, name: str) -> None:
+    def _reserve(self, filled: int, length: int) -> None:
         """Makes room for slots [filled, length) in a block whose free tail is ours."""
         if filled:
-            self.block.check(name)
-        if length > self.block.data.shape[0] or self.block.begun != filled or not self.block.owned:
+            self.block.check()
+        if length > self.block.data.shape[0] or self.block.used != filled or not self.block.owned:
             self._move(filled, max(length, 2 * filled))
 
     def _move(self, filled: int, capacity: int) -> None:
         before, old = self.block, self.block.data
-        data = _allocate(old, (capacity, *old.shape[1:]))
+        data = allocate(old, (capacity, *old.shape[1:]))
         data[:filled].copy_(old[:filled])
         self.block = Block(data, filled)
         self.rows = None
-        if self.present is not None and self.present.block is before:
-            self.present.block = self.block
-            self.block.lend(0, filled)
+        if self.live is not None and self.live.block is before:
+            self.live.block = self.block
+            self.block.export(0, filled)
 
     def _begin(self, length: int) -> None:
-        self.length = self.block.begun = length
+        self.length = self.block.used = length  # pyright: ignore[reportIncompatibleMethodOverride]
 
     # -- reading
 
     @records_use
-    def read(self, i: int, name: str) -> Tensor:
+    def read(self, i: int) -> Tensor:
         waits = i - (self.length - len(self.waiting))
         if waits >= 0:
             if self._is_spoilt(i):
-                raise _changed(name, i)
+                raise _spoilt(i)
             x = self._waiting(i)
             return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
         block, rows = self.block, self.rows
         if block.views._version != block.expected:
-            block.check(name)
+            block.check()
         if rows is not None and (row := rows.read(i)) is not None:
             return row
         return self._read(i)
 
     @records_use
-    def read_picked(self, i: int, picked: PickedRows, name: str) -> Tensor | None:
+    def read_picked(self, i: int, picked: PickedRows) -> Tensor | None:
         """Some of the rows of slot i, or None where they have to be read alone."""
-        self.block.check(name)
+        self.block.check()
         return picked.read(i) if picked.of is self.rows else None
 
     @records_use
-    def span(self, start: int, stop: int, name: str) -> Tensor:
+    def span(self, start: int, stop: int) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
-        view = self.flush(name, key if torch.is_grad_enabled() else None)
-        self.block.check(name)
-        self.block.lend(start, stop)
+        view = self.flush(key if torch.is_grad_enabled() else None)
+        self.block.check()
+        self.block.export(start, stop)
         return self._read(key) if view is None else view
 
     @records_use
-    def all(self, name: str) -> list[Tensor]:
-        """Every slot on its own, as a copy."""
-        return list(torch.unbind_copy(self.whole(name)))  # pyright: ignore[reportArgumentType] (its stub says None)
-
-    @records_use
-    def whole(self, name: str) -> Tensor:
+    def whole(self) -> Tensor:
         """All slots, for a caller who copies them at once: a view, but not counted as handed out."""
-        self.flush(name)
-        self.block.check(name)
+        self.flush()
+        self.block.check()
         return self._read(slice(0, self.length))
 
     @records_use
-    def kept(self, name: str) -> Present:
+    def hold(self) -> LiveBlock:
         """All slots as they are now, for backward passes to read, whatever is written later."""
-        self.flush(name)
-        self.block.check(name)
+        self.flush()
+        self.block.check()
         if self.block.copies:
-            return Present(Block(self.block.data[: self.length].clone(), self.length))
-        self.block.lend(0, self.length)
-        if self.present is None or self.present.block is not self.block:
-            self.present = Present(self.block)
-        return self.present
+            return LiveBlock(Block(self.block.data[: self.length].clone(), self.length))
+        self.block.export(0, self.length)
+        if self.live is None or self.live.block is not self.block:
+            self.live = LiveBlock(self.block)
+        return self.live
 
     @records_use
-    def gather(self, index: Tensor, name: str) -> Tensor:
+    def gather(self, index: Tensor) -> Tensor:
         if transforms.is_wrapped(index):  # a transform's index: its own indexing differentiates it
-            return self.whole(name)[index]
-        self.flush(name)
-        self.block.check(name)
+            return self.whole()[index]
+        self.flush()
+        self.block.check()
         return self._read(index)
 
     def _read(self, key: Key) -> Tensor:
         if self.token is None or not torch.is_grad_enabled():
             return self.block.read(key)
         with recording():
-            self.token, out = Step.apply(self.token, None, self.block, None, self.length, key)
+            self.token, out = ArrayNode.apply(self.token, None, self.block, None, self.length, key)
         return out
 
     # -- copies
 
     @records_use
-    def fork(self, name: str) -> "Buffer":
+    def fork(self) -> "Buffer":
         """An independent array on the same block: all of it counts as handed out."""
-        self.flush(name)
-        self.block.check(name)
-        self.block.lend(0, self.length)
+        self.flush()
+        self.block.check()
+        self.block.export(0, self.length)
         twin = Buffer(self.block, self.length, self.token)
         twin.rows = self.rows
         return twin
 
     @records_use
-    def detach(self, name: str) -> "Buffer":
+    def detach(self) -> "Buffer":
         """As `fork`, without the gradient."""
-        twin = self.fork(name)
+        twin = self.fork()
         twin.token = twin.rows = None
         return twin
-
-
-def plain_mode() -> AbstractContextManager[object]:
-    """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def recording() -> AbstractContextManager[object]:
@@ -437,28 +373,10 @@ def _changed_modes() -> Iterator[None]:
         yield
 
 
-def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    with plain_mode():
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-
-
 def _constant(x: Tensor) -> Tensor:
     """A copy of `x` without gradient, made in a plain mode."""
     with plain_mode():
         return x.detach().clone()
-
-
-def _overlap(key: Key, lent: tuple[int, int]) -> bool:
-    """Whether `key` may reach a slot that was lent; indices on a device, which are not looked at, reach any."""
-    low, high = lent
-    if low == high:
-        return False
-    if isinstance(key, int):
-        return low <= key < high
-    index = key.pos if isinstance(key, Rows) else key
-    if isinstance(index, Tensor) and index.device.type == "cpu":
-        return bool(((index >= low) & (index < high)).any())
-    return True
 
 
 def _masked(x: Tensor, rows: Tensor) -> Tensor:
@@ -474,8 +392,8 @@ def _last_of_equal(index: Tensor, values: Tensor, length: int) -> Tensor:
     return torch.where(mine, values, values.detach()[last])
 
 
-def _changed(name: str, slot: int) -> RuntimeError:
-    return RuntimeError(
-        f"{name}: the tensor written to slot {slot} was changed in place (or detached) before the array had copied it; "
+def _spoilt(slot: int) -> Misuse:
+    return Misuse(
+        f"the tensor written to slot {slot} was changed in place (or detached) before the array had copied it; "
         f"write a clone() of it, or read the slot as a slice or with stack() before changing the tensor"
     )

@@ -15,45 +15,17 @@ runs under vmap (`is_grads_batched=True`), the same three rules are carried out 
 operations, each of which makes a new G.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorloop._torch import transforms
 from tensorloop.kernels import find
+from tensorloop.tensor_array.keys import Key, RowSlots, as_index, first_slot, put_, take
 
 
-class Rows(NamedTuple):
-    """Row b of slot pos[b], for the rows whose `where` is true: what `write_rows` writes."""
-
-    pos: Tensor  # (B,) int64, in range for every row, also for the rows that do not write
-    where: Tensor  # (B,) bool
-
-    def mask(self, like: Tensor) -> Tensor:
-        """`where`, shaped to broadcast over elements `like` (B, *F)."""
-        return self.where.view(-1, *[1] * (like.dim() - 1))
-
-
-# A slot, a run of slots (start and stop given, step 1), slots (any shape, int64), or rows of slots.
-Key = int | slice | Tensor | Rows
-
-
-def take(values: Tensor, key: Key) -> Tensor:
-    """What `key` selects of (n, *F): a view for a slot or a run, otherwise a copy."""
-    return values[_as_index(key, values)] if isinstance(key, Rows) else values[key]
-
-
-def put_(values: Tensor, key: Key, x: Tensor | float) -> None:
-    """Writes x into the slots of `key`, in place; rows that do not write keep what they hold."""
-    if isinstance(key, Rows):
-        assert isinstance(x, Tensor)
-        find("write_rows", values, x, *key)(values, key.pos, x, key.where)
-    else:
-        values[key] = x
-
-
-class Step(torch.autograd.Function):
+class ArrayNode(torch.autograd.Function):
     """One write of `x` at `write` (both may be None), then one read of `read` (may be None), on one array.
 
     The caller has changed the buffer already; what happens here is the record. (token, x) -> (token', out).
@@ -69,7 +41,7 @@ class Step(torch.autograd.Function):
         # A leaf keeps what it gets as its .grad: as a view, it would keep the whole gradient buffer alive.
         ctx.leaf = x is not None and x.is_leaf
         ctx.shape = (length, *block.element_shape)
-        after = block.nothing.expand(ctx.shape)
+        after = block.zero.expand(ctx.shape)
         return after if read is None else (after, block.read(read))
 
     @staticmethod
@@ -91,8 +63,8 @@ class Step(torch.autograd.Function):
         assert grad is not None
         grad_x = None
         if ctx.write is not None:
-            appended = _start(ctx.write) >= ctx.before
-            if isinstance(ctx.write, Rows) and in_place:  # both at once
+            appended = first_slot(ctx.write) >= ctx.before
+            if isinstance(ctx.write, RowSlots) and in_place:  # both at once
                 grad_x = find("take_rows", grad, *ctx.write)(grad, ctx.write.pos, ctx.write.where)
             else:
                 if ctx.needs_input_grad[1]:
@@ -104,7 +76,7 @@ class Step(torch.autograd.Function):
 
 
 class _Pin(torch.autograd.Function):
-    """The values themselves as the first token, tied to the operation that made them: see `pinned`."""
+    """The values themselves as the first token, tied to the operation that made them: see `pin`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -115,26 +87,9 @@ class _Pin(torch.autograd.Function):
         return grad
 
 
-def pinned(values: Tensor) -> Tensor:
+def pin(values: Tensor) -> Tensor:
     """An alias of `values` whose history stays what it is, whatever in-place operations `values` meets later."""
     return _Pin.apply(values)  # pyright: ignore[reportReturnType]
-
-
-def _start(key: Key) -> int:
-    """The first slot of a slot or a run; -1 for keys that may reach any slot."""
-    if isinstance(key, slice):
-        return key.start
-    return key if isinstance(key, int) else -1
-
-
-def _as_index(key: Key, values: Tensor) -> tuple[Tensor, ...]:
-    """`key` as index tensors, which `Tensor.index_put` takes out of place and differentiates twice."""
-    device = values.device
-    if isinstance(key, Rows):
-        return key.pos, torch.arange(len(key.pos), device=device)
-    if isinstance(key, slice):
-        return (torch.arange(key.start, key.stop, device=device),)
-    return (torch.as_tensor(key, device=device),)
 
 
 def _add(grad: Tensor | None, key: Key, grad_out: Tensor, shape: tuple[int, ...], in_place: bool) -> Tensor:
@@ -146,11 +101,11 @@ def _add(grad: Tensor | None, key: Key, grad_out: Tensor, shape: tuple[int, ...]
             return grad_out.clone()
         grad = grad_out.new_zeros(shape)
     if not in_place:
-        return grad.index_put(_as_index(key, grad), grad_out, accumulate=True)
+        return grad.index_put(as_index(key, grad), grad_out, accumulate=True)
     if isinstance(key, (int, slice)):
         grad[key].add_(grad_out)
     else:
-        grad.index_put_(_as_index(key, grad), grad_out, accumulate=True)
+        grad.index_put_(as_index(key, grad), grad_out, accumulate=True)
     return grad
 
 
@@ -167,7 +122,7 @@ def _dense(x: Tensor) -> bool:
 def _gradient_of(grad: Tensor, key: Key, copy: bool) -> Tensor:
     """What the gradient buffer holds for a value written at `key`."""
     out = take(grad, key)
-    if isinstance(key, Rows):
+    if isinstance(key, RowSlots):
         return torch.where(key.mask(out), out, 0)
     return out.clone() if copy and isinstance(key, (int, slice)) else out
 
@@ -178,5 +133,5 @@ def _clear(grad: Tensor, key: Key, in_place: bool) -> Tensor:
         put_(grad, key, 0)
         return grad
     old = take(grad, key)
-    zero = torch.where(key.mask(old), 0, old) if isinstance(key, Rows) else torch.zeros_like(old)
-    return grad.index_put(_as_index(key, grad), zero)
+    zero = torch.where(key.mask(old), 0, old) if isinstance(key, RowSlots) else torch.zeros_like(old)
+    return grad.index_put(as_index(key, grad), zero)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from tensorloop._common.errors import WrongIndex
+
 
 class Holes(bytearray):
     """Slots below a `capacity` that were skipped and not yet written: byte i is 1. Empty for almost every array."""
@@ -20,7 +22,7 @@ class Holes(bytearray):
             if 1 not in self:
                 self.clear()
 
-    def first(self, start: int, stop: int) -> int | None:
-        """The first hole in [start, stop)."""
-        slot = self.find(1, start, stop)
-        return None if slot < 0 else slot
+    def refuse(self, start: int, stop: int) -> None:
+        """Raises if a slot of [start, stop) is a hole."""
+        if self and (slot := self.find(1, start, stop)) >= 0:
+            raise WrongIndex(f"slot {slot} is a hole: it was skipped and never written")

@@ -6,21 +6,24 @@ them, O(n) bytes each. Values are cloned on the way in and out, because a wrappe
 change of what it wraps.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.gradient import Key, Rows
+from tensorloop.tensor_array.keys import Key, RowSlots
+from tensorloop.tensor_array.store import Store
 
 
-class Slots:
-    """Slots in a list. The same methods as `_array_buffer.Buffer`."""
+class Slots(Store):
+    """Slots in a list."""
 
     __slots__ = ("like", "slots")
 
-    def __init__(self, like: Tensor, slots: list[Tensor]) -> None:
+    def __init__(self, like: Tensor, slots: Iterable[Tensor]) -> None:
         self.like = like  # an element, for shape, dtype and device while there are no slots
-        self.slots = slots
+        self.slots = list(slots)
 
     @property
     def length(self) -> int:
@@ -38,19 +41,19 @@ class Slots:
     def requires_grad(self) -> bool:
         return any(x.requires_grad for x in self.slots)
 
-    def append(self, x: Tensor, name: str) -> None:
+    def append(self, x: Tensor) -> None:
         self.slots.append(x.clone())
 
-    def extend(self, values: Tensor, name: str) -> None:
+    def extend(self, values: Tensor) -> None:
         self.slots.extend(x.clone() for x in values.unbind(0))
 
-    def pad(self, length: int, name: str) -> None:
+    def pad(self, length: int) -> None:
         self.slots.extend(self._zeros() for _ in range(length - len(self.slots)))
 
-    def put(self, key: Key, x: Tensor, name: str) -> None:
+    def put(self, key: Key, x: Tensor) -> None:
         if isinstance(key, int):
             self.slots[key] = x.clone()
-        elif isinstance(key, Rows):
+        elif isinstance(key, RowSlots):
             for i, old in enumerate(self.slots):
                 here = key._replace(where=key.where & (key.pos == i))
                 self.slots[i] = torch.where(here.mask(x), x, old)
@@ -62,30 +65,24 @@ class Slots:
         else:
             self.slots[key] = [value.clone() for value in x.unbind(0)]
 
-    def flush(self, name: str) -> None:
-        """Nothing waits here."""
-
-    def read(self, i: int, name: str) -> Tensor:
+    def read(self, i: int) -> Tensor:
         return self.slots[i].clone()
 
-    def span(self, start: int, stop: int, name: str) -> Tensor:
+    def span(self, start: int, stop: int) -> Tensor:
         if start == stop:
             return self._zeros()[None][:0]
         return torch.stack(self.slots[start:stop])
 
-    def all(self, name: str) -> list[Tensor]:
-        return [x.clone() for x in self.slots]
+    def whole(self) -> Tensor:
+        return self.span(0, self.length)
 
-    def whole(self, name: str) -> Tensor:
-        return self.span(0, self.length, name)
+    def gather(self, index: Tensor) -> Tensor:
+        return self.span(0, self.length)[index]
 
-    def gather(self, index: Tensor, name: str) -> Tensor:
-        return self.span(0, self.length, name)[index]
+    def fork(self) -> "Slots":
+        return Slots(self.like, self.slots)
 
-    def fork(self, name: str) -> "Slots":
-        return Slots(self.like, list(self.slots))
-
-    def detach(self, name: str) -> "Slots":
+    def detach(self) -> "Slots":
         return Slots(self.like, [x.detach() for x in self.slots])
 
     def _zeros(self) -> Tensor:

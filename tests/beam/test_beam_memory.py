@@ -168,31 +168,31 @@ def test_no_node_keeps_a_block_that_the_array_has_outgrown():
         buffer = Buffer.empty(values, 0)
         kept = []
         for t in range(9):
-            buffer.append(values * t, "append")
-            kept.append((t + 1, buffer.kept("kept")))
+            buffer.append(values * t)
+            kept.append((t + 1, buffer.hold()))
         assert live.bytes <= 16 * 16 + 8  # a block of 16 slots, and what its tokens are expanded from
     for n, present in kept:
-        assert torch.equal(present.slots(n, "slots"), torch.arange(n)[:, None].expand(n, 4).float())
+        assert torch.equal(present.slots(n), torch.arange(n)[:, None].expand(n, 4).float())
 
 
 def test_what_a_node_keeps_stays_whatever_is_written():
     values = torch.arange(12.0).view(4, 3)
     buffer = Buffer.unstack(values.clone())
-    buffer.append(torch.ones(3), "append")
-    before = buffer.kept("kept")
-    buffer.append(torch.ones(3), "append")  # within the block
-    buffer.extend(torch.ones(20, 3), "extend")  # into a new one
-    later = buffer.kept("kept")
-    buffer.put(2, torch.full((3,), 7.0), "put")
-    buffer.extend(torch.ones(50, 3), "extend")
-    assert torch.equal(before.slots(4, "slots"), values)
-    assert torch.equal(later.slots(4, "slots"), values)
-    assert torch.equal(buffer.kept("kept").slots(3, "slots")[2], torch.full((3,), 7.0))
-    view = buffer.span(0, 2, "span")
-    last = buffer.kept("kept")
+    buffer.append(torch.ones(3))
+    before = buffer.hold()
+    buffer.append(torch.ones(3))  # within the block
+    buffer.extend(torch.ones(20, 3))  # into a new one
+    later = buffer.hold()
+    buffer.put(2, torch.full((3,), 7.0))
+    buffer.extend(torch.ones(50, 3))
+    assert torch.equal(before.slots(4), values)
+    assert torch.equal(later.slots(4), values)
+    assert torch.equal(buffer.hold().slots(3)[2], torch.full((3,), 7.0))
+    view = buffer.span(0, 2)
+    last = buffer.hold()
     view.zero_()
-    with pytest.raises(RuntimeError, match=r"slots: a slice or stack\(\) read from the array was changed in place"):
-        last.slots(3, "slots")
+    with pytest.raises(RuntimeError, match=r"a slice or stack\(\) read from the array was changed in place"):
+        last.slots(3)
 
 
 @pytest.mark.parametrize("checkpoints", [None, 3])

@@ -3,6 +3,7 @@
 import pytest
 
 from tensorloop._common.errors import Fact, Misuse, WrongIndex, WrongType, WrongValue, named
+from tensorloop._torch.eager_only import called_eagerly
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,9 @@ def test_the_innermost_public_function_gives_the_name() -> None:
 
     with pytest.raises(TypeError, match=r"^append: value is a list$"):
         outer()
+
+
+def test_what_keeps_one_named_function_from_the_compiler_is_no_mark_on_all() -> None:
+    marked, other = (named(name)(lambda: None) for name in ("marked", "other"))
+    assert called_eagerly(marked) is marked
+    assert marked.__code__ is not other.__code__  # dynamo keeps the mark with the code

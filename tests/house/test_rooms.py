@@ -35,11 +35,14 @@ DOORS = {
     "packed.segments": {"loop"},
     "packed.time_first": {"attention"},
     "tensor_array.array": {"attention", "beam", "loop"},
+    "tensor_array.block": {"beam", "loop"},
     "tensor_array.buffer": {"beam", "loop"},
-    "tensor_array.gradient": {"beam", "loop"},
-    "tensor_array.holes": {"loop"},
+    "tensor_array.gradient": {"beam"},
+    "tensor_array.friends": {"attention", "beam", "loop"},
+    "tensor_array.keys": {"loop"},
     "tensor_array.sequential_reads": {"loop"},
     "tensor_array.slot_list": {"loop"},
+    "tensor_array.store": {"beam", "loop"},
     "loop.api": {"beam"},
     "loop.carry": {"beam"},
     "loop.loop": {"beam"},
@@ -114,6 +117,34 @@ def _private(name: str) -> bool:
     return any(name == private or name.startswith(f"{private}.") for private in PRIVATE)
 
 
+def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
+    """What a TensorArray keeps for its own room: fields and methods of its classes that begin with one underscore."""
+    classes = [
+        node
+        for module in ("tensor_array.array", "tensor_array.core")
+        for node in ast.parse(known[module]).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    found = {node.name for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)}
+    slots = [node for owner in classes for node in owner.body if isinstance(node, ast.Assign)]
+    found |= {name.value for node in slots for name in ast.walk(node) if isinstance(name, ast.Constant)}
+    return {name for name in found if name.startswith("_") and not name.endswith("__")}
+
+
+def _is_of_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def reaches_into_arrays(module: str, source: str, privates: set[str]) -> list[str]:
+    """Private names of a TensorArray that another room uses; those of a module's own objects are its `self`'s."""
+    if room(module) == "tensor_array":
+        return []
+    nodes = [node for node in ast.walk(ast.parse(source)) if not _is_of_self(node)]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return [f"{module} uses {name} of arrays; see tensor_array/friends.py" for name in sorted(used & privates)]
+
+
 def test_rooms_import_what_they_may() -> None:
     known = modules()
     wrong = [line for module in known for line in violations(module, known)]
@@ -141,6 +172,25 @@ def test_a_picture_shows_what_changed() -> None:
 def test_private_names_of_torch_have_one_home() -> None:
     wrong = [line for module, source in modules().items() for line in private_names(module, source)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_only_its_room_sees_into_an_array() -> None:
+    known = modules()
+    privates = privates_of_arrays(known)
+    assert {"_store", "_shape", "_dtype", "_device", "_home", "_born", "_mask", "_holes", "_given", "_twin"} <= privates
+    wrong = [line for module, source in known.items() for line in reaches_into_arrays(module, source, privates)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x = array._store", "array._mask = None", "f(a.b._twin(None))", "getattr(array, '_store', None)", "del x._holes"],
+)
+def test_a_look_into_an_array_is_seen(source: str) -> None:
+    privates = privates_of_arrays(modules())
+    assert len(reaches_into_arrays("loop.carry", source, privates)) == 1
+    assert reaches_into_arrays("tensor_array.friends", source, privates) == []
+    assert reaches_into_arrays("loop.carry", "self._store = store_of(array).length", privates) == []
 
 
 def test_the_tables_name_what_there_is() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop._common.errors import Fact
 from tests.support.array_kinds import KINDS, PLAIN, WITH_GRADIENT, Kind
 
 N = 4
@@ -59,6 +60,7 @@ def refuses(array: tl.TensorArray, call: Callable[[Any], Any], error: type[Excep
         call(array)
     for word in words:
         assert word in str(caught.value)
+    assert not isinstance(caught.value, Fact)  # it has the name of what was called
     assert facts(array) == known
     assert same(slots(array), before)
 
@@ -308,6 +310,7 @@ def test_constructors_refuse(make: Callable[[], Any], error: type[Exception], wo
         make()
     for word in words:
         assert word in str(caught.value)
+    assert not isinstance(caught.value, Fact)  # it has the name of what was called
 
 
 # -- holes

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import memory
-from tensorloop.tensor_array.buffer import WAITING
+from tensorloop.tensor_array.buffer import WAITING, Buffer
+from tensorloop.tensor_array.friends import store_of
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +73,9 @@ def test_what_waits_is_bounded() -> None:
     most = 0
     for t in range(5 * WAITING):
         array.append(x * t)
-        assert array._store is not None
-        waiting = len(array._store.waiting)  # type: ignore[union-attr]
+        store = store_of(array)
+        assert isinstance(store, Buffer)
+        waiting = len(store.waiting)
         most = max(most, waiting)
         assert waiting <= max(WAITING, (t + 1) // 2 + 1)
     assert most >= WAITING

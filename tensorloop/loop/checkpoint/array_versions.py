@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import named
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Block, Buffer, recording, records_use
-from tensorloop.tensor_array.gradient import Key, put_, take
-from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.block import Block
+from tensorloop.tensor_array.buffer import Buffer, recording, records_use
+from tensorloop.tensor_array.friends import refill, store_of, with_store
+from tensorloop.tensor_array.keys import Key, put_, take
 
 
 class UndoLog:
@@ -52,11 +54,11 @@ class LoopBuffer(Buffer):
         self.turn = undo.turn
 
     @records_use
-    def fork(self, name: str) -> Buffer:
+    def fork(self) -> Buffer:
         """An independent array, with a copy of what the loop may still change."""
         if not self.block.copies:
-            return super().fork(name)
-        self.flush(name)
+            return super().fork()
+        self.flush()
         return Buffer(_copied(self.block, self.length), self.length, self.token)
 
     def _fill(self, key: int | slice, values: Tensor) -> None:
@@ -66,15 +68,15 @@ class LoopBuffer(Buffer):
 
     def _overwrite(self, key: Key, x: Tensor) -> None:
         if not self.block.copies:
-            if self.block.lent != (0, 0):
+            if self.block.exported != (0, 0):
                 self._move(self.length, self.block.data.shape[0])
             self.block.copies = True
         self.undo.entries.append((key, take(self.block.data, key).clone()))
         super()._overwrite(key, x)
 
-    def _reserve(self, filled: int, length: int, name: str) -> None:
+    def _reserve(self, filled: int, length: int) -> None:
         if length > self.undo.filled:
-            super()._reserve(filled, length, name)
+            super()._reserve(filled, length)
 
     def _move(self, filled: int, capacity: int) -> None:
         copies = self.block.copies
@@ -86,20 +88,19 @@ class LoopBuffer(Buffer):
         self.length = length
         self.undo.block = self.block  # a first flush may have brought a block of its own
         self.undo.filled = max(self.undo.filled, length)
-        self.block.begun = max(self.block.begun, length)
+        self.block.used = max(self.block.used, length)
 
 
 class Version:
     """What an array was before one step. O(1) to keep."""
 
-    __slots__ = ("blank", "holes", "length", "mark", "recorded", "undo")
+    __slots__ = ("blank", "length", "mark", "recorded", "undo")
 
     def __init__(self, blank: TensorArray, undo: UndoLog | None, length: int, recorded: bool) -> None:
-        self.blank = blank  # its facts, without a store
+        self.blank = blank  # its facts and holes, without a store
         self.undo = undo  # None while never written
         self.mark = 0 if undo is None else len(undo.entries)
         self.length = length
-        self.holes = bytes(blank._holes)
         self.recorded = recorded
 
     @property
@@ -109,47 +110,43 @@ class Version:
         return (self.length, *self.undo.block.element_shape)
 
 
-def initial_version(array: TensorArray, name: str) -> tuple[Version, Tensor | None]:
+def initial_version(array: TensorArray) -> tuple[Version, Tensor | None]:
     """The first version of a caller's array, which stays as it is, and the token that leads to what was written."""
     copy = array.__copy__()
-    store: Any = copy._store
-    if store is not None and not isinstance(store, Buffer):
-        copy._store = store.one()  # rows have left its batch
-    return close_version(copy, name)
+    if (store := store_of(copy)) is not None:
+        copy = with_store(copy, store.one())  # rows may have left its batch
+    return close_version(copy)
 
 
 def open_version(version: Version) -> tuple[TensorArray, Tensor | None]:
     """The array of a version, for one step, and the leaf that stands for all that was written before."""
-    array = version.blank._twin()
-    array._holes = Holes(version.holes)
     undo = version.undo
     if undo is None:
-        return array, None
+        return with_store(version.blank, None), None
     undo.seek(version.mark)
     token = None
     if version.recorded:
-        token = undo.block.nothing.expand(version.shape).detach().requires_grad_()
-    array._store = LoopBuffer(undo, version.length, token)
-    return array, token
+        token = undo.block.zero.expand(version.shape).detach().requires_grad_()
+    return with_store(version.blank, LoopBuffer(undo, version.length, token)), token
 
 
-def close_version(array: TensorArray, name: str, before: Version | None = None) -> tuple[Version, Tensor | None]:
+def close_version(array: TensorArray, before: Version | None = None) -> tuple[Version, Tensor | None]:
     """The version that a step left, and its token. An array that the body brought from elsewhere gets a log.
 
     `before`: the version that this very array was when the step began.
     """
-    store = array._store
-    blank = array._twin()
+    store = store_of(array)
+    blank = with_store(array, None)
     if store is None:
         return Version(blank, None, 0, False), None
     assert isinstance(store, Buffer)
-    store.flush(name)
+    store.flush()
     if type(store) is LoopBuffer and store.turn == store.undo.turn:
         undo = store.undo
         undo.block = store.block
     else:
         if type(store) is LoopBuffer:
-            store = store.fork(name)
+            store = store.fork()
         undo = UndoLog(store.block, store.length)
         if before is not None and before.undo is None and not store.overwritten:
             before.undo = undo  # made by the first write: replays of that step find its slots again
@@ -159,21 +156,19 @@ def close_version(array: TensorArray, name: str, before: Version | None = None) 
 
 def result_array(version: Version, token: Tensor | None) -> TensorArray:
     """The array that the caller gets: it shares nothing that a replay will change."""
-    array = version.blank._twin()
-    array._holes = Holes(version.holes)
     undo = version.undo
-    if undo is not None:
-        undo.seek(version.mark)
-        block = _copied(undo.block, version.length) if undo.block.copies else undo.block
-        block.lend(0, version.length)
-        array._store = Buffer(block, version.length, token)
-    return array
+    if undo is None:
+        return with_store(version.blank, None)
+    undo.seek(version.mark)
+    block = _copied(undo.block, version.length) if undo.block.copies else undo.block
+    block.export(0, version.length)
+    return with_store(version.blank, Buffer(block, version.length, token))
 
 
 def output_token(version: Version) -> Tensor:
     """An output of the loop that stands for the whole array."""
     assert version.undo is not None
-    return version.undo.block.nothing.expand(version.shape)
+    return version.undo.block.zero.expand(version.shape)
 
 
 def _copied(block: Block, length: int) -> Block:
@@ -188,14 +183,13 @@ class CapturedArray:
     def __init__(self, buffer: Buffer, name: str) -> None:
         self.name = name
         self._check_thread(buffer)
-        buffer.flush(name)
         self.buffer = buffer
         self.outside: tuple[Any, ...] | None = None
-        self.twin = buffer.fork(name)  # what it holds now, whatever is written to it later
+        self.twin = named(name)(buffer.fork)()  # what it holds now, whatever is written to it later
         self.twin.rows = None
         self.stand_in: Tensor | None = None
         if (token := self.twin.whole_token()) is not None:
-            self.stand_in = self.twin.block.nothing.expand(token.shape).detach().requires_grad_()
+            self.stand_in = self.twin.block.zero.expand(token.shape).detach().requires_grad_()
 
     @property
     def token(self) -> Tensor | None:
@@ -234,9 +228,7 @@ class CapturedArray:
 def dense(values: Tensor, like: TensorArray) -> TensorArray:
     """An array of these values, with the facts of another."""
     with recording():
-        array = TensorArray.unstack(values)
-    array._given, array._capacity = like._given, like._capacity
-    return array
+        return refill(like, values)
 
 
 def token_of(values: Tensor) -> Tensor | None:

@@ -37,7 +37,9 @@ from tensorloop.loop.checkpoint.held import held, references
 from tensorloop.loop.checkpoint.in_place import Given
 from tensorloop.loop.checkpoint.step_use import StepUse
 from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, Writes, may_write
+from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -136,7 +138,7 @@ class Captures(TorchFunctionMode):
         for x in leaves:
             if isinstance(x, Tensor):
                 self._look_into(x)
-            elif isinstance(store := getattr(x, "_store", None), Buffer):
+            elif isinstance(x, TensorArray) and isinstance(store := store_of(x), Buffer):
                 with overrides.unseen():
                     self.meet_array(store)
 

@@ -17,6 +17,7 @@ from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves, copied
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 
 class Conditions:
@@ -95,9 +96,9 @@ def _marks(leaves: Sequence[Any]) -> list[Any]:
 def _mark(x: Any) -> Any:
     if isinstance(x, Tensor):
         return version_of(x)
-    if isinstance(x, TensorArray) and x._store is not None:
-        undo = getattr(x._store, "undo", None)
-        return x._store.length, getattr(x._store, "overwritten", None), None if undo is None else len(undo.entries)
+    if isinstance(x, TensorArray) and (store := store_of(x)) is not None:
+        undo = getattr(store, "undo", None)
+        return store.length, getattr(store, "overwritten", None), None if undo is None else len(undo.entries)
     return 0
 
 

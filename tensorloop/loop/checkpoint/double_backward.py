@@ -27,6 +27,7 @@ from tensorloop.loop.checkpoint.sweep_result import (
     StackedOutput,
     SweepResult,
 )
+from tensorloop.tensor_array.friends import with_store
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]
@@ -172,4 +173,4 @@ def _first(x: Any, init: Tensor | None, values: Tensor | None) -> Any:
         return x
     if values is not None:
         return dense(values, x.blank)
-    return x.blank._twin() if x.undo is None or not x.length else dense(values_of(x), x.blank)
+    return with_store(x.blank, None) if x.undo is None or not x.length else dense(values_of(x), x.blank)

@@ -18,6 +18,7 @@ from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
@@ -69,7 +70,7 @@ class Checked:
         if isinstance(x, Tensor):
             return self._of_tensor(x)
         if isinstance(x, TensorArray):
-            store = x._store
+            store = store_of(x)
             if not isinstance(store, Buffer) or not store.length:
                 return len(x)
             last = store.waiting[-1] if store.waiting else store.block.data[store.length - 1]

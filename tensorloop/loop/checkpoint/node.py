@@ -35,6 +35,7 @@ from tensorloop.loop.checkpoint.sweep import Sweep
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import is_plain
 
 __all__ = ["Checkpoints", "HeldTensorWarning", "applies", "plan_of", "run"]
 
@@ -45,7 +46,7 @@ def applies(loop: Loop) -> bool:
         return False
     leaves = [*loop.init, *loop.context]
     arrays = [x for x in leaves if isinstance(x, TensorArray)]
-    return all(x._home == 0 for x in arrays) and not (arrays and transforms.faking())
+    return all(map(is_plain, arrays)) and not (arrays and transforms.faking())
 
 
 def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:

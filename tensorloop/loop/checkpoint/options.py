@@ -37,7 +37,7 @@ class Checkpoints:
         if (self.k is None) == (self.budget is None):
             raise WrongValue(f"give exactly one of k and budget, got k={self.k}, budget={self.budget}")
         what = "k" if self.k is not None else "budget"
-        value = as_int(getattr(self, what), "Checkpoints", what)
+        value = as_int(getattr(self, what), what)
         if value < 1:
             raise WrongValue(f"{what} must be at least 1, got {value}")
         if not isinstance(self.check, bool):

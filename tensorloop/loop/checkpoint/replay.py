@@ -17,6 +17,7 @@ from tensorloop.loop.checkpoint.substitutes import substitute
 from tensorloop.loop.checkpoint.sweep_result import SweepResult
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 
 
 class Recomputed(NamedTuple):
@@ -100,10 +101,10 @@ class Replay:
         )
 
     def _token_of(self, array: TensorArray) -> Tensor | None:
-        store = array._store
+        store = store_of(array)
         if store is None:
             return None
-        store.flush(self.swept.name)
+        store.flush()
         return store.whole_token() if isinstance(store, Buffer) else None
 
     def draw_again(self, t: int, new: list[Any]) -> None:

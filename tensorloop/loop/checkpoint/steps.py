@@ -15,6 +15,7 @@ from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 
 class Steps:
@@ -85,7 +86,7 @@ class Steps:
                     outputs.append(x)
             elif isinstance(x, TensorArray):
                 same = i < len(given) and x is given[i]
-                version, token = close_version(x, self.name, before[i] if same else None)
+                version, token = close_version(x, before[i] if same else None)
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
@@ -97,7 +98,7 @@ class Steps:
         """The rows that left the batch in the step just done; arrays as what they hold."""
         departed, self.loop.pieces = self.loop.pieces, []
         return [
-            (ids, [x.stack() if isinstance(x, TensorArray) and x._store is not None else x for x in leaves])
+            (ids, [x.stack() if isinstance(x, TensorArray) and store_of(x) is not None else x for x in leaves])
             for ids, leaves in departed
         ]
 

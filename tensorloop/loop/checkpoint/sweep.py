@@ -108,7 +108,7 @@ class Sweep:
         state: State = []
         for i, x in enumerate(self.loop.init):
             if isinstance(x, TensorArray):
-                version, token = initial_version(x, self.steps.name)
+                version, token = initial_version(x)
                 state.append(version)
                 if token is not None:
                     self.array_tokens.append((i, token))

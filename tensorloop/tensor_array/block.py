@@ -1,0 +1,82 @@
+"""The memory behind an array: one allocation of slots, and the part of it that was handed out.
+
+Slots are written through `data`; what is handed out is cut from `views`, the same memory under a version counter of
+its own. So our writes never disturb a tensor that autograd saved, and a user's change of a view is seen (by autograd in
+backward, by `check` here). A slot that a handed-out view covers (`exported`) is never written again in this block: an
+overwrite moves to a copy first.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.errors import Misuse
+from tensorloop.tensor_array.keys import Key, take
+
+
+class Block:
+    """One allocation of slots, shared by the arrays that were copied from one another."""
+
+    __slots__ = ("copies", "data", "device", "element_shape", "expected", "exported", "owned", "used", "views", "zero")
+
+    def __init__(self, data: Tensor, used: int, *, owned: bool = True) -> None:
+        self.data = data
+        self.device, self.element_shape = data.device, tuple(data.shape[1:])
+        self.owned = owned
+        self.copies = False  # whether runs are read as copies, so that nothing is ever exported
+        self.used = used  # slots begun by any array on this block; the free tail is the taker's
+        self.exported = (0, 0)  # slots covered by views handed out
+        with plain_mode():
+            # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
+            self.views = data.data if owned else data
+            self.zero = data.new_zeros(())  # what tokens are expanded from
+        self.expected = self.views._version
+
+    def check(self) -> None:
+        """Raises if somebody changed the values through a view, or the tensor that was unstacked."""
+        if self.views._version != self.expected:
+            what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
+            raise Misuse(f"{what} was changed in place; clone() it before changing it")
+
+    def export(self, start: int, stop: int) -> None:
+        if start == stop or self.copies:
+            return
+        low, high = self.exported
+        self.exported = (min(low, start), max(high, stop)) if high > low else (start, stop)
+
+    def read(self, key: Key) -> Tensor:
+        """A view of a run of slots, a copy of anything else."""
+        if isinstance(key, slice):
+            return self.views[key].clone() if self.copies else self.views[key]
+        out = take(self.data, key)
+        is_view = isinstance(key, int) or (isinstance(key, Tensor) and key.dim() == 0)
+        return out.clone() if is_view else out
+
+
+class LiveBlock:
+    """The block of a buffer that only grows, for nodes that read it in backward: none keeps one that it has outgrown.
+
+    Nodes cannot hold the buffer itself, which holds them by its token.
+    """
+
+    __slots__ = ("block",)
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+    def slots(self, length: int) -> Tensor:
+        """The first slots; not to be changed."""
+        self.block.check()
+        return self.block.data[:length]
+
+
+def plain_mode() -> AbstractContextManager[object]:
+    """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for this shape, with the dtype and device of `like`; a plain tensor in every mode."""
+    with plain_mode():
+        return torch.empty(shape, dtype=like.dtype, device=like.device)

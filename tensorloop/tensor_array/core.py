@@ -1,0 +1,154 @@
+"""What a TensorArray knows: its elements, where it was made, its holes and its store; and what may be written to it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import advice, arguments, scope
+from tensorloop._common.errors import Fact, Misuse, WrongValue
+from tensorloop._common.scope import here
+from tensorloop._torch import transforms
+from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.transforms import graph_task
+from tensorloop.tensor_array import checks
+from tensorloop.tensor_array.buffer import Buffer, recording
+from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.slot_list import Slots, element_of
+from tensorloop.tensor_array.store import Store
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+@runs_eagerly
+class Core(advice.NoTensor):
+    """The state of an array, and the way into its store."""
+
+    __slots__ = (
+        *("_born", "_capacity", "_device", "_dtype", "_given", "_holes", "_home", "_mask", "_shape", "_store", "_task"),
+    )
+
+    def __init__(self, given: tuple[Any, Any, Any], capacity: int | None) -> None:
+        self._given = given  # element shape, dtype and device, as far as the user said
+        self._capacity = capacity
+        self._shape: torch.Size | None = None  # with dtype and device: what the first write fixed
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+        self._store: Store | None = None
+        self._holes = Holes()
+        self._home = transforms.level()
+        self._task = graph_task()
+        self._born = scope.newest_serial()
+        self._mask: Tensor | None = None  # (B,) bool: in a loop whose rows stop on their own, those that still run
+
+    def __len__(self) -> int:
+        """One past the last slot begun."""
+        return 0 if self._store is None else self._store.length
+
+    @property
+    def element_shape(self) -> tuple[int | None, ...] | None:
+        """Shape of one element; sizes not yet known are None, and so is a shape of unknown rank."""
+        return self._given[0] if self._shape is None else tuple(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype, None while neither given nor fixed by a write."""
+        return self._dtype or self._given[1]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device, None while neither given nor fixed by a write."""
+        return self._device or self._given[2]
+
+    def _append(self, x: Tensor) -> None:
+        """Appends what is not plain, or to an array that knows nothing of its elements."""
+        name = f"TensorArray.append: slot {len(self)}"
+        try:
+            store = self._admit(x)
+        except Fact as fact:
+            raise fact.named(name) from fact.__cause__
+        if self._mask is not None and isinstance(store, Buffer):
+            store.append_rows(x, self._mask)
+        else:
+            store.append(self._running_rows(x))
+
+    def _write(self, slot: int, x: Tensor, name: str) -> None:
+        """Overwrites a slot, or appends beyond slots that are skipped."""
+        length = len(self)
+        try:
+            store = self._admit(x)
+            if slot > length:
+                x = self._running_rows(x)
+                store.pad(slot)
+                self._holes.mark(length, slot)
+                store.append(x)
+            else:
+                store.put(slot, x if self._mask is None else self._running_rows(x, store.read(slot)))
+                self._holes.fill((slot,))
+        except Fact as fact:
+            raise fact.named(name) from fact.__cause__
+
+    def _admit(self, x: Tensor, lead: int = 0) -> Store:
+        """Checks that `x`, after `lead` dims of slots, fits; gives the store that takes it, made now if needed."""
+        arguments.dense_tensor(x)
+        if x.dim() < lead:
+            raise WrongValue("values must have a leading dim of slots, got a 0-d tensor")
+        checks.check_fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device)
+        if self._born < here.serial:
+            raise Misuse(
+                "the array was made outside the loop whose body writes to it; put it in the carry, "
+                "write to the one that the body is given, and return it"
+            )
+        if graph_task() not in (-1, self._task) and torch.is_grad_enabled():
+            raise Misuse(
+                "the array was made outside the function that torch.utils.checkpoint is recomputing, "
+                "and would be written a second time; make the array inside, or work on a copy.copy() of it"
+            )
+        functional = self._functional(x)
+        if self._store is None:
+            with scope.unrecorded():
+                like = element_of(x, lead)
+                self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
+        elif functional and isinstance(self._store, Buffer):
+            with recording():
+                slots: Any = torch.unbind_copy(self._store.whole())  # its stub says None
+                self._store = Slots(element_of(x, lead), slots)
+        if self._shape is None:
+            self._know(x.shape[lead:], x)
+        return self._store
+
+    def _running_rows(self, x: Tensor, old: Tensor | None = None, lead: int = 0) -> Tensor:
+        """`x` in the rows that still run; what the slot held (or 0) in those that have stopped."""
+        if (mask := self._mask) is None:
+            return x
+        with scope.unrecorded():
+            checks.check_rows(x, mask, lead)
+            mask = mask.view((*[1] * lead, *mask.shape, *[1] * (x.dim() - lead - mask.dim())))
+            return torch.where(mask, x, x.new_zeros(()) if old is None else old)
+
+    def _functional(self, x: Tensor) -> bool:
+        """Whether `x` needs a list of slots. Raises if it belongs to a transform begun after the array was made."""
+        if transforms.is_wrapped(x) and transforms.level_of(x) > self._home:
+            raise Misuse(
+                "a tensor of a torch.func transform cannot be written into a TensorArray that was made "
+                "outside the transform; make the array inside, and pass values in with unstack() and out with stack()"
+            )
+        return self._home > 0 or type(x) not in PLAIN or transforms.has_tangent(x)
+
+    def _know(self, shape: torch.Size, x: Tensor) -> None:
+        self._shape, self._dtype, self._device = shape, x.dtype, x.device
+
+    def _known_store(self) -> Store:
+        """The store; of an array never written, an empty one of the element shape given."""
+        if self._store is not None:
+            return self._store
+        shape = self._given[0]
+        if shape is None or None in shape:
+            raise WrongValue(
+                f"the array is empty and its element shape is {shape}; write first, or give element_shape="
+            )
+        return Slots(torch.empty(shape, dtype=self.dtype, device=self.device), [])  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def _span(self, start: int, stop: int) -> Tensor:
+        self._holes.refuse(start, stop)
+        return self._known_store().span(start, stop)
