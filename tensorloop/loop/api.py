@@ -14,12 +14,13 @@ from tensorloop._common import advice, arguments, scope
 from tensorloop._common.progress import Progress
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
+from tensorloop.loop.associative import associative_scan
 from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint import node
 from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.loop.loop import Loop, run
 from tensorloop.loop.packed_scan import PackedSlices
-from tensorloop.loop.parallel import associative_scan, map_in_chunks
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
 from tensorloop.packed.dim import Dim

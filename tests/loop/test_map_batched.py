@@ -12,7 +12,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorloop as tl
-from tensorloop.loop.parallel import map_in_chunks
+from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.testing import assert_linear_memory, assert_matches_reference, assert_no_leak, assert_saved_bytes
 from tests.support.parallel_cases import work
 
