@@ -12,14 +12,18 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import advice, arguments
+from tensorloop._common.errors import Misuse, WrongType, named
 from tensorloop._common.pytree import Tree, leaves_with_paths
+from tensorloop.loop.advice import of_slabs
+from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
-from tensorloop.loop.slabs import Leaves, check_callable, guarded, is_guarded, leaves_like, loop_dim_first, to_dim
+from tensorloop.loop.slabs import Leaves, guarded, is_guarded, leaves_like, loop_dim_first, to_dim
 from tensorloop.packed.base import any_packed
 
 Xs = TypeVar("Xs")
 
 
+@named("associative_scan")
 def associative_scan(
     fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, **unknown: Never
 ) -> Xs:
@@ -49,17 +53,16 @@ def associative_scan(
         >>> tl.associative_scan(torch.maximum, torch.tensor([3, 1, 4, 1, 5]))
         tensor([3, 3, 4, 4, 5])
     """
-    name = "associative_scan"
     if unknown:
         advice.refuse_unknown(associative_scan, unknown)
-    check_callable(fn, name)
-    dim = arguments.as_int(dim, name, "dim")
+    check_callable(fn=fn)
+    dim = arguments.as_int(dim, "associative_scan", "dim")
     if not isinstance(reverse, bool):
-        raise TypeError(f"{name}: reverse must be True or False, got {arguments.describe(reverse)}")
+        raise WrongType(f"reverse must be True or False, got {arguments.describe(reverse)}")
     if any_packed(xs):
-        raise TypeError(f"{name}: xs is packed, and would be combined across its rows; scan .pad() along dim=1")
+        raise WrongType("xs is packed, and would be combined across its rows; scan .pad() along dim=1")
     tree = Tree(xs)
-    leaves = loop_dim_first(leaves_with_paths(xs), dim, name)
+    leaves = loop_dim_first(leaves_with_paths(xs), dim)
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
         was = [describe(x) for x in a]
@@ -67,11 +70,11 @@ def associative_scan(
         try:
             out = fn(tree.unflatten(a), tree.unflatten(b))
         except (TypeError, AttributeError) as error:
-            advice.of_slabs(name, ("fn", fn, ("a", "b")), xs, error)
+            of_slabs("associative_scan", Called("fn", fn, ("a", "b")), xs, error)
             raise
         if _versions([*a, *b]) != versions:
-            raise RuntimeError(f"{name}: fn changed an argument in place under no_grad, so xs or ys too; clone() it")
-        return leaves_like(was, tree, out, f"{name}: fn must return slabs like those it gets, of {len(a[0])} pairs")
+            raise Misuse("fn changed an argument in place under no_grad, so xs or ys too; clone() it")
+        return leaves_like(was, tree, out, f"fn must return slabs like those it gets, of {len(a[0])} pairs")
 
     if len(leaves[0]) < 2:
         ys = [x.clone() for x in leaves]

@@ -7,7 +7,7 @@ stays; what it holds is its own business, as long as nothing must be kept, froze
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import pytree
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
 
@@ -31,12 +32,15 @@ def describe(leaf: Any) -> str:
 
 
 class Carry:
-    """The structure and leaves that a carry must keep, learnt from `init`."""
+    """The structure and leaves that a carry must keep, learnt from `init`.
 
-    __slots__ = ("arrays", "hidden", "kinds", "leaves", "name", "tree")
+    `find_name` says what the user's body calls it, for errors; it is asked only then.
+    """
 
-    def __init__(self, init: Any, name: str) -> None:
-        self.name = name
+    __slots__ = ("_find_name", "arrays", "hidden", "kinds", "leaves", "tree")
+
+    def __init__(self, init: Any, find_name: Callable[[], str] = lambda: "carry") -> None:
+        self._find_name = find_name
         self.tree = pytree.Tree(init)
         leaves = self.tree.flatten(init)
         assert leaves is not None
@@ -54,10 +58,10 @@ class Carry:
         ]
 
     def check(self, tree: Any, step: int) -> list[Any]:
-        """The leaves of what the body returned at `step`, or a TypeError that lists all that differs."""
+        """The leaves of what the body returned at `step`, or an error that lists all that differs."""
         leaves = self.tree.flatten(tree)
         if leaves is None:
-            raise TypeError(self._structure_message(tree, step))
+            raise WrongType(self._structure_message(tree, step))
         kinds = self.kinds
         for i, x in enumerate(leaves):
             kind = kinds[i]
@@ -69,7 +73,7 @@ class Carry:
                     continue
             elif type(x) is kind:
                 continue
-            raise TypeError(self._leaves_message(leaves, step))
+            raise WrongType(self._leaves_message(leaves, step))
         return leaves
 
     def refuse_hidden(self, leaves: Sequence[Any], step: int, why: str) -> None:
@@ -78,12 +82,21 @@ class Carry:
             now = tensors_in(leaves[i])
             changed = [path for path in now if now[path] is not first.get(path)] or [*first.keys() - now.keys()]
             if changed:
-                path, kind = f"carry{self.tree.paths[i]}", type(leaves[i]).__name__
-                raise TypeError(
-                    f"{self.name}: {path} is an object of class {kind}, and {path}{changed[0]} in it became another "
+                name, path, kind = self._find_name(), self.tree.paths[i], type(leaves[i]).__name__
+                raise WrongType(
+                    f"{self.said(i)} is an object of class {kind}, and {name}{path}{changed[0]} in it became another "
                     f"tensor at step {step}; {why}, and the loop does not look into objects: "
                     f"{_instead(leaves[i])}"
                 )
+
+    def need_rows(self, leaves: Sequence[Any], rows: int, why: str) -> None:
+        """Raises unless every leaf has so many rows, or is shared by all."""
+        need_rows(leaves, rows, why, self.said)
+
+    def said(self, i: int) -> str:
+        """Leaf i in the user's words."""
+        name = self._find_name()
+        return f"{name}{self.tree.paths[i]}{'' if name == 'carry' else f' ({name} is the carry)'}"
 
     def _array_fits(self, i: int, array: TensorArray) -> bool:
         old: Any = self.kinds[i]
@@ -107,15 +120,17 @@ class Carry:
         return type(x) is not kind
 
     def _structure_message(self, tree: Any, step: int) -> str:
+        name = self._find_name()
+        is_carry = "" if name == "carry" else f" ({name} is its carry)"
         was, now = dict(zip(self.tree.paths, self.leaves, strict=True)), pytree.leaves_with_paths(tree)
         here = {path: describe(leaf) for path, leaf in now}
-        lines = [f"  - carry{path}: {was[path]}" for path in was if path not in here]
-        lines += [f"  + carry{path}: {here[path]}" for path in here if path not in was]
+        lines = [f"  - {name}{path}: {was[path]}" for path in was if path not in here]
+        lines += [f"  + {name}{path}: {here[path]}" for path in here if path not in was]
         grown = not was.keys() - here.keys() and any(re.search(r"\[\d+\]$", path) for path in here.keys() - was.keys())
         cure = "What grows is a TensorArray: begin with tl.TensorArray() in init, and return carry.append(x)."
         structures = f"  - {self.structure}\n  + {pytree.structure(tree)}"
         return (
-            f"{self.name}: the body returned a carry of another structure at step {step}:\n{structures}\n"
+            f"the body returned a carry of another structure at step {step}{is_carry}:\n{structures}\n"
             + "\n".join(lines)
             + ("\n" + cure if grown else "\nReturn the same containers with the same keys as in init.")
         )
@@ -125,14 +140,15 @@ class Carry:
         return pytree.structure(self.tree.unflatten([None] * self.tree.size))
 
     def _leaves_message(self, leaves: Sequence[Any], step: int) -> str:
-        lines, hints = [], set[str]()
+        name, lines, hints = self._find_name(), [], set[str]()
+        is_carry = "" if name == "carry" else f"{name} is its carry; "
         for i, x in enumerate(leaves):
             if self._differs(i, x):
                 path = self.tree.paths[i]
-                lines += [f"  - carry{path}: {self.leaves[i]}", f"  + carry{path}: {describe(x)}"]
+                lines += [f"  - {name}{path}: {self.leaves[i]}", f"  + {name}{path}: {describe(x)}"]
                 hints.add(_hint(self.leaves[i], self.kinds[i], x))
         return (
-            f"{self.name}: the body changed the carry at step {step} (- what was, + what it returned):\n"
+            f"the body changed the carry at step {step} ({is_carry}- what was, + what it returned):\n"
             + "\n".join(lines)
             + "\n"
             + " ".join(sorted(hints))
@@ -202,19 +218,26 @@ def _hint(was: str, kind: Any, x: Any) -> str:
     return "Return leaves of the same kind as in init."
 
 
-def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str, why: str) -> None:
-    """Raises unless every tensor of rank 1 or more, and every element of an array, has `rows` leading rows."""
-    for path, x in zip(paths, leaves, strict=True):
+def first_without_rows(leaves: Sequence[Any], rows: int) -> int | None:
+    """The first tensor of rank 1 or more, or array by its elements, that has not `rows` leading rows."""
+    for i, x in enumerate(leaves):
         has_shape = isinstance(x, Tensor) or is_packed(x)
         shape = x.shape if has_shape else x.element_shape if isinstance(x, TensorArray) else None
         # A 0-d tensor is shared by all rows; the elements of an array never are.
         if shape is None or (isinstance(x, Tensor) and not shape):
             continue
         if not shape or shape[0] not in (rows, None):
-            raise ValueError(
-                f"{name}: {why} {rows} rows, but {what}{path} is {describe(x)}; "
-                f"give it {rows} leading rows, or make it 0-d where all rows share it"
-            )
+            return i
+    return None
+
+
+def need_rows(leaves: Sequence[Any], rows: int, why: str, say: Callable[[int], str]) -> None:
+    """Raises unless every leaf has `rows` leading rows, or is shared by all; `say` gives the path of one."""
+    if (i := first_without_rows(leaves, rows)) is not None:
+        raise WrongValue(
+            f"{why} {rows} rows, but {say(i)} is {describe(leaves[i])}; "
+            f"give it {rows} leading rows, or make it 0-d where all rows share it"
+        )
 
 
 def dtype_of_number(x: Any) -> torch.dtype:

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.pytree import Tree, leaves_with_paths
 from tensorloop._torch.fake import fake_tensors
+from tensorloop.loop.advice import of_slabs
+from tensorloop.loop.called import Called
 from tensorloop.loop.carry import describe
 from tensorloop.loop.outputs import no_packed, place
-from tensorloop.loop.slabs import Leaves, check_callable, guarded, leaves_like, loop_dim_first, to_dim
+from tensorloop.loop.slabs import Leaves, guarded, leaves_like, loop_dim_first, to_dim
 from tensorloop.tensor_array.array import TensorArray
 
 
-def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int, name: str) -> Any:
-    """`fn` of every element of xs, `batch_size` at a time under `torch.func.vmap`; `name` is the caller's, for errors.
+def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int) -> Any:
+    """`fn` of every element of xs, `batch_size` at a time under `torch.func.vmap`.
 
     `fn` sees one element: a tree as xs without `dim`; a TensorArray gives its slots, None stays None. It runs once a
     chunk, so the rules of vmap hold: no branch on the values, random numbers different for each element.
@@ -27,25 +29,23 @@ def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int, 
     fewer dims), a number becomes a tensor (T,), None stays None. ys shares no memory with xs. For T = 0 the shapes of
     ys are those that `fn` gives for one fake element.
     Gradient: by autograd through vmap. Cost: T / batch_size calls of `fn`, and what these save for backward.
-    Raises: TypeError (`fn`, `batch_size` or `dim` of another type, a leaf of xs or ys that is none of the above, no
+    Raises: TypeError (a leaf of xs or ys that is none of the above, no
     tensor in xs; another structure, shape or dtype in a later chunk), ValueError (batch_size < 1, no such dim, lengths
     that differ).
     """
-    check_callable(fn, name)
-    dim, n = arguments.as_int(dim, name, "dim"), arguments.as_int(batch_size, name, "batch_size")
-    if n < 1:
-        raise ValueError(f"{name}: batch_size must be at least 1, got {n}")
+    if batch_size < 1:
+        raise WrongValue(f"batch_size must be at least 1, got {batch_size}")
     named = leaves_with_paths(xs)
-    columns = loop_dim_first([(path, x) for path, x in named if x is not None], dim, name)
-    element = _Element(fn, Tree(xs), [x is None for _, x in named], name)
+    columns = loop_dim_first([(path, x) for path, x in named if x is not None], dim)
+    element = _Element(fn, Tree(xs), [x is None for _, x in named])
     if len(columns[0]) == 0:
-        ys = _empty(element, columns, dim, name)
+        ys = _empty(element, columns, dim)
     else:
-        chunks = zip(*(x.split(n) for x in columns), strict=True)
+        chunks = zip(*(x.split(batch_size) for x in columns), strict=True)
         try:
             done = [element.of(rows) for rows in chunks]
         except (TypeError, AttributeError) as error:
-            advice.of_slabs(name, ("fn", fn, ("x",)), xs, error)
+            of_slabs("map", Called("fn", fn, ("x",)), xs, error)
             raise
         ys = [_joined(parts, dim) for parts in zip(*done, strict=True)]
     return element.tree_of(ys)
@@ -54,11 +54,10 @@ def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int, 
 class _Element:
     """A user's `fn` of one element, for vmap: tensors in, tensors out; what it returns first, it must return again."""
 
-    def __init__(self, fn: Callable[[Any], Any], xs: Tree, absent: list[bool], name: str) -> None:
+    def __init__(self, fn: Callable[[Any], Any], xs: Tree, absent: list[bool]) -> None:
         self._fn = fn
         self._xs = xs
         self._absent = absent  # where xs has None
-        self._name = name
         self._ys: Tree | None = None
         self._kinds: list[str] = []
 
@@ -78,28 +77,27 @@ class _Element:
         if self._ys is None:
             self._learn(out)
             assert self._ys is not None
-        what = f"{self._name}: fn must return the same for every chunk as for the first"
-        ys = leaves_like(self._kinds, self._ys, out, what)
+        ys = leaves_like(self._kinds, self._ys, out, "fn must return the same for every chunk as for the first")
         # Of a tensor `as_tensor` would make one on the default device.
         return tuple(y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys if y is not None)
 
     def _learn(self, out: Any) -> None:
-        no_packed(out, f"{self._name}: y")
+        no_packed(out)
         named = leaves_with_paths(out)
         for path, y in named:
             if not (y is None or isinstance(y, Tensor | int | float | complex)):
                 hint = "; return its stack()" if isinstance(y, TensorArray) else ""
-                raise TypeError(f"{self._name}: y{path} is {describe(y)}; expected tensors, numbers or None{hint}")
+                raise WrongType(f"y{path} is {describe(y)}; expected tensors, numbers or None{hint}")
         self._ys, self._kinds = Tree(out), [describe(y) for _, y in named]
 
 
-def _empty(element: _Element, xs: Leaves, dim: int, name: str) -> list[Tensor]:
+def _empty(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
     """The ys of no elements."""
     try:
         with fake_tensors():
             fakes = element.of([torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs])
     except Exception as error:
-        error.add_note(f"{name}: xs have no elements; fn was called on a fake tensor for the shapes of ys")
+        error.add_note("map: xs have no elements; fn was called on a fake tensor for the shapes of ys")
         raise
     return [_joined([torch.empty((0, *y.shape[1:]), dtype=y.dtype, device=y.device)], dim) for y in fakes]
 

@@ -5,7 +5,6 @@ columns it was written with. So an array that a loop only appends to is never co
 put together (`whole_batch`). A read of earlier slots makes the parts one buffer of the rows that are left.
 
 A context array (`Picked`) stays whole: a single read takes the rows that are left, a bulk read copies them all once.
-A packed tensor of the context (`hidden`) is a leaf like a tensor: rows are taken out of it by one gather.
 
     invariant: parts and the current buffer do not overlap (in slots or rows); what none of them covers is 0.
 """
@@ -16,11 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from tensorloop._common.scope import here, outside
 from tensorloop._torch import transforms
-from tensorloop.packed.base import Packed, any_packed, is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.gradient import Key
@@ -236,38 +233,6 @@ def whole_batch(array: TensorArray, rows: int) -> TensorArray:
     full = TensorArray.unstack(put(store.length, rows, places, *(part.values for part in parts)))
     full._capacity, full._holes, full._given = array._capacity, array._holes, array._given
     return full
-
-
-class _Hidden:
-    """A packed tensor that no tree function looks into."""
-
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
-
-
-def hidden(context: Any) -> Any:
-    """A context as a tree in which packed tensors are leaves: they lose rows, as others do."""
-    if not any_packed(context):
-        return context
-    return _pytree.tree_map(lambda x: _Hidden(x) if is_packed(x) else x, context, is_leaf=is_packed)
-
-
-def shown(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a `hidden` tree, packed tensors as they are."""
-    return [x.packed if type(x) is _Hidden else x for x in leaves]
-
-
-def values_of(leaf: Any) -> Tensor | None:
-    """The tensor that has a leaf's numbers by row; None for what has none, and for arrays."""
-    x = leaf.values if is_packed(leaf) else leaf
-    return x if isinstance(x, Tensor) and x.dim() else None
-
-
-def alias(leaf: Any) -> Any:
-    """A view of all of a leaf, for what has numbers."""
-    if is_packed(leaf):
-        return leaf._with(leaf.values.view_as(leaf.values))
-    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 class _Put(torch.autograd.Function):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.pytree import Tree, structure
 from tensorloop.loop.carry import describe
 from tensorloop.loop.outputs import place
@@ -15,27 +16,24 @@ from tensorloop.tensor_array.array import TensorArray
 Leaves = Sequence[Tensor]
 
 
-def check_callable(fn: Any, name: str) -> None:
-    """Raises where the user's function is none."""
-    if not callable(fn):
-        raise TypeError(f"{name}: fn must be callable, got {arguments.describe(fn)}")
-
-
-def loop_dim_first(named: Sequence[tuple[str, Any]], dim: int, name: str) -> list[Tensor]:
+def loop_dim_first(named: Sequence[tuple[str, Any]], dim: int) -> list[Tensor]:
     """The (path, leaf) of xs as tensors (T, *F), views of them; refused where T differs."""
     if not named:
-        raise TypeError(f"{name}: xs holds no tensor, so that it has no length; give at least one")
-    found = [x.stack() if isinstance(x, TensorArray) else _first(x, dim, f"{name}: xs{path}") for path, x in named]
+        raise WrongType("xs holds no tensor, so that it has no length; give at least one")
+    found = [x.stack() if isinstance(x, TensorArray) else _first(x, dim, path) for path, x in named]
     if len({len(x) for x in found}) > 1:
         lengths = ", ".join(f"xs{path} has {len(x)}" for (path, _), x in zip(named, found, strict=True))
-        raise ValueError(f"{name}: the leaves of xs must have the same length along dim {dim}, but {lengths}")
+        raise WrongValue(f"the leaves of xs must have the same length along dim {dim}, but {lengths}")
     return found
 
 
-def _first(x: Any, dim: int, what: str) -> Tensor:
-    arguments.dense_tensor(x, what)
+def _first(x: Any, dim: int, path: str) -> Tensor:
+    try:
+        arguments.dense_tensor(x, f"xs{path}")
+    except TypeError as error:
+        raise WrongType(str(error)) from None
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{what} has no dim {dim} to loop over: its shape is {tuple(x.shape)}")
+        raise WrongValue(f"xs{path} has no dim {dim} to loop over: its shape is {tuple(x.shape)}")
     return x.movedim(dim, 0)
 
 
@@ -50,7 +48,7 @@ def leaves_like(kinds: Sequence[str], tree: Tree, out: Any, what: str) -> list[A
     if leaves is None:
         was, now = structure(tree.unflatten([None] * tree.size)), structure(out)
         lone = f" ({describe(out)})" if now == "*" else ""
-        raise TypeError(f"{what}; the structure was (-) and is (+), * for a leaf:\n  - {was}\n  + {now}{lone}")
+        raise WrongType(f"{what}; the structure was (-) and is (+), * for a leaf:\n  - {was}\n  + {now}{lone}")
     found = [describe(x) for x in leaves]
     if found != list(kinds):
         lines = [
@@ -59,7 +57,7 @@ def leaves_like(kinds: Sequence[str], tree: Tree, out: Any, what: str) -> list[A
             for sign, kind in zip("-+", two, strict=True)
             if two[0] != two[1]
         ]
-        raise TypeError(f"{what}; these leaves were (-) and are (+):{''.join(lines)}")
+        raise WrongType(f"{what}; these leaves were (-) and are (+):{''.join(lines)}")
     return leaves
 
 

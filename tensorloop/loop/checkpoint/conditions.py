@@ -36,17 +36,18 @@ class Conditions:
             captured.leave()
         try:
             if loop.cond is None:
-                return loop.goes_on(loop.taken, [])
+                self.loop = loop.ask([])
+                return self.loop.going
             if loop.taken:
                 leaves = fed(state)
                 self.fed = state, leaves  # the next step gets the same
             else:  # the first state is the caller's
                 leaves = fed([Kept(x.values.clone(), x.recorded) if type(x) is Kept else x for x in state])
             marks, buffers = _marks(leaves[0]), self._buffers()
-            going = loop.goes_on(loop.taken, leaves[0])
+            self.loop = loop.ask(leaves[0])  # another from here on, where rows stop on their own
             if buffers or _marks(leaves[0]) != marks:
                 self._check("cond_fn", loop.taken, leaves[0], marks, buffers)
-            return going
+            return self.loop.going
         finally:
             for captured in arrays:
                 captured.enter()
@@ -55,7 +56,7 @@ class Conditions:
         """Asks `until` after step t."""
         if self.loop.until is not None:
             marks, buffers = _marks(state), self._buffers()
-            self.loop.asks_until(t, state)
+            self.loop.ask_until(t, state)
             self._check("until", t, state, marks, buffers)
 
     def _buffers(self) -> list[tuple[Tensor, Any, Tensor | None]]:

@@ -20,6 +20,7 @@ from tensorloop._common.progress import Progress
 from tensorloop._common.scope import quietly
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import keeps_graph
+from tensorloop.loop.advice import explain
 from tensorloop.loop.checkpoint import double_backward
 from tensorloop.loop.checkpoint.backward import Reversal
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
@@ -36,19 +37,26 @@ def applies(loop: Loop) -> bool:
     """Whether there is a gradient that could be had by replaying; under transforms a loop keeps everything."""
     if not torch.is_grad_enabled() or transforms.maybe_level() is not None or transforms.forward_mode():
         return False
-    leaves = [*loop.init, *loop.context]
+    leaves = [*loop.init, *loop.context.leaves]
     arrays = [x for x in leaves if isinstance(x, TensorArray)]
     return all(x._home == 0 for x in arrays) and not (arrays and transforms.faking())
 
 
-def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
-    """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
+def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> tuple[Loop, Any]:
+    """Runs a loop whose backward recomputes its steps: (the loop as it ended, the carry).
+
+    `length` is None unless it is the number of steps for sure.
+    """
     record = Record(loop, plan, length)
     record.shown = progress.wanted
     with quietly():
-        with loop.counted(), record.autocast.again():
-            state = record.sweep(progress)
-        return record.connect(state, Replayed.apply)
+        try:
+            with record.autocast.again():
+                state = record.sweep(progress)
+        except BaseException as error:
+            explain(record.loop, error)
+            raise
+        return record.loop, record.connect(state, Replayed.apply)
 
 
 class Replayed(torch.autograd.Function):

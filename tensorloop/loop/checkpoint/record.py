@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Fact
 from tensorloop._common.progress import Progress
 from tensorloop._common.scope import here, quietly, running
 from tensorloop._torch import transforms
@@ -40,7 +41,7 @@ class Record:
     """All that the backward of one loop needs."""
 
     def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
-        self.loop, self.length, self.name = loop, length, loop.name
+        self.length, self.name = length, loop.name
         self.replacing = Replacing()
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
         self.plan = plan
@@ -48,15 +49,16 @@ class Record:
         self.schedule: Schedule | None = None
         self.store = Store(plan.offload if isinstance(plan, Checkpoints) else None)
         self.captures = Captures(loop.name, here.serial)
-        loop.eager = True
-        loop.init = [self.replacing.of(x) for x in loop.init]
         self.constants = Constants(loop.body)
-        loop.cond, loop.until = as_users(loop.cond), as_users(loop.until)
-        self.body = loop.body = Watched(loop.body, self.captures)
-        loop.note = self.captures.note
+        self.body = Watched(loop.body, self.captures)
+        self.loop = loop = loop.replayable(
+            init=[self.replacing.of(x) for x in loop.init],
+            body=self.body,
+            cond=as_users(loop.cond),
+            until=as_users(loop.until),
+            note=self.captures.note,
+        )
         self.conditions = Conditions(loop, self.captures)
-        checked = isinstance(plan, Checkpoints) and plan.check
-        self.step = Checked(loop, self.captures).step if checked else loop.step
         self.autocast, self.device = Autocast(), DefaultDevice()
         self.snapshots: dict[int, Snapshot] = {}
         self.initial: Snapshot
@@ -76,6 +78,9 @@ class Record:
         start = Random(())
         try:
             going = self.conditions.goes_on(state)
+            self.loop = self.conditions.loop
+            checked = isinstance(self.plan, Checkpoints) and self.plan.check
+            self.step = Checked(self.loop, captures).step if checked else self.loop.step
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     state = self.keep(action.step, state)
@@ -263,7 +268,7 @@ class Record:
 
     def take_pieces(self) -> list[tuple[Tensor, list[Any]]]:
         """The rows that left the batch in the step just done; arrays as what they hold."""
-        pieces, self.loop.pieces = self.loop.pieces, []
+        pieces, self.loop.departed_rows = self.loop.departed_rows, []
         return [
             (ids, [x.stack() if isinstance(x, TensorArray) and x._store is not None else x for x in leaves])
             for ids, leaves in pieces
@@ -353,12 +358,12 @@ class Record:
                 leaves.append(x)
         if loop.outputs is not None and self.steps:
             loop.outputs.stacked = [by_place.get(("y", k)) for k in range(len(self.y_recorded))]
-        loop.pieces = [
+        loop.departed_rows = [
             (ids, [self._piece(by_place, number, k, x) for k, x in enumerate(kept)])
             for number, (_, ids, kept) in enumerate(self.pieces)
         ]
         result = loop.finish(leaves)
-        loop.pieces = []  # a replay makes its own, and these hold on to the node
+        loop.departed_rows = []  # a replay makes its own, and these hold on to the node
         return result
 
     def _piece(self, by_place: dict[Any, Tensor], number: int, k: int, x: Any) -> Any:
@@ -389,8 +394,10 @@ class Record:
         try:
             with quietly(), running(), self._setting(), torch.enable_grad(), self.captures.as_then():
                 yield
+        except Fact as fact:
+            raise fact.named(self.name) from fact.__cause__
         finally:
-            self.loop.outputs, self.loop.pieces = outputs, []
+            self.loop.outputs, self.loop.departed_rows = outputs, []
             if now is not None:
                 now.restore({})
 
@@ -407,7 +414,7 @@ class Record:
         loop = self.loop
         if self.random is None:
             return
-        loop.asks_until(t, new)
+        loop.ask_until(t, new)
         if loop.cond is not None:
             with torch.no_grad():
                 loop.cond(loop.tree_of(new), *loop.context_at(t))
