@@ -67,8 +67,9 @@ def named(name: str) -> Callable[[_F], _F]:
             except Fact as fact:
                 raise fact.named(name) from fact.__cause__
 
+        wrapper: Any = call
         # `_torch.eager_only` marks code, and may mark that of one function alone.
-        call.__code__ = call.__code__.replace(co_name=function.__name__)
-        return call  # pyright: ignore[reportReturnType]
+        wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
+        return wrapper
 
     return mark

@@ -210,7 +210,7 @@ class _Search:
         if self.rows:
             context = (self.context, list(self.prefixes.values()))
             search = ConditionalLoop(
-                _NAME, self._goes_on, self._step, state, self.log.rules.max_steps, context, compact=compact
+                _NAME, self._step, state, self.log.rules.max_steps, context, cond=self._goes_on, compact=compact
             )
             # In its errors the user's context, not the pair that the loop has.
             search.context.paths = [path.removeprefix("[0]") for path in search.context.paths]

@@ -307,7 +307,9 @@ def while_loop(
 
     given = ("carry",) if context is None else ("carry", "context")
     functions = Called("cond_fn", cond_fn, given), Called("body_fn", body_fn, given)
-    loop = ConditionalLoop("while_loop", cond_fn, body, init, max_steps, context, compact=compact, functions=functions)
+    loop = ConditionalLoop(
+        "while_loop", body, init, max_steps, context, cond=cond_fn, compact=compact, functions=functions
+    )
     ended, carry = run_loop(loop, checkpoints, progress)
     return (carry, ended.steps()) if return_steps else carry
 

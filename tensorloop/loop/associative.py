@@ -17,7 +17,7 @@ from tensorloop._common.pytree import Tree, leaves_with_paths
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
-from tensorloop.loop.slabs import Leaves, guarded, is_guarded, leaves_like, loop_dim_first, to_dim
+from tensorloop.loop.slabs import Leaves, flatten_like, guard, is_guarded, put_loop_dim_at, put_loop_dim_first
 from tensorloop.packed.base import any_packed
 
 Xs = TypeVar("Xs")
@@ -62,7 +62,7 @@ def associative_scan(
     if any_packed(xs):
         raise WrongType("xs is packed, and would be combined across its rows; scan .pad() along dim=1")
     tree = Tree(xs)
-    leaves = loop_dim_first(leaves_with_paths(xs), dim)
+    leaves = put_loop_dim_first(leaves_with_paths(xs), dim)
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
         was = [describe(x) for x in a]
@@ -74,41 +74,41 @@ def associative_scan(
             raise
         if _versions([*a, *b]) != versions:
             raise Misuse("fn changed an argument in place under no_grad, so xs or ys too; clone() it")
-        return leaves_like(was, tree, out, f"fn must return slabs like those it gets, of {len(a[0])} pairs")
+        return flatten_like(was, tree, out, f"fn must return slabs like those it gets, of {len(a[0])} pairs")
 
     if len(leaves[0]) < 2:
         ys = [x.clone() for x in leaves]
     elif reverse:
-        ys = [y.flip(0) for y in _prefixes(combine, [x.flip(0) for x in leaves])]
+        ys = [y.flip(0) for y in _combine_prefixes(combine, [x.flip(0) for x in leaves])]
     else:
-        ys = _prefixes(combine, leaves)
-    return tree.unflatten([to_dim(y, dim) for y in ys])
+        ys = _combine_prefixes(combine, leaves)
+    return tree.unflatten([put_loop_dim_at(y, dim) for y in ys])
 
 
-def _prefixes(combine: Callable[[Leaves, Leaves], Leaves], xs: Leaves) -> Leaves:
+def _combine_prefixes(combine: Callable[[Leaves, Leaves], Leaves], xs: Leaves) -> Leaves:
     """All prefixes of xs (n, *F), n > 0."""
     n = len(xs[0])
     if n == 1:
         return xs
     # With letters for elements: of (u, v, w, z) the pairs are (uv, wz), and their prefixes (uv, uvwz) those of xs at
     # the odd positions.
-    odd = _prefixes(combine, combine(*_pairs(xs, 0, n // 2)))
+    odd = _combine_prefixes(combine, combine(*_split_in_pairs(xs, 0, n // 2)))
     # Each even position but the first is one element from the odd one before it: uvw is uv with w.
     count = (n - 1) // 2
     if count == 0:
         return [torch.cat([x[:1], y]) for x, y in zip(xs, odd, strict=True)]
-    before = [guarded(y.split([count, len(y) - count])[0]) for y in odd]
-    even = combine(before, _pairs(xs, 1, count)[1])
-    return [_interleaved(x[:1], y, z) for x, y, z in zip(xs, odd, even, strict=True)]
+    before = [guard(y.split([count, len(y) - count])[0]) for y in odd]
+    even = combine(before, _split_in_pairs(xs, 1, count)[1])
+    return [_interleave(x[:1], y, z) for x, y, z in zip(xs, odd, even, strict=True)]
 
 
-def _pairs(xs: Leaves, start: int, count: int) -> tuple[Leaves, Leaves]:
+def _split_in_pairs(xs: Leaves, start: int, count: int) -> tuple[Leaves, Leaves]:
     """Elements start, start + 2, ... of each leaf, `count` of them, and the element after each."""
     both = [x[start : start + 2 * count].unflatten(0, (count, 2)).unbind(1) for x in xs]
-    return [guarded(first) for first, _ in both], [guarded(second) for _, second in both]
+    return [guard(first) for first, _ in both], [guard(second) for _, second in both]
 
 
-def _interleaved(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
+def _interleave(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
     """first (1, *F), odd (n or n + 1, *F) and even (n, *F) as one: first, odd[0], even[0], odd[1], ..."""
     n = len(even)
     paired, rest = odd.split([n, len(odd) - n])

@@ -45,17 +45,14 @@ class Carry:
         leaves = self.tree.flatten(init)
         assert leaves is not None
         # What the objects among the leaves hold, by place: tensors that no loop sees.
-        self.hidden = {i: tensors_in(x) for i, x in enumerate(leaves) if _is_object(x)}
+        self.hidden = {i: find_tensors(x) for i, x in enumerate(leaves) if _is_object(x)}
         self.expect(leaves)
 
     def expect(self, leaves: Sequence[Any]) -> None:
         """From now on, leaves like these."""
         self.leaves = [describe(x) for x in leaves]
         self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
-        self.kinds = [
-            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else _facts(x) if type(x) is TensorArray else type(x)
-            for x in leaves
-        ]
+        self.kinds = [_kind_of(x) for x in leaves]
 
     def check(self, tree: Any, step: int) -> list[Any]:
         """The leaves of what the body returned at `step`, or an error that lists all that differs."""
@@ -79,14 +76,14 @@ class Carry:
     def refuse_hidden(self, leaves: Sequence[Any], step: int, why: str) -> None:
         """Raises where the tensors in an object are not those that it held at first."""
         for i, first in self.hidden.items():
-            now = tensors_in(leaves[i])
+            now = find_tensors(leaves[i])
             changed = [path for path in now if now[path] is not first.get(path)] or [*first.keys() - now.keys()]
             if changed:
                 name, path, kind = self._find_name(), self.tree.paths[i], type(leaves[i]).__name__
                 raise WrongType(
                     f"{self.said(i)} is an object of class {kind}, and {name}{path}{changed[0]} in it became another "
                     f"tensor at step {step}; {why}, and the loop does not look into objects: "
-                    f"{_instead(leaves[i])}"
+                    f"{_say_instead(leaves[i])}"
                 )
 
     def need_rows(self, leaves: Sequence[Any], rows: int, why: str) -> None:
@@ -102,7 +99,7 @@ class Carry:
         old: Any = self.kinds[i]
         if old[1:] == (array._shape, array._dtype, array._device):  # fixed, and known as that
             return True
-        new = _facts(array)
+        new = _kind_of(array)
         if old == new:
             return True
         if not _refines(old, new):
@@ -116,7 +113,7 @@ class Carry:
         if isinstance(x, Tensor):
             return (x.shape, x.dtype, x.device) != kind
         if type(x) is TensorArray:
-            return type(kind) is not tuple or not _refines(kind, _facts(x))
+            return type(kind) is not tuple or not _refines(kind, _kind_of(x))
         return type(x) is not kind
 
     def _structure_message(self, tree: Any, step: int) -> str:
@@ -146,7 +143,7 @@ class Carry:
             if self._differs(i, x):
                 path = self.tree.paths[i]
                 lines += [f"  - {name}{path}: {self.leaves[i]}", f"  + {name}{path}: {describe(x)}"]
-                hints.add(_hint(self.leaves[i], self.kinds[i], x))
+                hints.add(_say_hint(self.leaves[i], self.kinds[i], x))
         return (
             f"the body changed the carry at step {step} ({is_carry}- what was, + what it returned):\n"
             + "\n".join(lines)
@@ -163,7 +160,7 @@ def _is_object(leaf: Any) -> bool:
     return leaf is not None and not isinstance(leaf, _PLAIN)
 
 
-def tensors_in(x: Any) -> dict[str, Tensor]:
+def find_tensors(x: Any) -> dict[str, Tensor]:
     """The tensors that an object holds, in attributes and in the containers there, by path; the first few hundred."""
     found: dict[str, Tensor] = {}
     left = [("", x)]
@@ -184,7 +181,7 @@ def tensors_in(x: Any) -> dict[str, Tensor]:
     return found
 
 
-def _instead(x: Any) -> str:
+def _say_instead(x: Any) -> str:
     """What to write for an object that holds tensors."""
     if dataclasses.is_dataclass(x):
         return "declare all of its attributes as fields of the dataclass, and the loop takes it as a tree"
@@ -194,8 +191,13 @@ def _instead(x: Any) -> str:
     )
 
 
-def _facts(array: TensorArray) -> tuple[Any, ...]:
-    return TensorArray, array.element_shape, array.dtype, array.device
+def _kind_of(leaf: Any) -> Any:
+    """What a leaf must be again at every step, as far as it is known."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    if type(leaf) is TensorArray:
+        return TensorArray, leaf.element_shape, leaf.dtype, leaf.device
+    return type(leaf)
 
 
 def _refines(old: Any, new: Any) -> bool:
@@ -207,7 +209,7 @@ def _refines(old: Any, new: Any) -> bool:
     return len(old[1]) == len(new[1]) and all(a is None or a == b for a, b in zip(old[1], new[1], strict=True))
 
 
-def _hint(was: str, kind: Any, x: Any) -> str:
+def _say_hint(was: str, kind: Any, x: Any) -> str:
     if kind in (int, float, bool, complex):
         wanted = "torch.tensor(...)" if isinstance(x, Tensor) else type(x).__name__
         return f"A Python number keeps its type: begin with a {wanted} in init, or convert what the body returns."

@@ -16,7 +16,7 @@ from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called
 from tensorloop.loop.carry import describe
 from tensorloop.loop.outputs import no_packed, place
-from tensorloop.loop.slabs import Leaves, guarded, leaves_like, loop_dim_first, to_dim
+from tensorloop.loop.slabs import Leaves, flatten_like, guard, put_loop_dim_at, put_loop_dim_first
 from tensorloop.tensor_array.array import TensorArray
 
 
@@ -36,10 +36,10 @@ def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int) 
     if batch_size < 1:
         raise WrongValue(f"batch_size must be at least 1, got {batch_size}")
     named = leaves_with_paths(xs)
-    columns = loop_dim_first([(path, x) for path, x in named if x is not None], dim)
+    columns = put_loop_dim_first([(path, x) for path, x in named if x is not None], dim)
     element = _Element(fn, Tree(xs), [x is None for _, x in named])
     if len(columns[0]) == 0:
-        ys = _empty(element, columns, dim)
+        ys = _call_on_a_fake(element, columns, dim)
     else:
         chunks = zip(*(x.split(batch_size) for x in columns), strict=True)
         try:
@@ -47,7 +47,7 @@ def map_in_chunks(fn: Callable[[Any], Any], xs: Any, dim: int, batch_size: int) 
         except (TypeError, AttributeError) as error:
             of_slabs("map", Called("fn", fn, ("x",)), xs, error)
             raise
-        ys = [_joined(parts, dim) for parts in zip(*done, strict=True)]
+        ys = [_join(parts, dim) for parts in zip(*done, strict=True)]
     return element.tree_of(ys)
 
 
@@ -63,7 +63,7 @@ class _Element:
 
     def of(self, rows: Leaves) -> Leaves:
         """All tensors of ys (n, *F), for the n elements of xs in `rows`."""
-        return torch.func.vmap(self.__call__, randomness="different")(*map(guarded, rows))
+        return torch.func.vmap(self.__call__, randomness="different")(*map(guard, rows))
 
     def tree_of(self, ys: Leaves) -> Any:
         """The tree of these, with None where `fn` returned it."""
@@ -77,7 +77,7 @@ class _Element:
         if self._ys is None:
             self._learn(out)
             assert self._ys is not None
-        ys = leaves_like(self._kinds, self._ys, out, "fn must return the same for every chunk as for the first")
+        ys = flatten_like(self._kinds, self._ys, out, "fn must return the same for every chunk as for the first")
         # Of a tensor `as_tensor` would make one on the default device.
         return tuple(y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys if y is not None)
 
@@ -91,7 +91,7 @@ class _Element:
         self._ys, self._kinds = Tree(out), [describe(y) for _, y in named]
 
 
-def _empty(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
+def _call_on_a_fake(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
     """The ys of no elements."""
     try:
         with fake_tensors():
@@ -99,9 +99,9 @@ def _empty(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
     except Exception as error:
         error.add_note("map: xs have no elements; fn was called on a fake tensor for the shapes of ys")
         raise
-    return [_joined([torch.empty((0, *y.shape[1:]), dtype=y.dtype, device=y.device)], dim) for y in fakes]
+    return [_join([torch.empty((0, *y.shape[1:]), dtype=y.dtype, device=y.device)], dim) for y in fakes]
 
 
-def _joined(parts: Leaves, dim: int) -> Tensor:
+def _join(parts: Leaves, dim: int) -> Tensor:
     """The chunks (n, *F) of one leaf of ys as one tensor, a copy, its loop dim at `dim`."""
-    return torch.cat([to_dim(y, dim) for y in parts], place(dim, parts[0].dim() - 1))
+    return torch.cat([put_loop_dim_at(y, dim) for y in parts], place(dim, parts[0].dim() - 1))

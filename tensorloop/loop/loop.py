@@ -42,11 +42,13 @@ class Loop:
         slices: Slices | None = None,
         cond: Condition | None = None,
         until: Condition | None = None,
+        compact: bool = False,
         functions: tuple[Called, ...] = (),
     ) -> None:
         self.name, self.body, self.length, self.slices = name, body, length, slices
         self.cond = cond  # asked before each step
         self.until = until  # asked after each step
+        self.compact = compact  # whether rows that have stopped leave the batch
         self.functions = functions  # the user's, for advice
         self.outputs = None if slices is None else slices.outputs()
         self.carry = Carry(init, lambda: name_of_carry(functions))
@@ -73,6 +75,7 @@ class Loop:
         """The same loop for a run whose steps are done again, with these in the place of its own."""
         loop = copy.copy(self)
         loop.init, loop.body, loop.cond, loop.until, loop.note = init, body, cond, until, note
+        loop.departed_rows = []
         return loop
 
     # -- whether to go on

@@ -13,10 +13,9 @@ from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop.loop import stopped_rows
-from tensorloop.loop.called import Called
 from tensorloop.loop.carry import first_without_rows
 from tensorloop.loop.context import CutContext, values_of
-from tensorloop.loop.loop import Body, Condition, Loop, State, without_graph
+from tensorloop.loop.loop import Loop, State, without_graph
 from tensorloop.loop.shrunk_arrays import read_in_bulk
 from tensorloop.loop.stopped_rows import ActiveRows
 from tensorloop.tensor_array.array import TensorArray
@@ -25,21 +24,7 @@ from tensorloop.tensor_array.array import TensorArray
 class ConditionalLoop(Loop):
     """A loop that asks before each step. Its condition's first answer says whether rows stop on their own."""
 
-    def __init__(
-        self,
-        name: str,
-        cond: Condition,
-        body: Body,
-        init: Any,
-        length: int | None,
-        context: Any = None,
-        *,
-        compact: bool = False,
-        functions: tuple[Called, ...] = (),
-    ) -> None:
-        super().__init__(name, body, init, length, context, cond=cond, functions=functions)
-        self.compact = compact
-        self.before: State = []  # the last state, where vmap may have elements stop on their own from the next on
+    before: State | None = None  # the last state, where vmap may have elements stop on their own from the next on
 
     def ask(self, state: State) -> Loop:
         """As of every loop. A loop of rows takes over where the condition gives a bool for each."""
@@ -48,7 +33,7 @@ class ConditionalLoop(Loop):
             return self
         answer = self._answer(self.taken, state)
         if not _is_by_row(answer):
-            self.before = state if transforms.maybe_level() is not None else []
+            self.before = None if transforms.maybe_level() is None else state
             self.going = self.truth(answer, "cond_fn")
             return self
         if answer.dim():
@@ -85,7 +70,7 @@ class RowsLoop(Loop):
     `before` is the state before `state`, if there was one.
     """
 
-    def __init__(self, loop: Loop, rows: ActiveRows, before: State) -> None:
+    def __init__(self, loop: Loop, rows: ActiveRows, before: State | None) -> None:
         vars(self).update(vars(loop))
         self.rows, self.before, self.departed_rows = rows, before, []
         self.cut_context = CutContext(loop.context, rows.compact)
@@ -151,7 +136,7 @@ class RowsLoop(Loop):
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""
         rows, n = self.rows, self.carry.tree.size
-        carry, last = state[:n], state[n:] or stopped_rows.first_inputs(rows, self.before or state)
+        carry, last = state[:n], state[n:] or stopped_rows.make_first_inputs(rows, self.before or state)
         if (cut := rows.cut_at(t)) is not None:
             carry, last = self._without_ended(cut, carry, last, t)
         if self.cuts_met != (cuts := rows.cuts_until(t)):
@@ -159,7 +144,7 @@ class RowsLoop(Loop):
             self.cuts_met = cuts
         _, all_active = rows.mask_at(t)
         lengths = [] if all_active else stopped_rows.count_slots(carry)
-        given = stopped_rows.inputs(rows, t, carry, last)
+        given = stopped_rows.make_inputs(rows, t, carry, last)
         as_it_came = all_active and cut is None and state is self.last_tree[0]
         tree = self.last_tree[1] if as_it_came else self.carry.tree.unflatten(given)
         body = self.body if all_active or not rows.batched else self._body_of_some
@@ -238,7 +223,7 @@ class RowsLoop(Loop):
 def with_known_rows(loop: Loop, rows: ActiveRows) -> Loop:
     """The loop whose rows stop after known numbers of steps, and leave the batch at once."""
     need_rows(loop, loop.init, len(rows.steps), "packed xs have", with_context=True)
-    return RowsLoop(loop, rows, []) if rows.cuts else loop  # without cuts all rows take all steps
+    return RowsLoop(loop, rows, None) if rows.cuts else loop  # without cuts all rows take all steps
 
 
 def need_rows(loop: Loop, state: State, rows: int, why: str, *, with_context: bool) -> None:

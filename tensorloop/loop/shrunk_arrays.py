@@ -2,7 +2,7 @@
 
 A carried array (`Shrunk`) begins a new buffer whenever rows leave; what was written before stays as a *part*, with the
 columns it was written with. So an array that a loop only appends to is never copied before its end, where all parts are
-put together (`whole_batch`). A read of earlier slots makes the parts one buffer of the rows that are left.
+put together (`restore_batch`). A read of earlier slots makes the parts one buffer of the rows that are left.
 
 A context array (`Picked`) stays whole: a single read takes the rows that are left, a bulk read copies them all once.
 
@@ -148,7 +148,7 @@ class Shrunk(_Store):
                 gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
         tail = [self.store.whole("TensorArray")] if self.store.length else []
         self.parts, self.start = gone, 0
-        self.store = _stored(torch.cat(left + tail), self.store)
+        self.store = _store_like(torch.cat(left + tail), self.store)
 
 
 class Picked(_Store):
@@ -176,7 +176,7 @@ class Picked(_Store):
             self.bulk = True
             with outside():
                 values = self.store.span(0, self.store.length, "TensorArray")
-                self.picked = _stored(values.index_select(1, self.ids), self.store)
+                self.picked = _store_like(values.index_select(1, self.ids), self.store)
         return self.picked
 
 
@@ -208,7 +208,7 @@ def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
     return with_rows(array, picked, len(ids))
 
 
-def one_store(array: TensorArray) -> TensorArray:
+def unify_store(array: TensorArray) -> TensorArray:
     """The array with one plain store of the rows that are left."""
     store: Any = array._store
     return with_rows(array, store.one(), len(store.ids)) if isinstance(store, Shrunk) else array
@@ -219,7 +219,7 @@ def read_in_bulk(leaves: Sequence[Any]) -> bool:
     return any(isinstance(x, TensorArray) and isinstance(x._store, _Store) and x._store.bulk for x in leaves)
 
 
-def whole_batch(array: TensorArray, rows: int) -> TensorArray:
+def restore_batch(array: TensorArray, rows: int) -> TensorArray:
     """The array of the full batch."""
     store: Any = array._store
     assert isinstance(store, Shrunk)
@@ -260,7 +260,7 @@ def _put(length: int, rows: int, places: list[tuple[int, Tensor]], *parts: Tenso
     return out
 
 
-def _stored(values: Tensor, like: Any) -> Any:
+def _store_like(values: Tensor, like: Any) -> Any:
     if isinstance(like, Slots):
         return Slots(values[0], list(values.unbind(0))) if len(values) else Slots(like.like[: values.shape[1]], [])
     store = Buffer.unstack(values)

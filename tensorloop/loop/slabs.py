@@ -16,18 +16,18 @@ from tensorloop.tensor_array.array import TensorArray
 Leaves = Sequence[Tensor]
 
 
-def loop_dim_first(named: Sequence[tuple[str, Any]], dim: int) -> list[Tensor]:
+def put_loop_dim_first(named: Sequence[tuple[str, Any]], dim: int) -> list[Tensor]:
     """The (path, leaf) of xs as tensors (T, *F), views of them; refused where T differs."""
     if not named:
         raise WrongType("xs holds no tensor, so that it has no length; give at least one")
-    found = [x.stack() if isinstance(x, TensorArray) else _first(x, dim, path) for path, x in named]
+    found = [x.stack() if isinstance(x, TensorArray) else _put_first(x, dim, path) for path, x in named]
     if len({len(x) for x in found}) > 1:
         lengths = ", ".join(f"xs{path} has {len(x)}" for (path, _), x in zip(named, found, strict=True))
         raise WrongValue(f"the leaves of xs must have the same length along dim {dim}, but {lengths}")
     return found
 
 
-def _first(x: Any, dim: int, path: str) -> Tensor:
+def _put_first(x: Any, dim: int, path: str) -> Tensor:
     try:
         arguments.dense_tensor(x, f"xs{path}")
     except TypeError as error:
@@ -37,12 +37,12 @@ def _first(x: Any, dim: int, path: str) -> Tensor:
     return x.movedim(dim, 0)
 
 
-def to_dim(y: Tensor, dim: int) -> Tensor:
+def put_loop_dim_at(y: Tensor, dim: int) -> Tensor:
     """`y` (T, *F) with the loop dim where it belongs."""
     return y.movedim(0, place(dim, y.dim() - 1))
 
 
-def leaves_like(kinds: Sequence[str], tree: Tree, out: Any, what: str) -> list[Any]:
+def flatten_like(kinds: Sequence[str], tree: Tree, out: Any, what: str) -> list[Any]:
     """The leaves of `out`, which must have the structure of `tree` and leaves that `describe` calls so."""
     leaves = tree.flatten(out)
     if leaves is None:
@@ -61,7 +61,7 @@ def leaves_like(kinds: Sequence[str], tree: Tree, out: Any, what: str) -> list[A
     return leaves
 
 
-def guarded(x: Tensor) -> Tensor:
+def guard(x: Tensor) -> Tensor:
     """`x`, one of several outputs of `unbind` or `split`, such that the user's function cannot change what it views."""
     return x if is_guarded(x) else x.clone()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
-from tensorloop.loop.shrunk_arrays import Shrunk, one_store, pick, shrink, whole_batch, with_rows
+from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, unify_store, with_rows
 from tensorloop.packed.base import is_packed
 from tensorloop.packed.index import select_rows
 from tensorloop.tensor_array.array import TensorArray
@@ -138,7 +138,7 @@ def spread(mask: Tensor, like: Tensor) -> Tensor:
     return mask.view((*mask.shape, *[1] * (like.dim() - mask.dim())))
 
 
-def first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
+def make_first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
     """`last` before the first step: a running row's values, for rows that never run; under vmap each one's own."""
     mask, _ = rows.mask_at(0)
     if rows.size is None or rows.batched:
@@ -147,7 +147,7 @@ def first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
     return [x.detach().index_select(0, row.expand(len(x))) if rows.holds(x) else None for x in carry]
 
 
-def inputs(rows: ActiveRows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
+def make_inputs(rows: ActiveRows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
     """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
     mask, all_active = rows.mask_at(t)
     if all_active:
@@ -254,13 +254,13 @@ def make_arrays_whole(
     rows = sum(len(ids) for ids, _ in departed)
     for i, x in enumerate(old):
         if isinstance(x, TensorArray) and isinstance(x._store, Shrunk):
-            full = whole_batch(x, rows + len(x._store.ids))
+            full = restore_batch(x, rows + len(x._store.ids))
             for ids, leaves in departed:
                 leaves[i] = select([full], ids)[0]
         elif isinstance(x, TensorArray):  # written since the last rows left, if ever
             for _, leaves in departed:
                 leaves[i] = TensorArray()
-    return [one_store(x) if isinstance(x, TensorArray) else x for x in new]
+    return [unify_store(x) if isinstance(x, TensorArray) else x for x in new]
 
 
 def join(departed: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
@@ -274,7 +274,7 @@ def _join_column(column: Sequence[Any], all_ids: Sequence[Tensor]) -> Any:
     order = torch.cat(list(all_ids)).argsort()
     whole = column[-1]
     if isinstance(whole, TensorArray) and isinstance(whole._store, Shrunk):
-        return whole_batch(whole, len(order))
+        return restore_batch(whole, len(order))
     if isinstance(whole, Tensor) and whole.dim():
         return torch.cat(list(column)).index_select(0, order)
     if not isinstance(whole, TensorArray) or whole._store is None:
