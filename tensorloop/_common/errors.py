@@ -67,6 +67,9 @@ def named(name: str) -> Callable[[_F], _F]:
             except Fact as fact:
                 raise fact.named(name) from fact.__cause__
 
-        return call  # pyright: ignore[reportReturnType]
+        wrapper: Any = call
+        # `_torch.eager_only` marks code, and may mark that of one function alone.
+        wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
+        return wrapper
 
     return mark

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree, scope
+from tensorloop._common.errors import named
 from tensorloop._common.keywords import BEAM, names_instead
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
@@ -37,11 +38,11 @@ from tensorloop.beam.length import GNMT, BoundedReward, Power, Sum, bound_of, ch
 from tensorloop.beam.result import Hypotheses, Lattice, hypotheses
 from tensorloop.beam.scores import linear_log_softmax
 from tensorloop.kernels.eager.beam import widened
-from tensorloop.loop.api import run_loop
-from tensorloop.loop.carry import Carry, describe, leading_rows
+from tensorloop.loop.carry import Carry, describe
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.loop import Loop
-from tensorloop.loop.shrunk_arrays import hidden, shown
+from tensorloop.loop.context import Context
+from tensorloop.loop.rows_loop import ConditionalLoop
+from tensorloop.loop.run import run_loop
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
@@ -67,6 +68,7 @@ _EOS = ("always", "top_k", "top_2k")
 
 @names_instead(**BEAM)
 @called_eagerly
+@named(_NAME)
 def beam_search(
     step_fn: Callable[..., tuple[Any, Tensor]],
     init_carry: Any,
@@ -168,10 +170,9 @@ class _Search:
         self.tree = pytree.Tree(init_carry)
         leaves = self.tree.flatten(init_carry)
         assert leaves is not None
-        paths, given = ([pair[i] for pair in pytree.leaves_with_paths(hidden(context))] for i in (0, 1))
-        given = shown(given)
-        leading_rows(given, paths, rows, _NAME, "context", "there are")
-        self.device = _device_of([*leaves, *given])
+        given = Context(context)
+        given.need_rows(rows, "there are")
+        self.device = _device_of([*leaves, *given.leaves])
         self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
         self.leaves = [self._for_all(x, path) for x, path in zip(leaves, self.tree.paths, strict=True)]
         self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
@@ -208,12 +209,13 @@ class _Search:
         state = (ids, tokens, TensorArray(), self.leaves)
         if self.rows:
             context = (self.context, list(self.prefixes.values()))
-            search = Loop(_NAME, self._step, state, self.log.rules.max_steps, context)
-            search.cond, search.compact = self._goes_on, compact
+            search = ConditionalLoop(
+                _NAME, self._step, state, self.log.rules.max_steps, context, cond=self._goes_on, compact=compact
+            )
             # In its errors the user's context, not the pair that the loop has.
-            assert search.context_tree is not None
-            search.context_tree.paths = [path.removeprefix("[0]") for path in search.context_tree.paths]
-            state, steps = run_loop(search, checkpoints, progress=False, known=False), search.steps()
+            search.context.paths = [path.removeprefix("[0]") for path in search.context.paths]
+            ended, state = run_loop(search, checkpoints, progress=False)
+            steps = ended.steps()
         else:
             steps = ids
         self.lineage.last = None
@@ -302,7 +304,7 @@ class _Search:
             raise TypeError(f"{_NAME}: step_fn must return (carry, log_probs), got {got}")
         leaves, log_probs = self.tree.flatten(out[0]), out[1]
         if leaves is None or not all(map(_alike, leaves, given)):
-            leaves = Carry(self.tree.unflatten(given), _NAME).check(out[0], t)
+            leaves = Carry(self.tree.unflatten(given)).check(out[0], t)
         if not isinstance(log_probs, Tensor) or not log_probs.is_floating_point():
             raise TypeError(f"{_NAME}: log_probs must be a floating tensor (B, K, V), got {describe(log_probs)}")
         wanted = (rows, self.size, self.vocabulary or log_probs.shape[-1] if log_probs.dim() else 0)

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tensorloop.loop.api import map as map
     from tensorloop.loop.api import scan as scan
     from tensorloop.loop.api import while_loop as while_loop
+    from tensorloop.loop.associative import associative_scan as associative_scan
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
-    from tensorloop.loop.parallel import associative_scan as associative_scan
 
 __all__ = [
     "Checkpoints",
@@ -27,6 +27,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         {
             "loop.api": ("fori_loop", "map", "scan", "while_loop"),
             "loop.checkpoint.options": ("Checkpoints",),
-            "loop.parallel": ("associative_scan",),
+            "loop.associative": ("associative_scan",),
         },
     )

@@ -1,8 +1,6 @@
 """Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, `associative_scan`.
 
-Each function here checks its arguments, says how its body is called (a `Body`), and hands a `Loop` (`loop`) to one of
-two runners: `_steps.run`, which is a Python loop under autograd, or `replay.run`, which keeps a few carries and
-recomputes the rest.
+Each function here checks its arguments, says how its body is called (a `Body`), and has a `Loop` run (`run`).
 """
 
 from collections.abc import Callable
@@ -10,17 +8,19 @@ from typing import Any, Literal, Never, TypeVar, overload
 
 from torch import Tensor
 
-from tensorloop._common import advice, arguments, scope
-from tensorloop._common.errors import named
-from tensorloop._common.progress import Progress
+from tensorloop._common import advice, arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
+from tensorloop.loop.associative import associative_scan
+from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
-from tensorloop.loop.checkpoint import node
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.loop import Loop, run
+from tensorloop.loop.chunked_map import map_in_chunks
+from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
-from tensorloop.loop.parallel import associative_scan, map_in_chunks
+from tensorloop.loop.rows_loop import ConditionalLoop, with_known_rows
+from tensorloop.loop.run import run_loop
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
 from tensorloop.packed.dim import Dim
@@ -95,6 +95,7 @@ def scan(
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @called_eagerly
+@named("scan")
 def scan(
     body_fn: Callable[..., tuple[Any, Any]],
     init: Any,
@@ -136,35 +137,43 @@ def scan(
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 0, 2, 9]))
     """
-    name = "scan"
     if unknown:
         advice.refuse_unknown(scan, unknown)
-    _callable(name, body_fn=body_fn)
-    _callable(name, optional=True, until=until)
-    packed = any_packed(xs)
-    if packed and until is not None:
-        raise ValueError("scan: until= and packed xs do not go together: each row ends where it ends")
-    slices: Slices = (PackedSlices if packed else Slices)(xs, length, dim, reverse, name)
-    if slices.length is None and until is None:
-        raise ValueError("scan: nothing says when to stop: give xs, length= or until=")
-    if slices.length is None and reverse:
-        raise ValueError("scan: reverse=True needs xs or length=: there is no last index to begin at")
+    check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
+    dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
+    length = None if length is None else arguments.as_int(length, "length")
+    slices = _slices(xs, length, dim, reverse, until)
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         out = body_fn(carry, slices.tree.unflatten(row), *context)
         return out if type(out) is tuple and len(out) == 2 else _not_a_pair(out)
 
-    loop = Loop(name, body, init, slices.length, context)
-    loop.slices, loop.outputs, loop.until = slices, slices.outputs(), until
     more = () if context is None else ("context",)
-    loop.functions = ("body_fn", body_fn, ("carry", "x", *more)), ("until", until, ("carry", *more))
-    if isinstance(slices, PackedSlices):
-        loop.known_rows(slices.rows(), loop.init)
-    carry = run_loop(loop, checkpoints, progress)
-    if loop.taken:
-        return carry, loop.outputs.stack(slices.reverse)
-    loop.rows = None
-    return carry, loop.outputs.of_no_steps(zero_steps.empty_outputs(loop))
+    functions = Called("body_fn", body_fn, ("carry", "x", *more)), Called("until", until, ("carry", *more))
+    loop = Loop("scan", body, init, slices.length, context, slices=slices, until=until, functions=functions)
+    begun = with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
+    ended, carry = run_loop(begun, checkpoints, progress)
+    outputs = ended.outputs
+    assert outputs is not None
+    return carry, outputs.stack(reverse) if ended.taken else outputs.of_no_steps(zero_steps.empty_outputs(loop))
+
+
+def _slices(
+    xs: Any, length: int | None, dim: int | Dim, reverse: bool, until: Callable[..., Condition] | None
+) -> Slices:
+    """What a scan runs over."""
+    if any_packed(xs):
+        if until is not None:
+            raise WrongValue("until= and packed xs do not go together: each row ends where it ends")
+        return PackedSlices(xs, length, dim, reverse)
+    if isinstance(dim, Dim):
+        raise WrongType(f"dim must be an int or a 0-d integer tensor, got {arguments.describe(dim)}")
+    slices = Slices(xs, length, dim, reverse)
+    if slices.length is None and until is None:
+        raise WrongValue("nothing says when to stop: give xs, length= or until=")
+    if slices.length is None and reverse:
+        raise WrongValue("reverse=True needs xs or length=: there is no last index to begin at")
+    return slices
 
 
 @overload
@@ -246,6 +255,7 @@ def while_loop(
     progress: bool = False,
 ) -> tuple[C, int | Any]: ...
 @called_eagerly
+@named("while_loop")
 def while_loop(
     cond_fn: Callable[..., Condition],
     body_fn: Callable[..., Any],
@@ -286,25 +296,26 @@ def while_loop(
         >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor([1, 60]), return_steps=True)
         (tensor([128, 120]), tensor([7, 1]))
     """
-    name = "while_loop"
     if unknown:
         advice.refuse_unknown(while_loop, unknown)
-    _callable(name, cond_fn=cond_fn, body_fn=body_fn)
-    if max_steps is not None and (max_steps := named(name)(arguments.as_int)(max_steps, "max_steps")) < 0:
-        raise ValueError(f"{name}: max_steps must be at least 0, got {max_steps}")
+    check_callable(cond_fn=cond_fn, body_fn=body_fn)
+    if max_steps is not None and (max_steps := arguments.as_int(max_steps, "max_steps")) < 0:
+        raise WrongValue(f"max_steps must be at least 0, got {max_steps}")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return body_fn(carry, *context), None
 
-    loop = Loop(name, body, init, max_steps, context)
-    loop.cond, loop.compact = cond_fn, compact
-    more = ("carry",) if context is None else ("carry", "context")
-    loop.functions = ("cond_fn", cond_fn, more), ("body_fn", body_fn, more)
-    carry = run_loop(loop, checkpoints, progress, known=False)
-    return (carry, loop.steps()) if return_steps else carry
+    given = ("carry",) if context is None else ("carry", "context")
+    functions = Called("cond_fn", cond_fn, given), Called("body_fn", body_fn, given)
+    loop = ConditionalLoop(
+        "while_loop", body, init, max_steps, context, cond=cond_fn, compact=compact, functions=functions
+    )
+    ended, carry = run_loop(loop, checkpoints, progress)
+    return (carry, ended.steps()) if return_steps else carry
 
 
 @called_eagerly
+@named("fori_loop")
 def fori_loop(
     lower: int | Tensor,
     upper: int | Tensor,
@@ -324,21 +335,21 @@ def fori_loop(
         >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
         tensor(10)
     """
-    name = "fori_loop"
     if unknown:
         advice.refuse_unknown(fori_loop, unknown)
-    _callable(name, body_fn=body_fn)
-    first, last = named(name)(arguments.as_int)(lower, "lower"), named(name)(arguments.as_int)(upper, "upper")
+    check_callable(body_fn=body_fn)
+    first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return body_fn(first + t, carry), None
 
-    loop = Loop(name, body, init, max(last - first, 0))
-    loop.functions = (("body_fn", body_fn, ("i", "carry")),)
-    return run_loop(loop, checkpoints, progress)
+    functions = (Called("body_fn", body_fn, ("i", "carry")),)
+    loop = Loop("fori_loop", body, init, max(last - first, 0), functions=functions)
+    return run_loop(loop, checkpoints, progress)[1]
 
 
 @called_eagerly
+@named("map")
 def map(
     fn: Callable[[X], Y],
     xs: X,
@@ -360,48 +371,32 @@ def map(
         >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
-    name = "map"
     if unknown:
         advice.refuse_unknown(map, unknown)
-    _callable(name, fn=fn)
+    check_callable(fn=fn)
+    dim = arguments.as_int(dim, "dim")
     if batch_size is not None:
         if checkpoints is not None:
-            raise ValueError("map: checkpoints and batch_size do not go together; leave one out")
-        return map_in_chunks(fn, xs, dim, batch_size, name)
+            raise WrongValue("checkpoints and batch_size do not go together; leave one out")
+        return map_in_chunks(fn, xs, dim, arguments.as_int(batch_size, "batch_size"))
     if any_packed(xs):
-        raise TypeError("map: xs is packed; call fn on the packed tensor, or map over its .values")
-    slices = Slices(xs, None, dim, False, name)
+        raise WrongType("xs is packed; call fn on the packed tensor, or map over its .values")
+    slices = Slices(xs, None, dim, False)
     if slices.length is None:
-        raise ValueError("map: xs has no tensor to run over")
+        raise WrongValue("xs has no tensor to run over")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return (), fn(slices.tree.unflatten(row))
 
-    loop = Loop(name, body, (), slices.length)
-    loop.slices, loop.outputs = slices, slices.outputs()
-    loop.functions = (("fn", fn, ("x",)),)
-    run_loop(loop, checkpoints, progress)
-    return loop.outputs.stack(False) if loop.taken else zero_steps.empty_outputs(loop)
-
-
-def run_loop(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True) -> Any:
-    """Runs a loop with or without checkpoints, and gives the carry. The length of a `known` one is no mere bound."""
-    length = loop.length if known and loop.until is None else None
-    plan = node.plan_of(checkpoints, loop.name)
-    with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
-        if plan is None or not node.applies(loop):
-            return run(loop, bar)
-        return node.run(loop, plan, length, bar)
-
-
-def _callable(name: str, *, optional: bool = False, **functions: Any) -> None:
-    for what, function in functions.items():
-        if not callable(function) and not (optional and function is None):
-            raise TypeError(f"{name}: {what} must be callable, got {arguments.describe(function)}")
+    loop = Loop("map", body, (), slices.length, slices=slices, functions=(Called("fn", fn, ("x",)),))
+    ended, _ = run_loop(loop, checkpoints, progress)
+    outputs = ended.outputs
+    assert outputs is not None
+    return outputs.stack(False) if ended.taken else zero_steps.empty_outputs(loop)
 
 
 def _not_a_pair(out: Any) -> tuple[Any, Any]:
     if isinstance(out, list) and len(out) == 2:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
-    raise TypeError(f"scan: body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")
+    raise WrongType(f"body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")

@@ -7,7 +7,7 @@ stays; what it holds is its own business, as long as nothing must be kept, froze
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import pytree
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import kind_of
@@ -32,33 +33,33 @@ def describe(leaf: Any) -> str:
 
 
 class Carry:
-    """The structure and leaves that a carry must keep, learnt from `init`."""
+    """The structure and leaves that a carry must keep, learnt from `init`.
 
-    __slots__ = ("arrays", "hidden", "kinds", "leaves", "name", "tree")
+    `find_name` says what the user's body calls it, for errors; it is asked only then.
+    """
 
-    def __init__(self, init: Any, name: str) -> None:
-        self.name = name
+    __slots__ = ("_find_name", "arrays", "hidden", "kinds", "leaves", "tree")
+
+    def __init__(self, init: Any, find_name: Callable[[], str] = lambda: "carry") -> None:
+        self._find_name = find_name
         self.tree = pytree.Tree(init)
         leaves = self.tree.flatten(init)
         assert leaves is not None
         # What the objects among the leaves hold, by place: tensors that no loop sees.
-        self.hidden = {i: tensors_in(x) for i, x in enumerate(leaves) if _is_object(x)}
+        self.hidden = {i: find_tensors(x) for i, x in enumerate(leaves) if _is_object(x)}
         self.expect(leaves)
 
     def expect(self, leaves: Sequence[Any]) -> None:
         """From now on, leaves like these."""
         self.leaves = [describe(x) for x in leaves]
         self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
-        self.kinds = [
-            (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else _facts(x) if type(x) is TensorArray else type(x)
-            for x in leaves
-        ]
+        self.kinds = [_kind_of(x) for x in leaves]
 
     def check(self, tree: Any, step: int) -> list[Any]:
-        """The leaves of what the body returned at `step`, or a TypeError that lists all that differs."""
+        """The leaves of what the body returned at `step`, or an error that lists all that differs."""
         leaves = self.tree.flatten(tree)
         if leaves is None:
-            raise TypeError(self._structure_message(tree, step))
+            raise WrongType(self._structure_message(tree, step))
         kinds = self.kinds
         for i, x in enumerate(leaves):
             kind = kinds[i]
@@ -70,27 +71,36 @@ class Carry:
                     continue
             elif type(x) is kind:
                 continue
-            raise TypeError(self._leaves_message(leaves, step))
+            raise WrongType(self._leaves_message(leaves, step))
         return leaves
 
     def refuse_hidden(self, leaves: Sequence[Any], step: int, why: str) -> None:
         """Raises where the tensors in an object are not those that it held at first."""
         for i, first in self.hidden.items():
-            now = tensors_in(leaves[i])
+            now = find_tensors(leaves[i])
             changed = [path for path in now if now[path] is not first.get(path)] or [*first.keys() - now.keys()]
             if changed:
-                path, kind = f"carry{self.tree.paths[i]}", type(leaves[i]).__name__
-                raise TypeError(
-                    f"{self.name}: {path} is an object of class {kind}, and {path}{changed[0]} in it became another "
+                name, path, kind = self._find_name(), self.tree.paths[i], type(leaves[i]).__name__
+                raise WrongType(
+                    f"{self.said(i)} is an object of class {kind}, and {name}{path}{changed[0]} in it became another "
                     f"tensor at step {step}; {why}, and the loop does not look into objects: "
-                    f"{_instead(leaves[i])}"
+                    f"{_say_instead(leaves[i])}"
                 )
+
+    def need_rows(self, leaves: Sequence[Any], rows: int, why: str) -> None:
+        """Raises unless every leaf has so many rows, or is shared by all."""
+        need_rows(leaves, rows, why, self.said)
+
+    def said(self, i: int) -> str:
+        """Leaf i in the user's words."""
+        name = self._find_name()
+        return f"{name}{self.tree.paths[i]}{'' if name == 'carry' else f' ({name} is the carry)'}"
 
     def _array_fits(self, i: int, array: TensorArray) -> bool:
         old: Any = self.kinds[i]
         if old[1:] == kind_of(array):  # fixed, and known as that
             return True
-        new = _facts(array)
+        new = _kind_of(array)
         if old == new:
             return True
         if not _refines(old, new):
@@ -104,19 +114,21 @@ class Carry:
         if isinstance(x, Tensor):
             return (x.shape, x.dtype, x.device) != kind
         if type(x) is TensorArray:
-            return type(kind) is not tuple or not _refines(kind, _facts(x))
+            return type(kind) is not tuple or not _refines(kind, _kind_of(x))
         return type(x) is not kind
 
     def _structure_message(self, tree: Any, step: int) -> str:
+        name = self._find_name()
+        is_carry = "" if name == "carry" else f" ({name} is its carry)"
         was, now = dict(zip(self.tree.paths, self.leaves, strict=True)), pytree.leaves_with_paths(tree)
         here = {path: describe(leaf) for path, leaf in now}
-        lines = [f"  - carry{path}: {was[path]}" for path in was if path not in here]
-        lines += [f"  + carry{path}: {here[path]}" for path in here if path not in was]
+        lines = [f"  - {name}{path}: {was[path]}" for path in was if path not in here]
+        lines += [f"  + {name}{path}: {here[path]}" for path in here if path not in was]
         grown = not was.keys() - here.keys() and any(re.search(r"\[\d+\]$", path) for path in here.keys() - was.keys())
         cure = "What grows is a TensorArray: begin with tl.TensorArray() in init, and return carry.append(x)."
         structures = f"  - {self.structure}\n  + {pytree.structure(tree)}"
         return (
-            f"{self.name}: the body returned a carry of another structure at step {step}:\n{structures}\n"
+            f"the body returned a carry of another structure at step {step}{is_carry}:\n{structures}\n"
             + "\n".join(lines)
             + ("\n" + cure if grown else "\nReturn the same containers with the same keys as in init.")
         )
@@ -126,14 +138,15 @@ class Carry:
         return pytree.structure(self.tree.unflatten([None] * self.tree.size))
 
     def _leaves_message(self, leaves: Sequence[Any], step: int) -> str:
-        lines, hints = [], set[str]()
+        name, lines, hints = self._find_name(), [], set[str]()
+        is_carry = "" if name == "carry" else f"{name} is its carry; "
         for i, x in enumerate(leaves):
             if self._differs(i, x):
                 path = self.tree.paths[i]
-                lines += [f"  - carry{path}: {self.leaves[i]}", f"  + carry{path}: {describe(x)}"]
-                hints.add(_hint(self.leaves[i], self.kinds[i], x))
+                lines += [f"  - {name}{path}: {self.leaves[i]}", f"  + {name}{path}: {describe(x)}"]
+                hints.add(_say_hint(self.leaves[i], self.kinds[i], x))
         return (
-            f"{self.name}: the body changed the carry at step {step} (- what was, + what it returned):\n"
+            f"the body changed the carry at step {step} ({is_carry}- what was, + what it returned):\n"
             + "\n".join(lines)
             + "\n"
             + " ".join(sorted(hints))
@@ -148,7 +161,7 @@ def _is_object(leaf: Any) -> bool:
     return leaf is not None and not isinstance(leaf, _PLAIN)
 
 
-def tensors_in(x: Any) -> dict[str, Tensor]:
+def find_tensors(x: Any) -> dict[str, Tensor]:
     """The tensors that an object holds, in attributes and in the containers there, by path; the first few hundred."""
     found: dict[str, Tensor] = {}
     left = [("", x)]
@@ -169,7 +182,7 @@ def tensors_in(x: Any) -> dict[str, Tensor]:
     return found
 
 
-def _instead(x: Any) -> str:
+def _say_instead(x: Any) -> str:
     """What to write for an object that holds tensors."""
     if dataclasses.is_dataclass(x):
         return "declare all of its attributes as fields of the dataclass, and the loop takes it as a tree"
@@ -179,8 +192,13 @@ def _instead(x: Any) -> str:
     )
 
 
-def _facts(array: TensorArray) -> tuple[Any, ...]:
-    return TensorArray, array.element_shape, array.dtype, array.device
+def _kind_of(leaf: Any) -> Any:
+    """What a leaf must be again at every step, as far as it is known."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    if type(leaf) is TensorArray:
+        return TensorArray, leaf.element_shape, leaf.dtype, leaf.device
+    return type(leaf)
 
 
 def _refines(old: Any, new: Any) -> bool:
@@ -192,7 +210,7 @@ def _refines(old: Any, new: Any) -> bool:
     return len(old[1]) == len(new[1]) and all(a is None or a == b for a, b in zip(old[1], new[1], strict=True))
 
 
-def _hint(was: str, kind: Any, x: Any) -> str:
+def _say_hint(was: str, kind: Any, x: Any) -> str:
     if kind in (int, float, bool, complex):
         wanted = "torch.tensor(...)" if isinstance(x, Tensor) else type(x).__name__
         return f"A Python number keeps its type: begin with a {wanted} in init, or convert what the body returns."
@@ -203,19 +221,26 @@ def _hint(was: str, kind: Any, x: Any) -> str:
     return "Return leaves of the same kind as in init."
 
 
-def leading_rows(leaves: Sequence[Any], paths: Sequence[str], rows: int, name: str, what: str, why: str) -> None:
-    """Raises unless every tensor of rank 1 or more, and every element of an array, has `rows` leading rows."""
-    for path, x in zip(paths, leaves, strict=True):
+def first_without_rows(leaves: Sequence[Any], rows: int) -> int | None:
+    """The first tensor of rank 1 or more, or array by its elements, that has not `rows` leading rows."""
+    for i, x in enumerate(leaves):
         has_shape = isinstance(x, Tensor) or is_packed(x)
         shape = x.shape if has_shape else x.element_shape if isinstance(x, TensorArray) else None
         # A 0-d tensor is shared by all rows; the elements of an array never are.
         if shape is None or (isinstance(x, Tensor) and not shape):
             continue
         if not shape or shape[0] not in (rows, None):
-            raise ValueError(
-                f"{name}: {why} {rows} rows, but {what}{path} is {describe(x)}; "
-                f"give it {rows} leading rows, or make it 0-d where all rows share it"
-            )
+            return i
+    return None
+
+
+def need_rows(leaves: Sequence[Any], rows: int, why: str, say: Callable[[int], str]) -> None:
+    """Raises unless every leaf has `rows` leading rows, or is shared by all; `say` gives the path of one."""
+    if (i := first_without_rows(leaves, rows)) is not None:
+        raise WrongValue(
+            f"{why} {rows} rows, but {say(i)} is {describe(leaves[i])}; "
+            f"give it {rows} leading rows, or make it 0-d where all rows share it"
+        )
 
 
 def dtype_of_number(x: Any) -> torch.dtype:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import pytree
+from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._torch import transforms
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.packed.base import any_packed
@@ -19,10 +20,10 @@ _NUMBERS = (bool, int, float, complex)
 class Outputs:
     """The ys of a loop. The first step decides their structure, kinds and shapes."""
 
-    __slots__ = ("columns", "dim", "kinds", "length", "name", "stacked", "tree")
+    __slots__ = ("columns", "dim", "kinds", "length", "stacked", "tree")
 
-    def __init__(self, dim: int, length: int | None, name: str) -> None:
-        self.dim, self.length, self.name = dim, length, name
+    def __init__(self, dim: int, length: int | None) -> None:
+        self.dim, self.length = dim, length
         self.tree: pytree.Tree | None = None
         self.columns: list[Any] = []
         self.kinds: list[Any] = []
@@ -39,16 +40,16 @@ class Outputs:
         tree = self.tree or self._begin(y, step)
         leaves = tree.flatten(y)
         if leaves is None:
-            raise TypeError(
-                f"{self.name}: the body returned a y of another structure at step {step}:\n"
+            raise WrongType(
+                f"the body returned a y of another structure at step {step}:\n"
                 f"  - {pytree.structure(tree.unflatten([None] * tree.size))}\n  + {pytree.structure(y)}\n"
                 f"Return the same containers at every step."
             )
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             if self.kind_of(leaf, tree.paths[i], step) != kind:
                 was = kind.__name__ if isinstance(kind, type) else f"Tensor {tuple(kind[0])} {kind[1]} {kind[2]}"
-                raise TypeError(
-                    f"{self.name}: y{tree.paths[i]} changed at step {step}:\n  - {was}\n  + {describe(leaf)}\n"
+                raise WrongType(
+                    f"y{tree.paths[i]} changed at step {step}:\n  - {was}\n  + {describe(leaf)}\n"
                     f"The outputs of all steps are stacked, so they must be alike; put what grows in a TensorArray "
                     f"in the carry."
                 )
@@ -59,24 +60,25 @@ class Outputs:
         return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
 
     def _begin(self, y: Any, step: int) -> pytree.Tree:
-        no_packed(y, f"{self.name}: y")
+        no_packed(y)
         self.tree = tree = pytree.Tree(y)
         for path, leaf in zip(tree.paths, tree.flatten(y) or (), strict=True):
             self.columns.append(self._column(path, leaf))
             self.kinds.append(self.kind_of(leaf, path, step))
         return tree
 
-    def _tensors(self, name: str) -> Any:
-        return Column(name, self.dim, self.length)
+    def _tensors(self, path: str) -> Any:
+        return Column(path, self.dim, self.length)
 
     def _column(self, path: str, leaf: Any) -> "Values | Column":
         if isinstance(leaf, Tensor):
-            return self._tensors(f"{self.name}: y{path}")
+            return self._tensors(path)
         if leaf is None or type(leaf) in _NUMBERS:
             return Values(leaf)
-        raise TypeError(
-            f"{self.name}: y{path} is {describe(leaf)}; expected tensors, numbers or None"
-            + ("; carry the array instead: it is in the carry that the loop returns" if _is_array(leaf) else "")
+        is_array = isinstance(leaf, TensorArray)
+        raise WrongType(
+            f"y{path} is {describe(leaf)}; expected tensors, numbers or None"
+            + ("; carry the array instead: it is in the carry that the loop returns" if is_array else "")
         )
 
     def of_no_steps(self, ys: Any) -> Any:
@@ -119,10 +121,10 @@ class Values:
 class Column:
     """One tensor of each step. What needs no gradient is copied at once; the rest waits and is checked when stacked."""
 
-    __slots__ = ("copied", "copies", "dim", "length", "name", "versions", "waiting")
+    __slots__ = ("copied", "copies", "dim", "length", "path", "versions", "waiting")
 
-    def __init__(self, name: str, dim: int, length: int | None) -> None:
-        self.name, self.dim, self.length = name, dim, length
+    def __init__(self, path: str, dim: int, length: int | None) -> None:
+        self.path, self.dim, self.length = path, dim, length
         self.copies: Tensor | None = None  # (slots, *F), of which the first `copied` are filled
         self.copied = 0
         self.waiting: list[Tensor] = []
@@ -169,30 +171,24 @@ class Column:
             out = self.copies[: self.copied]
             out = out.flip(0) if reverse else out
             return out.movedim(0, place(self.dim, out.dim() - 1))
-        check_unchanged(self.waiting, self.versions, self.name)
+        check_unchanged(self.waiting, self.versions, self.path)
         values = self.waiting[::-1] if reverse else self.waiting
         return torch.stack(values, place(self.dim, values[0].dim()))
 
 
-def check_unchanged(ys: Sequence[Tensor], versions: Sequence[int | None], name: str) -> None:
+def check_unchanged(ys: Sequence[Tensor], versions: Sequence[int | None], path: str) -> None:
     """Raises where an output that waits to be joined was changed in place meanwhile."""
     for step, (y, version) in enumerate(zip(ys, versions, strict=True)):
         if version is not None and y._version != version:
-            raise RuntimeError(
-                f"{name}: the output of step {step} was changed in place at a later step; return y.clone()"
-            )
+            raise Misuse(f"y{path}: the output of step {step} was changed in place at a later step; return y.clone()")
 
 
-def no_packed(y: Any, name: str) -> None:
+def no_packed(y: Any) -> None:
     """Raises where an output is packed: stacked values would no longer be those of its rows."""
     if any_packed(y):
-        raise TypeError(f"{name} holds a PackedTensor, which does not stack; return its .values, or y.pad()")
+        raise WrongType("y holds a PackedTensor, which does not stack; return its .values, or y.pad()")
 
 
 def place(dim: int, rank: int) -> int:
     """Where the steps go in the stack of outputs of this rank: at `dim`, or last where they have fewer dims."""
     return min(dim, rank) if dim >= 0 else max(dim + rank + 1, 0)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, TensorArray)

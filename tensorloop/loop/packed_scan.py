@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop.loop.carry import describe
+from tensorloop.loop.context import packed_leaves
 from tensorloop.loop.outputs import Outputs, check_unchanged
 from tensorloop.loop.slices import Slices
-from tensorloop.loop.stopped_rows import Rows
+from tensorloop.loop.stopped_rows import ActiveRows
 from tensorloop.packed import segments
 from tensorloop.packed.autograd import recording, refuse_lost_gradient
 from tensorloop.packed.base import is_packed
@@ -29,13 +31,12 @@ class PackedSlices(Slices):
 
     __slots__ = ("counts", "inverse", "order", "ragged", "starts")
 
-    def __init__(self, xs: Any, length: Any, dim: Any, reverse: bool, name: str) -> None:
-        self.ragged = ragged = _common(xs, name)
+    def __init__(self, xs: Any, length: int | None, dim: int | Dim, reverse: bool) -> None:
+        self.ragged = ragged = _common(xs)
         if not recording():
-            leaves = pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed))
-            refuse_lost_gradient(name, tuple(x.value for _, x in leaves))
-        if not isinstance(dim, Dim) and arguments.as_int(dim, f"{name}: dim") not in (0, 1):
-            raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
+            refuse_lost_gradient("scan", tuple(x for _, x in packed_leaves(xs)))
+        if not isinstance(dim, Dim) and dim not in (0, 1):
+            raise WrongValue(f"packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time
         if reverse:
             mirror = segments.mirror(ragged._offsets, ragged.total)
@@ -46,9 +47,9 @@ class PackedSlices(Slices):
         )
         self.counts = turned._lens.tolist()
         self.starts = turned._offsets.tolist()
-        super().__init__(in_time, None, 0, False, name)
+        super().__init__(in_time, None, 0, False)
         if length is not None and length != ragged.max_len:
-            raise ValueError(f"{name}: length is {length}, but the longest row of packed xs has {ragged.max_len}")
+            raise WrongValue(f"length is {length}, but the longest row of packed xs has {ragged.max_len}")
         self.length = ragged.max_len
 
     def part(self, x: Tensor, dim: int, t: int) -> Tensor:
@@ -57,7 +58,7 @@ class PackedSlices(Slices):
     def step_shape(self, x: Tensor, dim: int) -> list[int]:
         return [len(self.ragged), *x.shape[1:]]
 
-    def _agreed(self, lengths: dict[str, int], length: Any) -> int | None:
+    def _agreed(self, lengths: dict[str, int], length: int | None) -> int | None:
         return None
 
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:
@@ -70,9 +71,9 @@ class PackedSlices(Slices):
         x, dim = self.tensors[k]
         return None if x is None else self.part(x, dim, i).clone()
 
-    def rows(self) -> Rows:
+    def rows(self) -> ActiveRows:
         """Which rows run at which step."""
-        return Rows.known(self.ragged._lens)
+        return ActiveRows.known(self.ragged._lens)
 
     def outputs(self) -> "PackedOutputs":
         """What the ys of this scan go into."""
@@ -85,7 +86,7 @@ class PackedOutputs(Outputs):
     __slots__ = ("slices",)
 
     def __init__(self, slices: PackedSlices) -> None:
-        super().__init__(0, slices.length, slices.name)
+        super().__init__(0, slices.length)
         self.slices = slices
 
     def kind_of(self, leaf: Any, path: str, step: int) -> Any:
@@ -93,14 +94,14 @@ class PackedOutputs(Outputs):
             return type(leaf)
         count = len(self.slices.ragged) if not self.slices.length else self.slices.counts[step]
         if not leaf.dim() or len(leaf) != count:
-            raise ValueError(
-                f"{self.name}: y{path} of step {step} is {describe(leaf)}; over packed xs an output has the rows of "
+            raise WrongValue(
+                f"y{path} of step {step} is {describe(leaf)}; over packed xs an output has the rows of "
                 f"its step, here {count}"
             )
         return leaf.shape[1:], leaf.dtype, leaf.device
 
-    def _tensors(self, name: str) -> Any:
-        return _Column(name)
+    def _tensors(self, path: str) -> Any:
+        return _Column(path)
 
     def joined(self, values: Any, reverse: bool) -> Tensor:
         return torch.cat(list(values))
@@ -124,8 +125,8 @@ class PackedOutputs(Outputs):
 class _Column:
     """One tensor of each step, each of its own number of rows."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, path: str) -> None:
+        self.path = path
         self.waiting: list[Tensor] = []
         self.versions: list[int | None] = []
 
@@ -135,31 +136,23 @@ class _Column:
         self.versions.append(y._version if kept else None)
 
     def stack(self, reverse: bool) -> Tensor:
-        check_unchanged(self.waiting, self.versions, self.name)
+        check_unchanged(self.waiting, self.versions, self.path)
         return torch.cat(self.waiting)
 
 
-def _common(xs: Any, name: str) -> Dim:
+def _common(xs: Any) -> Dim:
     """The one dim of all packed leaves."""
     found: Dim | None = None
-    for path, x in pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed)):
-        x = x.value
+    for path, x in packed_leaves(xs):
         if x is None:
             continue
         if not is_packed(x):
-            raise TypeError(
-                f"{name}: xs{path} is {arguments.describe(x)} beside packed leaves; pack it too (tl.pack_padded), or "
+            raise WrongType(
+                f"xs{path} is {arguments.describe(x)} beside packed leaves; pack it too (tl.pack_padded), or "
                 f"close over it where it is the same at every step"
             )
         if found is not None and not found.same(x._dim):
-            raise differ(found, x._dim, f"{name}: xs{path}")
+            raise differ(found, x._dim, f"scan: xs{path}")
         found = found or x._dim
     assert found is not None
     return found
-
-
-class _Opaque:
-    """A leaf that no tree function looks into."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value

@@ -2,10 +2,9 @@
 
 A carried array (`Shrunk`) begins a new buffer whenever rows leave; what was written before stays as a *part*, with the
 columns it was written with. So an array that a loop only appends to is never copied before its end, where all parts are
-put together (`whole_batch`). A read of earlier slots makes the parts one buffer of the rows that are left.
+put together (`restore_batch`). A read of earlier slots makes the parts one buffer of the rows that are left.
 
 A context array (`Picked`) stays whole: a single read takes the rows that are left, a bulk read copies them all once.
-A packed tensor of the context (`hidden`) is a leaf like a tensor: rows are taken out of it by one gather.
 
     invariant: parts and the current buffer do not overlap (in slots or rows); what none of them covers is 0.
 """
@@ -15,12 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from tensorloop._common.errors import named
 from tensorloop._common.scope import here, without_recorder
 from tensorloop._torch import transforms
-from tensorloop.packed.base import Packed, any_packed, is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.friends import refill, store_of, with_rows
@@ -152,7 +149,7 @@ class Shrunk(_OfFewerRows):
                 gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
         tail = [self.store.whole()] if self.store.length else []
         self.parts, self.start = gone, 0
-        self.store = _stored(torch.cat(left + tail), self.store)
+        self.store = _store_like(torch.cat(left + tail), self.store)
 
 
 class Picked(_OfFewerRows):
@@ -180,7 +177,7 @@ class Picked(_OfFewerRows):
             self.bulk = True
             with without_recorder():
                 values = self.store.span(0, self.store.length)
-                self.picked = _stored(values.index_select(1, self.ids), self.store)
+                self.picked = _store_like(values.index_select(1, self.ids), self.store)
         return self.picked
 
 
@@ -213,7 +210,7 @@ def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
 
 
 @named("TensorArray")
-def one_store(array: TensorArray) -> TensorArray:
+def unify_store(array: TensorArray) -> TensorArray:
     """The array with one plain store of the rows that are left."""
     store = store_of(array)
     return with_rows(array, store.one(), len(store.ids)) if isinstance(store, Shrunk) else array
@@ -226,7 +223,7 @@ def read_in_bulk(leaves: Sequence[Any]) -> bool:
 
 
 @named("TensorArray")
-def whole_batch(array: TensorArray, rows: int) -> TensorArray:
+def restore_batch(array: TensorArray, rows: int) -> TensorArray:
     """The array of the full batch."""
     store = store_of(array)
     assert isinstance(store, Shrunk)
@@ -238,38 +235,6 @@ def whole_batch(array: TensorArray, rows: int) -> TensorArray:
     places = [(part.start, part.ids) for part in parts]
     put = _put if transforms.maybe_level() is not None or transforms.forward_mode() else _Put.apply
     return refill(array, put(store.length, rows, places, *(part.values for part in parts)))
-
-
-class _Hidden:
-    """A packed tensor that no tree function looks into."""
-
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
-
-
-def hidden(context: Any) -> Any:
-    """A context as a tree in which packed tensors are leaves: they lose rows, as others do."""
-    if not any_packed(context):
-        return context
-    return _pytree.tree_map(lambda x: _Hidden(x) if is_packed(x) else x, context, is_leaf=is_packed)
-
-
-def shown(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a `hidden` tree, packed tensors as they are."""
-    return [x.packed if type(x) is _Hidden else x for x in leaves]
-
-
-def values_of(leaf: Any) -> Tensor | None:
-    """The tensor that has a leaf's numbers by row; None for what has none, and for arrays."""
-    x = leaf.values if is_packed(leaf) else leaf
-    return x if isinstance(x, Tensor) and x.dim() else None
-
-
-def alias(leaf: Any) -> Any:
-    """A view of all of a leaf, for what has numbers."""
-    if is_packed(leaf):
-        return leaf._with(leaf.values.view_as(leaf.values))
-    return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 class _Put(torch.autograd.Function):
@@ -297,7 +262,7 @@ def _put(length: int, rows: int, places: list[tuple[int, Tensor]], *parts: Tenso
     return out
 
 
-def _stored(values: Tensor, like: Any) -> Any:
+def _store_like(values: Tensor, like: Any) -> Any:
     if isinstance(like, Slots):
         return Slots(values[0], list(values.unbind(0))) if len(values) else Slots(like.like[: values.shape[1]], [])
     store = Buffer.unstack(values)

@@ -5,8 +5,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments, pytree
-from tensorloop._common.errors import named
+from tensorloop._common import pytree
+from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.outputs import Outputs
@@ -19,11 +20,10 @@ CHUNK = 64
 class Slices:
     """The leaves of `xs`, checked, and their slices step by step."""
 
-    __slots__ = ("_chunks", "_rows", "_versions", "dim", "length", "name", "reverse", "tensors", "tree")
+    __slots__ = ("_chunks", "_rows", "_versions", "dim", "length", "reverse", "tensors", "tree")
 
-    def __init__(self, xs: Any, length: Any, dim: int, reverse: bool, name: str) -> None:
-        self.name, self.reverse = name, reverse
-        self.dim = arguments.as_int(dim, f"{name}: dim")
+    def __init__(self, xs: Any, length: int | None, dim: int, reverse: bool) -> None:
+        self.dim, self.reverse = dim, reverse
         self.tree = pytree.Tree(xs)
         leaves = self.tree.flatten(xs)
         assert leaves is not None
@@ -35,8 +35,8 @@ class Slices:
         try:
             self.length = self._agreed(lengths, length)
         except ValueError as error:
-            if advice.is_sequence(xs):
-                raise ValueError(f"{error}. {advice.steps_or_leaves(len(xs))}") from None
+            if is_sequence(xs):
+                raise WrongValue(f"{error}. {steps_or_leaves(len(xs))}") from None
             raise
         # (tensor, its dim) for each leaf, (None, 0) for a leaf that is None.
         self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
@@ -62,7 +62,7 @@ class Slices:
 
     def outputs(self) -> Outputs:
         """What the ys of this scan go into."""
-        return Outputs(self.dim, self.length, self.name)
+        return Outputs(self.dim, self.length)
 
     def step_shape(self, x: Tensor, dim: int) -> list[int]:
         """The shape of what one step gets of x."""
@@ -71,8 +71,8 @@ class Slices:
     def check_unchanged(self, step: int) -> None:
         """Raises where a body changed xs in place, which only happens under no_grad."""
         if (k := self._versions.changed()) is not None:
-            raise RuntimeError(
-                f"{self.name}: xs{self.tree.paths[k]} was changed in place during the loop (seen at step {step}); "
+            raise Misuse(
+                f"xs{self.tree.paths[k]} was changed in place during the loop (seen at step {step}); "
                 f"clone() the slice before changing it"
             )
 
@@ -82,26 +82,25 @@ class Slices:
         if isinstance(x, TensorArray):
             return len(x)
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{self.name}: xs{path} is {arguments.describe(x)}; expected a tensor, a TensorArray or None. "
+            raise WrongType(
+                f"xs{path} is {describe(x)}; expected a tensor, a TensorArray or None. "
                 f"What is the same at every step belongs in init, or is closed over"
             )
         if x.dim() == 0 or not -x.dim() <= self.dim < x.dim():
-            raise ValueError(
-                f"{self.name}: xs{path} has shape {tuple(x.shape)} and no dim {self.dim} to run over; "
-                f"give it one, or close over it"
+            raise WrongValue(
+                f"xs{path} has shape {tuple(x.shape)} and no dim {self.dim} to run over; give it one, or close over it"
             )
         return int(x.shape[self.dim])  # of a tracer: a number, as the loop is unrolled
 
-    def _agreed(self, lengths: dict[str, int], length: Any) -> int | None:
-        if length is not None and (length := named(self.name)(arguments.as_int)(length, "length")) < 0:
-            raise ValueError(f"{self.name}: length must be at least 0, got {length}")
+    def _agreed(self, lengths: dict[str, int], length: int | None) -> int | None:
+        if length is not None and length < 0:
+            raise WrongValue(f"length must be at least 0, got {length}")
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"xs{path}: {n}" for path, n in lengths.items())
-            raise ValueError(f"{self.name}: the leaves of xs have different lengths along dim {self.dim}: {listed}")
+            raise WrongValue(f"the leaves of xs have different lengths along dim {self.dim}: {listed}")
         found = next(iter(lengths.values()), None)
         if None not in (found, length) and found != length:
-            raise ValueError(f"{self.name}: length is {length}, but xs has length {found} along dim {self.dim}")
+            raise WrongValue(f"length is {length}, but xs has length {found} along dim {self.dim}")
         return length if found is None else found
 
     def _as_tensor(self, x: Any) -> tuple[Tensor | None, int]:
@@ -130,6 +129,19 @@ class Slices:
             chunk = cast(tuple[Tensor, ...], torch.unbind_copy(part, dim))  # its stub says None
             self._chunks[k] = number, chunk
         return chunk[i % CHUNK]
+
+
+def is_sequence(xs: Any) -> bool:
+    """Whether xs may have been meant as a sequence of steps."""
+    return type(xs) in (list, tuple) and len(xs) > 1 and all(isinstance(x, Tensor) for x in xs)
+
+
+def steps_or_leaves(n: int) -> str:
+    """What to say of a sequence of n tensors that may have been meant as steps."""
+    return (
+        f"xs is a sequence of {n} tensors, which is a tree: the body gets a slice of each. "
+        f"If the tensors themselves are the steps, give torch.stack(xs) or a TensorArray"
+    )
 
 
 def _no_slots(array: TensorArray) -> Tensor | None:

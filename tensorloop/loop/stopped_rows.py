@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
-from tensorloop.loop.shrunk_arrays import Shrunk, one_store, pick, shrink, whole_batch
+from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, unify_store
 from tensorloop.packed.base import is_packed
 from tensorloop.packed.index import select_rows
 from tensorloop.tensor_array.array import TensorArray
@@ -35,7 +36,7 @@ class Cut(NamedTuple):
     ids: Tensor  # of the rows kept
 
 
-class Rows:
+class ActiveRows:
     """Which rows run at which step. `steps`: what each row of the full batch took, RUNNING until it has stopped."""
 
     def __init__(self, first: Tensor, compact: bool) -> None:
@@ -46,10 +47,10 @@ class Rows:
         self.cuts: list[Cut] = []
         self._cut_steps: list[int] = []
         # At step `_step`: the rows of the batch that run, and whether they all do.
-        self._step, self.active, self._every = -1, torch.ones_like(first), True
+        self._step, self.active, self._all_active = -1, torch.ones_like(first), True
 
     @classmethod
-    def known(cls, lens: Tensor) -> "Rows":
+    def known(cls, lens: Tensor) -> "ActiveRows":
         """Rows that take so many steps each, and leave the batch at once."""
         rows = cls(lens > 0, True)
         ids = torch.arange(len(lens), device=lens.device)
@@ -66,7 +67,7 @@ class Rows:
 
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
-        active = cond if self._every else cond & self.active
+        active = cond if self._all_active else cond & self.active
         if not self.batched:
             self.batched = transforms.is_batched(active)
         numbers = transforms.numbers(active)
@@ -79,10 +80,10 @@ class Rows:
             stopped = torch.zeros_like(self.steps, dtype=torch.bool).index_copy(0, ids, stopped)
         self.steps = torch.where(stopped, t, self.steps)
         running = int(numbers.sum())
-        self._step, self.active, self._every = t, active, running == numbers.numel()
+        self._step, self.active, self._all_active = t, active, running == numbers.numel()
         if not running:
             return False
-        if self.compact and not self.batched and not self._every and (4 * running <= 3 * len(active) or cheap()):
+        if self.compact and not self.batched and not self._all_active and (4 * running <= 3 * len(active) or cheap()):
             self._cut(t, active, ids)
         return True
 
@@ -90,7 +91,7 @@ class Rows:
         kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
         self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
         self._cut_steps.append(t)
-        self.active, self._every = active[kept], True
+        self.active, self._all_active = active[kept], True
 
     def cut_at(self, t: int) -> Cut | None:
         """The cut made before step t."""
@@ -112,8 +113,8 @@ class Rows:
         if self._step != t:
             ids = self.ids_at(t)
             self.active = (self.steps if ids is None else self.steps[ids]) > t
-            self._step, self._every = t, bool(transforms.numbers(self.active).all())
-        return self.active, self._every
+            self._step, self._all_active = t, bool(transforms.numbers(self.active).all())
+        return self.active, self._all_active
 
     def elements_at(self, t: int, around: Tensor | None) -> Tensor:
         """Under vmap: the elements that run at step t, here and in the loops around."""
@@ -136,7 +137,7 @@ def spread(mask: Tensor, like: Tensor) -> Tensor:
     return mask.view((*mask.shape, *[1] * (like.dim() - mask.dim())))
 
 
-def first_inputs(rows: Rows, carry: Sequence[Any]) -> list[Any]:
+def make_first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
     """`last` before the first step: a running row's values, for rows that never run; under vmap each one's own."""
     mask, _ = rows.mask_at(0)
     if rows.size is None or rows.batched:
@@ -145,10 +146,10 @@ def first_inputs(rows: Rows, carry: Sequence[Any]) -> list[Any]:
     return [x.detach().index_select(0, row.expand(len(x))) if rows.holds(x) else None for x in carry]
 
 
-def inputs(rows: Rows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
+def make_inputs(rows: ActiveRows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
     """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
-    mask, every = rows.mask_at(t)
-    if every:
+    mask, all_active = rows.mask_at(t)
+    if all_active:
         return carry
     for x in carry:
         if isinstance(x, TensorArray):
@@ -159,23 +160,23 @@ def inputs(rows: Rows, t: int, carry: list[Any], last: Sequence[Any]) -> list[An
     ]
 
 
-def _no_shorter(now: int, before: int) -> None:
+def _refuse_shorter(now: int, before: int) -> None:
     if now < before:
-        raise ValueError(
-            f"while_loop: the body put an array of {now} slots in the place of one of {before}, while rows have "
+        raise WrongValue(
+            f"the body put an array of {now} slots in the place of one of {before}, while rows have "
             f"stopped that keep theirs; write to the array that is there, or keep its length"
         )
 
 
-def lengths(carry: Sequence[Any]) -> list[int]:
+def count_slots(carry: Sequence[Any]) -> list[int]:
     """How many slots each array has; 0 for what is none."""
     return [len(x) if isinstance(x, TensorArray) else 0 for x in carry]
 
 
-def frozen(rows: Rows, t: int, old: Sequence[Any], new: list[Any], before: Sequence[int]) -> list[Any]:
+def freeze(rows: ActiveRows, t: int, old: Sequence[Any], new: list[Any], before: Sequence[int]) -> list[Any]:
     """The carry after step t: new in the rows that ran, old in the others. `before`: lengths of the old arrays."""
-    mask, every = rows.mask_at(t)
-    if every:
+    mask, all_active = rows.mask_at(t)
+    if all_active:
         return new
     for x in (*old, *new):
         if isinstance(x, TensorArray):
@@ -183,19 +184,19 @@ def frozen(rows: Rows, t: int, old: Sequence[Any], new: list[Any], before: Seque
     out = []
     for x, y, length in zip(new, old, before, strict=True):
         if isinstance(x, TensorArray):
-            out.append(x if x is y or store_of(x) is store_of(y) else _mixed(mask, x, y, length))
+            out.append(x if x is y or store_of(x) is store_of(y) else _mix(mask, x, y, length))
         else:
             out.append(torch.where(spread(mask, x), x, y) if rows.holds(x) else x)
     return out
 
 
-def _mixed(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> TensorArray:
+def _mix(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> TensorArray:
     """Another array than the old one, which had `length` slots: in stopped rows it holds what the old one did."""
     if not len(new) and not length:
         return new
-    _no_shorter(len(new), length)
+    _refuse_shorter(len(new), length)
     values = new.stack()
-    held = _lengthened(old.stack()[: len(new)], len(new)) if length else torch.zeros_like(values)
+    held = _lengthen(old.stack()[: len(new)], len(new)) if length else torch.zeros_like(values)
     shape = (1, *mask.shape, *[1] * (values.dim() - mask.dim() - 1))
     return replace(new, torch.where(mask.view(shape), values, held))
 
@@ -209,12 +210,12 @@ def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
     ]  # fmt: skip
 
 
-def shrunk(carry: Sequence[Any], cut: Cut, ids: Tensor) -> list[Any]:
+def shrink_carry(carry: Sequence[Any], cut: Cut, ids: Tensor) -> list[Any]:
     """The carry without the rows that ended; `ids` are those it had. Arrays are not copied."""
     return [shrink(x, ids, cut.ids) if isinstance(x, TensorArray) else select([x], cut.kept)[0] for x in carry]
 
 
-def picked(context: Sequence[Any], cut: Cut, before: Sequence[Any]) -> list[Any]:
+def pick_rows(context: Sequence[Any], cut: Cut, before: Sequence[Any]) -> list[Any]:
     """The caller's context for the rows that a cut leaves; arrays are not copied."""
     pairs = zip(context, before, strict=True)
     return [pick(x, cut.ids, y) if isinstance(x, TensorArray) else select([x], cut.ids)[0] for x, y in pairs]
@@ -232,35 +233,37 @@ def _select(x: Any, index: Tensor) -> Any:
     return replace(x, x.stack().index_select(1, index))
 
 
-def whole_arrays(pieces: Sequence[tuple[Tensor, list[Any]]], old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """The new carry with plain arrays, and in the pieces what the rows that left had in theirs.
+def make_arrays_whole(
+    departed: Sequence[tuple[Tensor, list[Any]]], old: Sequence[Any], new: Sequence[Any]
+) -> list[Any]:
+    """The new carry with plain arrays, and in what departed its rows of the old one's.
 
     Needed where a body moves arrays about in its carry: then a place is no longer the one that its parts belong to.
     """
-    rows = sum(len(ids) for ids, _ in pieces)
+    rows = sum(len(ids) for ids, _ in departed)
     for i, x in enumerate(old):
         if isinstance(x, TensorArray) and isinstance(store := store_of(x), Shrunk):
-            full = whole_batch(x, rows + len(store.ids))
-            for ids, leaves in pieces:
+            full = restore_batch(x, rows + len(store.ids))
+            for ids, leaves in departed:
                 leaves[i] = select([full], ids)[0]
         elif isinstance(x, TensorArray):  # written since the last rows left, if ever
-            for _, leaves in pieces:
+            for _, leaves in departed:
                 leaves[i] = TensorArray()
-    return [one_store(x) if isinstance(x, TensorArray) else x for x in new]
+    return [unify_store(x) if isinstance(x, TensorArray) else x for x in new]
 
 
-def joined(pieces: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
+def join(departed: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
     """The carry of the full batch, from what left it, and at last stayed in it: (ids, leaves) of each piece."""
-    every = [ids for ids, _ in pieces]
-    columns = zip(*(leaves for _, leaves in pieces), strict=True)
-    return [_join(column, every) for column in columns]
+    all_ids = [ids for ids, _ in departed]
+    columns = zip(*(leaves for _, leaves in departed), strict=True)
+    return [_join_column(column, all_ids) for column in columns]
 
 
-def _join(column: Sequence[Any], every: Sequence[Tensor]) -> Any:
-    order = torch.cat(list(every)).argsort()
+def _join_column(column: Sequence[Any], all_ids: Sequence[Tensor]) -> Any:
+    order = torch.cat(list(all_ids)).argsort()
     whole = column[-1]
     if isinstance(whole, TensorArray) and isinstance(store_of(whole), Shrunk):
-        return whole_batch(whole, len(order))
+        return restore_batch(whole, len(order))
     if isinstance(whole, Tensor) and whole.dim():
         return torch.cat(list(column)).index_select(0, order)
     if not isinstance(whole, TensorArray) or store_of(whole) is None:
@@ -268,15 +271,15 @@ def _join(column: Sequence[Any], every: Sequence[Tensor]) -> Any:
     last = whole.stack()
     parts = [
         last.new_zeros(0, len(ids), *last.shape[2:]) if x is None or store_of(x) is None else x.stack()
-        for x, ids in zip(column, every, strict=True)
+        for x, ids in zip(column, all_ids, strict=True)
     ]
-    values = torch.cat([_lengthened(x, len(last)) for x in parts], 1)
+    values = torch.cat([_lengthen(x, len(last)) for x in parts], 1)
     return replace(whole, values.index_select(1, order))
 
 
-def _lengthened(values: Tensor, length: int) -> Tensor:
+def _lengthen(values: Tensor, length: int) -> Tensor:
     """(n, B, *F) with slots up to `length`, 0 in those that were begun after its rows had stopped."""
-    _no_shorter(length, len(values))
+    _refuse_shorter(length, len(values))
     if len(values) == length:
         return values
     return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import pytree
+from tensorloop._common.errors import WrongType
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.loop import Loop
@@ -31,7 +32,7 @@ def empty_outputs(loop: Loop) -> Any:
     tree = pytree.Tree(y)
     leaves = tree.flatten(y)
     assert leaves is not None
-    return tree.unflatten([_empty(x, dim, f"{loop.name}: y{path}") for path, x in zip(tree.paths, leaves, strict=True)])
+    return tree.unflatten([_empty(x, dim, path) for path, x in zip(tree.paths, leaves, strict=True)])
 
 
 def _like(x: Tensor, shape: list[int]) -> Tensor:
@@ -46,13 +47,13 @@ def _fake(fake: Callable[[Tensor], Tensor], x: Any) -> Any:
     return x
 
 
-def _empty(x: Any, dim: int, name: str) -> Any:
+def _empty(x: Any, dim: int, path: str) -> Any:
     if x is None:
         return None
     if isinstance(x, (bool, int, float, complex)):
         return torch.empty(0, dtype=dtype_of_number(x))
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} is {describe(x)}; expected tensors, numbers or None")
+        raise WrongType(f"y{path} is {describe(x)}; expected tensors, numbers or None")
     shape = list(x.shape)
     shape.insert(place(dim, x.dim()), 0)
     return torch.empty(shape, dtype=x.dtype, device=x.device)

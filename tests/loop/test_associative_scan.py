@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorloop as tl
 from tensorloop import reference
-from tensorloop.loop.parallel import associative_scan
+from tensorloop.loop.associative import associative_scan
 from tensorloop.testing import assert_matches_reference
 from tests.support.parallel_cases import (
     Affine,

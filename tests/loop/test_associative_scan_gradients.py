@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop import reference
-from tensorloop.loop.parallel import associative_scan
+from tensorloop.loop.associative import associative_scan
 from tensorloop.memory import saved_bytes
 from tensorloop.testing import assert_growth, assert_matches_reference, assert_no_leak, assert_saved_bytes
 from tests.support.parallel_cases import Affine, assert_like_the_fold, both_ways, recurrence, rotations, then, work

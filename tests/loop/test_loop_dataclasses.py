@@ -175,9 +175,9 @@ def test_packed_xs_map_and_associative_scan_take_dataclasses() -> None:
 @pytest.mark.parametrize(
     ("body", "lines"),
     [
-        (lambda i, c: State(c.h.float(), c.n), ["- carry.h: Tensor (2,) float64", "+ carry.h: Tensor (2,) float32"]),
-        (lambda i, c: State(State(c.h), c.n), ["- carry.h: Tensor", "+ carry.h: State"]),
-        (lambda i, c: c.h, ["- State(h=*, n=*)", "+ *", "- carry.n: int"]),
+        (lambda i, c: State(c.h.float(), c.n), ["- c.h: Tensor (2,) float64", "+ c.h: Tensor (2,) float32"]),
+        (lambda i, c: State(State(c.h), c.n), ["- c.h: Tensor", "+ c.h: State"]),
+        (lambda i, c: c.h, ["- State(h=*, n=*)", "+ *", "- c.n: int"]),
         (lambda i, c: Cached(c.h), ["- State(h=*, n=*)", "+ Cached(h=*)"]),
     ],
 )
@@ -208,9 +208,9 @@ class Memory:
 
 
 OBJECTS = {
-    "namespace": (lambda h: SimpleNamespace(h=h), lambda c: c.h, "carry[0].h in it", "register_dataclass"),
-    "class": (Memory, lambda c: c.layers[0]["h"], "carry[0].layers[0]['h'] in it", "register_pytree_node"),
-    "extra": (Extra, lambda c: c.h, "carry[0].h in it", "declare all of its attributes as fields"),
+    "namespace": (lambda h: SimpleNamespace(h=h), lambda c: c.h, "c[0].h in it", "register_dataclass"),
+    "class": (Memory, lambda c: c.layers[0]["h"], "c[0].layers[0]['h'] in it", "register_pytree_node"),
+    "extra": (Extra, lambda c: c.h, "c[0].h in it", "declare all of its attributes as fields"),
 }
 
 

@@ -1,5 +1,7 @@
 """What loops refuse, and the words they say it in; exceptions of the body pass through."""
 
+import functools
+import operator
 import re
 import traceback
 from collections.abc import Callable
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tensorloop
+from tensorloop.loop.called import Called
 from tests.support.loop_cases import Counter, randn, rotate, with_and_without_checkpoints
 
 tl: Any = tensorloop  # most calls here are wrong on purpose, and no type checker need say so
@@ -211,9 +214,64 @@ def test_every_leaf_that_differs_is_named_at_the_first_step_that_differs(checkpo
     assert "raised in step 2 of fori_loop" in error.value.__notes__
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, step: int, state: Any) -> Any:
+        return {"h": state["h"].double()}
+
+    def of_many(self, *arguments: Any) -> Any:
+        return self(*arguments)
+
+
+def as_double(i: int, memory: Any, /, power: int = 1) -> Any:
+    return {"h": memory["h"].double() * power}
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (lambda i, h: {"h": h["h"].double()}, "h"),
+        (as_double, "memory"),
+        (functools.partial(as_double, power=2), "memory"),
+        (Doubled(), "state"),
+        (Doubled().forward, "state"),
+        (lambda i, carry: {"h": carry["h"].double()}, "carry"),
+        (lambda i, _: {"h": _["h"].double()}, "carry"),
+        (Doubled().of_many, "carry"),
+        (lambda *both: as_double(*both), "carry"),
+    ],
+)
+def test_a_carry_is_called_what_the_body_calls_it(body: Any, name: str, checkpoints: Any) -> None:
+    with pytest.raises(TypeError) as error:
+        tl.fori_loop(0, 2, body, {"h": ZERO}, checkpoints=checkpoints)
+    lines = str(error.value).splitlines()
+    said = "" if name == "carry" else f"{name} is its carry; "
+    assert lines[0] == f"fori_loop: the body changed the carry at step 0 ({said}- what was, + what it returned):"
+    assert lines[1] == f"  - {name}['h']: Tensor (2,) float32 cpu"
+
+
+def test_functions_in_c_have_no_names() -> None:
+    assert Called("body_fn", operator.methodcaller("sum"), ("carry",)).parameter("carry") == "carry"
+    assert Called("body_fn", torch.sin, ("carry",)).parameter("carry") == "carry"
+
+
+def test_a_lost_key_stands_under_the_users_name() -> None:
+    with pytest.raises(TypeError) as error:
+        tl.scan(lambda state, x: ({"a": x}, None), {"a": ZERO, "b": ZERO}, XS)
+    lines = str(error.value).splitlines()
+    assert lines[0] == "scan: the body returned a carry of another structure at step 0 (state is its carry):"
+    assert "  - state['b']: Tensor (2,) float32 cpu" in lines
+
+
+def test_nobody_asks_for_names_while_all_goes_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Called, "signature", lambda self: pytest.fail("asked"))
+    tl.scan(lambda state, x: (state + x, None), ZERO, XS)
+    tl.while_loop(lambda n: n < 3, lambda n: n + 1, torch.zeros(2))
+
+
 @with_and_without_checkpoints
 def test_a_carry_on_another_device(checkpoints: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape("+ carry: Tensor (2,) float32 meta")):
+    with pytest.raises(TypeError, match=re.escape("+ c: Tensor (2,) float32 meta")):
         tl.fori_loop(0, 2, lambda i, c: c.to("meta"), ZERO, checkpoints=checkpoints)
 
 
@@ -225,7 +283,7 @@ def test_other_strides_are_no_error(checkpoints: Any) -> None:
 
 @with_and_without_checkpoints
 def test_an_init_that_broadcasts_against_x_is_caught(checkpoints: Any) -> None:
-    message = re.escape("- carry: Tensor () float32 cpu\n  + carry: Tensor (2,) float32 cpu\nA carry keeps its shape")
+    message = re.escape("- c: Tensor () float32 cpu\n  + c: Tensor (2,) float32 cpu\nA carry keeps its shape")
     with pytest.raises(TypeError, match=message):
         tl.scan(lambda c, x: (c + x, None), torch.zeros(()), XS, checkpoints=checkpoints)
 
@@ -249,9 +307,7 @@ def test_a_number_that_becomes_a_tensor_is_refused(init: Any, checkpoints: Any) 
 )
 def test_another_kind_of_array_is_refused(array: Any, checkpoints: Any) -> None:
     init = tl.TensorArray.unstack(torch.zeros(1, 2))
-    with pytest.raises(
-        TypeError, match=re.escape("- carry: TensorArray of (2,) float32 cpu\n  + carry: TensorArray of")
-    ):
+    with pytest.raises(TypeError, match=re.escape("- c: TensorArray of (2,) float32 cpu\n  + c: TensorArray of")):
         tl.fori_loop(0, 2, lambda i, c: array, init, checkpoints=checkpoints)
 
 

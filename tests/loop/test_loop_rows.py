@@ -323,10 +323,14 @@ def test_backward_follows_the_steps_done(checkpoints: Any) -> None:
 @with_and_without_checkpoints
 def test_a_leaf_without_rows_is_named(checkpoints: Any) -> None:
     init = {"a": torch.zeros(3, 2), "b": [torch.zeros(2, 3)], "c": torch.tensor(1)}
-    with pytest.raises(ValueError, match=r"a bool for each of 3 rows, but carry\['b'\]\[0\] is Tensor \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"a bool for each of 3 rows, but c\['b'\]\[0\] \(c is the carry\) is Tensor \(2, 3\)"
+    ):
         tl.while_loop(lambda c: c["a"][:, 0] < 1, lambda c: c, init, checkpoints=checkpoints)
     array = tl.TensorArray.unstack(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match=r"a bool for each of 3 rows, but carry\[1\] is TensorArray of \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"a bool for each of 3 rows, but c\[1\] \(c is the carry\) is TensorArray of \(2,\)"
+    ):
         tl.while_loop(lambda c: c[0] < 1, lambda c: c, (torch.zeros(3), array), checkpoints=checkpoints)
 
 

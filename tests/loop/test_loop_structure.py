@@ -109,7 +109,7 @@ def test_trees_of_carry_xs_and_y_are_their_own(carry: str, xs: str, y: str, chec
 
 def test_children_without_keys_are_numbered_in_errors() -> None:
     init = {"a": Boxed(torch.zeros(2), torch.zeros(2))}
-    with pytest.raises(TypeError, match=re.escape("carry['a'][1]")):
+    with pytest.raises(TypeError, match=re.escape("c['a'][1]")):
         tl.fori_loop(0, 2, lambda i, c: {"a": Boxed(c["a"].children[0], c["a"].children[1].double())}, init)
 
 

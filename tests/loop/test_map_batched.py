@@ -12,15 +12,18 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorloop as tl
-from tensorloop.loop.parallel import map_in_chunks
+from tensorloop._common.errors import named
+from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.testing import assert_linear_memory, assert_matches_reference, assert_no_leak, assert_saved_bytes
 from tests.support.parallel_cases import work
 
 Fn = Callable[[Any], Any]
 
+_mapped = named("map")(map_in_chunks)
+
 
 def chunked(fn: Fn, xs: Any, dim: int = 0, batch_size: int = 3) -> Any:
-    return map_in_chunks(fn, xs, dim, batch_size, "map")
+    return _mapped(fn, xs, dim, batch_size)
 
 
 def one_by_one(fn: Fn, xs: Any, dim: int = 0) -> Any:
@@ -227,8 +230,9 @@ REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
 def test_bad_arguments_and_outputs_are_refused(arguments: tuple[Any, ...], error: type[Exception], words: str) -> None:
+    fn, xs, dim, batch_size = arguments
     with pytest.raises(error) as caught:
-        chunked(*arguments)
+        tl.map(fn, xs, dim=dim, batch_size=batch_size)
     assert str(caught.value).startswith("map: ")
     assert words in str(caught.value)
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from tensorloop import reference
 from tensorloop._torch.dispatch import OperationMode
-from tensorloop.loop.parallel import associative_scan
+from tensorloop.loop.associative import associative_scan
 from tensorloop.testing import assert_matches_reference
 
 Fn = Callable[[Any, Any], Any]

@@ -32,33 +32,34 @@ class Conditions:
         known, self.given = self.given, (None, None)
         return known[1] if known[0] is state else as_leaves(state)
 
-    def goes_on(self, state: State) -> bool:
+    def ask(self, state: State) -> bool:
         """Whether there is another step. Captured arrays are the caller's meanwhile: a cut takes rows of a context."""
         loop, arrays = self.loop, self.captures.arrays.values()
         for captured in arrays:
             captured.leave()
         try:
             if loop.cond is None:
-                return loop.goes_on(loop.taken, [])
+                self.loop = loop.ask([])
+                return self.loop.going
             if loop.taken:
                 leaves = as_leaves(state)
                 self.given = state, leaves  # the next step gets the same
             else:  # the first state is the caller's
                 leaves = as_leaves(copied(state))
             marks, buffers = _marks(leaves[0]), self._buffers()
-            going = loop.goes_on(loop.taken, leaves[0])
+            self.loop = loop.ask(leaves[0])  # another from here on, where rows stop on their own
             if buffers or _marks(leaves[0]) != marks:
                 self._check("cond_fn", loop.taken, leaves[0], marks, buffers)
-            return going
+            return self.loop.going
         finally:
             for captured in arrays:
                 captured.enter()
 
-    def asks_until(self, t: int, state: State) -> None:
+    def ask_until(self, t: int, state: State) -> None:
         """Asks `until` after step t."""
         if self.loop.until is not None:
             marks, buffers = _marks(state), self._buffers()
-            self.loop.asks_until(t, state)
+            self.loop.ask_until(t, state)
             self._check("until", t, state, marks, buffers)
 
     def _buffers(self) -> list[tuple[Tensor, Any, Tensor | None]]:

@@ -24,6 +24,7 @@ from tensorloop._common.progress import Progress
 from tensorloop._common.scope import here, library_code
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import keeps_graph
+from tensorloop.loop.advice import explain
 from tensorloop.loop.checkpoint import double_backward
 from tensorloop.loop.checkpoint.backward import Reversal
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
@@ -44,24 +45,25 @@ def applies(loop: Loop) -> bool:
     """Whether there is a gradient that could be had by replaying; under transforms a loop keeps everything."""
     if not torch.is_grad_enabled() or transforms.maybe_level() is not None or transforms.forward_mode():
         return False
-    leaves = [*loop.init, *loop.context]
+    leaves = [*loop.init, *loop.context.leaves]
     arrays = [x for x in leaves if isinstance(x, TensorArray)]
     return all(map(is_plain, arrays)) and not (arrays and transforms.faking())
 
 
-def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Any) -> Any:
-    """Runs a loop whose backward recomputes its steps. `length` is None unless it is the number of steps for sure."""
+def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: Progress) -> tuple[Loop, Any]:
+    """Runs a loop whose backward recomputes its steps: (the loop as it ended, the carry).
+
+    `length` is None unless it is the number of steps for sure.
+    """
     sweep = Sweep(loop, plan, length)
-    result = named(loop.name)(_run)(sweep, progress)
-    loop.come_to(sweep.loop)
-    return result
-
-
-def _run(sweep: Sweep, progress: Any) -> Any:
     with library_code():
-        with sweep.loop.counted(), sweep.steps.ambient.autocast.restored():
-            state = sweep.run(progress)
-        return _connected(sweep, state, progress.wanted)
+        try:
+            with sweep.steps.ambient.autocast.restored():
+                state = sweep.run(progress)
+        except BaseException as error:
+            explain(sweep.loop, error)
+            raise
+        return sweep.loop, _connected(sweep, state, progress.shown)
 
 
 def _connected(sweep: Sweep, state: State, shown: bool) -> Any:

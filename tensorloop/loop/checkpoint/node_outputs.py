@@ -71,12 +71,12 @@ class NodeOutputs:
                 leaves.append(x)
         if loop.outputs is not None and loop.taken:
             loop.outputs.stacked = [by_place.get(StackedOutput(k)) for k in range(len(self.sweep.ys_recorded))]
-        loop.pieces = [
+        loop.departed_rows = [
             (ids, [self._departed(by_place, DepartedRows(number, k), x) for k, x in enumerate(kept)])
             for number, (_, ids, kept) in enumerate(self.sweep.departed)
         ]
         result = loop.finish(leaves)
-        loop.pieces = []  # a replay makes its own, and these hold on to the node
+        loop.departed_rows = []  # a replay makes its own, and these hold on to the node
         return result
 
     def _departed(self, by_place: dict[Output, Tensor], place: DepartedRows, x: Any) -> Any:

@@ -53,7 +53,7 @@ class Replay:
             with library_code(), running(), self.steps.ambient.restored(), torch.enable_grad(), captures.as_then():
                 yield
         finally:
-            self.steps.loop.pieces = []
+            self.steps.loop.departed_rows = []
             if now is not None:
                 now.restore({})
 
@@ -112,7 +112,7 @@ class Replay:
         loop = self.steps.loop
         if not self.swept.draws:
             return
-        loop.asks_until(t, new)
+        loop.ask_until(t, new)
         if loop.cond is not None:
             with torch.no_grad():
                 loop.cond(loop.tree_of(new), *loop.context_at(t))

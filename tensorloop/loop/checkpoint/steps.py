@@ -38,7 +38,13 @@ class Steps:
         if loop.slices is not None:
             self.xs = [(of(x), dim) for x, dim in loop.slices.tensors]
         self.backwards = loop.slices is not None and loop.slices.reverse
-        self.run = Checked(self.loop, self.captures).step if check else self.loop.step
+        self.check = check
+        self.follow(self.loop)
+
+    def follow(self, loop: Loop) -> None:
+        """From now on the steps of `loop`: the one that its first condition made of the loop at hand."""
+        self.loop = loop
+        self.run = Checked(loop, self.captures).step if self.check else loop.step
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""
@@ -96,7 +102,7 @@ class Steps:
 
     def take_departed(self) -> list[tuple[Tensor, list[Any]]]:
         """The rows that left the batch in the step just done; arrays as what they hold."""
-        departed, self.loop.pieces = self.loop.pieces, []
+        departed, self.loop.departed_rows = self.loop.departed_rows, []
         return [
             (ids, [x.stack() if isinstance(x, TensorArray) and store_of(x) is not None else x for x in leaves])
             for ids, leaves in departed

@@ -50,7 +50,9 @@ class Sweep:
         state = self._begin()
         start = RngState(())
         try:
-            going = self.conditions.goes_on(state)
+            going = self.conditions.ask(state)
+            self.loop = self.conditions.loop
+            self.steps.follow(self.loop)
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
@@ -140,7 +142,7 @@ class Sweep:
             state = self._step(loop.taken, state)
             loop.taken += 1
             progress.update()
-            if not self.conditions.goes_on(state):
+            if not self.conditions.ask(state):
                 return state, False
         return state, True
 
@@ -156,7 +158,7 @@ class Sweep:
                 raise self._hooked(i)
         if captures.given.changed:
             check_apart(new, loop.carry.tree.paths)
-        self.conditions.asks_until(t, new)
+        self.conditions.ask_until(t, new)
         after, outputs = steps.close(new, state, leaves)
         ys = steps.ys_of(y, t)
         outputs += self._collect(t, ys)

@@ -1,0 +1,47 @@
+"""The functions that a user gives to a loop: what they are called here, and what he calls their arguments."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from tensorloop._common.arguments import describe
+from tensorloop._common.errors import WrongType
+
+
+class Called(NamedTuple):
+    """A user's function: what it is called here, and what the arguments are that it is called with."""
+
+    what: str
+    function: Any
+    arguments: tuple[str, ...]
+
+    def signature(self) -> inspect.Signature | None:
+        """None where nobody can tell: functions in C have none."""
+        try:
+            return inspect.signature(self.function.forward if isinstance(self.function, Module) else self.function)
+        except (TypeError, ValueError):
+            return None
+
+    def parameter(self, argument: str) -> str:
+        """The user's name for `argument`; that word itself where he has none for it."""
+        signature = self.signature()
+        named = [] if signature is None else [p for p in signature.parameters.values() if p.kind in _BY_PLACE]
+        place = self.arguments.index(argument)
+        return named[place].name if place < len(named) and named[place].name.strip("_") else argument
+
+
+_BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def name_of_carry(functions: Sequence[Called]) -> str:
+    """What the body among these functions calls its carry."""
+    return next((called.parameter("carry") for called in functions if called.what == "body_fn"), "carry")
+
+
+def check_callable(**functions: Any) -> None:
+    """Raises where a function that a user gave is none."""
+    for what, function in functions.items():
+        if not callable(function):
+            raise WrongType(f"{what} must be callable, got {describe(function)}")

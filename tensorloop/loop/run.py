@@ -1,0 +1,41 @@
+"""How a loop is run: as a Python loop under autograd, or as one node that keeps a few carries."""
+
+from typing import Any
+
+from tensorloop._common import scope
+from tensorloop._common.progress import Progress
+from tensorloop.loop import advice
+from tensorloop.loop.checkpoint import node
+from tensorloop.loop.loop import Loop
+
+
+def run_loop(loop: Loop, checkpoints: Any, progress: bool) -> tuple[Loop, Any]:
+    """Runs a loop with or without checkpoints: (the loop as it ended, the carry)."""
+    length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
+    plan = node.plan_of(checkpoints, loop.name)
+    with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
+        if plan is None or not node.applies(loop):
+            return _run(loop, bar)
+        return node.run(loop, plan, length, bar)
+
+
+def _run(loop: Loop, progress: Progress) -> tuple[Loop, Any]:
+    """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept."""
+    state = loop.begin()
+    slices, outputs = loop.slices, loop.outputs
+    try:
+        while (loop := loop.ask(state)).going:
+            t = loop.taken
+            state, y = loop.step(t, state, [] if slices is None else slices.row(t))
+            if outputs is not None:
+                outputs.add(y, t)
+            if slices is not None:
+                slices.check_unchanged(t)
+            if loop.until is not None:
+                loop.ask_until(t, state)
+            loop.taken += 1
+            progress.update()
+    except BaseException as error:
+        advice.explain(loop, error)
+        raise
+    return loop, loop.finish(state)
