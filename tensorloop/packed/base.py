@@ -16,10 +16,6 @@ else:
     _Base = object
 
 
-class PackedFallbackWarning(UserWarning):
-    """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N."""
-
-
 class Packed(_Base):
     """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
 
@@ -65,6 +61,14 @@ def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
         raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
     # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
     return _NUMBERS[n % size]
+
+
+def feature_dim(p: Packed, dim: Any, name: str) -> int:
+    """The dim of the values that is feature dim `dim`, or a TypeError."""
+    n = dim_number(p, dim, name)
+    if n < 2:
+        raise refused(name, f"dim {dim} is the {('batch', 'ragged')[n]} dim", "it works on feature dims, dim 2 and up")
+    return n - 1
 
 
 def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tensorloop.packed.base import dim_number, dim_numbers, is_packed, refused, same_rows
-from tensorloop.packed.operations import align, handles
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.pointwise import align
 from tensorloop.packed.reduce import root, square, wide_values
 
 

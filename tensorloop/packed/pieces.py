@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, dim_number, is_packed, refused, same_rows
+from tensorloop.packed.base import Packed, dim_number, feature_dim, is_packed, refused, same_rows
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import crop, slice_rows, split_rows
-from tensorloop.packed.operations import align, feature_dim, handles, rewrap
+from tensorloop.packed.pointwise import align, rewrap
 
 
 def _needs_packed(input: Any, name: str) -> None:

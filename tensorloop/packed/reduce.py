@@ -15,7 +15,9 @@ from tensorloop.packed import segment_reduce
 from tensorloop.packed import segments as ragged
 from tensorloop.packed.base import Packed, dim_number, dim_numbers, is_packed, refused
 from tensorloop.packed.dim import Dim
-from tensorloop.packed.operations import fall_back, handles, rewrap
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.fallback import fall_back
+from tensorloop.packed.pointwise import rewrap
 
 
 class Segments(NamedTuple):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tensorloop.packed import segments
 from tensorloop.packed.base import is_packed, refused
+from tensorloop.packed.dispatch import handles
 from tensorloop.packed.interop import TimeOrder, time_order
-from tensorloop.packed.operations import handles
 
 
 @handles("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.packed.base import Packed, dim_number, is_packed, refused, same_rows
+from tensorloop.packed.base import Packed, dim_number, feature_dim, is_packed, refused, same_rows
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import select_rows
-from tensorloop.packed.operations import align, feature_dim, handles
+from tensorloop.packed.pointwise import align
 from tensorloop.packed.size import RaggedSize
 from tensorloop.packed.time_first import TimeFirst
 

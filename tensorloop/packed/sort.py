@@ -13,7 +13,8 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop.packed import segments as ragged
 from tensorloop.packed.base import Packed, dim_number, refused
-from tensorloop.packed.operations import handles, rewrap
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.pointwise import rewrap
 from tensorloop.packed.reduce import Segments, kept_dims, no_empty, segments
 
 _ROWS_STAY = "rows of unequal length do not change places; to order rows: p[torch.argsort(key)]"

@@ -1,10 +1,10 @@
 """PackedTensor: a ragged dim without padding, taken by torch functions as a padded tensor would be.
 
 In the order to read it: `dim.py` has the lengths and all that follows from them; `segments.py` has the
-differentiable operations on plain values and offsets; `operations.py` the dispatch of torch functions and what works
-entry by entry; `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py`,
-`index.py` and `rnn.py` the rest; `facts.py` gradients and hooks, `methods.py` the
-methods; `interop.py` other people's layouts. This file is the surface.
+differentiable operations on plain values and offsets; `dispatch.py` the table of torch functions, which `features.py`,
+`reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what works entry by
+entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's layouts. This file is
+the surface.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,20 +15,22 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common import arguments
-from tensorloop.packed import interop, norms, pieces, reduce, rnn, segments, shape, sort
+from tensorloop.packed import features, interop, norms, pieces, reduce, rnn, segments, shape, sort
+from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, PackedFallbackWarning, dim_number, same_rows
+from tensorloop.packed.base import Packed, dim_number, same_rows
 from tensorloop.packed.dim import Dim, as_dim
-from tensorloop.packed.facts import FACTS, InAutograd
+from tensorloop.packed.dispatch import HANDLERS, dispatch
+from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
 from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
-from tensorloop.packed.operations import FALLBACKS, HANDLERS, dispatch, is_pointwise
+from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (norms, pieces, reduce, rnn, shape, sort)
+_TABLES = (features, norms, pieces, reduce, rnn, shape, sort)
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -227,7 +229,7 @@ class PackedTensor(InAutograd):
         """The rows (len_b, *F)."""
         return iter(self.unbind())
 
-    # -- copies; autograd is in `facts.py`
+    # -- copies; autograd is in `attributes.py`
 
     def pin_memory(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The same with its values in pinned memory."""
@@ -311,7 +313,7 @@ class PackedTensor(InAutograd):
 
     def __getattr__(self, name: str) -> Any:
         """Facts of the values, and rarer methods of a tensor, for those torch functions that take a packed one."""
-        if name in FACTS:
+        if name in ATTRIBUTES:
             return getattr(self.values, name)
         func = getattr(Tensor, name, None)
         if func is None or not callable(func) or name.startswith("__"):
@@ -322,7 +324,7 @@ class PackedTensor(InAutograd):
 
     def __dir__(self) -> list[str]:
         """What there is to complete."""
-        return sorted({*super().__dir__(), *FACTS})
+        return sorted({*super().__dir__(), *ATTRIBUTES})
 
     # In-place operators are left out: `p += 1` makes a new packed tensor, as it does for numbers.
     __add__, __radd__ = _operator("__add__"), _operator("__radd__")

@@ -6,10 +6,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from tensorloop.packed.base import Packed, is_packed, refused
-from tensorloop.packed.operations import aligned, check_partner, handles
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.pointwise import aligned, check_partner
 
 # Attributes of a tensor that are those of the values.
-FACTS = frozenset(
+ATTRIBUTES = frozenset(
     {
         *("grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_quantized", "is_sparse"),
         *("is_xpu", "itemsize", "layout", "nbytes", "output_nr", "retains_grad", "_version"),
