@@ -14,12 +14,14 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAtten
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorloop._torch import transforms
+from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention.strips import BlockTable, Bucket, Span, Strip, Task, bucket, row_mask, shorter, strips
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -63,8 +65,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
         with _as_it_is(q):
-            if torch.is_grad_enabled() or transforms.maybe_level() is not None or transforms.is_legacy_batched(grad):
-                return *_gradient_of_whole(q, k, v, grad, ctx.task), None
+            if is_differentiated(grad):
+                return *differentiate(partial(whole, task=ctx.task), (q, k, v), grad), None
             return *_backward(_unit_stride(grad), q, k, v, out, lse, ctx.task), None
 
 
@@ -257,16 +259,6 @@ def _sees(task: Task, scores: Tensor) -> Tensor:
     if task.blocks is not None:
         sees = sees & BlockTable(task.blocks, m).dense(n, scores.device)
     return sees.unflatten(1, (scores.shape[1], -1)) if sees.shape[1] > 1 else sees[:, None]
-
-
-def _gradient_of_whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, task: Task) -> tuple[Tensor, ...]:
-    """The gradients by autograd of `whole`, as part of the graph where backward is recorded."""
-    recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: q, k and v may depend on each other, which is not this function's business.
-        aliases = [x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
-        out = whole(*aliases, task)  # pyright: ignore[reportCallIssue]
-        return torch.autograd.grad(out, aliases, grad, create_graph=recorded)
 
 
 def default_scale(width: int) -> float:
