@@ -43,6 +43,7 @@ def runs_kernels(function: _F) -> _F:
 
 def _skip(function: FunctionType, reason: str) -> None:
     frame = _dynamo.eval_frame
+    function.__code__ = function.__code__.replace()  # that of a decorator's is shared by all that it is around
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
     if hasattr(frame, "set_code_exec_strategy"):

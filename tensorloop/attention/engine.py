@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention.strips import BlockTable, Bucket, Span, Strip, Task, bucket, row_mask, shorter, strips
@@ -37,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     """
     for x, offsets in ((q, task.q_offsets), (k, task.k_offsets), (v, task.k_offsets)):
         if offsets is not None and offsets[-1] != x.shape[1]:  # kernels would divide by zero, which ends the process
-            raise ValueError(f"attention: lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
+            raise WrongValue(f"lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
     if transforms.maybe_level() is not None or transforms.forward_mode():
         return whole(q, k, v, task)
     if task.causal and task.scale <= 0:  # kernels hide keys by a score of -inf before they multiply with the scale

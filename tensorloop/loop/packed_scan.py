@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
+from tensorloop._common.errors import Fact
 from tensorloop._torch import transforms
 from tensorloop.loop.carry import describe
 from tensorloop.loop.outputs import Outputs, check_unchanged
@@ -20,7 +21,7 @@ from tensorloop.loop.stopped_rows import Rows
 from tensorloop.packed import segments
 from tensorloop.packed.autograd import recording, refuse_lost_gradient
 from tensorloop.packed.base import is_packed
-from tensorloop.packed.dim import Dim, differ
+from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.tensor import PackedTensor
 
 
@@ -33,7 +34,10 @@ class PackedSlices(Slices):
         self.ragged = ragged = _common(xs, name)
         if not recording():
             leaves = pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed))
-            refuse_lost_gradient(name, tuple(x.value for _, x in leaves))
+            try:
+                refuse_lost_gradient(tuple(x.value for _, x in leaves))
+            except Fact as fact:
+                raise fact.named(name) from None
         if not isinstance(dim, Dim) and arguments.as_int(dim, name, "dim") not in (0, 1):
             raise ValueError(f"{name}: packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time
@@ -152,7 +156,7 @@ def _common(xs: Any, name: str) -> Dim:
                 f"close over it where it is the same at every step"
             )
         if found is not None and not found.same(x._dim):
-            raise differ(found, x._dim, f"{name}: xs{path}")
+            raise describe_difference(found, x._dim).named(f"{name}: xs{path}")
         found = found or x._dim
     assert found is not None
     return found

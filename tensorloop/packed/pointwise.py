@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, is_packed, is_tensor, refused, same_rows
+from tensorloop.packed.base import Packed, check_same_rows, is_packed, is_tensor, refusal
 from tensorloop.packed.refusals import unsupported
 
 # Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13; leaky_relu with 2.11).
@@ -52,27 +53,27 @@ def _has_pointwise_tag(name: str) -> bool:
 def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Runs `func` on the values, with tensors broadcast to them as to a padded tensor: (B or 1, T or 1, *F)."""
     if name == "where" and len(args) + len(kwargs) == 1:
-        raise unsupported("where of one argument")
+        raise unsupported("where of one argument").named("where of one argument")
     given = (*args, *kwargs.values())
     base = next(x for x in given if is_packed(x))
     for x in given:
         if is_packed(x) and x is not base:
-            check_partner(base, x, name)
+            check_partner(base, x)
     in_place = name.endswith("_")
     if in_place and not is_packed(args[0]):
-        raise refused(name, "a padded tensor cannot be changed in place by a packed one", f"use {name[:-1]}")
-    out = func(*(aligned(x, base, name) for x in args), **{k: aligned(x, base, name) for k, x in kwargs.items()})
+        raise refusal("a padded tensor cannot be changed in place by a packed one", f"use {name[:-1]}")
+    out = func(*(to_values(x, base) for x in args), **{k: to_values(x, base) for k, x in kwargs.items()})
     if in_place:
         return args[0]
     return rewrap(base, out)
 
 
-def check_partner(base: Packed, other: Packed, name: str) -> Packed:
+def check_partner(base: Packed, other: Packed) -> Packed:
     """`other`, if it has the rows and the number of dims of `base`."""
-    same_rows(base, other, name)
+    check_same_rows(base, other)
     if base.ndim != other.ndim:
-        raise ValueError(
-            f"{name}: packed tensors of {base.ndim} and {other.ndim} dims, {base.shape} and {other.shape}; their dims "
+        raise WrongValue(
+            f"packed tensors of {base.ndim} and {other.ndim} dims, {base.shape} and {other.shape}; their dims "
             "would be aligned from the right, ragged dim with feature dim; unsqueeze(-1) the smaller one"
         )
     return other
@@ -88,26 +89,26 @@ def rewrap(base: Packed, out: Any) -> Any:
     return out
 
 
-def aligned(x: Any, base: Packed, name: str) -> Any:
+def to_values(x: Any, base: Packed) -> Any:
     """An argument as it goes beside the values of `base`."""
     if is_packed(x):
         return x.values
     if is_tensor(x):
-        return align(x, base, name)
-    no_array(x, name)
+        return align(x, base)
+    refuse_array(x)
     return x
 
 
-def no_array(x: Any, name: str) -> None:
+def refuse_array(x: Any) -> None:
     """Refuses NumPy's arrays, which torch would broadcast to the values, or NumPy entry by entry to the packed tensor.
 
     NumPy's numbers have no length, and are taken.
     """
     if hasattr(x, "__array__") and hasattr(x, "__len__"):
-        raise refused(name, "a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
+        raise refusal("a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
 
 
-def align(x: Tensor, base: Packed, name: str) -> Tensor:
+def align(x: Tensor, base: Packed) -> Tensor:
     """A tensor that would broadcast against the padded (B, T, *F), as one that does against the values (N, *F)."""
     size, dim = base.ndim, base._dim
     if x.dim() <= size - 2:
@@ -115,8 +116,8 @@ def align(x: Tensor, base: Packed, name: str) -> Tensor:
     if x.dim() == size - 1:
         x = x.unsqueeze(0)
     if x.dim() > size or x.shape[0] not in (1, len(dim)) or x.shape[1] not in (1, dim.max_len):
-        raise ValueError(
-            f"{name}: {tuple(x.shape)} does not broadcast against {base.shape}, whose longest row has {dim.max_len}; "
+        raise WrongValue(
+            f"{tuple(x.shape)} does not broadcast against {base.shape}, whose longest row has {dim.max_len}; "
             f"as the ragged dim take 1 or {dim.max_len}"
         )
     if x.shape[0] == 1:

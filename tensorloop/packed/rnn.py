@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.packed import segments
-from tensorloop.packed.base import is_packed, refused
+from tensorloop.packed.base import is_packed, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.interop import TimeOrder, time_order
 
@@ -22,9 +22,9 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
     name = func.__name__
     settings, batch_first = settings[:-1], settings[-1]  # num_layers, dropout, train, bidirectional, batch_first
     if not batch_first:
-        raise refused(name, "a packed tensor is (B, T*, F)", "make the layer with batch_first=True")
+        raise refusal("a packed tensor is (B, T*, F)", "make the layer with batch_first=True")
     if not is_packed(input):
-        raise refused(name, "only the state is packed", "a state is (layers, B, H)")
+        raise refusal("only the state is packed", "a state is (layers, B, H)")
     states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
     rows, steps = len(input._dim), input._dim.max_len
     if steps and rows * steps == input._dim.total:  # rows of one length: a padded tensor without padding

@@ -34,6 +34,7 @@ DOORS = {
     "packed.base": {"attention", "loop"},  # what a packed tensor is, without its operations
     "packed.autograd": {"attention", "loop"},
     "packed.index": {"loop"},
+    "packed.checks": {"attention"},
     "packed.dim": {"attention", "beam", "loop"},
     "packed.tensor": {"beam", "loop", "risk"},
     "packed.segments": {"loop"},
