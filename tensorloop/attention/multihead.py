@@ -12,6 +12,7 @@ from tensorloop.packed.time_first import TimeFirst
 
 
 def forward(
+    func: Any,
     query: Any,
     key: Any,
     value: Any,

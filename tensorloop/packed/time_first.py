@@ -6,13 +6,13 @@ and nowhere else.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.faces import late
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, is_packed, refusal
 
@@ -93,16 +93,11 @@ def _ctc_loss(
     return func(padded, targets, input_lengths, target_lengths, *args, **kwargs)
 
 
-def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    # The layer of attention stands above this one: it is loaded when a module asks for it.
-    return import_module("tensorloop.attention.multihead").forward(*args, **kwargs)
-
-
 _TAKEN: dict[str, Callable[..., Any]] = {
     "transpose": _transpose,
     "swapaxes": _transpose,
     "ctc_loss": _ctc_loss,
-    "multi_head_attention_forward": _attention,
+    "multi_head_attention_forward": late("attention.multihead", "forward"),
 }
 _INSTEAD: dict[str, str] = dict.fromkeys(
     ("lstm", "gru", "rnn_tanh", "rnn_relu"), "make the layer with batch_first=True and give it the packed tensor itself"
