@@ -21,7 +21,7 @@ from tensorloop.packed.base import Packed, check_same_rows, is_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
 
-_PARTS = ("q", "k", "v")
+_ARGUMENTS = ("q", "k", "v")
 P = TypeVar("P", bound=Packed)
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
@@ -70,13 +70,13 @@ def attention(
         >>> tl.attention(p, p, p, causal=True).values.shape
         torch.Size([5, 2, 8])
     """
-    scale = None if scale is None else _scale(scale)
+    scale = None if scale is None else _check_scale(scale)
     attends = getattr(getattr(k, "_store", None), "attend", None)
     if attends is not None and isinstance(v, TensorArray) and not causal and block_mask is None:
         out = attends(q, k, v, scale)  # a store that needs no copy of what is seen
         if out is not NotImplemented:
             return out
-    inputs = _inputs(q, k, v)
+    inputs = _read(q, k, v)
     inputs = inputs._replace(q=_autocast(inputs.q), k=_autocast(inputs.k), v=_autocast(inputs.v))
     _check_parts(inputs)
     if block_mask is not None:
@@ -121,21 +121,21 @@ class _Inputs(NamedTuple):
         return out.reshape(*self.like.shape[:-1], out.shape[-1]) if self.arrays else out
 
 
-def _inputs(q: Any, k: Any, v: Any) -> _Inputs:
+def _read(q: Any, k: Any, v: Any) -> _Inputs:
     packed = [is_packed(x) for x in (q, k, v)]
     arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
     if all(packed):
         if not recording():
             refuse_lost_gradient((q, k, v))
-        return _packed(q, k, v)
+        return _read_packed(q, k, v)
     if arrays == [False, True, True] and not packed[0]:
-        return _step(q, k, v)
+        return _read_step(q, k, v)
     if any(packed) or any(arrays):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
         raise WrongType(
             f"q, k and v must be packed all three, tensors all three, or a tensor and two TensorArrays; got {kinds}"
         )
-    for x, part in zip((q, k, v), _PARTS, strict=True):
+    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
         checks.dense_tensor(x, part)
         if x.dim() != 4:
             raise WrongValue(f"{part} must be (B, T, heads, D), got {tuple(x.shape)}")
@@ -154,8 +154,8 @@ def _has_heads_first(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return heads > _MOST_HEADS or all(x.stride(1) < x.stride(2) for x in (q, k, v))
 
 
-def _packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
-    for x, part in zip((q, k, v), _PARTS, strict=True):
+def _read_packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
+    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
         if x.values.dim() != 3:
             raise WrongValue(
                 f"packed {part} must be (B, T*, heads, D), got elements of shape {tuple(x.values.shape[1:])}"
@@ -166,7 +166,7 @@ def _packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
     return _Inputs(q.values[None], k.values[None], v.values[None], q, (q._dim, k._dim))
 
 
-def _step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
+def _read_step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
     checks.dense_tensor(q, "q")
     if len(k) != len(v):
         raise WrongValue(f"k has {arguments.slots(len(k))}, v has {len(v)}; each key needs a value")
@@ -185,7 +185,7 @@ def _step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
 def _check_parts(inputs: _Inputs) -> None:
     """Dtypes, devices, heads and widths."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    for x, part in zip((q, k, v), _PARTS, strict=True):
+    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
         if not x.is_floating_point():
             raise WrongType(f"{part} must be of a real floating dtype, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
@@ -233,7 +233,7 @@ def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
             raise WrongValue(f"block_mask is for {got} {what}, not for 1 or {there}")
 
 
-def _scale(scale: Any) -> float:
+def _check_scale(scale: Any) -> float:
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise WrongType(f"scale must be a number or None, got {arguments.describe(scale)}; scale q by a tensor")
     return float(scale)

@@ -182,7 +182,7 @@ def _backward(
     of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
     for part, k, v in _taken(plan, before, slots):
         lse_ = lse.reshape(part.groups, part.queries, -1)
-        dq_, dk, dv = engine._backward(_as(grad, part), _as(q, part), k, v, _as(out, part), lse_, task)
+        dq_, dk, dv = engine.attend_backward(_as(grad, part), _as(q, part), k, v, _as(out, part), lse_, task)
         dq += dq_.view_as(q)
         if part.places is None:
             of_prefix = dk.transpose(0, 1), dv.transpose(0, 1)

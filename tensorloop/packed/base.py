@@ -48,7 +48,7 @@ Handler = Callable[..., Any]
 _NUMBERS = tuple(range(128))  # torch computes with 64 dims at most
 
 
-def dim_number(p: Packed, dim: Any, extra: int = 0) -> int:
+def find_dim(p: Packed, dim: Any, extra: int = 0) -> int:
     """`dim` (an int, a Dim or the name of one) as a number from 0; `extra` dims are about to be added."""
     if isinstance(dim, str) and dim == p._dim.name:
         return 1
@@ -65,22 +65,22 @@ def dim_number(p: Packed, dim: Any, extra: int = 0) -> int:
     return _NUMBERS[n % size]
 
 
-def feature_dim(p: Packed, dim: Any) -> int:
+def find_feature_dim(p: Packed, dim: Any) -> int:
     """The dim of the values that is feature dim `dim`."""
-    n = dim_number(p, dim)
+    n = find_dim(p, dim)
     if n < 2:
         raise refusal(f"dim {dim} is the {('batch', 'ragged')[n]} dim", "it works on feature dims, dim 2 and up")
     return n - 1
 
 
-def dim_numbers(p: Packed, dim: Any) -> tuple[int, ...]:
+def find_dims(p: Packed, dim: Any) -> tuple[int, ...]:
     """One dim or several, each as a number from 0; None stands for all."""
     if dim is None:
         return tuple(range(p.ndim))
     several = dim if isinstance(dim, (tuple, list)) else (dim,)
     if not several:
         return tuple(range(p.ndim))
-    numbers = tuple(dim_number(p, d) for d in several)
+    numbers = tuple(find_dim(p, d) for d in several)
     if len(set(numbers)) < len(numbers):
         raise WrongValue(f"dim {dim} names a dim twice")
     return numbers

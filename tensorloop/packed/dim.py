@@ -55,7 +55,7 @@ class Dim(int):
         # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
         # that who writes to it writes to nobody's rows.
         with _lasting():
-            self._lens = _lengths(lens, check)
+            self._lens = _check_lengths(lens, check)
             self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
             self.lens = self._lens.clone()  # (B,)
             self.offsets = self._offsets.clone()  # (B+1,): where rows begin among the values, and the last one's end
@@ -197,7 +197,7 @@ class Dim(int):
         return Dim, (self.name, self._lens)
 
 
-def _lengths(lens: Any, check: bool | None) -> Tensor:
+def _check_lengths(lens: Any, check: bool | None) -> Tensor:
     if isinstance(lens, Dim):
         return lens._lens
     if not isinstance(lens, Tensor):

@@ -46,7 +46,7 @@ class TimeOrder(NamedTuple):
     batch_sizes: Tensor  # (T,) on the CPU: how many rows reach each t
 
 
-def time_order(dim: Dim) -> TimeOrder:
+def order_by_time(dim: Dim) -> TimeOrder:
     """The time order of a dim; made once."""
 
     def make() -> TimeOrder:
@@ -65,7 +65,7 @@ def to_packed_sequence(p: Packed) -> PackedSequence:
     """The values in time order."""
     if p._dim.has_empty_rows or not len(p._dim):
         raise WrongValue("a PackedSequence has no empty rows; leave them out: p[p.lens > 0]")
-    order = time_order(p._dim)
+    order = order_by_time(p._dim)
     values = segments.permute(p.values, order.forth, order.back)
     rows = order.rows.clone()  # what is kept is not handed out
     return PackedSequence(values, order.batch_sizes.clone(), rows, torch.argsort(rows))

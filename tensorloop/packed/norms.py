@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongType
-from tensorloop.packed.base import check_same_rows, dim_number, dim_numbers, is_packed, refusal
+from tensorloop.packed.base import check_same_rows, find_dim, find_dims, is_packed, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.pointwise import align
 from tensorloop.packed.reduce import root, square, widen
@@ -21,7 +21,7 @@ def _norm(
     x = input if dtype is None else input.to(dtype)
     if not x.is_floating_point() and not x.values.is_complex():
         raise WrongType(f"it needs floating point, got {x.dtype}; convert with .float()")
-    dims = dim_numbers(x, dim)
+    dims = find_dims(x, dim)
     if not {0, 1} & set(dims) and isinstance(p, str) and p != "fro":
         return x._with(torch.norm(x.values, p, tuple(d - 1 for d in dims), keepdim))
     p = 2 if p in ("fro", None) else p
@@ -53,7 +53,7 @@ def _linalg_norm(
 ) -> Any:
     """Of vectors along any dim; of matrices over two feature dims."""
     matrix = func.__name__ == "linalg_matrix_norm"
-    dims = dim_numbers(A, (-2, -1) if matrix and dim is None else dim)
+    dims = find_dims(A, (-2, -1) if matrix and dim is None else dim)
     if len(dims) == 1 or (ord is None and not matrix):
         return _norm(func, A, ord, dims, keepdim, dtype)
     if len(dims) > 2 or {0, 1} & set(dims):
@@ -71,7 +71,7 @@ def _normalize(func: Any, input: Any, p: float = 2.0, dim: Any = 1, eps: float =
 def _cosine_similarity(func: Any, x1: Any, x2: Any, dim: Any = 1, eps: float = 1e-8) -> Any:
     """Over any dim, of two packed tensors or of one and what broadcasts against it."""
     p = x1 if is_packed(x1) else x2
-    d = dim_number(p, dim)
+    d = find_dim(p, dim)
     if d > 1 and is_packed(x1) and is_packed(x2):
         check_same_rows(x1, x2)
         return p._with(func(x1.values, x2.values, d - 1, eps))

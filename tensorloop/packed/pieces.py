@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongIndex, WrongValue
 from tensorloop.packed import checks, segments
-from tensorloop.packed.base import Packed, check_same_rows, dim_number, feature_dim, is_packed, refusal
+from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import crop, slice_rows, split_rows
@@ -25,7 +25,7 @@ def _needs_packed(input: Any) -> None:
         raise refusal("only another argument than its input is packed", "pack the input: pack_padded(x, p.lens)")
 
 
-def _values_beside(x: Any, input: Packed) -> Any:
+def _take_values(x: Any, input: Packed) -> Any:
     """An index or a part beside the values: that of the same rows."""
     if is_packed(x):
         check_same_rows(input, x)
@@ -42,39 +42,39 @@ def _cut(p: Packed, d: int, places: Any) -> tuple[Packed, ...]:
     return tuple(slice_rows(p, a, b) if d == 0 else crop(p, slice(a, b)) for a, b in ends)
 
 
-def _size(p: Packed, d: int) -> int:
+def _count(p: Packed, d: int) -> int:
     return len(p._dim) if d == 0 else p._dim.max_len
 
 
 @handles("chunk")
 def _chunk(func: Any, input: Any, chunks: Any, dim: Any = 0) -> Any:
     """Along the ragged dim pieces of the longest row, and of each row what is there."""
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.chunk(input.values, chunks, d - 1))
-    return _cut(input, d, torch.chunk(torch.arange(_size(input, d)), chunks))
+    return _cut(input, d, torch.chunk(torch.arange(_count(input, d)), chunks))
 
 
 @handles("tensor_split")
 def _tensor_split(func: Any, input: Any, indices_or_sections: Any = None, dim: Any = 0, **kwargs: Any) -> Any:
     """By a number of pieces, or by the places where to cut."""
     how = kwargs.get("sections", kwargs.get("indices", indices_or_sections))
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.tensor_split(input.values, how, d - 1))
-    return _cut(input, d, torch.tensor_split(torch.arange(_size(input, d)), how))
+    return _cut(input, d, torch.tensor_split(torch.arange(_count(input, d)), how))
 
 
 @handles("split", "split_with_sizes", called="split")
 def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any) -> Any:
     """Along the ragged dim pieces of the longest row, and of each row what is there."""
     size = next(iter(kwargs.values()), size)  # split_size, split_sizes, split_size_or_sections
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, input.values.split(size if isinstance(size, int) else list(size), d - 1))
     if d == 0:
         return split_rows(input, size)
-    steps = _size(input, 1)
+    steps = _count(input, 1)
     if not isinstance(size, int):
         size = [checks.as_int(n, f"sizes[{i}]") for i, n in enumerate(checks.items(size, "sizes"))]
         if builtins.sum(size) != steps:
@@ -85,7 +85,7 @@ def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any)
 @handles("unbind")
 def _unbind(func: Any, input: Any, dim: Any = 0) -> Any:
     """The rows, ordinary tensors; or the slices of a feature dim, packed."""
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d == 0:
         return input.unbind()
     if d == 1:
@@ -96,17 +96,17 @@ def _unbind(func: Any, input: Any, dim: Any = 0) -> Any:
 @handles("select")
 def _select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     """p[b], p[:, t], or an index of a feature dim."""
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     return input._with(input.values.select(d - 1, index)) if d > 1 else input[index] if d == 0 else input[:, index]
 
 
 @handles("narrow")
 def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
     """Rows, or features; along the ragged dim p[:, start : start + length]."""
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return input._with(input.values.narrow(d - 1, start, length))
-    size = _size(input, d)
+    size = _count(input, d)
     first, length = checks.as_int(start, "start"), checks.as_int(length, "length")
     first = first + size if first < 0 else first
     if first < 0 or length < 0 or first + length > size:
@@ -119,7 +119,7 @@ def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
 def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     """p[index], p[:, index], or features."""
     _needs_packed(input)
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return input._with(input.values.index_select(d - 1, index))
     index = index.reshape(-1)
@@ -130,9 +130,9 @@ def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
 def _gather(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     """By an index of the same rows; along the ragged dim also by an ordinary one (B, K, *F), from each row's start."""
     _needs_packed(input)
-    if dim_number(input, dim) > 1:
-        index = _values_beside(index, input)
-        return input._with(torch.gather(input.values, feature_dim(input, dim), index))
+    if find_dim(input, dim) > 1:
+        index = _take_values(index, input)
+        return input._with(torch.gather(input.values, find_feature_dim(input, dim), index))
     return _pick_steps(lambda values, at: torch.gather(values, 0, at), input, dim, index)
 
 
@@ -142,20 +142,20 @@ def _take_along_dim(func: Any, input: Any, indices: Any, dim: Any = None) -> Any
     _needs_packed(input)
     if dim is None:
         raise refusal("without dim it counts the entries of a padded tensor", "give dim")
-    if dim_number(input, dim) > 1:
-        index = _values_beside(indices, input) if is_packed(indices) else align(indices, input)
+    if find_dim(input, dim) > 1:
+        index = _take_values(indices, input) if is_packed(indices) else align(indices, input)
         index = index.view(*[1] * (input.values.dim() - index.dim()), *index.shape)
-        return input._with(torch.take_along_dim(input.values, index, feature_dim(input, dim)))
+        return input._with(torch.take_along_dim(input.values, index, find_feature_dim(input, dim)))
     return _pick_steps(lambda values, at: torch.take_along_dim(values, at, 0), input, dim, indices)
 
 
 def _pick_steps(pick: Any, p: Packed, dim: Any, index: Any) -> Any:
     """Along the ragged dim: the index counts from the start of each row, as argsort gives it; `pick(values, index)`."""
-    if dim_number(p, dim) == 0:
+    if find_dim(p, dim) == 0:
         raise refusal("dim 0 would mix rows", "take rows by p[index]")
     lens, starts = p._dim._lens, p._dim._offsets[:-1]
     if is_packed(index):
-        at = _values_beside(index, p)
+        at = _take_values(index, p)
         rows = p._dim._row_ids.view(-1, *[1] * (at.dim() - 1))
     else:
         at = index
@@ -178,20 +178,20 @@ def _pick_steps(pick: Any, p: Packed, dim: Any, index: Any) -> Any:
 def _masked_select(func: Any, input: Any, mask: Any) -> Any:
     """The numbers where the mask is true, (M,), in the order of a padded tensor without its padding."""
     _needs_packed(input)
-    mask = _values_beside(mask, input)
+    mask = _take_values(mask, input)
     return input.values.masked_select(mask if mask.dim() == input.values.dim() else align(mask, input))
 
 
 @handles("glu")
 def _glu(func: Any, input: Any, dim: Any = -1) -> Any:
     """Along a feature dim."""
-    return input._with(torch.nn.functional.glu(input.values, feature_dim(input, dim)))
+    return input._with(torch.nn.functional.glu(input.values, find_feature_dim(input, dim)))
 
 
 # -- what moves along a dim
 
 
-def _tuple(x: Any) -> tuple[Any, ...]:
+def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
@@ -200,7 +200,7 @@ def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
     """Along the ragged dim each row rolls by itself."""
     if dims is None or dims == ():
         raise refusal("without dims it rolls a flattened tensor", "give dims, or use .values.roll(n)")
-    shifts, numbers = _tuple(shifts), [dim_number(input, d) for d in _tuple(dims)]
+    shifts, numbers = _as_tuple(shifts), [find_dim(input, d) for d in _as_tuple(dims)]
     if len(shifts) != len(numbers):
         raise WrongValue(f"{len(shifts)} shifts and {len(numbers)} dims; give one shift for each dim")
     if 0 in numbers:
@@ -219,12 +219,12 @@ def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
 def _diff(func: Any, input: Any, n: int = 1, dim: Any = -1, prepend: Any = None, append: Any = None) -> Any:
     """Along the ragged dim every row gets n shorter, an empty one stays; what is joined to it may be (B, K, *F)."""
     _needs_packed(input)
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d == 0:
         raise refusal("rows of unequal length have no differences", "use p.pad() where the padding may count")
     parts = (prepend, input, append)
     if d > 1:
-        given = [_values_beside(x, input) if is_packed(x) or x is None else align(x, input) for x in parts]
+        given = [_take_values(x, input) if is_packed(x) or x is None else align(x, input) for x in parts]
         return input._with(torch.diff(given[1], n, d - 1, given[0], given[2]))
     whole = torch.cat([x if is_packed(x) else _pack_steps(x, input) for x in parts if x is not None], 1)  # pyright: ignore
     if n < 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed import segment_reduce, segments
-from tensorloop.packed.base import Packed, dim_number, dim_numbers, is_packed, refusal
+from tensorloop.packed.base import Packed, find_dim, find_dims, is_packed, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.fallback import fall_back
@@ -66,9 +66,9 @@ def root(power: Tensor, order: float = 2) -> Tensor:
     return torch.where(power == 0, 0, safe.sqrt() if order == 2 else safe ** (1 / order))
 
 
-def _over(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwargs: dict[str, Any]) -> Any:
+def _reduce(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwargs: dict[str, Any]) -> Any:
     """A reduction over `dim`: torch's own where no dim, all dims or only feature dims are reduced."""
-    dims, plain = dim_numbers(p, dim), getattr(torch, func.__name__)
+    dims, plain = find_dims(p, dim), getattr(torch, func.__name__)
     if {0, 1} <= set(dims):
         out = plain(p.values, dim=tuple(sorted({max(d - 1, 0) for d in dims})), **kwargs)
         return restore_dims(out, dims, keepdim)
@@ -89,7 +89,7 @@ def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
             values = values.nan_to_num(0, torch.inf, -torch.inf)
         return segments.sum(values, s.offsets)
 
-    return _over(func, input, dim, keepdim, reduce, {"dtype": dtype})
+    return _reduce(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
 
 @handles("mean", "nanmean")
@@ -107,7 +107,7 @@ def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
         total = segments.sum(wide.nan_to_num(0, torch.inf, -torch.inf), s.offsets)
         return (total / segments.sum(there, s.offsets)).to(values.dtype)
 
-    return _over(func, input, dim, keepdim, reduce, {"dtype": dtype})
+    return _reduce(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
 
 @handles("amax", "amin")
@@ -120,7 +120,7 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
             refuse_empty(s, _EXTREMES[which], "give initial=")
         return segment_reduce.amax(s.values, s.offsets, which, 0 if initial is None else initial)
 
-    out = _over(func, input, dim, keepdim, reduce, {})
+    out = _reduce(func, input, dim, keepdim, reduce, {})
     if initial is None:
         return out
     return torch.clamp(out, min=initial) if which == "max" else torch.clamp(out, max=initial)
@@ -144,7 +144,7 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs
         return getattr(torch, f"{name}imum")(input, dim)
     if dim is None:
         return func(input.values)
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, func(input.values, d - 1, keepdim))
     values, index = _find_best(input, d, name)
@@ -157,7 +157,7 @@ def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> An
     """The place of the first extreme: along the ragged dim a position in the row, along the batch a row."""
     if dim is None:
         raise refusal("without dim it counts the entries of a padded tensor", "give dim")
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return input._with(func(input.values, d - 1, keepdim))
     return restore_dims(_find_best(input, d, func.__name__[3:])[1], (d,), keepdim)
@@ -182,7 +182,7 @@ def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
         return whole(s.values, s.offsets)
 
     exact = input.is_floating_point() or input.values.is_complex()
-    return _over(func, input if exact else input.to(torch.get_default_dtype()), dim, keepdim, reduce, {})
+    return _reduce(func, input if exact else input.to(torch.get_default_dtype()), dim, keepdim, reduce, {})
 
 
 def _complex_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
@@ -197,12 +197,12 @@ def square(x: Tensor) -> Tensor:
     return torch.real(x * torch.conj(x)) if x.is_complex() else x * x
 
 
-def _variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
+def _find_variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
     """(variance, mean): NaN where a segment has no more than `correction` entries, or is empty."""
     mean = segments.mean(s.values, s.offsets)
     centred = s.values - segments.spread(mean, s.offsets, len(s.values))
     total = segments.sum(square(centred), s.offsets)
-    number = segments.counts(s.offsets, total)
+    number = segments.count(s.offsets, total)
     return total / torch.where(number > correction, number - correction, torch.nan), mean
 
 
@@ -216,7 +216,7 @@ def _std(
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
-    dims = dim_numbers(input, dim)
+    dims = find_dims(input, dim)
     if {0, 1} <= set(dims) or not {0, 1} & set(dims):
         inner = tuple(sorted({max(d - 1, 0) for d in dims}))
         whole = {0, 1} <= set(dims)
@@ -226,7 +226,7 @@ def _std(
         return tuple(restore_dims(x, dims, keepdim) for x in out) if "_" in name else restore_dims(out, dims, keepdim)
     if not input.is_floating_point() and not input.is_complex():
         raise WrongType(f"a deviation needs floating point, got {input.dtype}; convert with .float()")
-    var, mean = _variance(divide(input._with(widen(input.values)), dims), correction)
+    var, mean = _find_variance(divide(input._with(widen(input.values)), dims), correction)
     spread = root(var) if "std" in name else var
     spread, mean = restore_dims(spread, dims, keepdim).to(input.dtype.to_real()), restore_dims(mean, dims, keepdim)
     return (spread, mean.to(input.dtype)) if "_" in name else spread
@@ -242,21 +242,21 @@ def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
         found = found if func.__name__ == "any" else ~found
         return found.to(torch.uint8) if s.values.dtype is torch.uint8 else found
 
-    return _over(func, input, dim, keepdim, reduce, {})
+    return _reduce(func, input, dim, keepdim, reduce, {})
 
 
 @handles("count_nonzero")
 def _count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
     """How many entries are not zero."""
-    return torch.sum(input != 0, dim_numbers(input, dim))
+    return torch.sum(input != 0, find_dims(input, dim))
 
 
 # -- what keeps the shape
 
 
-def _shaped(func: Any, p: Packed, dim: Any, on_segments: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_along(func: Any, p: Packed, dim: Any, on_segments: Any, *args: Any, **kwargs: Any) -> Any:
     """A function along one dim: torch's own along a feature dim, `on_segments(values, offsets)` along the others."""
-    d = dim_number(p, dim)
+    d = find_dim(p, dim)
     if d > 1:
         return rewrap(p, func(p.values, d - 1, *args, **kwargs))
     if d == 1:
@@ -266,29 +266,29 @@ def _shaped(func: Any, p: Packed, dim: Any, on_segments: Any, *args: Any, **kwar
     return p._with(segments.permute(out, inverse, order))
 
 
-def _softmax_like(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
+def _run_softmax(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
     if dim is None:
         raise WrongType("give dim; a packed tensor has no default for it")
     x = input if dtype is None else input.to(dtype)
-    return _shaped(func, x, dim, run)
+    return _run_along(func, x, dim, run)
 
 
 @handles("softmax", "special_softmax", called="softmax")
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Over the entries there are along `dim`: of each row by itself along the ragged dim."""
-    return _softmax_like(torch.softmax, input, dim, dtype, segment_reduce.softmax)
+    return _run_softmax(torch.softmax, input, dim, dtype, segment_reduce.softmax)
 
 
 @handles("log_softmax", "special_log_softmax", called="log_softmax")
 def _log_softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """The logarithm of softmax."""
-    return _softmax_like(torch.log_softmax, input, dim, dtype, segment_reduce.log_softmax)
+    return _run_softmax(torch.log_softmax, input, dim, dtype, segment_reduce.log_softmax)
 
 
 @handles("softmin", called="softmax")
 def _softmin(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Softmax of the negative."""
-    return _softmax_like(torch.softmax, -input, dim, dtype, segment_reduce.softmax)
+    return _run_softmax(torch.softmax, -input, dim, dtype, segment_reduce.softmax)
 
 
 @handles("cumsum")
@@ -297,7 +297,7 @@ def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     x = input if dtype is None else input.to(dtype)
     if not x.values.is_floating_point() and not x.values.is_complex() and dtype is None:
         x = x.to(torch.int64)
-    return _shaped(torch.cumsum, x, dim, segments.cumsum)
+    return _run_along(torch.cumsum, x, dim, segments.cumsum)
 
 
 @handles("cumprod", "cummax", "cummin", "logcumsumexp")
@@ -309,7 +309,7 @@ def _running(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
         input = input.to(dtype or (input.dtype if exact else torch.int64))
     elif dtype is not None:
         raise WrongType(f"it has no dtype=; convert with .to({dtype})")
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, func(input.values, d - 1))
     if d == 0:
@@ -323,7 +323,7 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
     x = input if dtype is None else input.to(dtype)
     if dim is None:
         return torch.prod(x.values)
-    d = dim_number(x, dim)
+    d = find_dim(x, dim)
     if d > 1:
         return x._with(torch.prod(x.values, d - 1, keepdim))
     return fall_back("prod", x, lambda padded: torch.prod(padded, d, keepdim), 1, reduces=True)
@@ -333,7 +333,7 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
 def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Along the ragged dim each row from its end to its start."""
     (dims,) = (kwargs.get("dims", dims),)
-    numbers = dim_numbers(input, dims[0] if len(dims) == 1 else tuple(dims))
+    numbers = find_dims(input, dims[0] if len(dims) == 1 else tuple(dims))
     if 0 in numbers:
         raise refusal("dim 0 would put rows in another order", "use p[::-1] or p[index]")
     features = tuple(d - 1 for d in numbers if d > 1)

@@ -93,14 +93,14 @@ def _sum_pair(offsets: Tensor, n: int) -> _Pair:
     )
 
 
-def counts(offsets: Tensor, like: Tensor) -> Tensor:
+def count(offsets: Tensor, like: Tensor) -> Tensor:
     """The length of each row, (B, 1, ..) in the dtype of `like` (·, *F)."""
     return offsets.diff().to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
 def mean(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, *F) -> (B, *F); NaN for an empty row."""
-    return sum(values, offsets) / counts(offsets, values)
+    return sum(values, offsets) / count(offsets, values)
 
 
 @runs_kernels
@@ -109,33 +109,33 @@ def gather(values: Tensor, index: Tensor, in_order: bool = False) -> Tensor:
 
     `in_order`: the index does not decrease, so that its gradient is a segment sum alone.
     """
-    n, index = len(values), _plain(index)
+    n, index = len(values), _unwrap(index)
 
     def adjoint(x: Tensor) -> Tensor:
         order = None if in_order else torch.argsort(index, stable=True)
         sorted_index = index if order is None else index.index_select(0, order)
         numbers = torch.arange(n + 1, device=index.device)
         ends = torch.searchsorted(sorted_index, numbers)  # ends[i]: how many entries of the index are below i
-        return _sum_pair(ends, len(index)).run(x if order is None else _take(order)(x))
+        return _sum_pair(ends, len(index)).run(x if order is None else _make_gather(order)(x))
 
-    return _linear(values, _Pair(_take(index), adjoint))
+    return _linear(values, _Pair(_make_gather(index), adjoint))
 
 
 @runs_kernels
 def permute(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """(N, *F) -> (N, *F): values[index] for a permutation; its gradient is the gather by `inverse`."""
-    return _linear(values, _Pair(_take(index), _take(inverse)))
+    return _linear(values, _Pair(_make_gather(index), _make_gather(inverse)))
 
 
-def _plain(index: Tensor) -> Tensor:
+def _unwrap(index: Tensor) -> Tensor:
     """An index without the wrappers of transforms: kernels see it, not autograd."""
     if transforms.is_batched(index):
         raise TypeError("ragged gather: the index is batched by vmap; it must be the same for every call")
     return transforms.numbers(index)
 
 
-def _take(index: Tensor) -> Callable[[Tensor], Tensor]:
-    index = _plain(index)
+def _make_gather(index: Tensor) -> Callable[[Tensor], Tensor]:
+    index = _unwrap(index)
     return lambda x: run_kernel("gather_rows", x, 1, index)
 
 
@@ -160,5 +160,5 @@ def cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     def forwards(x: Tensor) -> Tensor:
         return run_kernel("segment_cumsum", x, 1, offsets)
 
-    turn = _take(mirror(offsets, len(values)))
+    turn = _make_gather(mirror(offsets, len(values)))
     return _linear(values, _Pair(forwards, lambda x: turn(forwards(turn(x)))))

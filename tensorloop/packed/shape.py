@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
-from tensorloop.packed.base import Packed, check_same_rows, dim_number, feature_dim, is_packed, refusal
+from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import select_rows
@@ -24,7 +24,7 @@ _STAYS = (
 @handles("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
     """A feature dim of size 1, dim 2 or later."""
-    d = dim_number(input, dim, extra=1)
+    d = find_dim(input, dim, extra=1)
     if d < 2:
         raise refusal(f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
     return input._with(input.values.unsqueeze(d - 1))
@@ -36,7 +36,7 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
     if dim is None:
         dims = [d for d in range(2, input.ndim) if input.shape[d] == 1]
     else:
-        dims = [dim_number(input, d) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+        dims = [find_dim(input, d) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
     if 1 in dims or (0 in dims and len(input._dim) == 1):
         raise refusal("the batch and the ragged dim are never dropped", "use p[0] for the only row")
     return input._with(input.values.squeeze(tuple(d - 1 for d in dims if d > 1)))
@@ -45,7 +45,7 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
 @handles("transpose", "swapaxes", "swapdims", called="transpose")
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
     """Two feature dims exchanged; (0, 1) gives a name for the same tensor, for layers that want time first."""
-    a, b = dim_number(input, dim0), dim_number(input, dim1)
+    a, b = find_dim(input, dim0), find_dim(input, dim1)
     if a == b:
         return input
     if {a, b} == {0, 1}:
@@ -60,10 +60,10 @@ def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Feature dims in another order."""
     if func.__name__ == "permute":
         given = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
-        order = [dim_number(input, d) for d in given]
+        order = [find_dim(input, d) for d in given]
     else:
         source, target = (x if isinstance(x, (tuple, list)) else (x,) for x in (*dims, *kwargs.values()))
-        moved = dict(zip((dim_number(input, d) for d in target), (dim_number(input, d) for d in source), strict=True))
+        moved = dict(zip((find_dim(input, d) for d in target), (find_dim(input, d) for d in source), strict=True))
         rest = iter(d for d in range(input.ndim) if d not in moved.values())
         order = [moved[d] if d in moved else next(rest) for d in range(input.ndim)]
     if order[:2] != [0, 1] or sorted(order) != list(range(input.ndim)):
@@ -74,7 +74,7 @@ def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
 @handles("flatten")
 def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
     """From dim 2 on a packed tensor; from dim 0 on the entries there are, (N, ...) or (N * ..): nothing is padding."""
-    a, b = dim_number(input, start_dim), dim_number(input, end_dim)
+    a, b = find_dim(input, start_dim), find_dim(input, end_dim)
     if a >= 2:
         return input._with(input.values.flatten(a - 1, b - 1))
     if a == 0 and b >= 1:
@@ -85,7 +85,7 @@ def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> An
 @handles("unflatten")
 def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
     """One feature dim as several."""
-    return input._with(input.values.unflatten(feature_dim(input, dim), tuple(sizes)))
+    return input._with(input.values.unflatten(find_feature_dim(input, dim), tuple(sizes)))
 
 
 @handles("reshape", "view")
@@ -139,7 +139,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
     if not all(is_packed(x) for x in tensors):
         raise refusal("packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
     first = tensors[0]
-    d = dim_number(first, dim)
+    d = find_dim(first, dim)
     if d > 1:
         for x in tensors[1:]:
             check_same_rows(first, x)
@@ -163,7 +163,7 @@ def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
     first = tensors[0]
     if not all(is_packed(x) for x in tensors):
         raise refusal("packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
-    d = dim_number(first, dim, extra=1)
+    d = find_dim(first, dim, extra=1)
     if d < 2:
         raise refusal(f"dim {dim} would go before the ragged dim", "stack along dim 2 or more")
     for x in tensors[1:]:
@@ -201,11 +201,11 @@ def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, 
     """Rows or features as often as given: beams and samples."""
     if dim is None:
         raise refusal("without dim it repeats the entries of a padded tensor", "give dim")
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d == 0:
         rows = torch.arange(len(input._dim), device=input.values.device)
         return select_rows(input, rows.repeat_interleave(repeats, output_size=output_size))
-    d = feature_dim(input, dim)
+    d = find_feature_dim(input, dim)
     return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
 
 

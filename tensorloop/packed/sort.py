@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed import checks, segments
-from tensorloop.packed.base import Packed, dim_number, refusal
+from tensorloop.packed.base import Packed, find_dim, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.pointwise import rewrap
 from tensorloop.packed.reduce import Segments, divide, refuse_empty, restore_dims
@@ -21,13 +21,13 @@ from tensorloop.packed.reduce import Segments, divide, refuse_empty, restore_dim
 _ROWS_STAY = "rows of unequal length do not change places; to order rows: p[torch.argsort(key)]"
 
 
-def _order(values: Tensor, rows: Tensor, descending: bool = False) -> Tensor:
+def _find_order(values: Tensor, rows: Tensor, descending: bool = False) -> Tensor:
     """(N, *F) int64: which entry is at each place once those of each row are in order; NaN counts as the largest."""
     by_value = torch.sort(values.detach(), dim=0, descending=descending, stable=True).indices
     return by_value.gather(0, torch.sort(rows[by_value], dim=0, stable=True).indices)
 
 
-def _columns(x: Tensor, like: Tensor) -> Tensor:
+def _as_columns(x: Tensor, like: Tensor) -> Tensor:
     """(S,) as (S, 1, ..) with the dims of `like`."""
     return x.view(-1, *[1] * (like.dim() - 1))
 
@@ -36,16 +36,16 @@ def _columns(x: Tensor, like: Tensor) -> Tensor:
 def _sort(func: Any, input: Any, dim: Any = -1, descending: bool = False, *, stable: Any = None) -> Any:
     """Along the ragged dim each row by itself; indices are positions in the row. The order is always stable."""
     name = func.__name__
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         plain = torch.sort if name == "sort" else torch.argsort
         return rewrap(input, plain(input.values, dim=d - 1, descending=descending, stable=bool(stable)))
     if d == 0:
         raise refusal(f"dim {dim} is the batch dim", _ROWS_STAY)
     rows = input._dim
-    order = _order(input.values, rows._row_ids, descending)
+    order = _find_order(input.values, rows._row_ids, descending)
     first = torch.arange(rows.total, device=order.device) - rows._positions  # of the row of each entry
-    places = input._with(order - _columns(first, order))
+    places = input._with(order - _as_columns(first, order))
     if name == "argsort":
         return places
     return torch.return_types.sort((input._with(input.values.gather(0, order)), places))  # pyright: ignore
@@ -63,9 +63,9 @@ class _Ranks:
     def __init__(self, p: Packed, d: int, descending: bool = False) -> None:
         s: Segments = divide(p, (d,))
         self.s, self.p = s, p
-        self.order = _order(s.values, s.dim._row_ids, descending)
-        self.starts = _columns(s.offsets[:-1], s.values)
-        self.counts = _columns(s.dim._lens, s.values)
+        self.order = _find_order(s.values, s.dim._row_ids, descending)
+        self.starts = _as_columns(s.offsets[:-1], s.values)
+        self.counts = _as_columns(s.dim._lens, s.values)
 
     def entries(self, rank: Tensor) -> Tensor:
         """(Q, S, *F): the entry of each rank (Q, S, 1, ..) or (Q, S, *F)."""
@@ -90,7 +90,7 @@ class _Ranks:
 @handles("topk")
 def _topk(func: Any, input: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Over the ragged dim ordinary tensors (B, k, *F): every row must have k entries."""
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.topk(input.values, k, d - 1, largest, sorted))
     k = checks.as_int(k, "k")
@@ -115,16 +115,16 @@ def _check_ranks(p: Packed, d: int, k: int, least: int, instead: str) -> None:
 @handles("kthvalue")
 def _kthvalue(func: Any, input: Any, k: Any, dim: Any = -1, keepdim: bool = False) -> Any:
     """The k-th smallest, counted from 1; every row must have k entries."""
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.kthvalue(input.values, k, d - 1, keepdim))
     k = checks.as_int(k, "k")
     _check_ranks(input, d, k, 1, "leave such rows out")
     ranks = _Ranks(input, d)
-    return _picked("kthvalue", ranks, torch.full_like(ranks.counts, k - 1), d, keepdim)
+    return _pick("kthvalue", ranks, torch.full_like(ranks.counts, k - 1), d, keepdim)
 
 
-def _picked(name: str, ranks: _Ranks, rank: Tensor, d: int, keepdim: bool) -> Any:
+def _pick(name: str, ranks: _Ranks, rank: Tensor, d: int, keepdim: bool) -> Any:
     entries = ranks.entries(rank.unsqueeze(0))[0:1]
     pair = (restore_dims(x[0], (d,), keepdim) for x in (ranks.values(entries), ranks.places(entries)))
     return getattr(torch.return_types, name)(tuple(pair))
@@ -137,7 +137,7 @@ def _median(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> An
     plain = getattr(torch, name)
     if dim is None:
         return plain(input.values)
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, plain(input.values, d - 1, keepdim))
     refuse_empty(divide(input, (d,)), "median")
@@ -147,11 +147,11 @@ def _median(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> An
     elif name == "median":
         rank = torch.where(ranks.has_nan(), ranks.counts - 1, (ranks.counts - 1) // 2)
     else:
-        rank = (_numbers(ranks) - 1).clamp(min=0) // 2
-    return _picked(name, ranks, rank, d, keepdim)
+        rank = (_count_numbers(ranks) - 1).clamp(min=0) // 2
+    return _pick(name, ranks, rank, d, keepdim)
 
 
-def _numbers(ranks: _Ranks) -> Tensor:
+def _count_numbers(ranks: _Ranks) -> Tensor:
     """(S, *F): how many are no NaN."""
     return segments.sum(ranks.s.values.isnan().logical_not().to(torch.int64), ranks.s.offsets)
 
@@ -166,7 +166,7 @@ def _quantile(
     if dim is None:
         out = plain(input.values, q, interpolation=interpolation)
         return out.view(*out.shape, *[1] * input.ndim) if keepdim else out
-    d = dim_number(input, dim)
+    d = find_dim(input, dim)
     if d > 1:
         if isinstance(q, Tensor) and q.dim():
             raise refusal("several quantiles would be a dim before the batch", "one q at a time, and stack them")
@@ -179,7 +179,7 @@ def _quantile(
     q = _check_fractions(q, values)
     refuse_empty(divide(input, (d,)), "quantile")
     ranks = _Ranks(input, d)
-    out = _between(ranks, q.reshape(-1, *[1] * values.dim()), name == "nanquantile", interpolation)
+    out = _interpolate(ranks, q.reshape(-1, *[1] * values.dim()), name == "nanquantile", interpolation)
     out = out if q.dim() else out[0]
     return out.unsqueeze(d + q.dim()) if keepdim else out
 
@@ -195,10 +195,10 @@ def _check_fractions(q: Any, values: Tensor) -> Tensor:
     return q
 
 
-def _between(ranks: _Ranks, q: Tensor, ignore_nan: bool, interpolation: str) -> Tensor:
+def _interpolate(ranks: _Ranks, q: Tensor, ignore_nan: bool, interpolation: str) -> Tensor:
     """(Q, S, *F): what torch takes at rank q * (count - 1), which need not be whole."""
     if ignore_nan:
-        rank = (q * (_numbers(ranks) - 1).to(q.dtype)).clamp(min=0)
+        rank = (q * (_count_numbers(ranks) - 1).to(q.dtype)).clamp(min=0)
     else:
         last = (ranks.counts - 1).to(q.dtype)
         rank = torch.where(ranks.has_nan(), last, q * last)

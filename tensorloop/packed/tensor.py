@@ -18,7 +18,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import checks, features, interop, norms, pieces, reduce, rnn, segments, shape, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, check_same_rows, dim_number
+from tensorloop.packed.base import Packed, check_same_rows, find_dim
 from tensorloop.packed.dim import Dim, as_dim
 from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
@@ -171,7 +171,7 @@ class PackedTensor(InAutograd):
     @named("size")
     def size(self, dim: Any = None) -> Any:
         """The shape, or one size; that of the ragged dim equals None, and is no number."""
-        return self.shape if dim is None else self.shape[dim_number(self, dim)]
+        return self.shape if dim is None else self.shape[find_dim(self, dim)]
 
     def numel(self) -> int:
         """The number of numbers held."""
