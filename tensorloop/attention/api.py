@@ -16,7 +16,7 @@ from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import engine, gpu
 from tensorloop.attention.strips import Task
 from tensorloop.packed import checks
-from tensorloop.packed.autograd import recording, refuse_lost_gradient
+from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, is_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
@@ -125,7 +125,7 @@ def _read(q: Any, k: Any, v: Any) -> _Inputs:
     packed = [is_packed(x) for x in (q, k, v)]
     arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
     if all(packed):
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((q, k, v))
         return _read_packed(q, k, v)
     if arrays == [False, True, True] and not packed[0]:

@@ -19,7 +19,7 @@ from tensorloop.loop.outputs import Outputs, check_unchanged
 from tensorloop.loop.slices import Slices
 from tensorloop.loop.stopped_rows import Rows
 from tensorloop.packed import segments
-from tensorloop.packed.autograd import recording, refuse_lost_gradient
+from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import is_packed
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.tensor import PackedTensor
@@ -32,7 +32,7 @@ class PackedSlices(Slices):
 
     def __init__(self, xs: Any, length: Any, dim: Any, reverse: bool, name: str) -> None:
         self.ragged = ragged = _common(xs, name)
-        if not recording():
+        if not is_recording():
             leaves = pytree.leaves_with_paths(pytree.mapped(_Opaque, xs, is_packed))
             try:
                 refuse_lost_gradient(tuple(x.value for _, x in leaves))

@@ -20,7 +20,7 @@ from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 
 _DEPTH = 4  # of lists in lists that are looked into
 _LISTS = frozenset({list, tuple})
-recording = torch.is_grad_enabled  # bound, as every operation asks
+is_recording = torch.is_grad_enabled  # bound, as every operation asks
 
 
 @named("packed.apply")
@@ -63,7 +63,7 @@ def _find_packed(x: Any, depth: int = _DEPTH) -> list[Packed]:
 
 
 def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
-    """To be called where `recording()` is false: raises where that is so because a Function was given one of these.
+    """To be called where `is_recording()` is false: raises where that is so because a Function was given one of these.
 
     Under an ordinary `no_grad`, no frame of the stack is a Function's.
     """

@@ -8,7 +8,7 @@ modules.
 from typing import Any
 
 from tensorloop._common.errors import Fact
-from tensorloop.packed.autograd import recording, refuse_lost_gradient
+from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, refusal
 from tensorloop.packed.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.refusals import unsupported
@@ -21,7 +21,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
     name = called = getattr(func, "__name__", str(func))
     try:
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((*args, *kwargs.values()) if kwargs else args)
         if "out" in kwargs and kwargs.pop("out") is not None:
             raise refusal("out= is not taken with packed tensors", "use the result")

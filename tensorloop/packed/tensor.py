@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import checks, features, interop, norms, pieces, reduce, rnn, segments, shape, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
-from tensorloop.packed.autograd import apply, recording, refuse_lost_gradient
+from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, find_dim
 from tensorloop.packed.dim import Dim, as_dim
 from tensorloop.packed.dispatch import HANDLERS, dispatch
@@ -192,7 +192,7 @@ class PackedTensor(InAutograd):
         steps = self.max_len if max_len is None else checks.as_int(max_len, "max_len")
         if max_len is not None and steps < self.max_len:
             raise WrongValue(f"max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]")
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((self,))
         return segments.pad(self.values, self._dim._offsets, steps, value)
 
@@ -201,7 +201,7 @@ class PackedTensor(InAutograd):
         """The rows, as a tuple of tensors (len_b, *F), views; or the slices of a feature dim, packed."""
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((self,))
         return tuple(self.values.split(self._dim._lens.tolist()))
 
@@ -212,7 +212,7 @@ class PackedTensor(InAutograd):
     @named("indexing")
     def __getitem__(self, key: Any) -> Any:
         """p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]: see docs/packed.md."""
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((self, key))
         return getitem(self, key)
 
@@ -283,7 +283,7 @@ class PackedTensor(InAutograd):
     @named("to_nested")
     def to_nested(self) -> Tensor:
         """A `torch.nested` tensor of the jagged layout over the same values; nothing copied."""
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((self,))
         return interop.to_nested(self)
 
@@ -296,7 +296,7 @@ class PackedTensor(InAutograd):
     @named("to_packed_sequence")
     def to_packed_sequence(self) -> torch.nn.utils.rnn.PackedSequence:
         """A PackedSequence, whose entries are in time order: one permutation. Raises: ValueError (an empty row)."""
-        if not recording():
+        if not is_recording():
             refuse_lost_gradient((self,))
         return interop.to_packed_sequence(self)
 
