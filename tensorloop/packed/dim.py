@@ -3,8 +3,7 @@
 What is derived (offsets, row ids, positions) is made when first asked for and kept; so is a copy for each device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,14 +13,8 @@ from tensorloop._common import arguments, scope
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.grad_modes import lasting
 from tensorloop.packed import checks
-
-
-@contextmanager
-def _lasting() -> Iterator[None]:
-    """What is made here is plain and outlives the caller's transforms and inference mode: it is kept."""
-    with transforms.outside_transforms(), torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @runs_eagerly
@@ -54,7 +47,7 @@ class Dim(int):
         self.name = name
         # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
         # that who writes to it writes to nobody's rows.
-        with _lasting():
+        with lasting():
             self._lens = _check_lengths(lens, check)
             self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
             self.lens = self._lens.clone()  # (B,)
@@ -75,7 +68,7 @@ class Dim(int):
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
             # Not seen by a checkpointed loop: its replay finds what is here made already.
-            with _lasting(), scope.unnoted():
+            with lasting(), scope.unnoted():
                 self._cache[name] = make()
         return self._cache[name]
 
@@ -149,7 +142,7 @@ class Dim(int):
             # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
             if self.device.type == "cpu":
                 _ = self.total, self.max_len, self.has_empty_rows
-            with _lasting(), scope.unnoted():
+            with lasting(), scope.unnoted():
                 other = Dim(self.name, self._lens.to(device))
             other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
             other._key = self._key

@@ -23,8 +23,9 @@ from tensorloop._common import advice, arguments, scope
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.grad_modes import recording
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
-from tensorloop.tensor_array.buffer import Buffer, recording
+from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.gradient import Rows
 from tensorloop.tensor_array.holes import Holes
 from tensorloop.tensor_array.slot_list import Slots, element_of

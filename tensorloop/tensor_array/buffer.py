@@ -13,8 +13,7 @@ user's change of a view is seen (by autograd in backward, by `check` here). A sl
 first bulk read moves all of them into the block at once. Slots [0, length - len(waiting)) are in the block.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,6 +24,7 @@ from tensorloop._common import scope
 from tensorloop._common.arguments import has_rows
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
+from tensorloop._torch.grad_modes import plain_mode, recording
 from tensorloop.tensor_array.gradient import Key, Rows, Step, pinned, put_, take
 from tensorloop.tensor_array.sequential_reads import PickedRows, UnstackedRows
 
@@ -413,28 +413,6 @@ class Buffer:
         twin = self.fork(name)
         twin.token = twin.rows = None
         return twin
-
-
-def plain_mode() -> AbstractContextManager[object]:
-    """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def recording() -> AbstractContextManager[object]:
-    """Plain autograd that records, whatever mode or transform the caller is in."""
-    if torch.is_grad_enabled() and transforms.maybe_level() is None:  # so there is no inference mode either
-        return nullcontext()
-    return _changed_modes()
-
-
-@contextmanager
-def _changed_modes() -> Iterator[None]:
-    with ExitStack() as modes:
-        modes.enter_context(plain_mode())
-        modes.enter_context(torch.enable_grad())
-        if transforms.maybe_level() is not None:
-            modes.enter_context(transforms.outside_transforms())
-        yield
 
 
 def _allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:

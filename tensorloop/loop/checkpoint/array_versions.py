@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._torch.grad_modes import recording
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.buffer import Block, Buffer, noted, recording
+from tensorloop.tensor_array.buffer import Block, Buffer, noted
 from tensorloop.tensor_array.gradient import Key, put_, take
 from tensorloop.tensor_array.holes import Holes
 
