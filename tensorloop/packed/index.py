@@ -196,7 +196,7 @@ def _find_pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
     rows = torch.where(rows < 0, rows + n, rows)
     lens = p._dim._lens[rows]
     if arguments.must_check(None, times):
-        arguments.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing", "times")
+        checks.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "times")
     times = torch.where(times < 0, times + lens, times)
     return p._dim._offsets[:-1][rows] + times
 
