@@ -37,7 +37,7 @@ _BOX, _HEIGHT, _GAP, _RISE = 196, 48, 28, 58
 
 
 class Import(NamedTuple):
-    """What one module names of another: `from a import b` is `a.b`; a late one is the argument of import_module."""
+    """What one module names of another: `from a import b` is `a.b`; a late one is an argument as written."""
 
     name: str
     late: bool = False
@@ -55,14 +55,14 @@ def modules() -> dict[str, str]:
 
 
 def imports(source: str) -> Iterator[Import]:
-    """Everything that a source imports, in functions too, and what it loads by `import_module`."""
+    """Everything that a source imports, in functions too, and what it loads by `import_module` or `late`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (Import(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (f"{node.module}." if node.module else "")
             yield from (Import(base + alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "late"):
             yield Import(ast.unparse(node.args[0]), late=True)
 
 

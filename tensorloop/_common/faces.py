@@ -1,4 +1,4 @@
-"""Faces of rooms: the names that a package hands on, each loaded when first touched."""
+"""Faces of rooms: the names that a package hands on, each loaded when first touched; and late doors to rooms above."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,3 +18,8 @@ def face(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[st
         return found
 
     return load, lambda: sorted(home_of)
+
+
+def late(home: str, name: str) -> Callable[..., Any]:
+    """A function of a room that stands above the caller's, loaded when first called; `home` is a module of ours."""
+    return lambda *args, **options: getattr(import_module(f"tensorloop.{home}"), name)(*args, **options)

@@ -45,6 +45,7 @@ def _skip(function: FunctionType, reason: str) -> None:
     if hasattr(function, "__wrapped__"):  # a decorator's: the mark on its code would be one on all that it decorates
         function.__code__ = function.__code__.replace()
     frame = _dynamo.eval_frame
+    function.__code__ = function.__code__.replace()  # that of a decorator's is shared by all that it is around
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     function._torchdynamo_disable_msg = reason  # pyright: ignore[reportFunctionMemberAccess]
     if hasattr(frame, "set_code_exec_strategy"):

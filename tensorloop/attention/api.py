@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import engine, gpu
 from tensorloop.attention.strips import Task
-from tensorloop.packed.autograd import recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, is_packed, same_rows
+from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.base import Packed, check_same_rows, is_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import store_of
 
-_NAME = "attention"
-_PARTS = ("q", "k", "v")
+_ARGUMENTS = ("q", "k", "v")
 P = TypeVar("P", bound=Packed)
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
@@ -41,6 +41,7 @@ def attention(
     scale: float | None = None,
 ) -> Tensor: ...
 @called_eagerly
+@named("attention")
 def attention(
     q: Any, k: Any, v: Any, *, causal: bool = False, block_mask: Any = None, scale: float | None = None
 ) -> Any:
@@ -69,25 +70,26 @@ def attention(
         >>> tl.attention(p, p, p, causal=True).values.shape
         torch.Size([5, 2, 8])
     """
-    scale = None if scale is None else _scale(scale)
+    scale = None if scale is None else _check_scale(scale)
     store = store_of(k) if isinstance(k, TensorArray) and isinstance(v, TensorArray) else None
     if store is not None and not causal and block_mask is None:
         out = store.attend(q, k, v, scale)  # maybe without a copy of what is seen
         if out is not NotImplemented:
             return out
-    inputs = _inputs(q, k, v)
+    inputs = _read(q, k, v)
     inputs = inputs._replace(q=_autocast(inputs.q), k=_autocast(inputs.k), v=_autocast(inputs.v))
     _check_parts(inputs)
     if block_mask is not None:
         _check_mask(block_mask, inputs, causal)
     elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
         warnings.warn(
-            f"{_NAME}: q {tuple(q.shape)} is taken as {q.shape[1]} tokens of {q.shape[2]} heads, (B, T, heads, D). It "
-            "looks like scaled_dot_product_attention's (B, heads, T, D): if so, transpose(1, 2) q, k, v and the result",
-            stacklevel=2,
+            f"attention: q {tuple(q.shape)} is taken as {q.shape[1]} tokens of {q.shape[2]} heads, (B, T, heads, D). "
+            "It looks like scaled_dot_product_attention's (B, heads, T, D): if so, transpose(1, 2) q, k, v and the "
+            "result",
+            stacklevel=3,
         )
     if inputs.arrays and causal:
-        raise ValueError(f"{_NAME}: causal=True with TensorArrays: one step sees all slots; slice them to see fewer")
+        raise WrongValue("causal=True with TensorArrays: one step sees all slots; slice them to see fewer")
     width = inputs.q.shape[-1]
     task = Task(engine.default_scale(width) if scale is None else scale, bool(causal), blocks=block_mask)
     parts = inputs.q, inputs.k, inputs.v
@@ -119,29 +121,28 @@ class _Inputs(NamedTuple):
         return out.reshape(*self.like.shape[:-1], out.shape[-1]) if self.arrays else out
 
 
-def _inputs(q: Any, k: Any, v: Any) -> _Inputs:
+def _read(q: Any, k: Any, v: Any) -> _Inputs:
     packed = [is_packed(x) for x in (q, k, v)]
     arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
     if all(packed):
-        if not recording():
-            refuse_lost_gradient(_NAME, (q, k, v))
-        return _packed(q, k, v)
+        if not is_recording():
+            refuse_lost_gradient((q, k, v))
+        return _read_packed(q, k, v)
     if arrays == [False, True, True] and not packed[0]:
-        return _step(q, k, v)
+        return _read_step(q, k, v)
     if any(packed) or any(arrays):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
-        raise TypeError(
-            f"{_NAME}: q, k and v must be packed all three, tensors all three, or a tensor and two TensorArrays; "
-            f"got {kinds}"
+        raise WrongType(
+            f"q, k and v must be packed all three, tensors all three, or a tensor and two TensorArrays; got {kinds}"
         )
-    for x, part in zip((q, k, v), _PARTS, strict=True):
-        arguments.dense_tensor(x, f"{_NAME}: {part}")
+    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
+        arguments.dense_tensor(x, part)
         if x.dim() != 4:
-            raise ValueError(f"{_NAME}: {part} must be (B, T, heads, D), got {tuple(x.shape)}")
+            raise WrongValue(f"{part} must be (B, T, heads, D), got {tuple(x.shape)}")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"{_NAME}: batch sizes of q, k and v differ: {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+        raise WrongValue(f"batch sizes of q, k and v differ: {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
     if k.shape[1] != v.shape[1]:
-        raise ValueError(f"{_NAME}: k has {k.shape[1]} positions, v has {v.shape[1]}; each key needs a value")
+        raise WrongValue(f"k has {k.shape[1]} positions, v has {v.shape[1]}; each key needs a value")
     return _Inputs(q, k, v, q)
 
 
@@ -153,27 +154,27 @@ def _has_heads_first(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return heads > _MOST_HEADS or all(x.stride(1) < x.stride(2) for x in (q, k, v))
 
 
-def _packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
-    for x, part in zip((q, k, v), _PARTS, strict=True):
+def _read_packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
+    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
         if x.values.dim() != 3:
-            raise ValueError(
-                f"{_NAME}: packed {part} must be (B, T*, heads, D), got elements of shape {tuple(x.values.shape[1:])}"
+            raise WrongValue(
+                f"packed {part} must be (B, T*, heads, D), got elements of shape {tuple(x.values.shape[1:])}"
             )
     if len(q._dim) != len(k._dim):
-        raise ValueError(f"{_NAME}: q has {len(q._dim)} rows, k has {len(k._dim)}; row b of q sees row b of k")
-    same_rows(k, v, f"{_NAME}: k and v")
+        raise WrongValue(f"q has {len(q._dim)} rows, k has {len(k._dim)}; row b of q sees row b of k")
+    check_same_rows(k, v, "k and v")
     return _Inputs(q.values[None], k.values[None], v.values[None], q, (q._dim, k._dim))
 
 
-def _step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
-    arguments.dense_tensor(q, f"{_NAME}: q")
+def _read_step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
+    arguments.dense_tensor(q, "q")
     if len(k) != len(v):
-        raise ValueError(f"{_NAME}: k has {arguments.slots(len(k))}, v has {len(v)}; each key needs a value")
+        raise WrongValue(f"k has {arguments.slots(len(k))}, v has {len(v)}; each key needs a value")
     keys, values = k.stack(), v.stack()
     for x, part, lead in ((q, "q", 0), (keys, "the elements of k", 1), (values, "the elements of v", 1)):
         if x.dim() - lead < 2 or x.shape[lead:-2] != q.shape[:-2]:
-            raise ValueError(
-                f"{_NAME}: {part} must be (*batch, heads, D) with the batch dims of q, got {tuple(x.shape[lead:])} "
+            raise WrongValue(
+                f"{part} must be (*batch, heads, D) with the batch dims of q, got {tuple(x.shape[lead:])} "
                 f"for q {tuple(q.shape)}"
             )
     count = q.shape[:-2].numel()
@@ -184,38 +185,34 @@ def _step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
 def _check_parts(inputs: _Inputs) -> None:
     """Dtypes, devices, heads and widths."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    for x, part in zip((q, k, v), _PARTS, strict=True):
+    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
         if not x.is_floating_point():
-            raise TypeError(f"{_NAME}: {part} must be of a real floating dtype, got {x.dtype}")
+            raise WrongType(f"{part} must be of a real floating dtype, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{_NAME}: dtypes of q, k and v differ: {q.dtype}, {k.dtype} and {v.dtype}; convert with .to({q.dtype})"
-        )
+        raise WrongType(f"dtypes of q, k and v differ: {q.dtype}, {k.dtype} and {v.dtype}; convert with .to({q.dtype})")
     if not q.device == k.device == v.device:
-        raise ValueError(f"{_NAME}: q, k and v are on {q.device}, {k.device} and {v.device}; move them with .to()")
+        raise WrongValue(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them with .to()")
     (heads, width), (key_heads, key_width), (value_heads, _) = (x.shape[-2:] for x in (q, k, v))
     if key_width != width:
-        raise ValueError(f"{_NAME}: q has elements of {width} numbers, k of {key_width}; their product needs as many")
+        raise WrongValue(f"q has elements of {width} numbers, k of {key_width}; their product needs as many")
     if key_heads != value_heads:
-        raise ValueError(f"{_NAME}: k has {key_heads} heads, v has {value_heads}; each key head needs a value head")
+        raise WrongValue(f"k has {key_heads} heads, v has {value_heads}; each key head needs a value head")
     if heads % key_heads if key_heads else heads:
-        raise ValueError(f"{_NAME}: {heads} query heads cannot share {key_heads} key heads; make it a multiple of them")
+        raise WrongValue(f"{heads} query heads cannot share {key_heads} key heads; make it a multiple of them")
 
 
 def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
     if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
-        raise TypeError(
-            f"{_NAME}: block_mask must be a BlockMask, as flex_attention's create_block_mask makes, "
+        raise WrongType(
+            f"block_mask must be a BlockMask, as flex_attention's create_block_mask makes, "
             f"got {arguments.describe(mask)}"
         )
     if causal:
-        raise ValueError(f"{_NAME}: both causal=True and block_mask; put it in the mask, with and_masks(causal, ...)")
+        raise WrongValue("both causal=True and block_mask; put it in the mask, with and_masks(causal, ...)")
     if inputs.arrays:
-        raise ValueError(f"{_NAME}: block_mask with TensorArrays: one step sees all slots; slice them to see fewer")
+        raise WrongValue("block_mask with TensorArrays: one step sees all slots; slice them to see fewer")
     if mask.kv_num_blocks.device != inputs.q.device:
-        raise ValueError(
-            f"{_NAME}: block_mask is on {mask.kv_num_blocks.device}, q on {inputs.q.device}; move it with .to()"
-        )
+        raise WrongValue(f"block_mask is on {mask.kv_num_blocks.device}, q on {inputs.q.device}; move it with .to()")
     made_for, tables = tuple(mask.seq_lengths), tuple(mask.kv_num_blocks.shape[:2])
     if inputs.rows is None:
         needed = (inputs.q.shape[1], inputs.k.shape[1])
@@ -227,20 +224,18 @@ def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
         turned = inputs.rows is None and made_for == (inputs.q.shape[2], inputs.k.shape[2])
         hint = "; they are (B, T, heads, D): transpose(1, 2) what is (B, heads, T, D)" if turned else ""
         longest = "" if inputs.rows is None else " in their longest rows"
-        raise ValueError(
-            f"{_NAME}: block_mask is for {made_for[0]} queries and {made_for[1]} keys, but there are {needed[0]} and "
+        raise WrongValue(
+            f"block_mask is for {made_for[0]} queries and {made_for[1]} keys, but there are {needed[0]} and "
             f"{needed[1]}{longest}{hint}"
         )
     for got, what, there in zip(tables, ("batch entries", "heads"), (batch, inputs.q.shape[2]), strict=True):
         if got not in (1, there):
-            raise ValueError(f"{_NAME}: block_mask is for {got} {what}, not for 1 or {there}")
+            raise WrongValue(f"block_mask is for {got} {what}, not for 1 or {there}")
 
 
-def _scale(scale: Any) -> float:
+def _check_scale(scale: Any) -> float:
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(
-            f"{_NAME}: scale must be a number or None, got {arguments.describe(scale)}; scale q by a tensor"
-        )
+        raise WrongType(f"scale must be a number or None, got {arguments.describe(scale)}; scale q by a tensor")
     return float(scale)
 
 

@@ -14,13 +14,16 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAtten
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
-from tensorloop.attention.strips import BlockTable, Bucket, Span, Strip, Task, bucket, row_mask, shorter, strips
+from tensorloop._torch.formula import differentiate, is_differentiated
+from tensorloop.attention.strips import BlockTable, Bucket, Span, Strip, Task, cut, fill_bucket, make_row_mask, shorten
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -35,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     """
     for x, offsets in ((q, task.q_offsets), (k, task.k_offsets), (v, task.k_offsets)):
         if offsets is not None and offsets[-1] != x.shape[1]:  # kernels would divide by zero, which ends the process
-            raise ValueError(f"attention: lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
+            raise WrongValue(f"lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
     if transforms.maybe_level() is not None or transforms.forward_mode():
         return whole(q, k, v, task)
     if task.causal and task.scale <= 0:  # kernels hide keys by a score of -inf before they multiply with the scale
@@ -53,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with _as_it_is(q):
+        with _without_autocast(q):
             out, lse = _forward(q, k, v, task)
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse)
@@ -62,10 +65,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        with _as_it_is(q):
-            if torch.is_grad_enabled() or transforms.maybe_level() is not None or transforms.is_legacy_batched(grad):
-                return *_gradient_of_whole(q, k, v, grad, ctx.task), None
-            return *_backward(_unit_stride(grad), q, k, v, out, lse, ctx.task), None
+        with _without_autocast(q):
+            if is_differentiated(grad):
+                return *differentiate(partial(whole, task=ctx.task), (q, k, v), grad), None
+            return *attend_backward(_unit_stride(grad), q, k, v, out, lse, ctx.task), None
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -78,32 +81,33 @@ def autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def _as_it_is(x: Tensor) -> AbstractContextManager[object]:
+def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """No autocast: what comes in has been cast already, and sums stay in float32."""
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores (B, T, heads): 0 where a query sees nothing."""
-    out, lse = _Parts((*q.shape[:3], v.shape[-1]), q, q.dtype), _Parts((*q.shape[:3], 1), q, _wide(q.dtype))
+    out, lse = _Target((*q.shape[:3], v.shape[-1]), q, q.dtype), _Target((*q.shape[:3], 1), q, _widen(q.dtype))
     compute = _flash if _has_flash(q) else _matmul
     for strip in _strips_for(q, k, task):
-        got, logs = compute(*_taken(strip, q, k, v), strip, task.scale)
+        got, logs = compute(*_take_all(strip, q, k, v), strip, task.scale)
         out.add(strip.q, got.transpose(1, 2))
         lse.add(strip.q, logs.transpose(1, 2)[..., None])
     return out.result(), lse.result()[..., 0]
 
 
-def _backward(
+def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, task: Task
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from what `_forward` gave and that of its output."""
     flash = _has_flash(q)
-    sums = q.dtype if flash and not task.overlaps else _wide(q.dtype)
+    sums = q.dtype if flash and not task.overlaps else _widen(q.dtype)
     meet = task.overlaps or not flash  # gradients of a key from several strips
-    grads = [_Parts(q.shape, q, q.dtype), *(_Parts(x.shape, x, sums, meet) for x in (k, v))]
+    grads = [_Target(q.shape, q, q.dtype), *(_Target(x.shape, x, sums, meet) for x in (k, v))]
     compute = _flash_backward if flash else _matmul_backward
     for strip in _strips_for(q, k, task):
-        q_, k_, v_ = _taken(strip, q, k, v)
+        q_, k_, v_ = _take_all(strip, q, k, v)
         # What is behind the end of a row has a gradient of 0, so that it adds nothing to those of keys.
         grad_ = grad.transpose(1, 2) if strip.q is None else strip.q.take_padded(grad).transpose(1, 2)
         out_, lse_ = _take(out, strip.q), _take(lse[..., None], strip.q)[..., 0]
@@ -121,11 +125,11 @@ def _has_flash(q: Tensor) -> bool:
 def _strips_for(q: Tensor, k: Tensor, task: Task) -> Iterator[Strip]:
     if not q.shape[2] or (_has_flash(q) and not q.shape[3]):
         return iter(())  # the output is empty
-    found = iter(strips(task, q, k))
-    return found if _has_flash(q) else shorter(found, q, k, _WEIGHTS)
+    found = iter(cut(task, q, k))
+    return found if _has_flash(q) else shorten(found, q, k, _WEIGHTS)
 
 
-def _taken(strip: Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _take_all(strip: Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What meets in a strip: (G, heads, L, D), (G, heads_kv, S, D), (G, heads_kv, S, Dv)."""
     return _take(q, strip.q), _take(k, strip.k), _take(v, strip.k)
 
@@ -134,12 +138,12 @@ def _take(x: Tensor, place: Span | Bucket | None) -> Tensor:
     return (x if place is None else place.take(x)).transpose(1, 2)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums."""
     return torch.promote_types(dtype, torch.float32)
 
 
-class _Parts:
+class _Target:
     """A tensor put together from parts, which may `meet`; a part that is all of it is taken as it is."""
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, meet: bool = False) -> None:
@@ -164,16 +168,16 @@ class _Parts:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    return _FLASH(q, k, v, 0.0, strip.causal, attn_mask=_added(strip, q), scale=scale)
+    return _FLASH(q, k, v, 0.0, strip.causal, attn_mask=_make_bias(strip, q), scale=scale)
 
 
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, strip: Strip, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _FLASH_BACKWARD(grad, q, k, v, out, lse, 0.0, strip.causal, attn_mask=_added(strip, q), scale=scale)
+    return _FLASH_BACKWARD(grad, q, k, v, out, lse, 0.0, strip.causal, attn_mask=_make_bias(strip, q), scale=scale)
 
 
-def _added(strip: Strip, like: Tensor) -> Tensor | None:
+def _make_bias(strip: Strip, like: Tensor) -> Tensor | None:
     """The mask as numbers to add to scores."""
     if strip.mask is None:
         return None
@@ -185,8 +189,8 @@ def _added(strip: Strip, like: Tensor) -> Tensor | None:
 
 
 def _matmul(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = _grouped(q, k, v)
-    scores = _scores(q, k, strip, scale)
+    q, k, v = _group(q, k, v)
+    scores = _make_scores(q, k, strip, scale)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     lse = torch.where(lse == -torch.inf, 0, lse)
     out = scores.sub_(lse).exp_() @ v
@@ -196,27 +200,27 @@ def _matmul(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tupl
 def _matmul_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, strip: Strip, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads = _heads(q, k)
-    q, k, v = _grouped(q, k, v)
+    heads = _share_heads(q, k)
+    q, k, v = _group(q, k, v)
     grad, out, lse = (x.unflatten(1, heads).to(q.dtype) for x in (grad, out, lse))
-    weights = _scores(q, k, strip, scale).sub_(lse[..., None]).exp_()
+    weights = _make_scores(q, k, strip, scale).sub_(lse[..., None]).exp_()
     dv = weights.transpose(-1, -2) @ grad
     dscores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
     return (dscores @ k).flatten(1, 2), (dscores.transpose(-1, -2) @ q).sum(2), dv.sum(2)
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """In the dtype of sums, q (G, heads_kv, heads / heads_kv, L, D), k and v with a dim of 1 there."""
-    wide = _wide(q.dtype)
-    return q.unflatten(1, _heads(q, k)).to(wide), k[:, :, None].to(wide), v[:, :, None].to(wide)
+    wide = _widen(q.dtype)
+    return q.unflatten(1, _share_heads(q, k)).to(wide), k[:, :, None].to(wide), v[:, :, None].to(wide)
 
 
-def _heads(q: Tensor, k: Tensor) -> tuple[int, int]:
+def _share_heads(q: Tensor, k: Tensor) -> tuple[int, int]:
     """How the heads of queries (G, heads, ...) share those of keys (G, heads_kv, ...); also for sizes of 0."""
     return k.shape[1], q.shape[1] // max(k.shape[1], 1)
 
 
-def _scores(q: Tensor, k: Tensor, strip: Strip, scale: float) -> Tensor:
+def _make_scores(q: Tensor, k: Tensor, strip: Strip, scale: float) -> Tensor:
     scores = (q @ k.transpose(-1, -2)).mul_(scale)
     if strip.causal:
         sees = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(strip.first)
@@ -236,37 +240,27 @@ def whole(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     dtype, tokens = q.dtype, None
     if task.q_offsets is not None and task.k_offsets is not None:
         every = range(len(task.q_offsets) - 1)
-        tokens, keys = (bucket(x, every, q.device) for x in (task.q_offsets, task.k_offsets))
+        tokens, keys = (fill_bucket(x, every, q.device) for x in (task.q_offsets, task.k_offsets))
         q, k, v = tokens.take_padded(q), keys.take_padded(k), keys.take_padded(v)
-    q, k, v = _grouped(*(x.transpose(1, 2) for x in (q, k, v)))
+    q, k, v = _group(*(x.transpose(1, 2) for x in (q, k, v)))
     scores = q @ k.transpose(-1, -2) * task.scale
-    hidden = ~_sees(task, scores)
+    hidden = ~_make_mask(task, scores)
     # A row that sees nothing must not meet -inf: the gradient of its softmax would be NaN.
     weights = torch.softmax(torch.where(hidden & ~hidden.all(-1, keepdim=True), -torch.inf, scores), -1)
     out = (torch.where(hidden, 0, weights) @ v).flatten(1, 2).transpose(1, 2).to(dtype)
     return out if tokens is None else tokens.of_tokens(out)[None]
 
 
-def _sees(task: Task, scores: Tensor) -> Tensor:
+def _make_mask(task: Task, scores: Tensor) -> Tensor:
     """Bool, which broadcasts to scores (B, heads_kv, group, T, S): what each query sees."""
     n, m = scores.shape[-2:]
     sees = torch.ones(1, 1, n, m, dtype=torch.bool, device=scores.device)
     sees = sees.tril() if task.causal else sees
     if task.k_offsets is not None:
-        sees = sees & row_mask(task.k_offsets, range(len(task.k_offsets) - 1), n, m, False, scores.device)
+        sees = sees & make_row_mask(task.k_offsets, range(len(task.k_offsets) - 1), n, m, False, scores.device)
     if task.blocks is not None:
         sees = sees & BlockTable(task.blocks, m).dense(n, scores.device)
     return sees.unflatten(1, (scores.shape[1], -1)) if sees.shape[1] > 1 else sees[:, None]
-
-
-def _gradient_of_whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, task: Task) -> tuple[Tensor, ...]:
-    """The gradients by autograd of `whole`, as part of the graph where backward is recorded."""
-    recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: q, k and v may depend on each other, which is not this function's business.
-        aliases = [x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)]
-        out = whole(*aliases, task)  # pyright: ignore[reportCallIssue]
-        return torch.autograd.grad(out, aliases, grad, create_graph=recorded)
 
 
 def default_scale(width: int) -> float:

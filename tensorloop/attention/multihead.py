@@ -7,13 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorloop.attention.api import attention
-from tensorloop.packed.base import Packed, refused
+from tensorloop.packed.base import Packed, refusal
 from tensorloop.packed.time_first import TimeFirst
-
-_NAME = "multi_head_attention_forward"
 
 
 def forward(
+    func: Any,
     query: Any,
     key: Any,
     value: Any,
@@ -42,17 +41,15 @@ def forward(
 ) -> tuple[TimeFirst, None]:
     """The arguments of torch's function of this name; every entry sees its own row, with `is_causal` the past of it."""
     if not all(isinstance(x, TimeFirst) for x in (query, key, value)):
-        raise refused(
-            _NAME, "query, key and value must be packed", "make the layer with batch_first=True, pack all three"
-        )
+        raise refusal("query, key and value must be packed", "make the layer with batch_first=True, pack all three")
     if need_weights:
-        raise refused(_NAME, "the weights are never held whole", "call the layer with need_weights=False")
+        raise refusal("the weights are never held whole", "call the layer with need_weights=False")
     if key_padding_mask is not None or (attn_mask is not None and not is_causal):
-        raise refused(_NAME, "masks are not taken; rows have no padding", "use is_causal=True, or tensorloop.attention")
+        raise refusal("masks are not taken; rows have no padding", "use is_causal=True, or tensorloop.attention")
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
-        raise refused(_NAME, "added or given keys and values", "use tensorloop.attention")
+        raise refusal("added or given keys and values", "use tensorloop.attention")
     if dropout_p > 0 and training:
-        raise refused(_NAME, "dropout of the weights", "make the attention with dropout=0")
+        raise refusal("dropout of the weights", "make the attention with dropout=0")
     weights: tuple[Any, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if not use_separate_proj_weight:
         assert in_proj_weight is not None

@@ -101,20 +101,20 @@ class Task(NamedTuple):
         return self.blocks is not None
 
 
-def strips(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
+def cut(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
     """The strips of a task; empty ones, whose output is 0, are left out."""
     if task.q_offsets is not None and task.k_offsets is not None:
         if task.blocks is not None:
-            return _packed_blocks(task, q, k)
-        return _packed(task.q_offsets, task.k_offsets, task.causal, q.device)
+            return _cut_packed_blocks(task, q, k)
+        return _cut_packed(task.q_offsets, task.k_offsets, task.causal, q.device)
     if not q.shape[0] * q.shape[1] * k.shape[1]:
         return ()
     if task.blocks is not None:
-        return _blocks(task.blocks, q, k, [slice(0, q.shape[1]), slice(0, k.shape[1])], None)
+        return _cut_blocks(task.blocks, q, k, [slice(0, q.shape[1]), slice(0, k.shape[1])], None)
     return (Strip(None, None, task.causal),)
 
 
-def shorter(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
+def shorten(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
     """The same work in strips of at most about `weights` attention weights each, or of one query."""
     everything = (slice(0, q.shape[0]), slice(None))
     for strip in parts:
@@ -134,7 +134,7 @@ def shorter(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Itera
             yield Strip(some_q, place_k._replace(tokens=slice(first_key, last_key)), strip.causal, start - begin)
 
 
-def bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
+def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
     """The given rows of a packed tensor, padded to the longest one or to `width`."""
     rows = list(rows)
     # Worked out on the CPU, whatever the default device.
@@ -148,14 +148,16 @@ def bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, wi
     return Bucket(slots.to(device), places.to(device), tokens.to(device), (len(rows), length))
 
 
-def row_mask(offsets: Sequence[int], rows: Sequence[int], n: int, m: int, causal: bool, device: torch.device) -> Tensor:
+def make_row_mask(
+    offsets: Sequence[int], rows: Sequence[int], n: int, m: int, causal: bool, device: torch.device
+) -> Tensor:
     """(G, 1, n or 1, m) bool: which keys of rows that were padded to m are tokens, and not later than the query."""
     lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device=device)
     mask = (torch.arange(m, device=device) < lens[:, None])[:, None, None]
     return mask & torch.ones(n, m, dtype=torch.bool, device=device).tril() if causal else mask
 
 
-def _packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device: torch.device) -> Iterator[Strip]:
+def _cut_packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device: torch.device) -> Iterator[Strip]:
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for b in range(len(q_offsets) - 1):
         n, m = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
@@ -164,33 +166,35 @@ def _packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device: to
         if max(n, m) <= SHORT:
             short[-(-n // STEP), -(-m // STEP)].append(b)
         else:
-            yield Strip(_row(q_offsets, b), _row(k_offsets, b), causal)
+            yield Strip(_take_row(q_offsets, b), _take_row(k_offsets, b), causal)
     for (n, m), rows in short.items():
         if len(rows) < FEW:
-            yield from (Strip(_row(q_offsets, b), _row(k_offsets, b), causal) for b in rows)
+            yield from (Strip(_take_row(q_offsets, b), _take_row(k_offsets, b), causal) for b in rows)
             continue
-        of_q = bucket(q_offsets, rows, device, n * STEP)
+        of_q = fill_bucket(q_offsets, rows, device, n * STEP)
         if causal and q_offsets == k_offsets:  # the padding comes after all that a query sees: no mask is needed
             yield Strip(of_q, of_q, causal)
             continue
-        of_k = bucket(k_offsets, rows, device, m * STEP)
-        yield Strip(of_q, of_k, mask=partial(row_mask, k_offsets, rows, of_q.shape[1], of_k.shape[1], causal, device))
+        of_k = fill_bucket(k_offsets, rows, device, m * STEP)
+        yield Strip(
+            of_q, of_k, mask=partial(make_row_mask, k_offsets, rows, of_q.shape[1], of_k.shape[1], causal, device)
+        )
 
 
-def _row(offsets: Sequence[int], b: int) -> Span:
+def _take_row(offsets: Sequence[int], b: int) -> Span:
     return Span(slice(0, 1), slice(offsets[b], offsets[b + 1]), slice(None))
 
 
-def _packed_blocks(task: Task, q: Tensor, k: Tensor) -> Iterator[Strip]:
+def _cut_packed_blocks(task: Task, q: Tensor, k: Tensor) -> Iterator[Strip]:
     assert task.q_offsets is not None
     assert task.k_offsets is not None
     for b in range(len(task.q_offsets) - 1):
         at = [slice(offsets[b], offsets[b + 1]) for offsets in (task.q_offsets, task.k_offsets)]
         if all(s.stop > s.start for s in at):
-            yield from _blocks(task.blocks, q, k, at, b)
+            yield from _cut_blocks(task.blocks, q, k, at, b)
 
 
-def _blocks(blocks: Any, q: Tensor, k: Tensor, at: Sequence[slice], row: int | None) -> Iterator[Strip]:
+def _cut_blocks(blocks: Any, q: Tensor, k: Tensor, at: Sequence[slice], row: int | None) -> Iterator[Strip]:
     """The strips of a block mask over the queries and keys at two slices of tokens.
 
     `row` is the row of a packed tensor that they are; None means every batch entry.
@@ -206,12 +210,12 @@ def _blocks(blocks: Any, q: Tensor, k: Tensor, at: Sequence[slice], row: int | N
             if (seen := table.keys(b, h, start // table.q_size)) is None:
                 continue
             queries = slice(at[0].start + start, at[0].start + stop)
-            keys = Span(batch, _run(seen.positions + at[1].start, device), of_k)
+            keys = Span(batch, _as_run(seen.positions + at[1].start, device), of_k)
             mask = None if seen.sure.all() else partial(table.mask, b, h, start, stop, seen, device)
             yield Strip(Span(batch, queries, of_q), keys, mask=mask)
 
 
-def _run(tokens: Tensor, device: torch.device) -> slice | Tensor:
+def _as_run(tokens: Tensor, device: torch.device) -> slice | Tensor:
     """Ascending numbers as a slice, if none is missing."""
     first, last = int(tokens[0]), int(tokens[-1]) + 1
     return slice(first, last) if last - first == len(tokens) else tokens.to(device)
@@ -237,9 +241,9 @@ class BlockTable:
 
     def keys(self, b: int, h: int, i: int) -> Seen | None:
         """The keys of query block i; None if there are none."""
-        listed = [(j, False) for j in _listed(self._partial, b, h, i)]
+        listed = [(j, False) for j in _read_numbers(self._partial, b, h, i)]
         if self._full is not None:
-            listed += [(j, True) for j in _listed(self._full, b, h, i)]
+            listed += [(j, True) for j in _read_numbers(self._full, b, h, i)]
         listed = sorted((j, sure) for j, sure in listed if j * self.k_size < self._width)
         if not listed:
             return None
@@ -267,6 +271,6 @@ class BlockTable:
         return sees
 
 
-def _listed(table: tuple[Tensor, Tensor], b: int, h: int, i: int) -> list[int]:
+def _read_numbers(table: tuple[Tensor, Tensor], b: int, h: int, i: int) -> list[int]:
     counts, numbers = table
     return numbers[b, h, i, : int(counts[b, h, i])].tolist()

@@ -21,6 +21,7 @@ from torch import Tensor
 from tensorloop._common import scope
 from tensorloop._common.errors import named
 from tensorloop._torch import transforms
+from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention import engine
 from tensorloop.attention.strips import Task
 from tensorloop.kernels import find
@@ -156,8 +157,7 @@ class _Attend(torch.autograd.Function):
         plan: Plan = ctx.plan
         q, *others = ctx.saved_tensors
         prefix, tokens = others[:2], others[2:]
-        batched = any(x is not None and transforms.is_legacy_batched(x) for x in (grad, *grads))
-        if torch.is_grad_enabled() or transforms.maybe_level() is not None or batched:
+        if is_differentiated(grad, *grads):
             *found, of_slots = _gradient_of_whole(q, prefix, tokens, grad, plan)
             added = [
                 None if token is None else new if old is None else old + new
@@ -188,7 +188,7 @@ def _backward(
     of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
     for part, k, v in _taken(plan, before, slots):
         lse_ = lse.reshape(part.groups, part.queries, -1)
-        dq_, dk, dv = engine._backward(_as(grad, part), _as(q, part), k, v, _as(out, part), lse_, task)
+        dq_, dk, dv = engine.attend_backward(_as(grad, part), _as(q, part), k, v, _as(out, part), lse_, task)
         dq += dq_.view_as(q)
         if part.places is None:
             of_prefix = dk.transpose(0, 1), dv.transpose(0, 1)
@@ -223,22 +223,14 @@ def _gradient_of_whole(
     Of q, of the prefix of k and v, and of the slots of each array.
     """
     recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        slots = [
-            ArrayNode.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
-            if recorded and token is not None
-            else x
-            for at, x, token in zip(plan.live, plan.values(), tokens, strict=True)
-        ]
-        aliases: list[Any] = [
-            None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()
-            for x in (q, *prefix, *slots)
-        ]
-        out = _whole(aliases[0], aliases[1:3], aliases[3:], plan)
-        wanted = [x for x in aliases if x is not None]
-        found = iter(torch.autograd.grad(out, wanted, grad, create_graph=recorded, materialize_grads=True))
-    every = [None if x is None else next(found) for x in aliases]
-    return *every[:3], every[3:]
+    slots = [
+        ArrayNode.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
+        if recorded and token is not None
+        else x
+        for at, x, token in zip(plan.live, plan.values(), tokens, strict=True)
+    ]
+    found = differentiate(lambda q, k, v, *slots: _whole(q, (k, v), slots, plan), (q, *prefix, *slots), grad)
+    return *found[:3], found[3:]
 
 
 def _whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], plan: Plan) -> Tensor:

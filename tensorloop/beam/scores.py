@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from tensorloop._common import arguments
 from tensorloop._torch import transforms
+from tensorloop._torch.formula import differentiate, is_differentiated
 
 
 def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,8 +44,8 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, total = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        if torch.is_grad_enabled() or transforms.maybe_level() is not None or transforms.is_legacy_batched(grad):
-            return _by_formula((x, weight, bias), grad)
+        if is_differentiated(grad):
+            return differentiate(_formula, (x, weight, bias), grad)
         rows = F.linear(x, weight, bias).sub_(total).exp_().mul_(grad.sum(-1, keepdim=True)).neg_().add_(grad)
         flat, given = rows.reshape(-1, rows.shape[-1]), x.reshape(-1, x.shape[-1])
         return (
@@ -52,17 +53,3 @@ class _Scores(torch.autograd.Function):
             flat.t() @ given if wanted[1] else None,
             flat.sum(0) if wanted[2] else None,
         )
-
-
-def _by_formula(inputs: tuple[Tensor | None, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients as part of a graph."""
-    recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Aliases: the inputs may depend on each other, whose gradients are not asked for.
-        aliases: list[Any] = [
-            None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()
-            for x in inputs
-        ]
-        wanted = [x for x in aliases if x is not None]
-        found = iter(torch.autograd.grad(_formula(*aliases), wanted, grad, create_graph=recorded))
-    return tuple(None if x is None else next(found) for x in aliases)

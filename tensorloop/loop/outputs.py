@@ -9,10 +9,10 @@ from torch import Tensor
 from tensorloop._common import pytree
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._torch import transforms
+from tensorloop._torch.grad_modes import plain_mode
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.block import plain_mode
 
 _NUMBERS = (bool, int, float, complex)
 

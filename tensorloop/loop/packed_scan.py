@@ -20,9 +20,9 @@ from tensorloop.loop.outputs import Outputs, check_unchanged
 from tensorloop.loop.slices import Slices
 from tensorloop.loop.stopped_rows import ActiveRows
 from tensorloop.packed import segments
-from tensorloop.packed.autograd import recording, refuse_lost_gradient
+from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import is_packed
-from tensorloop.packed.dim import Dim, differ
+from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.tensor import PackedTensor
 
 
@@ -33,8 +33,8 @@ class PackedSlices(Slices):
 
     def __init__(self, xs: Any, length: int | None, dim: int | Dim, reverse: bool) -> None:
         self.ragged = ragged = _common(xs)
-        if not recording():
-            refuse_lost_gradient("scan", tuple(x for _, x in packed_leaves(xs)))
+        if not is_recording():
+            refuse_lost_gradient(tuple(x for _, x in packed_leaves(xs)))
         if not isinstance(dim, Dim) and dim not in (0, 1):
             raise WrongValue(f"packed xs run over their ragged dim, which is 1, got dim={dim}")
         turned, order, inverse = ragged.by_time
@@ -152,7 +152,7 @@ def _common(xs: Any) -> Dim:
                 f"close over it where it is the same at every step"
             )
         if found is not None and not found.same(x._dim):
-            raise differ(found, x._dim, f"scan: xs{path}")
+            raise describe_difference(found, x._dim, f"xs{path}")
         found = found or x._dim
     assert found is not None
     return found

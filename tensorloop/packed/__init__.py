@@ -6,9 +6,9 @@ from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
     from tensorloop.packed.autograd import apply as apply
-    from tensorloop.packed.base import PackedFallbackWarning as PackedFallbackWarning
     from tensorloop.packed.dim import Dim as Dim
-    from tensorloop.packed.operations import FALLBACKS as FALLBACKS
+    from tensorloop.packed.fallback import FALLBACKS as FALLBACKS
+    from tensorloop.packed.fallback import PackedFallbackWarning as PackedFallbackWarning
     from tensorloop.packed.tensor import PackedTensor as PackedTensor
     from tensorloop.packed.tensor import collate as collate
     from tensorloop.packed.tensor import pack_padded as pack_padded
@@ -28,9 +28,8 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         __name__,
         {
             "packed.autograd": ("apply",),
-            "packed.base": ("PackedFallbackWarning",),
             "packed.dim": ("Dim",),
-            "packed.operations": ("FALLBACKS",),
+            "packed.fallback": ("FALLBACKS", "PackedFallbackWarning"),
             "packed.tensor": ("PackedTensor", "collate", "pack_padded"),
         },
     )

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from tensorloop._common import arguments
-from tensorloop.packed.base import Packed, is_packed, refused, same_rows
+from tensorloop._common.errors import WrongType, named
+from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 
 _DEPTH = 4  # of lists in lists that are looked into
 _LISTS = frozenset({list, tuple})
-recording = torch.is_grad_enabled  # bound, as every operation asks
+is_recording = torch.is_grad_enabled  # bound, as every operation asks
 
 
+@named("packed.apply")
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """`function.apply(*args)` for packed arguments: the Function sees their values, plain tensors (N, *F).
 
@@ -30,39 +32,38 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     Cost: that of the Function. Raises: TypeError (no Function, a packed tensor inside a list or dict, where autograd
     sees no tensor either), ValueError (other rows).
     """
-    name = "packed.apply"
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
-        raise TypeError(f"{name}: function must be a subclass of autograd.Function, got {arguments.describe(function)}")
+        raise WrongType(f"function must be a subclass of autograd.Function, got {arguments.describe(function)}")
     base = next((x for x in args if isinstance(x, Packed)), None)
     for i, x in enumerate(args):
         if base is not None and isinstance(x, Packed):
-            same_rows(base, x, name)
-        elif _packed_in(x):
-            raise TypeError(f"{name}: args[{i}] holds a packed tensor; autograd sees tensors that are arguments alone")
+            check_same_rows(base, x)
+        elif _find_packed(x):
+            raise WrongType(f"args[{i}] holds a packed tensor; autograd sees tensors that are arguments alone")
     out = function.apply(*(x.values if is_packed(x) else x for x in args))
     if base is None:
         return out
     if isinstance(out, tuple):
-        parts = [_packed_again(x, base) for x in out]
+        parts = [_repack(x, base) for x in out]
         return type(out)(*parts) if hasattr(out, "_fields") else tuple(parts)
-    return _packed_again(out, base)
+    return _repack(out, base)
 
 
-def _packed_again(x: Any, base: Packed) -> Any:
+def _repack(x: Any, base: Packed) -> Any:
     return base._with(x) if isinstance(x, Tensor) and x.dim() and len(x) == base._dim.total else x
 
 
-def _packed_in(x: Any, depth: int = _DEPTH) -> list[Packed]:
+def _find_packed(x: Any, depth: int = _DEPTH) -> list[Packed]:
     """The packed tensors that are x, or in it: in lists, tuples and dicts."""
     if is_packed(x):
         return [x]
     if not depth or not isinstance(x, (list, tuple, dict)):
         return []
-    return [p for part in (x.values() if isinstance(x, dict) else x) for p in _packed_in(part, depth - 1)]
+    return [p for part in (x.values() if isinstance(x, dict) else x) for p in _find_packed(part, depth - 1)]
 
 
-def refuse_lost_gradient(name: str, given: tuple[Any, ...]) -> None:
-    """To be called where `recording()` is false: raises where that is so because a Function was given one of these.
+def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
+    """To be called where `is_recording()` is false: raises where that is so because a Function was given one of these.
 
     Under an ordinary `no_grad`, no frame of the stack is a Function's.
     """
@@ -76,21 +77,21 @@ def refuse_lost_gradient(name: str, given: tuple[Any, ...]) -> None:
         return
     if torch.compiler.is_compiling():  # no stack to look at
         return
-    wanted = [p for p in _packed_in(given) if p.values.requires_grad]
+    wanted = [p for p in _find_packed(given) if p.values.requires_grad]
     if not wanted:
         return
-    forwards = _forwards()
+    forwards = _find_forwards()
     frame = sys._getframe(1)
     while frame is not None:
         if (function := forwards.get(frame.f_code)) is not None:
-            args = _arguments(frame)
+            args = _read_arguments(frame)
             # Who gives the values too has them seen, and the packed tensor for its rows.
-            if any(p is q and not any(x is p.values for x in args) for p in wanted for q in _packed_in(args)):
-                raise _lost(name, function)
+            if any(p is q and not any(x is p.values for x in args) for p in wanted for q in _find_packed(args)):
+                raise _lost_gradient(function)
         frame = frame.f_back
 
 
-def _forwards() -> dict[CodeType, type[torch.autograd.Function]]:
+def _find_forwards() -> dict[CodeType, type[torch.autograd.Function]]:
     """The code of the forward of every Function there is. From torch 2.15 on C calls it, and `apply` has no frame."""
     found, left = {}, [torch.autograd.Function]
     while left:
@@ -101,7 +102,7 @@ def _forwards() -> dict[CodeType, type[torch.autograd.Function]]:
     return found
 
 
-def _arguments(frame: FrameType) -> list[Any]:
+def _read_arguments(frame: FrameType) -> list[Any]:
     """What a function was called with, one by one."""
     names, more, keywords = inspect.getargs(frame.f_code)
     values = frame.f_locals
@@ -111,9 +112,9 @@ def _arguments(frame: FrameType) -> list[Any]:
     return given if keywords is None else [*given, *values.get(keywords, {}).values()]
 
 
-def _lost(name: str, function: Any) -> TypeError:
+def _lost_gradient(function: Any) -> WrongType:
     why = "autograd sees no packed tensor among its arguments, and the gradient would end here in silence"
     if function is CheckpointFunction:
-        return refused(name, f"in a checkpoint with use_reentrant=True, {why}", "write use_reentrant=False")
+        return refusal(f"in a checkpoint with use_reentrant=True, {why}", "write use_reentrant=False")
     called = getattr(function, "__name__", "Function")
-    return refused(name, f"in {called}.apply, {why}", f"write tensorloop.packed.apply({called}, ...)")
+    return refusal(f"in {called}.apply, {why}", f"write tensorloop.packed.apply({called}, ...)")

@@ -7,17 +7,14 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
-from tensorloop.packed.dim import Dim, differ
+from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
+from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.size import RAGGED, RaggedSize
 
 if TYPE_CHECKING:
     from tensorloop.packed.types import TensorTypes as _Base
 else:
     _Base = object
-
-
-class PackedFallbackWarning(UserWarning):
-    """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N."""
 
 
 class Packed(_Base):
@@ -50,45 +47,53 @@ Handler = Callable[..., Any]
 _NUMBERS = tuple(range(128))  # torch computes with 64 dims at most
 
 
-def dim_number(p: Packed, dim: Any, name: str, extra: int = 0) -> int:
+def find_dim(p: Packed, dim: Any, extra: int = 0) -> int:
     """`dim` (an int, a Dim or the name of one) as a number from 0; `extra` dims are about to be added."""
     if isinstance(dim, str) and dim == p._dim.name:
         return 1
     if isinstance(dim, Dim):
         if dim is p._dim or dim == p._dim:
             return 1
-        raise ValueError(f"{name}: {dim!r} is not a dim of this tensor; it has {p._dim!r}")
+        raise WrongValue(f"{dim!r} is not a dim of this tensor; it has {p._dim!r}")
     if isinstance(dim, str):
-        raise ValueError(f"{name}: there is no dim {dim!r}; the ragged dim is called {p._dim.name!r}")
-    n, size = arguments.as_int(dim, f"{name}: dim"), p.ndim + extra
+        raise WrongValue(f"there is no dim {dim!r}; the ragged dim is called {p._dim.name!r}")
+    n, size = arguments.as_int(dim, "dim"), p.ndim + extra
     if not -size <= n < size:
-        raise IndexError(f"{name}: dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
+        raise WrongIndex(f"dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
     # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.
     return _NUMBERS[n % size]
 
 
-def dim_numbers(p: Packed, dim: Any, name: str) -> tuple[int, ...]:
+def find_feature_dim(p: Packed, dim: Any) -> int:
+    """The dim of the values that is feature dim `dim`."""
+    n = find_dim(p, dim)
+    if n < 2:
+        raise refusal(f"dim {dim} is the {('batch', 'ragged')[n]} dim", "it works on feature dims, dim 2 and up")
+    return n - 1
+
+
+def find_dims(p: Packed, dim: Any) -> tuple[int, ...]:
     """One dim or several, each as a number from 0; None stands for all."""
     if dim is None:
         return tuple(range(p.ndim))
     several = dim if isinstance(dim, (tuple, list)) else (dim,)
     if not several:
         return tuple(range(p.ndim))
-    numbers = tuple(dim_number(p, d, name) for d in several)
+    numbers = tuple(find_dim(p, d) for d in several)
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{name}: dim {dim} names a dim twice")
+        raise WrongValue(f"dim {dim} names a dim twice")
     return numbers
 
 
-def same_rows(first: Packed, other: Packed, name: str) -> None:
+def check_same_rows(first: Packed, other: Packed, what: str = "") -> None:
     """Raises where two packed tensors have not the same rows, naming the first that differs."""
     if not first._dim.same(other._dim):
-        raise differ(first._dim, other._dim, name)
+        raise describe_difference(first._dim, other._dim, what)
 
 
-def refused(name: str, why: str, instead: str) -> TypeError:
-    """The error for an operation that a packed tensor does not take."""
-    return TypeError(f"{name}: {why}; {instead}")
+def refusal(why: str, instead: str) -> WrongType:
+    """What is said of an operation that a packed tensor does not take."""
+    return WrongType(f"{why}; {instead}")
 
 
 def is_packed(x: Any) -> bool:

@@ -3,23 +3,17 @@
 What is derived (offsets, row ids, positions) is made when first asked for and kept; so is a copy for each device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, scope
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_eagerly
-
-
-@contextmanager
-def _lasting() -> Iterator[None]:
-    """What is made here is plain and outlives the caller's transforms and inference mode: it is kept."""
-    with transforms.outside_transforms(), torch.inference_mode(False), torch.no_grad():
-        yield
+from tensorloop._torch.grad_modes import lasting
 
 
 @runs_eagerly
@@ -45,14 +39,15 @@ class Dim(int):
         """As an int it is 1, its place in (B, T, *F): torch's own functions take nothing else for a dim."""
         return super().__new__(cls, 1)
 
+    @named("Dim")
     def __init__(self, name: str | None, lens: Tensor | Sequence[int], *, check: bool | None = None) -> None:
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"Dim: name must be a string or None, got {arguments.describe(name)}")
+            raise WrongType(f"name must be a string or None, got {arguments.describe(name)}")
         self.name = name
         # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
         # that who writes to it writes to nobody's rows.
-        with _lasting():
-            self._lens = _lengths(lens, "Dim", check)
+        with lasting():
+            self._lens = _check_lengths(lens, check)
             self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
             self.lens = self._lens.clone()  # (B,)
             self.offsets = self._offsets.clone()  # (B+1,): where rows begin among the values, and the last one's end
@@ -72,7 +67,7 @@ class Dim(int):
     def _kept(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self._cache:
             # Not seen by a checkpointed loop: its replay finds what is here made already.
-            with _lasting(), scope.unrecorded():
+            with lasting(), scope.unrecorded():
                 self._cache[name] = make()
         return self._cache[name]
 
@@ -129,12 +124,12 @@ class Dim(int):
 
         return self._kept("by_time", make)
 
-    def claim(self, n: int, name: str, check: bool | None) -> None:
+    def claim(self, n: int, check: bool | None) -> None:
         """Notes that there are `n` values, or raises where that is not the sum; a device is asked only with check."""
         known = "total" in self._cache
         if (known or self.device.type == "cpu" or check) and self.total != n:
-            raise ValueError(
-                f"{name}: lens sum to {self.total}, but there are {n} values; lens must be the lengths of the rows"
+            raise WrongValue(
+                f"lens sum to {self.total}, but there are {n} values; lens must be the lengths of the rows"
             )
         self._cache.setdefault("total", n)
 
@@ -146,7 +141,7 @@ class Dim(int):
             # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
             if self.device.type == "cpu":
                 _ = self.total, self.max_len, self.has_empty_rows
-            with _lasting(), scope.unrecorded():
+            with lasting(), scope.unrecorded():
                 other = Dim(self.name, self._lens.to(device))
             other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
             other._key = self._key
@@ -194,41 +189,42 @@ class Dim(int):
         return Dim, (self.name, self._lens)
 
 
-def _lengths(lens: Any, name: str, check: bool | None) -> Tensor:
+def _check_lengths(lens: Any, check: bool | None) -> Tensor:
     if isinstance(lens, Dim):
         return lens._lens
     if not isinstance(lens, Tensor):
-        numbers = [arguments.as_int(n, f"{name}: lens") for n in arguments.items(lens, f"{name}: lens")]
+        numbers = [arguments.as_int(n, "lens") for n in arguments.items(lens, "lens")]
         lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     elif lens.dtype is not torch.int64:
-        raise TypeError(f"{name}: lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
+        raise WrongType(f"lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
     elif transforms.is_batched(lens):
-        raise TypeError(f"{name}: lens is batched by vmap; lengths must be the same for every call")
+        raise WrongType("lens is batched by vmap; lengths must be the same for every call")
     else:
         lens = transforms.numbers(lens).clone()
     if lens.dim() != 1:
-        raise ValueError(f"{name}: lens must be (B,), the length of each row, got shape {tuple(lens.shape)}")
+        raise WrongValue(f"lens must be (B,), the length of each row, got shape {tuple(lens.shape)}")
     if arguments.must_check(check, lens) and bool((lens < 0).any()):
         row = int((lens < 0).nonzero()[0])
-        raise ValueError(f"{name}: lens[{row}] is {int(lens[row])}; a length is at least 0")
+        raise WrongValue(f"lens[{row}] is {int(lens[row])}; a length is at least 0")
     return lens
 
 
-def as_dim(lens: Any, name: str, check: bool | None = None) -> Dim:
+def as_dim(lens: Any, check: bool | None = None) -> Dim:
     """A Dim as it is; lengths as a Dim without a name."""
     if isinstance(lens, Dim):
         return lens
     if not isinstance(lens, Tensor) and not isinstance(lens, Sequence):
-        raise TypeError(
-            f"{name}: lens must be a Dim, an int64 tensor (B,) or a sequence of ints, got {arguments.describe(lens)}"
+        raise WrongType(
+            f"lens must be a Dim, an int64 tensor (B,) or a sequence of ints, got {arguments.describe(lens)}"
         )
     return Dim(None, lens, check=check)
 
 
-def differ(a: Dim, b: Dim, name: str) -> ValueError:
-    """The error for two packed tensors whose lengths are not the same: it shows the first row that differs."""
+def describe_difference(a: Dim, b: Dim, what: str = "") -> WrongValue:
+    """What is said of packed tensors whose lengths are not the same: the first row that differs."""
+    what = f"{what}: packed tensors" if what else "packed tensors"
     if len(a) != len(b):
-        return ValueError(f"{name}: packed tensors of {len(a)} and {len(b)} rows")
+        return WrongValue(f"{what} of {len(a)} and {len(b)} rows")
     pairs = zip(a._lens.tolist(), b._lens.tolist(), strict=True)
     row, (m, n) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    return ValueError(f"{name}: packed tensors of different lens; the first row that differs is {row}: {m} and {n}")
+    return WrongValue(f"{what} of different lens; the first row that differs is {row}: {m} and {n}")

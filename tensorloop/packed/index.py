@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import named
+from tensorloop._common.errors import WrongIndex, WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, is_packed, refused, same_rows
+from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
 
 _ALL = slice(None)
@@ -23,28 +23,28 @@ def _is_whole(k: slice) -> bool:
 def getitem(p: Packed, key: Any) -> Any:
     """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
     if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
-        return _by_mask(p, key)
-    rows, times, features = _parts(p, key)
-    if isinstance(rows, Tensor) and (isinstance(times, Tensor) or (isinstance(times, int) and _lists(features))):
-        return p.values[(_pairs(p, rows, times), *features)]
-    if isinstance(rows, Tensor) and _lists(features):
-        raise refused("indexing", "lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
+        return _select_by_mask(p, key)
+    rows, times, features = _split_key(p, key)
+    if isinstance(rows, Tensor) and (isinstance(times, Tensor) or (isinstance(times, int) and _find_lists(features))):
+        return p.values[(_find_pairs(p, rows, times), *features)]
+    if isinstance(rows, Tensor) and _find_lists(features):
+        raise refusal("lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
     if isinstance(rows, int):
-        return _in_row(p, rows, times, features)
+        return _index_row(p, rows, times, features)
     if not (isinstance(rows, slice) and _is_whole(rows)):
-        p = _select(p, rows)
+        p = _select_rows(p, rows)
     if isinstance(times, slice):
         p = p if _is_whole(times) else crop(p, times)
-        return p._with(_features(p.values, features)) if features else p
-    return _at(p, times, features)
+        return p._with(_index_features(p.values, features)) if features else p
+    return _index_times(p, times, features)
 
 
-def _lists(features: tuple[Any, ...]) -> list[Any]:
+def _find_lists(features: tuple[Any, ...]) -> list[Any]:
     """Those of the feature indices that are taken in pairs with other lists."""
     return [k for k in features if isinstance(k, list) or (isinstance(k, Tensor) and k.dim())]
 
 
-def _parts(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+def _split_key(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """The key as (rows, times, features): int, slice or int64 tensor each of the first two."""
     keys = key if isinstance(key, tuple) else (key,)
     if any(k is Ellipsis for k in keys):
@@ -52,57 +52,57 @@ def _parts(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
         used = sum(k is not None for k in keys) - 1
         keys = (*keys[:i], *[_ALL] * (p.ndim - used), *keys[i + 1 :])
     if sum(k is not None for k in keys) > p.ndim:
-        raise IndexError(f"indexing: {len(keys)} indices for a packed tensor of {p.ndim} dims, {p.shape}")
+        raise WrongIndex(f"{len(keys)} indices for a packed tensor of {p.ndim} dims, {p.shape}")
     first, second, *rest = (*keys, _ALL, _ALL)[: max(2, len(keys))]
     if first is None or second is None:
-        raise refused("indexing", "None before the ragged dim would add a dim there", "add dims after it: p[..., None]")
-    return _index(p, first, "rows"), _index(p, second, "times"), tuple(rest)
+        raise refusal("None before the ragged dim would add a dim there", "add dims after it: p[..., None]")
+    return _read_index(p, first, "rows"), _read_index(p, second, "times"), tuple(rest)
 
 
-def _index(p: Packed, k: Any, what: str) -> Any:
+def _read_index(p: Packed, k: Any, what: str) -> Any:
     if isinstance(k, slice):
         return k
     if isinstance(k, (list, range)) or getattr(k, "ndim", 0):  # a tensor, or an array of NumPy's
         k = torch.as_tensor(list(k) if isinstance(k, range) else k, device=p.values.device)
         if k.dtype is torch.bool:
             if what == "times" or k.shape != (len(p._dim),):
-                raise IndexError(f"indexing: a mask must be ({len(p._dim)},), one bool a row, got {tuple(k.shape)}")
+                raise WrongIndex(f"a mask must be ({len(p._dim)},), one bool a row, got {tuple(k.shape)}")
             return k.nonzero().squeeze(1)
         if not k.numel():
             return k.to(torch.int64)
-        return arguments.index_tensor(k, p.values.device, f"indexing: {what}")
-    return named("indexing")(arguments.as_int)(k)
+        return arguments.index_tensor(k, p.values.device, what)
+    return arguments.as_int(k)
 
 
-def _features(values: Tensor, key: tuple[Any, ...]) -> Tensor:
+def _index_features(values: Tensor, key: tuple[Any, ...]) -> Tensor:
     return values[(_ALL, *key)] if key else values
 
 
-def _by_mask(p: Packed, key: Any) -> Tensor:
+def _select_by_mask(p: Packed, key: Any) -> Tensor:
     """p[mask]: the entries (M, *F) where a packed bool tensor is true."""
     if isinstance(key, tuple) or key.values.dtype is not torch.bool:
-        raise refused("indexing", "a packed index must be one bool tensor", "use .values of both")
-    same_rows(p, key, "indexing")
+        raise refusal("a packed index must be one bool tensor", "use .values of both")
+    check_same_rows(p, key)
     return p.values[key.values]
 
 
-def _row_number(p: Packed, b: int) -> int:
+def _find_row(p: Packed, b: int) -> int:
     n = len(p._dim)
     if not -n <= b < n:
-        raise IndexError(f"indexing: row {b} is out of range for a packed tensor of {n} rows")
+        raise WrongIndex(f"row {b} is out of range for a packed tensor of {n} rows")
     return b % n
 
 
-def _in_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
+def _index_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
     """p[b], p[b, t], p[b, a:c]: from one row, which has no ragged dim."""
-    b = _row_number(p, b)
+    b = _find_row(p, b)
     start, end = p._dim._offsets[b : b + 2].tolist()
     if isinstance(times, int):
         if not start - end <= times < end - start:
-            raise IndexError(f"indexing: t = {times} is out of range for row {b} of length {end - start}")
+            raise WrongIndex(f"t = {times} is out of range for row {b} of length {end - start}")
         return p.values[(start + times % (end - start), *features)]
     if isinstance(times, Tensor):
-        arguments.in_range(times, start - end, end - start, "indexing: times")
+        arguments.in_range(times, start - end, end - start, "times")
     return p.values[start:end][(times, *features)]
 
 
@@ -119,22 +119,22 @@ def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
     if isinstance(size, (list, tuple)) or (isinstance(size, Tensor) and size.dim() == 1):
         ends = [0]
         for i, x in enumerate(size):
-            ends.append(ends[-1] + _at_least(0, x, f"sizes[{i}]"))
+            ends.append(ends[-1] + _check_size(0, x, f"sizes[{i}]"))
         if ends[-1] != rows:
-            raise ValueError(f"split: sizes {list(map(int, size))} do not sum to the {rows} rows")
+            raise WrongValue(f"sizes {list(map(int, size))} do not sum to the {rows} rows")
     else:
-        ends = [*range(0, max(rows, 1), _at_least(1, size, "size")), rows]  # of no rows one piece, as torch's
+        ends = [*range(0, max(rows, 1), _check_size(1, size, "size")), rows]  # of no rows one piece, as torch's
     return tuple(slice_rows(p, a, b) for a, b in itertools.pairwise(ends))
 
 
-def _at_least(least: int, x: Any, what: str) -> int:
-    n = arguments.as_int(x, f"split: {what}")
+def _check_size(least: int, x: Any, what: str) -> int:
+    n = arguments.as_int(x, what)
     if n < least:
-        raise ValueError(f"split: {what} must be at least {least}, got {n}")
+        raise WrongValue(f"{what} must be at least {least}, got {n}")
     return n
 
 
-def _select(p: Packed, rows: Any) -> Packed:
+def _select_rows(p: Packed, rows: Any) -> Packed:
     n = len(p._dim)
     if isinstance(rows, slice):
         a, b, step = rows.indices(n)
@@ -142,9 +142,9 @@ def _select(p: Packed, rows: Any) -> Packed:
             return slice_rows(p, a, max(a, b))
         rows = torch.arange(n, device=p.values.device)[list(range(a, b, step))]
     if rows.dim() != 1:
-        raise IndexError(f"indexing: rows must be (M,), got shape {tuple(rows.shape)}")
+        raise WrongIndex(f"rows must be (M,), got shape {tuple(rows.shape)}")
     if arguments.must_check(None, rows):
-        arguments.in_range(rows, -n, n, "indexing: rows")
+        arguments.in_range(rows, -n, n, "rows")
     return select_rows(p, torch.where(rows < 0, rows + n, rows))
 
 
@@ -160,58 +160,58 @@ def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
     return p._with(segments.permute(p.values, index, inverse), dim)
 
 
-def _at(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
+def _index_times(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
     """p[:, t] (B, *F) and p[:, ts] (B, M, *F), and features of it: every row must be long enough."""
     lens, offsets = p._dim._lens, p._dim._offsets
     ts = times if isinstance(times, Tensor) else torch.tensor([times], device=lens.device)
     if ts.dim() != 1:
-        raise IndexError(f"indexing: times must be an int or (M,), got shape {tuple(ts.shape)}")
+        raise WrongIndex(f"times must be an int or (M,), got shape {tuple(ts.shape)}")
     index = torch.where(ts < 0, lens[:, None], 0) + ts
     bad = (index < 0) | (index >= lens[:, None])
     if arguments.must_check(None, bad) and bool(bad.any()):
         b, i = bad.nonzero()[0].tolist()
-        raise IndexError(f"indexing: t = {int(ts[i])} is out of range for row {b} of length {int(lens[b])}")
+        raise WrongIndex(f"t = {int(ts[i])} is out of range for row {b} of length {int(lens[b])}")
     # On a device nothing is asked: an index past the end of a row is kept inside the values.
     index = (index + offsets[:-1, None]).clamp_(0, max(len(p.values) - 1, 0))
-    lists = _lists(features) if isinstance(times, Tensor) else []
+    lists = _find_lists(features) if isinstance(times, Tensor) else []
     if lists:
         before_last = features[: next(i for i, k in enumerate(features) if k is lists[-1])]
         if any(k is None or isinstance(k, slice) for k in before_last):
-            raise refused("indexing", "lists of steps and features apart", "index twice: p[:, times][:, :, ...]")
+            raise refusal("lists of steps and features apart", "index twice: p[:, times][:, :, ...]")
         pairs = max(torch.as_tensor(k).dim() for k in lists)
         return p.values[(index.view(len(lens), *[1] * (pairs - 1), len(ts)), *features)]
     out = p.values.index_select(0, index.view(-1))
     if not isinstance(times, Tensor):
-        return _features(out, features)
+        return _index_features(out, features)
     out = out.view(len(lens), len(ts), *out.shape[1:])
     return out[(_ALL, _ALL, *features)] if features else out
 
 
-def _pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
+def _find_pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
     """The entry that each pair of p[rows, times] is."""
     rows, times = torch.broadcast_tensors(rows, torch.as_tensor(times, device=rows.device))
     n = len(p._dim)
     if arguments.must_check(None, rows):
-        arguments.in_range(rows, -n, n, "indexing: rows")
+        arguments.in_range(rows, -n, n, "rows")
     rows = torch.where(rows < 0, rows + n, rows)
     lens = p._dim._lens[rows]
     if arguments.must_check(None, times):
-        arguments.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "indexing: times")
+        arguments.in_range(torch.where((times < -lens) | (times >= lens), times, 0), 0, 1, "times")
     times = torch.where(times < 0, times + lens, times)
     return p._dim._offsets[:-1][rows] + times
 
 
 def crop(p: Packed, times: slice) -> Packed:
     """p[:, a:b:step]: of each row what Python's slice gives."""
-    step = 1 if times.step is None else arguments.as_int(times.step, "indexing: step")
+    step = 1 if times.step is None else arguments.as_int(times.step, "step")
     if step < 1:
-        raise ValueError(f"indexing: step must be at least 1, got {step}; use flip(1)")
+        raise WrongValue(f"step must be at least 1, got {step}; use flip(1)")
     lens = p._dim._lens
 
     def bound(x: Any, default: Tensor) -> Tensor:
         if x is None:
             return default
-        n = named("indexing")(arguments.as_int)(x)
+        n = arguments.as_int(x)
         return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
 
     start = bound(times.start, torch.zeros_like(lens))

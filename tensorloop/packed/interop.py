@@ -9,30 +9,27 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, is_packed
 from tensorloop.packed.dim import Dim
 
 
-def joined(rows: Iterable[Tensor], name: str | None) -> tuple[Tensor, Dim]:
+def join_rows(rows: Iterable[Tensor], name: str | None) -> tuple[Tensor, Dim]:
     """(values, dim) of a list of rows (len_b, *F)."""
-    where = "PackedTensor.from_list"
-    given = list(arguments.items(rows, f"{where}: rows"))
+    given = list(arguments.items(rows, "rows"))
     if not given:
-        raise ValueError(f"{where}: no rows; the features of none are unknown: PackedTensor(values (0, *F), [])")
+        raise WrongValue("no rows; the features of none are unknown: PackedTensor(values (0, *F), [])")
     for b, row in enumerate(given):
-        arguments.dense_tensor(row, f"{where}: rows[{b}]")
+        arguments.dense_tensor(row, f"rows[{b}]")
         if row.dim() == 0:
-            raise ValueError(f"{where}: rows[{b}] must be (len, *F), got a 0-d tensor")
+            raise WrongValue(f"rows[{b}] must be (len, *F), got a 0-d tensor")
         for what in ("dtype", "device"):
             if getattr(row, what) != getattr(given[0], what):
-                raise ValueError(
-                    f"{where}: rows[{b}] has {what} {getattr(row, what)}, rows[0] has {getattr(given[0], what)}"
-                )
+                raise WrongValue(f"rows[{b}] has {what} {getattr(row, what)}, rows[0] has {getattr(given[0], what)}")
         if row.shape[1:] != given[0].shape[1:]:
-            raise ValueError(
-                f"{where}: rows[{b}] is {tuple(row.shape)}, rows[0] is {tuple(given[0].shape)}; "
-                "only the first size may differ"
+            raise WrongValue(
+                f"rows[{b}] is {tuple(row.shape)}, rows[0] is {tuple(given[0].shape)}; only the first size may differ"
             )
     return torch.cat(given), Dim(name, [len(row) for row in given])
 
@@ -49,7 +46,7 @@ class TimeOrder(NamedTuple):
     batch_sizes: Tensor  # (T,) on the CPU: how many rows reach each t
 
 
-def time_order(dim: Dim) -> TimeOrder:
+def order_by_time(dim: Dim) -> TimeOrder:
     """The time order of a dim; made once."""
 
     def make() -> TimeOrder:
@@ -67,8 +64,8 @@ def time_order(dim: Dim) -> TimeOrder:
 def to_packed_sequence(p: Packed) -> PackedSequence:
     """The values in time order."""
     if p._dim.has_empty_rows or not len(p._dim):
-        raise ValueError("to_packed_sequence: a PackedSequence has no empty rows; leave them out: p[p.lens > 0]")
-    order = time_order(p._dim)
+        raise WrongValue("a PackedSequence has no empty rows; leave them out: p[p.lens > 0]")
+    order = order_by_time(p._dim)
     values = segments.permute(p.values, order.forth, order.back)
     rows = order.rows.clone()  # what is kept is not handed out
     return PackedSequence(values, order.batch_sizes.clone(), rows, torch.argsort(rows))
@@ -77,7 +74,7 @@ def to_packed_sequence(p: Packed) -> PackedSequence:
 def from_packed_sequence(cls: Any, sequence: PackedSequence) -> Any:
     """The values row by row, in the rows' own order."""
     if not isinstance(sequence, PackedSequence):
-        raise TypeError(f"from_packed_sequence: expected a PackedSequence, got {arguments.describe(sequence)}")
+        raise WrongType(f"expected a PackedSequence, got {arguments.describe(sequence)}")
     sizes, device = sequence.batch_sizes, sequence.data.device
     ranks = torch.arange(int(sizes[0]), device=sizes.device)
     lens = (sizes[:, None] > ranks).sum(0)
@@ -100,16 +97,15 @@ def to_nested(p: Packed) -> Tensor:
 
 def from_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
     """(values, lens) of a nested tensor; copied only where the rows do not follow one another."""
-    name = "PackedTensor.from_nested"
     if not isinstance(nested, Tensor) or not nested.is_nested:
-        raise TypeError(f"{name}: expected a nested tensor, got {arguments.describe(nested)}")
+        raise WrongType(f"expected a nested tensor, got {arguments.describe(nested)}")
     if nested.layout is not torch.jagged:
         rows = nested.unbind()
         if not rows:
-            raise ValueError(f"{name}: a nested tensor without rows has no feature dims; give values (0, *F) and lens")
+            raise WrongValue("a nested tensor without rows has no feature dims; give values (0, *F) and lens")
         return torch.cat(rows), torch.tensor([len(row) for row in rows], device="cpu")
     if getattr(nested, "_ragged_idx", 1) != 1:
-        raise ValueError(f"{name}: the ragged dim must be dim 1; transpose it back first")
+        raise WrongValue("the ragged dim must be dim 1; transpose it back first")
     offsets, lens = nested.offsets(), nested.lengths()  # pyright: ignore[reportAttributeAccessIssue]
     if lens is None:
         values = nested.values()
@@ -121,15 +117,14 @@ def from_nested(nested: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([row[:n] for row, n in rows]), lens.to(torch.int64)
 
 
-def lengths_of(cu_seqlens: Tensor) -> Tensor:
+def read_lengths(cu_seqlens: Tensor) -> Tensor:
     """Lengths (B,) int64 from cumulative ones (B+1,)."""
-    name = "PackedTensor.from_cu_seqlens"
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: cu_seqlens must be an int32 tensor (B+1,), got {arguments.describe(cu_seqlens)}")
+        raise WrongType(f"cu_seqlens must be an int32 tensor (B+1,), got {arguments.describe(cu_seqlens)}")
     if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-        raise ValueError(f"{name}: cu_seqlens must be (B+1,), got shape {tuple(cu_seqlens.shape)}")
+        raise WrongValue(f"cu_seqlens must be (B+1,), got shape {tuple(cu_seqlens.shape)}")
     if arguments.must_check(None, cu_seqlens) and int(cu_seqlens[0]) != 0:
-        raise ValueError(f"{name}: cu_seqlens must begin with 0, got {int(cu_seqlens[0])}")
+        raise WrongValue(f"cu_seqlens must begin with 0, got {int(cu_seqlens[0])}")
     return cu_seqlens.diff().to(torch.int64)
 
 
@@ -150,7 +145,7 @@ def document_mask(p: Packed, causal: bool) -> Callable[..., Tensor]:
 def collate(examples: Sequence[Any], from_list: Callable[[list[Tensor]], Any]) -> Any:
     """A batch of examples, tensors (len_b, *F) packed."""
     if not len(examples):
-        raise ValueError("collate: no examples")
+        raise WrongValue("no examples")
     first = examples[0]
     if is_packed(first):
         return torch.cat(list(examples))
@@ -160,7 +155,7 @@ def collate(examples: Sequence[Any], from_list: Callable[[list[Tensor]], Any]) -
         return {k: collate([x[k] for x in examples], from_list) for k in first}
     if isinstance(first, (tuple, list)):
         if any(len(x) != len(first) for x in examples):
-            raise ValueError("collate: examples of different structure; a sequence that is data must be a tensor")
+            raise WrongValue("examples of different structure; a sequence that is data must be a tensor")
         parts = [collate(list(column), from_list) for column in zip(*examples, strict=True)]
         if hasattr(first, "_fields"):
             return type(first)(*parts)

@@ -11,23 +11,24 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import named
+from tensorloop._common.errors import WrongIndex, WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, dim_number, is_packed, refused, same_rows
+from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import crop, slice_rows, split_rows
-from tensorloop.packed.operations import align, feature_dim, handles, rewrap
+from tensorloop.packed.pointwise import align, rewrap
 
 
-def _needs_packed(input: Any, name: str) -> None:
+def _needs_packed(input: Any) -> None:
     if not is_packed(input):
-        raise refused(name, "only another argument than its input is packed", "pack the input: pack_padded(x, p.lens)")
+        raise refusal("only another argument than its input is packed", "pack the input: pack_padded(x, p.lens)")
 
 
-def _plain(x: Any, input: Packed, name: str) -> Any:
+def _take_values(x: Any, input: Packed) -> Any:
     """An index or a part beside the values: that of the same rows."""
     if is_packed(x):
-        same_rows(input, x, name)
+        check_same_rows(input, x)
         return x.values
     return x
 
@@ -35,90 +36,90 @@ def _plain(x: Any, input: Packed, name: str) -> Any:
 # -- pieces
 
 
-def _pieces(p: Packed, d: int, places: Any) -> tuple[Packed, ...]:
+def _cut(p: Packed, d: int, places: Any) -> tuple[Packed, ...]:
     """Rows or steps; `places` are what torch makes of their numbers from 0."""
     ends = [(int(x[0]), int(x[-1]) + 1) if len(x) else (0, 0) for x in places]
     return tuple(slice_rows(p, a, b) if d == 0 else crop(p, slice(a, b)) for a, b in ends)
 
 
-def _size(p: Packed, d: int) -> int:
+def _count(p: Packed, d: int) -> int:
     return len(p._dim) if d == 0 else p._dim.max_len
 
 
 @handles("chunk")
 def _chunk(func: Any, input: Any, chunks: Any, dim: Any = 0) -> Any:
     """Along the ragged dim pieces of the longest row, and of each row what is there."""
-    d = dim_number(input, dim, "chunk")
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.chunk(input.values, chunks, d - 1))
-    return _pieces(input, d, torch.chunk(torch.arange(_size(input, d)), chunks))
+    return _cut(input, d, torch.chunk(torch.arange(_count(input, d)), chunks))
 
 
 @handles("tensor_split")
 def _tensor_split(func: Any, input: Any, indices_or_sections: Any = None, dim: Any = 0, **kwargs: Any) -> Any:
     """By a number of pieces, or by the places where to cut."""
     how = kwargs.get("sections", kwargs.get("indices", indices_or_sections))
-    d = dim_number(input, dim, "tensor_split")
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.tensor_split(input.values, how, d - 1))
-    return _pieces(input, d, torch.tensor_split(torch.arange(_size(input, d)), how))
+    return _cut(input, d, torch.tensor_split(torch.arange(_count(input, d)), how))
 
 
-@handles("split", "split_with_sizes")
+@handles("split", "split_with_sizes", called="split")
 def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any) -> Any:
     """Along the ragged dim pieces of the longest row, and of each row what is there."""
     size = next(iter(kwargs.values()), size)  # split_size, split_sizes, split_size_or_sections
-    d = dim_number(input, dim, "split")
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, input.values.split(size if isinstance(size, int) else list(size), d - 1))
     if d == 0:
         return split_rows(input, size)
-    steps = _size(input, 1)
+    steps = _count(input, 1)
     if not isinstance(size, int):
-        size = [arguments.as_int(n, f"split: sizes[{i}]") for i, n in enumerate(arguments.items(size, "split: sizes"))]
+        size = [arguments.as_int(n, f"sizes[{i}]") for i, n in enumerate(arguments.items(size, "sizes"))]
         if builtins.sum(size) != steps:
-            raise ValueError(f"split: sizes {size} do not sum to the {steps} steps of the longest row")
-    return _pieces(input, 1, torch.arange(steps).split(size))
+            raise WrongValue(f"sizes {size} do not sum to the {steps} steps of the longest row")
+    return _cut(input, 1, torch.arange(steps).split(size))
 
 
 @handles("unbind")
 def _unbind(func: Any, input: Any, dim: Any = 0) -> Any:
     """The rows, ordinary tensors; or the slices of a feature dim, packed."""
-    d = dim_number(input, dim, "unbind")
+    d = find_dim(input, dim)
     if d == 0:
         return input.unbind()
     if d == 1:
-        raise refused("unbind", "rows end at different steps", "use p[:, t], p.split(1, 1), or tensorloop.scan")
+        raise refusal("rows end at different steps", "use p[:, t], p.split(1, 1), or tensorloop.scan")
     return rewrap(input, input.values.unbind(d - 1))
 
 
 @handles("select")
 def _select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     """p[b], p[:, t], or an index of a feature dim."""
-    d = dim_number(input, dim, "select")
+    d = find_dim(input, dim)
     return input._with(input.values.select(d - 1, index)) if d > 1 else input[index] if d == 0 else input[:, index]
 
 
 @handles("narrow")
 def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
     """Rows, or features; along the ragged dim p[:, start : start + length]."""
-    d = dim_number(input, dim, "narrow")
+    d = find_dim(input, dim)
     if d > 1:
         return input._with(input.values.narrow(d - 1, start, length))
-    size = _size(input, d)
-    first, length = arguments.as_int(start, "narrow: start"), named("narrow")(arguments.as_int)(length, "length")
+    size = _count(input, d)
+    first, length = arguments.as_int(start, "start"), arguments.as_int(length, "length")
     first = first + size if first < 0 else first
     if first < 0 or length < 0 or first + length > size:
         what = "rows" if d == 0 else "steps of the longest row"
-        raise IndexError(f"narrow: start {start} and length {length} are out of range for {size} {what}")
+        raise WrongIndex(f"start {start} and length {length} are out of range for {size} {what}")
     return slice_rows(input, first, first + length) if d == 0 else crop(input, slice(first, first + length))
 
 
 @handles("index_select")
 def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     """p[index], p[:, index], or features."""
-    _needs_packed(input, "index_select")
-    d = dim_number(input, dim, "index_select")
+    _needs_packed(input)
+    d = find_dim(input, dim)
     if d > 1:
         return input._with(input.values.index_select(d - 1, index))
     index = index.reshape(-1)
@@ -128,73 +129,69 @@ def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
 @handles("gather")
 def _gather(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     """By an index of the same rows; along the ragged dim also by an ordinary one (B, K, *F), from each row's start."""
-    _needs_packed(input, "gather")
-    if dim_number(input, dim, "gather") > 1:
-        index = _plain(index, input, "gather")
-        return input._with(torch.gather(input.values, feature_dim(input, dim, "gather"), index))
-    return _steps(torch.gather, input, dim, index, "gather")
+    _needs_packed(input)
+    if find_dim(input, dim) > 1:
+        index = _take_values(index, input)
+        return input._with(torch.gather(input.values, find_feature_dim(input, dim), index))
+    return _pick_steps(lambda values, at: torch.gather(values, 0, at), input, dim, index)
 
 
 @handles("take_along_dim")
 def _take_along_dim(func: Any, input: Any, indices: Any, dim: Any = None) -> Any:
     """As gather; an index broadcasts along the other dims."""
-    name = "take_along_dim"
-    _needs_packed(input, name)
+    _needs_packed(input)
     if dim is None:
-        raise refused(name, "without dim it counts the entries of a padded tensor", "give dim")
-    if dim_number(input, dim, name) > 1:
-        index = _plain(indices, input, name) if is_packed(indices) else align(indices, input, name)
+        raise refusal("without dim it counts the entries of a padded tensor", "give dim")
+    if find_dim(input, dim) > 1:
+        index = _take_values(indices, input) if is_packed(indices) else align(indices, input)
         index = index.view(*[1] * (input.values.dim() - index.dim()), *index.shape)
-        return input._with(torch.take_along_dim(input.values, index, feature_dim(input, dim, name)))
-    return _steps(torch.take_along_dim, input, dim, indices, name)
+        return input._with(torch.take_along_dim(input.values, index, find_feature_dim(input, dim)))
+    return _pick_steps(lambda values, at: torch.take_along_dim(values, at, 0), input, dim, indices)
 
 
-def _steps(run: Any, p: Packed, dim: Any, index: Any, name: str) -> Any:
-    """Along the ragged dim: the index counts from the start of each row, as argsort gives it."""
-    if dim_number(p, dim, name) == 0:
-        raise refused(name, "dim 0 would mix rows", "take rows by p[index]")
+def _pick_steps(pick: Any, p: Packed, dim: Any, index: Any) -> Any:
+    """Along the ragged dim: the index counts from the start of each row, as argsort gives it; `pick(values, index)`."""
+    if find_dim(p, dim) == 0:
+        raise refusal("dim 0 would mix rows", "take rows by p[index]")
     lens, starts = p._dim._lens, p._dim._offsets[:-1]
     if is_packed(index):
-        at = _plain(index, p, name)
+        at = _take_values(index, p)
         rows = p._dim._row_ids.view(-1, *[1] * (at.dim() - 1))
     else:
         at = index
         if at.dim() < 2 or len(at) != len(lens):
-            raise ValueError(
-                f"{name}: along the ragged dim the index must be ({len(lens)}, K, ...), got {tuple(at.shape)}"
-            )
+            raise WrongValue(f"along the ragged dim the index must be ({len(lens)}, K, ...), got {tuple(at.shape)}")
         rows = torch.arange(len(lens), device=at.device).view(-1, *[1] * (at.dim() - 1))
     bad = (at < 0) | (at >= lens[rows])
     if arguments.must_check(None, bad) and bool(bad.any()):
         first = bad.nonzero()[0]
         b, t = int(rows.expand_as(at)[tuple(first)]), int(at[tuple(first)])
-        raise IndexError(f"{name}: index {t} is out of range for row {b} of length {int(lens[b])}")
+        raise WrongIndex(f"index {t} is out of range for row {b} of length {int(lens[b])}")
     entries = at + starts[rows]
     if is_packed(index):
-        return p._with(run(p.values, 0, entries) if run is torch.gather else run(p.values, entries, 0))
-    flat = entries.flatten(0, 1)
-    out = run(p.values, 0, flat) if run is torch.gather else run(p.values, flat, 0)
+        return p._with(pick(p.values, entries))
+    out = pick(p.values, entries.flatten(0, 1))
     return out.view(*at.shape[:2], *out.shape[1:])
 
 
 @handles("masked_select")
 def _masked_select(func: Any, input: Any, mask: Any) -> Any:
     """The numbers where the mask is true, (M,), in the order of a padded tensor without its padding."""
-    _needs_packed(input, "masked_select")
-    mask = _plain(mask, input, "masked_select")
-    return input.values.masked_select(mask if mask.dim() == input.values.dim() else align(mask, input, "masked_select"))
+    _needs_packed(input)
+    mask = _take_values(mask, input)
+    return input.values.masked_select(mask if mask.dim() == input.values.dim() else align(mask, input))
 
 
 @handles("glu")
 def _glu(func: Any, input: Any, dim: Any = -1) -> Any:
     """Along a feature dim."""
-    return input._with(torch.nn.functional.glu(input.values, feature_dim(input, dim, "glu")))
+    return input._with(torch.nn.functional.glu(input.values, find_feature_dim(input, dim)))
 
 
 # -- what moves along a dim
 
 
-def _tuple(x: Any) -> tuple[Any, ...]:
+def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
@@ -202,15 +199,15 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
     """Along the ragged dim each row rolls by itself."""
     if dims is None or dims == ():
-        raise refused("roll", "without dims it rolls a flattened tensor", "give dims, or use .values.roll(n)")
-    shifts, numbers = _tuple(shifts), [dim_number(input, d, "roll") for d in _tuple(dims)]
+        raise refusal("without dims it rolls a flattened tensor", "give dims, or use .values.roll(n)")
+    shifts, numbers = _as_tuple(shifts), [find_dim(input, d) for d in _as_tuple(dims)]
     if len(shifts) != len(numbers):
-        raise ValueError(f"roll: {len(shifts)} shifts and {len(numbers)} dims; give one shift for each dim")
+        raise WrongValue(f"{len(shifts)} shifts and {len(numbers)} dims; give one shift for each dim")
     if 0 in numbers:
-        raise refused("roll", "dim 0 would put rows in another order", "use p[torch.arange(B).roll(n)]")
+        raise refusal("dim 0 would put rows in another order", "use p[torch.arange(B).roll(n)]")
     features = [(n, d - 1) for n, d in zip(shifts, numbers, strict=True) if d > 1]
     values = input.values.roll(*zip(*features, strict=True)) if features else input.values.clone()
-    n = builtins.sum(arguments.as_int(n, "roll: shifts") for n, d in zip(shifts, numbers, strict=True) if d == 1)
+    n = builtins.sum(arguments.as_int(n, "shifts") for n, d in zip(shifts, numbers, strict=True) if d == 1)
     if n and len(values):
         places, lens = input._dim._positions, input._dim._lens[input._dim._row_ids]
         starts = torch.arange(len(places), device=places.device) - places
@@ -221,17 +218,17 @@ def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
 @handles("diff")
 def _diff(func: Any, input: Any, n: int = 1, dim: Any = -1, prepend: Any = None, append: Any = None) -> Any:
     """Along the ragged dim every row gets n shorter, an empty one stays; what is joined to it may be (B, K, *F)."""
-    _needs_packed(input, "diff")
-    d = dim_number(input, dim, "diff")
+    _needs_packed(input)
+    d = find_dim(input, dim)
     if d == 0:
-        raise refused("diff", "rows of unequal length have no differences", "use p.pad() where the padding may count")
+        raise refusal("rows of unequal length have no differences", "use p.pad() where the padding may count")
     parts = (prepend, input, append)
     if d > 1:
-        given = [_plain(x, input, "diff") if is_packed(x) or x is None else align(x, input, "diff") for x in parts]
+        given = [_take_values(x, input) if is_packed(x) or x is None else align(x, input) for x in parts]
         return input._with(torch.diff(given[1], n, d - 1, given[0], given[2]))
-    whole = torch.cat([x if is_packed(x) else _rows_of(x, input) for x in parts if x is not None], 1)  # pyright: ignore
+    whole = torch.cat([x if is_packed(x) else _pack_steps(x, input) for x in parts if x is not None], 1)  # pyright: ignore
     if n < 0:
-        raise ValueError(f"diff: n must be at least 0, got {n}")
+        raise WrongValue(f"n must be at least 0, got {n}")
     for _ in range(n):
         later, earlier = crop(whole, slice(1, None)), crop(whole, slice(None, -1))  # pyright: ignore
         differs = torch.logical_xor if earlier.values.dtype is torch.bool else torch.sub
@@ -239,32 +236,28 @@ def _diff(func: Any, input: Any, n: int = 1, dim: Any = -1, prepend: Any = None,
     return whole
 
 
-def _rows_of(x: Tensor, p: Packed) -> Packed:
+def _pack_steps(x: Tensor, p: Packed) -> Packed:
     """(B, K, *F) packed: K entries a row."""
     if x.dim() != p.ndim or len(x) != len(p._dim):
-        raise ValueError(
-            f"diff: what is joined along time must be packed or ({len(p._dim)}, K, ...), got {tuple(x.shape)}"
-        )
+        raise WrongValue(f"what is joined along time must be packed or ({len(p._dim)}, K, ...), got {tuple(x.shape)}")
     return p._with(x.flatten(0, 1), Dim(p._dim.name, [x.shape[1]] * len(x)).to(p.values.device))
 
 
 @handles("pad")
 def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     """F.pad: along feature dims torch's own; with a constant along the ragged dim, before and behind each row's own."""
-    sizes = [arguments.as_int(n, f"pad: pad[{i}]") for i, n in enumerate(pad)]
+    sizes = [arguments.as_int(n, f"pad[{i}]") for i, n in enumerate(pad)]
     features = 2 * (input.ndim - 2)
     if len(sizes) % 2 or len(sizes) > features + 4:
-        raise ValueError(f"pad: {sizes} is not two numbers for each of the last dims of {input.shape}")
+        raise WrongValue(f"{sizes} is not two numbers for each of the last dims of {input.shape}")
     if any(sizes[features + 2 :]):
-        raise refused("pad", "rows are not added along the batch dim", "use torch.cat([p, q], 0)")
+        raise refusal("rows are not added along the batch dim", "use torch.cat([p, q], 0)")
     x = input if not any(sizes[:features]) else input._with(_pad_features(input.values, sizes[:features], mode, value))
     before, behind = sizes[features : features + 2] or (0, 0)
     if not before and not behind:
         return x._with(x.values.clone()) if x is input else x
     if mode != "constant":
-        raise refused(
-            "pad", f"mode {mode!r} along the ragged dim", "use mode='constant', or pad each row before packing"
-        )
+        raise refusal(f"mode {mode!r} along the ragged dim", "use mode='constant', or pad each row before packing")
     if before < 0 or behind < 0:
         x = crop(x, slice(max(-before, 0), min(behind, 0) or None))
 

@@ -11,11 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.packed import segment_reduce
-from tensorloop.packed import segments as ragged
-from tensorloop.packed.base import Packed, dim_number, dim_numbers, is_packed, refused
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.packed import segment_reduce, segments
+from tensorloop.packed.base import Packed, find_dim, find_dims, is_packed, refusal
 from tensorloop.packed.dim import Dim
-from tensorloop.packed.operations import fall_back, handles, rewrap
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.fallback import fall_back
+from tensorloop.packed.pointwise import rewrap
+
+_EXTREMES = {"max": "maximum", "min": "minimum"}
 
 
 class Segments(NamedTuple):
@@ -28,12 +32,12 @@ class Segments(NamedTuple):
     inner: int  # K
 
 
-def segments(p: Packed, dims: tuple[int, ...]) -> Segments:
-    """`dims` holds 0 or 1, not both, and any feature dims."""
+def divide(p: Packed, dims: tuple[int, ...]) -> Segments:
+    """The entries divided into what is reduced together; `dims` holds 0 or 1, not both, and any feature dims."""
     values, dim, order = p.values, p._dim, None
     if 0 in dims:
         dim, order, inverse = p._dim.by_time
-        values = ragged.permute(values, order, inverse)
+        values = segments.permute(values, order, inverse)
     features = [d - 1 for d in dims if d > 1]
     if not features:
         return Segments(values, dim._offsets, dim, order, 1)
@@ -44,14 +48,14 @@ def segments(p: Packed, dims: tuple[int, ...]) -> Segments:
     return Segments(moved, dim._offsets * inner, dim, order, inner)
 
 
-def kept_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+def restore_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     """The reduced dims back as 1."""
     for d in sorted(dims) if keepdim else ():
         out = out.unsqueeze(d)
     return out
 
 
-def wide_values(values: Tensor) -> Tensor:
+def widen(values: Tensor) -> Tensor:
     """In the dtype of sums: counts and squares of half precision overflow, or lose their digits, before the result."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
@@ -62,17 +66,15 @@ def root(power: Tensor, order: float = 2) -> Tensor:
     return torch.where(power == 0, 0, safe.sqrt() if order == 2 else safe ** (1 / order))
 
 
-def _over(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwargs: dict[str, Any]) -> Any:
+def _reduce(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwargs: dict[str, Any]) -> Any:
     """A reduction over `dim`: torch's own where no dim, all dims or only feature dims are reduced."""
-    name = func.__name__
-    dims = dim_numbers(p, dim, name)
-    plain = getattr(torch, name)
+    dims, plain = find_dims(p, dim), getattr(torch, func.__name__)
     if {0, 1} <= set(dims):
         out = plain(p.values, dim=tuple(sorted({max(d - 1, 0) for d in dims})), **kwargs)
-        return kept_dims(out, dims, keepdim)
+        return restore_dims(out, dims, keepdim)
     if not {0, 1} & set(dims):
         return p._with(plain(p.values, dim=tuple(d - 1 for d in dims), keepdim=keepdim, **kwargs))
-    return kept_dims(on_segments(segments(p, dims)), dims, keepdim)
+    return restore_dims(on_segments(divide(p, dims)), dims, keepdim)
 
 
 @handles("sum", "nansum")
@@ -85,56 +87,50 @@ def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
             values = values.to(dtype or torch.int64)
         if func.__name__ == "nansum":
             values = values.nan_to_num(0, torch.inf, -torch.inf)
-        return ragged.sum(values, s.offsets)
+        return segments.sum(values, s.offsets)
 
-    return _over(func, input, dim, keepdim, reduce, {"dtype": dtype})
+    return _reduce(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
 
 @handles("mean", "nanmean")
 def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Over the entries there are: of an empty row NaN."""
-    name = func.__name__
 
     def reduce(s: Segments) -> Tensor:
         values = s.values if dtype is None else s.values.to(dtype)
         if not values.is_floating_point() and not values.is_complex():
-            raise TypeError(f"{name}: a mean needs floating point, got {values.dtype}; give dtype=")
-        wide = wide_values(values)
-        if name == "mean":
-            return ragged.mean(wide, s.offsets).to(values.dtype)
+            raise WrongType(f"a mean needs floating point, got {values.dtype}; give dtype=")
+        wide = widen(values)
+        if func.__name__ == "mean":
+            return segments.mean(wide, s.offsets).to(values.dtype)
         there = wide.isnan().logical_not().to(wide.dtype)
-        total = ragged.sum(wide.nan_to_num(0, torch.inf, -torch.inf), s.offsets)
-        return (total / ragged.sum(there, s.offsets)).to(values.dtype)
+        total = segments.sum(wide.nan_to_num(0, torch.inf, -torch.inf), s.offsets)
+        return (total / segments.sum(there, s.offsets)).to(values.dtype)
 
-    return _over(func, input, dim, keepdim, reduce, {"dtype": dtype})
+    return _reduce(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
 
 @handles("amax", "amin")
 def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
     """`initial` counts as one more entry of everything that is reduced: of an empty row it is the result."""
-    name = func.__name__
-    which = name[1:]
+    which = func.__name__[1:]
 
     def reduce(s: Segments) -> Tensor:
         if initial is None:
-            no_empty(s, name)
+            refuse_empty(s, _EXTREMES[which], "give initial=")
         return segment_reduce.amax(s.values, s.offsets, which, 0 if initial is None else initial)
 
-    out = _over(func, input, dim, keepdim, reduce, {})
+    out = _reduce(func, input, dim, keepdim, reduce, {})
     if initial is None:
         return out
     return torch.clamp(out, min=initial) if which == "max" else torch.clamp(out, max=initial)
 
 
-def no_empty(s: Segments, name: str) -> None:
+def refuse_empty(s: Segments, what: str, instead: str = "leave such rows out: p[p.lens > 0]") -> None:
     """Raises where a segment has no entry, and so no extreme and no middle."""
     if s.dim.has_empty_rows or (s.inner == 0 and len(s.dim)):
         row = int((s.dim._lens == 0).nonzero()[0]) if s.dim.has_empty_rows else 0
-        what = next((n for n in ("median", "quantile") if n in name), "minimum" if "min" in name else "maximum")
-        instead = "give initial=" if name in ("amax", "amin") else "leave such rows out: p[p.lens > 0]"
-        if name[-3:] in ("max", "min") and name not in ("amax", "amin"):
-            instead += ", or use amax with initial="
-        raise ValueError(f"{name}: row {row} is empty and has no {what}; {instead}")
+        raise WrongValue(f"row {row} is empty and has no {what}; {instead}")
 
 
 @handles("max", "min")
@@ -148,30 +144,29 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs
         return getattr(torch, f"{name}imum")(input, dim)
     if dim is None:
         return func(input.values)
-    d = dim_number(input, dim, name)
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, func(input.values, d - 1, keepdim))
-    values, index = _best(input, d, name, name)
+    values, index = _find_best(input, d, name)
     result = getattr(torch.return_types, name)
-    return result((kept_dims(values, (d,), keepdim), kept_dims(index, (d,), keepdim)))
+    return result((restore_dims(values, (d,), keepdim), restore_dims(index, (d,), keepdim)))
 
 
 @handles("argmax", "argmin")
 def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """The place of the first extreme: along the ragged dim a position in the row, along the batch a row."""
-    name = func.__name__
     if dim is None:
-        raise refused(name, "without dim it counts the entries of a padded tensor", "give dim")
-    d = dim_number(input, dim, name)
+        raise refusal("without dim it counts the entries of a padded tensor", "give dim")
+    d = find_dim(input, dim)
     if d > 1:
         return input._with(func(input.values, d - 1, keepdim))
-    return kept_dims(_best(input, d, name[3:], name)[1], (d,), keepdim)
+    return restore_dims(_find_best(input, d, func.__name__[3:])[1], (d,), keepdim)
 
 
-def _best(p: Packed, d: int, which: str, name: str) -> tuple[Tensor, Tensor]:
+def _find_best(p: Packed, d: int, which: str) -> tuple[Tensor, Tensor]:
     """The best of each segment, and its index along dim d."""
-    s = segments(p, (d,))
-    no_empty(s, name)
+    s = divide(p, (d,))
+    refuse_empty(s, _EXTREMES[which], "leave such rows out: p[p.lens > 0], or use amax with initial=")
     values, where = segment_reduce.extreme(s.values, s.offsets, which)
     if s.order is not None:  # the row that the entry at this t is in
         return values, p._dim._row_ids[s.order][where]
@@ -187,14 +182,14 @@ def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
         return whole(s.values, s.offsets)
 
     exact = input.is_floating_point() or input.values.is_complex()
-    return _over(func, input if exact else input.to(torch.get_default_dtype()), dim, keepdim, reduce, {})
+    return _reduce(func, input if exact else input.to(torch.get_default_dtype()), dim, keepdim, reduce, {})
 
 
 def _complex_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     """By plain operations: the largest real part is taken off first, as it has no influence on the gradient."""
     top = segment_reduce.amax(values.detach().real, offsets).nan_to_num(0, 0, 0)
-    powers = (values - ragged.spread(top, offsets, len(values))).exp()
-    return ragged.sum(powers, offsets).log() + top
+    powers = (values - segments.spread(top, offsets, len(values))).exp()
+    return segments.sum(powers, offsets).log() + top
 
 
 def square(x: Tensor) -> Tensor:
@@ -202,12 +197,12 @@ def square(x: Tensor) -> Tensor:
     return torch.real(x * torch.conj(x)) if x.is_complex() else x * x
 
 
-def _variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
+def _find_variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
     """(variance, mean): NaN where a segment has no more than `correction` entries, or is empty."""
-    mean = ragged.mean(s.values, s.offsets)
-    centred = s.values - ragged.spread(mean, s.offsets, len(s.values))
-    total = ragged.sum(square(centred), s.offsets)
-    number = ragged.counts(s.offsets, total)
+    mean = segments.mean(s.values, s.offsets)
+    centred = s.values - segments.spread(mean, s.offsets, len(s.values))
+    total = segments.sum(square(centred), s.offsets)
+    number = segments.count(s.offsets, total)
     return total / torch.where(number > correction, number - correction, torch.nan), mean
 
 
@@ -221,19 +216,19 @@ def _std(
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
-    dims = dim_numbers(input, dim, name)
+    dims = find_dims(input, dim)
     if {0, 1} <= set(dims) or not {0, 1} & set(dims):
         inner = tuple(sorted({max(d - 1, 0) for d in dims}))
         whole = {0, 1} <= set(dims)
         out = func(input.values, dim=inner, correction=correction, keepdim=keepdim and not whole)
         if not whole:
             return rewrap(input, out)
-        return tuple(kept_dims(x, dims, keepdim) for x in out) if "_" in name else kept_dims(out, dims, keepdim)
+        return tuple(restore_dims(x, dims, keepdim) for x in out) if "_" in name else restore_dims(out, dims, keepdim)
     if not input.is_floating_point() and not input.is_complex():
-        raise TypeError(f"{name}: a deviation needs floating point, got {input.dtype}; convert with .float()")
-    var, mean = _variance(segments(input._with(wide_values(input.values)), dims), correction)
+        raise WrongType(f"a deviation needs floating point, got {input.dtype}; convert with .float()")
+    var, mean = _find_variance(divide(input._with(widen(input.values)), dims), correction)
     spread = root(var) if "std" in name else var
-    spread, mean = kept_dims(spread, dims, keepdim).to(input.dtype.to_real()), kept_dims(mean, dims, keepdim)
+    spread, mean = restore_dims(spread, dims, keepdim).to(input.dtype.to_real()), restore_dims(mean, dims, keepdim)
     return (spread, mean.to(input.dtype)) if "_" in name else spread
 
 
@@ -243,57 +238,57 @@ def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
     def reduce(s: Segments) -> Tensor:
         wanted = (s.values != 0) if func.__name__ == "any" else (s.values == 0)
-        found = ragged.sum(wanted.to(torch.int64), s.offsets) > 0
+        found = segments.sum(wanted.to(torch.int64), s.offsets) > 0
         found = found if func.__name__ == "any" else ~found
         return found.to(torch.uint8) if s.values.dtype is torch.uint8 else found
 
-    return _over(func, input, dim, keepdim, reduce, {})
+    return _reduce(func, input, dim, keepdim, reduce, {})
 
 
 @handles("count_nonzero")
 def _count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
     """How many entries are not zero."""
-    return torch.sum(input != 0, dim_numbers(input, dim, "count_nonzero"))
+    return torch.sum(input != 0, find_dims(input, dim))
 
 
 # -- what keeps the shape
 
 
-def _shaped(func: Any, p: Packed, dim: Any, on_segments: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_along(func: Any, p: Packed, dim: Any, on_segments: Any, *args: Any, **kwargs: Any) -> Any:
     """A function along one dim: torch's own along a feature dim, `on_segments(values, offsets)` along the others."""
-    d = dim_number(p, dim, func.__name__)
+    d = find_dim(p, dim)
     if d > 1:
         return rewrap(p, func(p.values, d - 1, *args, **kwargs))
     if d == 1:
         return p._with(on_segments(p.values, p._dim._offsets))
     turned, order, inverse = p._dim.by_time
-    out = on_segments(ragged.permute(p.values, order, inverse), turned._offsets)
-    return p._with(ragged.permute(out, inverse, order))
+    out = on_segments(segments.permute(p.values, order, inverse), turned._offsets)
+    return p._with(segments.permute(out, inverse, order))
 
 
-def _softmax_like(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
+def _run_softmax(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
     if dim is None:
-        raise TypeError(f"{func.__name__}: give dim; a packed tensor has no default for it")
+        raise WrongType("give dim; a packed tensor has no default for it")
     x = input if dtype is None else input.to(dtype)
-    return _shaped(func, x, dim, run)
+    return _run_along(func, x, dim, run)
 
 
-@handles("softmax", "special_softmax")
+@handles("softmax", "special_softmax", called="softmax")
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Over the entries there are along `dim`: of each row by itself along the ragged dim."""
-    return _softmax_like(torch.softmax, input, dim, dtype, segment_reduce.softmax)
+    return _run_softmax(torch.softmax, input, dim, dtype, segment_reduce.softmax)
 
 
-@handles("log_softmax", "special_log_softmax")
+@handles("log_softmax", "special_log_softmax", called="log_softmax")
 def _log_softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """The logarithm of softmax."""
-    return _softmax_like(torch.log_softmax, input, dim, dtype, segment_reduce.log_softmax)
+    return _run_softmax(torch.log_softmax, input, dim, dtype, segment_reduce.log_softmax)
 
 
-@handles("softmin")
+@handles("softmin", called="softmax")
 def _softmin(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Softmax of the negative."""
-    return _softmax_like(torch.softmax, -input, dim, dtype, segment_reduce.softmax)
+    return _run_softmax(torch.softmax, -input, dim, dtype, segment_reduce.softmax)
 
 
 @handles("cumsum")
@@ -302,7 +297,7 @@ def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     x = input if dtype is None else input.to(dtype)
     if not x.values.is_floating_point() and not x.values.is_complex() and dtype is None:
         x = x.to(torch.int64)
-    return _shaped(torch.cumsum, x, dim, ragged.cumsum)
+    return _run_along(torch.cumsum, x, dim, segments.cumsum)
 
 
 @handles("cumprod", "cummax", "cummin", "logcumsumexp")
@@ -313,12 +308,12 @@ def _running(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
         exact = input.is_floating_point() or input.values.is_complex()
         input = input.to(dtype or (input.dtype if exact else torch.int64))
     elif dtype is not None:
-        raise TypeError(f"{name}: it has no dtype=; convert with .to({dtype})")
-    d = dim_number(input, dim, name)
+        raise WrongType(f"it has no dtype=; convert with .to({dtype})")
+    d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, func(input.values, d - 1))
     if d == 0:
-        raise refused(name, "it does not run over the batch dim", "use .pad(value) and choose the value")
+        raise refusal("it does not run over the batch dim", "use .pad(value) and choose the value")
     return fall_back(name, input, lambda x: func(x, 1), 1 if name == "cumprod" else 0)
 
 
@@ -328,7 +323,7 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
     x = input if dtype is None else input.to(dtype)
     if dim is None:
         return torch.prod(x.values)
-    d = dim_number(x, dim, "prod")
+    d = find_dim(x, dim)
     if d > 1:
         return x._with(torch.prod(x.values, d - 1, keepdim))
     return fall_back("prod", x, lambda padded: torch.prod(padded, d, keepdim), 1, reduces=True)
@@ -338,9 +333,9 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
 def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Along the ragged dim each row from its end to its start."""
     (dims,) = (kwargs.get("dims", dims),)
-    numbers = dim_numbers(input, dims[0] if len(dims) == 1 else tuple(dims), "flip")
+    numbers = find_dims(input, dims[0] if len(dims) == 1 else tuple(dims))
     if 0 in numbers:
-        raise refused("flip", "dim 0 would put rows in another order", "use p[::-1] or p[index]")
+        raise refusal("dim 0 would put rows in another order", "use p[::-1] or p[index]")
     features = tuple(d - 1 for d in numbers if d > 1)
     values = input.values.flip(features) if features else input.values
-    return input._with(ragged.flip(values, input._dim._offsets) if 1 in numbers else values)
+    return input._with(segments.flip(values, input._dim._offsets) if 1 in numbers else values)

@@ -1,6 +1,7 @@
 """What to write instead of the torch functions that packed tensors do not take: advice for each kind of function."""
 
-from tensorloop.packed.base import refused
+from tensorloop._common.errors import WrongType
+from tensorloop.packed.base import refusal
 
 _VALUES = "give it .values and pack what comes: PackedTensor(y, p.lens)"
 _FLATTEN = "flatten first, as no entry is padding: {name}(x.flatten(0, 1), y.flatten(0, 1))"
@@ -71,13 +72,12 @@ def advice(name: str) -> str | None:
     return _FLATTEN.format(name=name) if found is None and name.endswith("_loss") else found
 
 
-def unsupported(name: str) -> TypeError:
-    """The error for an operation that packed tensors do not take."""
+def unsupported(name: str) -> WrongType:
+    """What is said of an operation that packed tensors do not take."""
     instead = advice(name)
     if instead is not None:
-        return refused(name, "it does not take packed tensors", instead)
-    return refused(
-        name,
+        return refusal("it does not take packed tensors", instead)
+    return refusal(
         "this operation is not known for packed tensors, and padding might change its result",
         "use .values (N, *F) where it treats entries alike, or .pad() and a mask",
     )

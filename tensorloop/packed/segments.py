@@ -2,14 +2,13 @@
 
 They are linear, and a linear map's gradient is another map of the same kind: pack and pad, sum and spread, a
 permutation and its inverse, a cumulative sum and the one from the other end. Such a pair is a `_Pair` of kernels, and
-one autograd node (`_Linear`) runs either side of it: twice differentiable, forward mode and vmap included, and no
-gradient is a scatter-add. What is not linear is in `segment_reduce`.
+either side of it is a `Formula`: twice differentiable, forward mode and vmap included, and no gradient is a
+scatter-add. What is not linear is in `segment_reduce`.
 
 Arguments are checked by the caller: offsets[0] = 0, offsets[-1] = N, not decreasing, on the device of the values.
-Under vmap only values may be batched. A map works on any trailing dims, so that a batch dim becomes one more of them.
+Under vmap only values may be batched.
 """
 
-import inspect
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_kernels
+from tensorloop._torch.formula import Formula, evaluate
 from tensorloop.kernels import find
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -31,40 +31,10 @@ class _Pair(NamedTuple):
     adjoint: Callable[[Tensor], Tensor]
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, pair: _Pair) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return pair.run(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.pair = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _linear(grad, _Pair(ctx.pair.adjoint, ctx.pair.run)), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _linear(tangent, ctx.pair)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, pair: _Pair) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return last(_linear(x.movedim(in_dims[0], -1), pair))
-
-
-# torch asks for the signature at every call. Worked out once, a call takes 23 us, not 32.
-setattr(_Linear.forward, "__signature__", inspect.signature(_Linear.forward))  # noqa: B010
-
-
 @runs_kernels
 def _linear(x: Tensor, pair: _Pair) -> Tensor:
-    return _Linear.apply(x, pair)  # pyright: ignore[reportReturnType]
-
-
-def last(out: Tensor) -> tuple[Tensor, int]:
-    """What a vmap rule returns that has put the batch dim last."""
-    return out, out.dim() - 1
+    turned = _Pair(pair.adjoint, pair.run)
+    return evaluate(Formula(pair.run, lambda grad: (_linear(grad, turned),), lambda along: _linear(along[0], pair)), x)
 
 
 def run_kernel(operation: str, x: Tensor, lead: int, *args: Any) -> Tensor:
@@ -87,7 +57,15 @@ def pad(values: Tensor, offsets: Tensor, steps: int, fill: float = 0) -> Tensor:
     if fill == 0:
         to_packed, to_padded = _pack_pair(offsets, len(values), steps)
         return _linear(values, _Pair(to_padded, to_packed))
-    return _Pad.apply(values, offsets, steps, fill)  # pyright: ignore[reportReturnType]
+    n = len(values)
+    return evaluate(  # affine: its derivative is that of padding with 0
+        Formula(
+            lambda x: run_kernel("pad_rows", x, 1, offsets, steps, fill),
+            lambda grad: (pack(grad, offsets, n),),
+            lambda along: pad(along[0], offsets, steps),
+        ),
+        values,
+    )
 
 
 def _pack_pair(offsets: Tensor, n: int, steps: int) -> _Pair:
@@ -95,31 +73,6 @@ def _pack_pair(offsets: Tensor, n: int, steps: int) -> _Pair:
         lambda x: run_kernel("pack_rows", x, 2, offsets, n),
         lambda x: run_kernel("pad_rows", x, 1, offsets, steps, 0),
     )
-
-
-class _Pad(torch.autograd.Function):
-    """Padding with something other than 0: affine, so that its derivative is that of padding with 0."""
-
-    @staticmethod
-    def forward(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return run_kernel("pad_rows", values, 1, offsets, steps, fill)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        values, ctx.offsets, ctx.steps, _ = inputs
-        ctx.n = len(values)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return pack(grad, ctx.offsets, ctx.n), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return pad(tangent, ctx.offsets, ctx.steps)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return last(_Pad.apply(x.movedim(in_dims[0], -1), *args))  # pyright: ignore[reportArgumentType]
 
 
 def spread(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
@@ -140,14 +93,14 @@ def _sum_pair(offsets: Tensor, n: int) -> _Pair:
     )
 
 
-def counts(offsets: Tensor, like: Tensor) -> Tensor:
+def count(offsets: Tensor, like: Tensor) -> Tensor:
     """The length of each row, (B, 1, ..) in the dtype of `like` (·, *F)."""
     return offsets.diff().to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
 
 def mean(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, *F) -> (B, *F); NaN for an empty row."""
-    return sum(values, offsets) / counts(offsets, values)
+    return sum(values, offsets) / count(offsets, values)
 
 
 @runs_kernels
@@ -156,33 +109,33 @@ def gather(values: Tensor, index: Tensor, in_order: bool = False) -> Tensor:
 
     `in_order`: the index does not decrease, so that its gradient is a segment sum alone.
     """
-    n, index = len(values), _plain(index)
+    n, index = len(values), _unwrap(index)
 
     def adjoint(x: Tensor) -> Tensor:
         order = None if in_order else torch.argsort(index, stable=True)
         sorted_index = index if order is None else index.index_select(0, order)
         numbers = torch.arange(n + 1, device=index.device)
         ends = torch.searchsorted(sorted_index, numbers)  # ends[i]: how many entries of the index are below i
-        return _sum_pair(ends, len(index)).run(x if order is None else _take(order)(x))
+        return _sum_pair(ends, len(index)).run(x if order is None else _make_gather(order)(x))
 
-    return _linear(values, _Pair(_take(index), adjoint))
+    return _linear(values, _Pair(_make_gather(index), adjoint))
 
 
 @runs_kernels
 def permute(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """(N, *F) -> (N, *F): values[index] for a permutation; its gradient is the gather by `inverse`."""
-    return _linear(values, _Pair(_take(index), _take(inverse)))
+    return _linear(values, _Pair(_make_gather(index), _make_gather(inverse)))
 
 
-def _plain(index: Tensor) -> Tensor:
+def _unwrap(index: Tensor) -> Tensor:
     """An index without the wrappers of transforms: kernels see it, not autograd."""
     if transforms.is_batched(index):
         raise TypeError("ragged gather: the index is batched by vmap; it must be the same for every call")
     return transforms.numbers(index)
 
 
-def _take(index: Tensor) -> Callable[[Tensor], Tensor]:
-    index = _plain(index)
+def _make_gather(index: Tensor) -> Callable[[Tensor], Tensor]:
+    index = _unwrap(index)
     return lambda x: run_kernel("gather_rows", x, 1, index)
 
 
@@ -207,5 +160,5 @@ def cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     def forwards(x: Tensor) -> Tensor:
         return run_kernel("segment_cumsum", x, 1, offsets)
 
-    turn = _take(mirror(offsets, len(values)))
+    turn = _make_gather(mirror(offsets, len(values)))
     return _linear(values, _Pair(forwards, lambda x: turn(forwards(turn(x)))))

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.packed.base import Packed, dim_number, is_packed, refused, same_rows
+from tensorloop._common.errors import WrongValue
+from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import select_rows
-from tensorloop.packed.operations import align, feature_dim, handles
+from tensorloop.packed.pointwise import align
 from tensorloop.packed.size import RaggedSize
 from tensorloop.packed.time_first import TimeFirst
 
@@ -22,9 +24,9 @@ _STAYS = (
 @handles("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
     """A feature dim of size 1, dim 2 or later."""
-    d = dim_number(input, dim, "unsqueeze", extra=1)
+    d = find_dim(input, dim, extra=1)
     if d < 2:
-        raise refused("unsqueeze", f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
+        raise refusal(f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
     return input._with(input.values.unsqueeze(d - 1))
 
 
@@ -34,65 +36,61 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
     if dim is None:
         dims = [d for d in range(2, input.ndim) if input.shape[d] == 1]
     else:
-        dims = [dim_number(input, d, "squeeze") for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+        dims = [find_dim(input, d) for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
     if 1 in dims or (0 in dims and len(input._dim) == 1):
-        raise refused("squeeze", "the batch and the ragged dim are never dropped", "use p[0] for the only row")
+        raise refusal("the batch and the ragged dim are never dropped", "use p[0] for the only row")
     return input._with(input.values.squeeze(tuple(d - 1 for d in dims if d > 1)))
 
 
-@handles("transpose", "swapaxes", "swapdims")
+@handles("transpose", "swapaxes", "swapdims", called="transpose")
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
     """Two feature dims exchanged; (0, 1) gives a name for the same tensor, for layers that want time first."""
-    a, b = dim_number(input, dim0, "transpose"), dim_number(input, dim1, "transpose")
+    a, b = find_dim(input, dim0), find_dim(input, dim1)
     if a == b:
         return input
     if {a, b} == {0, 1}:
         return TimeFirst(input)
     if min(a, b) < 2:
-        raise refused("transpose", f"dims {dim0} and {dim1} of {input.shape}", _STAYS)
+        raise refusal(f"dims {dim0} and {dim1} of {input.shape}", _STAYS)
     return input._with(input.values.transpose(a - 1, b - 1))
 
 
 @handles("permute", "movedim", "moveaxis")
 def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Feature dims in another order."""
-    name = func.__name__
-    if name == "permute":
+    if func.__name__ == "permute":
         given = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
-        order = [dim_number(input, d, name) for d in given]
+        order = [find_dim(input, d) for d in given]
     else:
         source, target = (x if isinstance(x, (tuple, list)) else (x,) for x in (*dims, *kwargs.values()))
-        moved = dict(
-            zip((dim_number(input, d, name) for d in target), (dim_number(input, d, name) for d in source), strict=True)
-        )
+        moved = dict(zip((find_dim(input, d) for d in target), (find_dim(input, d) for d in source), strict=True))
         rest = iter(d for d in range(input.ndim) if d not in moved.values())
         order = [moved[d] if d in moved else next(rest) for d in range(input.ndim)]
     if order[:2] != [0, 1] or sorted(order) != list(range(input.ndim)):
-        raise refused(name, f"order {tuple(order)} of {input.shape}", _STAYS)
+        raise refusal(f"order {tuple(order)} of {input.shape}", _STAYS)
     return input._with(input.values.permute(0, *(d - 1 for d in order[2:])))
 
 
 @handles("flatten")
 def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
     """From dim 2 on a packed tensor; from dim 0 on the entries there are, (N, ...) or (N * ..): nothing is padding."""
-    a, b = dim_number(input, start_dim, "flatten"), dim_number(input, end_dim, "flatten")
+    a, b = find_dim(input, start_dim), find_dim(input, end_dim)
     if a >= 2:
         return input._with(input.values.flatten(a - 1, b - 1))
     if a == 0 and b >= 1:
         return input.values.flatten(0, b - 1)
-    raise refused("flatten", f"dims {a} to {b} of {input.shape}", "flatten (0, 1) or more, or feature dims only")
+    raise refusal(f"dims {a} to {b} of {input.shape}", "flatten (0, 1) or more, or feature dims only")
 
 
 @handles("unflatten")
 def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
     """One feature dim as several."""
-    return input._with(input.values.unflatten(feature_dim(input, dim, "unflatten"), tuple(sizes)))
+    return input._with(input.values.unflatten(find_feature_dim(input, dim), tuple(sizes)))
 
 
 @handles("reshape", "view")
 def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     """(B, None or -1, *sizes): packed. (-1, *sizes): the entries there are, an ordinary tensor."""
-    name = func.__name__
     given = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if isinstance(given, torch.dtype):
         return input._with(input.values.view(given))
@@ -109,17 +107,15 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
         sizes and sizes[0] == -1 and None not in sizes and (not prod(sizes[1:]) or not prod(features) % prod(sizes[1:]))
     ):
         return input.values.reshape(sizes)
-    raise refused(
-        name, f"{input.shape} as {sizes}", "keep the first two as (B, None), or merge them with the first as -1"
-    )
+    raise refusal(f"{input.shape} as {sizes}", "keep the first two as (B, None), or merge them with the first as -1")
 
 
 @handles("view_as", "reshape_as")
 def _view_as(func: Any, input: Any, other: Any) -> Any:
     """The features as those of `other`, of the same rows."""
     if not (is_packed(input) and is_packed(other)):
-        raise refused(func.__name__, "only one of two tensors is packed", "use .flatten(0, 1) or pack_padded")
-    same_rows(input, other, func.__name__)
+        raise refusal("only one of two tensors is packed", "use .flatten(0, 1) or pack_padded")
+    check_same_rows(input, other)
     return input._with(input.values.reshape(other.values.shape))
 
 
@@ -127,33 +123,33 @@ def _view_as(func: Any, input: Any, other: Any) -> Any:
 def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     """Feature dims of size 1 repeated without a copy."""
     if not is_packed(input):
-        return sizes[0]._with(align(input, sizes[0], "expand_as").expand(sizes[0].values.shape))
+        return sizes[0]._with(align(input, sizes[0]).expand(sizes[0].values.shape))
     if func.__name__ == "expand_as":
-        sizes = sizes[0].shape
+        return input.expand(sizes[0].shape)
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
     sizes = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
-        raise refused("expand", f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
+        raise refusal(f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
     return input._with(input.values.expand(-1, *sizes[2:]))
 
 
-@handles("cat", "concat", "concatenate")
+@handles("cat", "concat", "concatenate", called="cat")
 def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
     """Along features and along time the rows are those of each; along the batch the rows follow one another."""
     if not all(is_packed(x) for x in tensors):
-        raise refused("cat", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
+        raise refusal("packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
     first = tensors[0]
-    d = dim_number(first, dim, "cat")
+    d = find_dim(first, dim)
     if d > 1:
         for x in tensors[1:]:
-            same_rows(first, x, "cat")
+            check_same_rows(first, x)
         return first._with(torch.cat([x.values for x in tensors], d - 1))
     values = torch.cat([x.values for x in tensors])
     lens = [x._dim._lens for x in tensors]
     if d == 0:
         return first._with(values, Dim(first._dim.name, torch.cat(lens)))
     if len({len(n) for n in lens}) > 1:
-        raise ValueError(f"cat: along time the numbers of rows must agree, got {[len(n) for n in lens]}")
+        raise WrongValue(f"along time the numbers of rows must agree, got {[len(n) for n in lens]}")
     batch = len(first._dim)
     whole = first._with(values, Dim(None, torch.cat(lens)))
     rows = torch.arange(len(tensors) * batch, device=values.device).view(len(tensors), batch).T.reshape(-1)
@@ -166,12 +162,12 @@ def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
     """Along a new feature dim."""
     first = tensors[0]
     if not all(is_packed(x) for x in tensors):
-        raise refused("stack", "packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
-    d = dim_number(first, dim, "stack", extra=1)
+        raise refusal("packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
+    d = find_dim(first, dim, extra=1)
     if d < 2:
-        raise refused("stack", f"dim {dim} would go before the ragged dim", "stack along dim 2 or more")
+        raise refusal(f"dim {dim} would go before the ragged dim", "stack along dim 2 or more")
     for x in tensors[1:]:
-        same_rows(first, x, "stack")
+        check_same_rows(first, x)
     return first._with(torch.stack([x.values for x in tensors], d - 1))
 
 
@@ -180,20 +176,15 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
     """Features repeated."""
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(sizes) != input.ndim or sizes[:2] != (1, 1):
-        raise refused(
-            func.__name__, f"{sizes} repeats the batch or the ragged dim", "use repeat_interleave(n, 0) for rows"
-        )
+        raise refusal(f"{sizes} repeats the batch or the ragged dim", "use repeat_interleave(n, 0) for rows")
     return input._with(input.values.repeat(1, *sizes[2:]))
 
 
 @handles("equal", "allclose")
 def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether two packed tensors are of the same rows, and their values are equal or close."""
-    name = func.__name__
     if not (is_packed(input) and is_packed(other)):
-        raise refused(
-            name, "only one of the two is packed", "pack the other: pack_padded(x, p.lens), or compare p.pad()"
-        )
+        raise refusal("only one of the two is packed", "pack the other: pack_padded(x, p.lens), or compare p.pad()")
     if not input._dim.same(other._dim):
         return False
     return func(input.values, other.values, *args, **kwargs)
@@ -209,12 +200,12 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Any:
     """Rows or features as often as given: beams and samples."""
     if dim is None:
-        raise refused("repeat_interleave", "without dim it repeats the entries of a padded tensor", "give dim")
-    d = dim_number(input, dim, "repeat_interleave")
+        raise refusal("without dim it repeats the entries of a padded tensor", "give dim")
+    d = find_dim(input, dim)
     if d == 0:
         rows = torch.arange(len(input._dim), device=input.values.device)
         return select_rows(input, rows.repeat_interleave(repeats, output_size=output_size))
-    d = feature_dim(input, dim, "repeat_interleave")
+    d = find_feature_dim(input, dim)
     return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
 
 
@@ -223,6 +214,4 @@ def _getitem(func: Any, input: Tensor, key: Any) -> Any:
     """An ordinary tensor at packed indices: `table[p]`, `pe[p.positions]`."""
     if isinstance(key, Packed) and key.values.dtype is not torch.bool:
         return key._with(input[key.values])
-    raise refused(
-        "__getitem__", "an ordinary tensor is indexed by one packed tensor of integers", "use .values or .pad()"
-    )
+    raise refusal("an ordinary tensor is indexed by one packed tensor of integers", "use .values or .pad()")

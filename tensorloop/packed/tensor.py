@@ -1,10 +1,10 @@
 """PackedTensor: a ragged dim without padding, taken by torch functions as a padded tensor would be.
 
 In the order to read it: `dim.py` has the lengths and all that follows from them; `segments.py` has the
-differentiable operations on plain values and offsets; `operations.py` the dispatch of torch functions and what works
-entry by entry; `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py`,
-`index.py` and `rnn.py` the rest; `facts.py` gradients and hooks, `methods.py` the
-methods; `interop.py` other people's layouts. This file is the surface.
+differentiable operations on plain values and offsets; `dispatch.py` the table of torch functions, which `features.py`,
+`reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what works entry by
+entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's layouts. This file is
+the surface.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,20 +15,23 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common import arguments
-from tensorloop.packed import interop, norms, pieces, reduce, rnn, segments, shape, sort
-from tensorloop.packed.autograd import apply, recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, PackedFallbackWarning, dim_number, same_rows
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.packed import features, interop, norms, pieces, reduce, rnn, segments, shape, sort
+from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
+from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
+from tensorloop.packed.base import Packed, check_same_rows, find_dim
 from tensorloop.packed.dim import Dim, as_dim
-from tensorloop.packed.facts import FACTS, InAutograd
+from tensorloop.packed.dispatch import HANDLERS, dispatch
+from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
 from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
-from tensorloop.packed.operations import FALLBACKS, HANDLERS, dispatch, is_pointwise
+from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (norms, pieces, reduce, rnn, shape, sort)
+_TABLES = (features, norms, pieces, reduce, rnn, shape, sort)
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -77,30 +80,31 @@ class PackedTensor(InAutograd):
 
     __slots__ = ()
 
+    @named("PackedTensor")
     def __init__(self, values: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | None = None) -> None:
-        name = "PackedTensor"
         if isinstance(values, Packed):
-            raise TypeError(f"{name}: values are packed already; use .values")
-        arguments.dense_tensor(values, name)
+            raise WrongType("values are packed already; use .values")
+        arguments.dense_tensor(values)
         if values.dim() == 0:
-            raise ValueError(f"{name}: values must be (N, *F), got a 0-d tensor")
-        dim = as_dim(lens, name, check)
+            raise WrongValue("values must be (N, *F), got a 0-d tensor")
+        dim = as_dim(lens, check)
         if dim.device != values.device:
             if dim.device.type != "cpu":
-                raise ValueError(f"{name}: lens are on {dim.device}, values on {values.device}; move one of them")
-            dim.claim(len(values), name, check)
+                raise WrongValue(f"lens are on {dim.device}, values on {values.device}; move one of them")
+            dim.claim(len(values), check)
             dim = dim.to(values.device)
-        dim.claim(len(values), name, check)
+        dim.claim(len(values), check)
         self.values = values
         self._dim = dim
 
     @classmethod
+    @named("PackedTensor.from_list")
     def from_list(cls, rows: Iterable[Tensor], *, name: str | None = None) -> Self:
         """Packs tensors (len_b, *F), one a row; `name` is that of the dim.
 
         Gradient: to every row. Cost: one copy. Raises: TypeError, ValueError (no rows, or *F, dtype or device differ).
         """
-        return cls(*interop.joined(rows, name))
+        return cls(*interop.join_rows(rows, name))
 
     # -- facts
 
@@ -165,9 +169,10 @@ class PackedTensor(InAutograd):
         """The number of dims, batch and ragged dim included."""
         return self.ndim
 
+    @named("size")
     def size(self, dim: Any = None) -> Any:
         """The shape, or one size; that of the ragged dim equals None, and is no number."""
-        return self.shape if dim is None else self.shape[dim_number(self, dim, "size")]
+        return self.shape if dim is None else self.shape[find_dim(self, dim)]
 
     def numel(self) -> int:
         """The number of numbers held."""
@@ -179,41 +184,42 @@ class PackedTensor(InAutograd):
 
     # -- rows
 
+    @named("pad")
     def pad(self, value: float = 0, max_len: int | None = None) -> Tensor:
         """The padded tensor (B, T, *F) with `value` behind the end of each row; T is the longest row, or `max_len`.
 
         Gradient: to the values; padding has none. Cost: one pass. Raises: ValueError (a row is longer than `max_len`).
         """
-        steps = self.max_len if max_len is None else arguments.as_int(max_len, "pad: max_len")
+        steps = self.max_len if max_len is None else arguments.as_int(max_len, "max_len")
         if max_len is not None and steps < self.max_len:
-            raise ValueError(
-                f"pad: max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]"
-            )
-        if not recording():
-            refuse_lost_gradient("pad", (self,))
+            raise WrongValue(f"max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]")
+        if not is_recording():
+            refuse_lost_gradient((self,))
         return segments.pad(self.values, self._dim._offsets, steps, value)
 
+    @named("unbind")
     def unbind(self, dim: Any = 0) -> Any:
         """The rows, as a tuple of tensors (len_b, *F), views; or the slices of a feature dim, packed."""
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
-        if not recording():
-            refuse_lost_gradient("unbind", (self,))
+        if not is_recording():
+            refuse_lost_gradient((self,))
         return tuple(self.values.split(self._dim._lens.tolist()))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
         """Packed tensors of `sizes` rows, or of so many each, as `torch.split`; along a feature dim, of features."""
         return dispatch(Tensor.split, (self, sizes, dim), {})
 
+    @named("indexing")
     def __getitem__(self, key: Any) -> Any:
         """p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]: see docs/packed.md."""
-        if not recording():
-            refuse_lost_gradient("indexing", (self, key))
+        if not is_recording():
+            refuse_lost_gradient((self, key))
         return getitem(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Refused: torch.where writes where a mask says so."""
-        raise unsupported("__setitem__")
+        raise unsupported("__setitem__").named("__setitem__")
 
     def __len__(self) -> int:
         """Refused: with a length, torch would take the index of `table[p]` for a tuple of rows, one for each dim."""
@@ -227,7 +233,7 @@ class PackedTensor(InAutograd):
         """The rows (len_b, *F)."""
         return iter(self.unbind())
 
-    # -- copies; autograd is in `facts.py`
+    # -- copies; autograd is in `attributes.py`
 
     def pin_memory(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The same with its values in pinned memory."""
@@ -270,28 +276,33 @@ class PackedTensor(InAutograd):
         return self._dim._offsets.to(torch.int32)
 
     @classmethod
+    @named("PackedTensor.from_cu_seqlens")
     def from_cu_seqlens(cls, values: Tensor, cu_seqlens: Tensor) -> Self:
         """Values (N, *F) with their cumulative lengths (B+1,), as varlen attention takes them; nothing is copied."""
-        return cls(values, interop.lengths_of(cu_seqlens))
+        return cls(values, interop.read_lengths(cu_seqlens))
 
+    @named("to_nested")
     def to_nested(self) -> Tensor:
         """A `torch.nested` tensor of the jagged layout over the same values; nothing copied."""
-        if not recording():
-            refuse_lost_gradient("to_nested", (self,))
+        if not is_recording():
+            refuse_lost_gradient((self,))
         return interop.to_nested(self)
 
     @classmethod
+    @named("PackedTensor.from_nested")
     def from_nested(cls, nested: Tensor) -> Self:
         """From a `torch.nested` tensor: jagged without holes is not copied, others are."""
         return cls(*interop.from_nested(nested))
 
+    @named("to_packed_sequence")
     def to_packed_sequence(self) -> torch.nn.utils.rnn.PackedSequence:
         """A PackedSequence, whose entries are in time order: one permutation. Raises: ValueError (an empty row)."""
-        if not recording():
-            refuse_lost_gradient("to_packed_sequence", (self,))
+        if not is_recording():
+            refuse_lost_gradient((self,))
         return interop.to_packed_sequence(self)
 
     @classmethod
+    @named("from_packed_sequence")
     def from_packed_sequence(cls, sequence: torch.nn.utils.rnn.PackedSequence) -> Self:
         """From a PackedSequence, in the order of its rows before they were sorted: one permutation."""
         return interop.from_packed_sequence(cls, sequence)
@@ -311,7 +322,7 @@ class PackedTensor(InAutograd):
 
     def __getattr__(self, name: str) -> Any:
         """Facts of the values, and rarer methods of a tensor, for those torch functions that take a packed one."""
-        if name in FACTS:
+        if name in ATTRIBUTES:
             return getattr(self.values, name)
         func = getattr(Tensor, name, None)
         if func is None or not callable(func) or name.startswith("__"):
@@ -322,7 +333,7 @@ class PackedTensor(InAutograd):
 
     def __dir__(self) -> list[str]:
         """What there is to complete."""
-        return sorted({*super().__dir__(), *FACTS})
+        return sorted({*super().__dir__(), *ATTRIBUTES})
 
     # In-place operators are left out: `p += 1` makes a new packed tensor, as it does for numbers.
     __add__, __radd__ = _operator("__add__"), _operator("__radd__")
@@ -353,6 +364,7 @@ def _rebuilt(cls: type[PackedTensor], values: Tensor, dim: Dim) -> PackedTensor:
     return made
 
 
+@named("pack_padded")
 def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | None = None) -> PackedTensor:
     """Packs a padded tensor: the first lens[b] entries of each row b.
 
@@ -365,23 +377,23 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
         >>> tl.pack_padded(torch.arange(6).view(2, 3), [2, 3]).values
         tensor([0, 1, 3, 4, 5])
     """
-    name = "pack_padded"
-    dim = as_dim(lens, name, check)
+    dim = as_dim(lens, check)
     if isinstance(x, PackedTensor):
-        same_rows(x, x._with(x.values, dim), name)
+        check_same_rows(x, x._with(x.values, dim))
         return x
-    arguments.dense_tensor(x, name)
+    arguments.dense_tensor(x)
     if x.dim() < 2 or x.shape[0] != len(dim):
-        raise ValueError(f"{name}: x must be (B, T, *F) with B = {len(dim)} as in lens, got shape {tuple(x.shape)}")
+        raise WrongValue(f"x must be (B, T, *F) with B = {len(dim)} as in lens, got shape {tuple(x.shape)}")
     if dim.device != x.device and dim.device.type != "cpu":
-        raise ValueError(f"{name}: lens are on {dim.device}, x on {x.device}; move one of them")
+        raise WrongValue(f"lens are on {dim.device}, x on {x.device}; move one of them")
     if dim.max_len > x.shape[1]:
         row = int((dim._lens > x.shape[1]).nonzero()[0])
-        raise ValueError(f"{name}: lens[{row}] is {int(dim._lens[row])}, but x has {x.shape[1]} steps")
+        raise WrongValue(f"lens[{row}] is {int(dim._lens[row])}, but x has {x.shape[1]} steps")
     dim = dim.to(x.device)
     return _rebuilt(PackedTensor, segments.pack(x, dim._offsets, dim.total), dim)
 
 
+@named("collate")
 def collate(examples: Sequence[Any]) -> Any:
     """A `collate_fn` for DataLoader: tensors of one dim or more are packed, the rest goes the way of default_collate.
 

@@ -6,14 +6,15 @@ and nowhere else.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.faces import late
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, is_packed, refused
+from tensorloop.packed.base import Packed, is_packed, refusal
 
 
 class TimeFirst:
@@ -50,10 +51,11 @@ class TimeFirst:
         """The shape, or one size; that of the ragged dim equals None, and is no number."""
         return self.shape if dim is None else self.shape[dim]
 
+    @named("transpose")
     def transpose(self, dim0: int, dim1: int) -> Packed:
         """The packed tensor again."""
         if {dim0 % self.packed.ndim, dim1 % self.packed.ndim} != {0, 1}:
-            raise refused("transpose", "a packed tensor seen time first", "transpose its features before")
+            raise refusal("a packed tensor seen time first", "transpose its features before")
         return self.packed
 
     def __repr__(self) -> str:
@@ -68,8 +70,8 @@ class TimeFirst:
         name = getattr(func, "__name__", str(func))
         if name not in _TAKEN:
             why = "a packed tensor seen time first goes into attention layers and the CTC loss only"
-            raise refused(name, why, _INSTEAD.get(name, "transpose it back, or use .pad()"))
-        return _TAKEN[name](func, *args, **(kwargs or {}))
+            raise refusal(why, _INSTEAD.get(name, "transpose it back, or use .pad()")).named(name)
+        return named(name)(_TAKEN[name])(func, *args, **(kwargs or {}))
 
 
 def _transpose(func: Any, input: TimeFirst, dim0: int, dim1: int) -> Packed:
@@ -80,29 +82,22 @@ def _ctc_loss(
     func: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
     if not isinstance(log_probs, TimeFirst):
-        raise refused("ctc_loss", "its log_probs are not packed", "pack them, or pass the padded targets")
+        raise refusal("its log_probs are not packed", "pack them, or pass the padded targets")
     p = log_probs.packed
     lens, given = p._dim._lens, torch.as_tensor(input_lengths).to(p._dim.device)
     if lens.device.type == "cpu" and given.shape == lens.shape and bool((given > lens).any()):
         row = int((given > lens).nonzero()[0])
-        raise ValueError(
-            f"ctc_loss: input_lengths[{row}] is {int(given[row])}, but row {row} has {int(lens[row])} entries"
-        )
+        raise WrongValue(f"input_lengths[{row}] is {int(given[row])}, but row {row} has {int(lens[row])} entries")
     padded = segments.pad(p.values, p._dim._offsets, p._dim.max_len).transpose(0, 1)
     targets = targets.values if is_packed(targets) else targets
     return func(padded, targets, input_lengths, target_lengths, *args, **kwargs)
-
-
-def _attention(func: Any, *args: Any, **kwargs: Any) -> Any:
-    # The layer of attention stands above this one: it is loaded when a module asks for it.
-    return import_module("tensorloop.attention.multihead").forward(*args, **kwargs)
 
 
 _TAKEN: dict[str, Callable[..., Any]] = {
     "transpose": _transpose,
     "swapaxes": _transpose,
     "ctc_loss": _ctc_loss,
-    "multi_head_attention_forward": _attention,
+    "multi_head_attention_forward": late("attention.multihead", "forward"),
 }
 _INSTEAD: dict[str, str] = dict.fromkeys(
     ("lstm", "gru", "rnn_tanh", "rnn_relu"), "make the layer with batch_first=True and give it the packed tensor itself"

@@ -6,12 +6,11 @@ backward, by `check` here). A slot that a handed-out view covers (`exported`) is
 overwrite moves to a copy first.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Misuse
+from tensorloop._torch.grad_modes import plain_mode
 from tensorloop.tensor_array.keys import Key, take
 
 
@@ -69,11 +68,6 @@ class LiveBlock:
         """The first slots; not to be changed."""
         self.block.check()
         return self.block.data[:length]
-
-
-def plain_mode() -> AbstractContextManager[object]:
-    """Leaves inference mode: tensors made inside have version counters and may be recorded later."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,8 +10,7 @@ Three ideas, each with its invariant.
 first bulk read moves all of them into the block at once. Slots [0, length - len(waiting)) are in the block.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +21,8 @@ from tensorloop._common import scope
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
-from tensorloop.tensor_array.block import Block, LiveBlock, allocate, plain_mode
+from tensorloop._torch.grad_modes import plain_mode, recording
+from tensorloop.tensor_array.block import Block, LiveBlock, allocate
 from tensorloop.tensor_array.checks import check_rows
 from tensorloop.tensor_array.gradient import ArrayNode, pin
 from tensorloop.tensor_array.keys import Key, may_reach, put_
@@ -354,23 +354,6 @@ class Buffer(Store):
         twin = self.fork()
         twin.token = twin.rows = None
         return twin
-
-
-def recording() -> AbstractContextManager[object]:
-    """Plain autograd that records, whatever mode or transform the caller is in."""
-    if torch.is_grad_enabled() and transforms.maybe_level() is None:  # so there is no inference mode either
-        return nullcontext()
-    return _changed_modes()
-
-
-@contextmanager
-def _changed_modes() -> Iterator[None]:
-    with ExitStack() as modes:
-        modes.enter_context(plain_mode())
-        modes.enter_context(torch.enable_grad())
-        if transforms.maybe_level() is not None:
-            modes.enter_context(transforms.outside_transforms())
-        yield
 
 
 def _constant(x: Tensor) -> Tensor:

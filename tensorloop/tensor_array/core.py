@@ -10,9 +10,10 @@ from tensorloop._common.errors import Fact, Misuse, WrongValue
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.grad_modes import recording
 from tensorloop._torch.transforms import graph_task
 from tensorloop.tensor_array import checks
-from tensorloop.tensor_array.buffer import Buffer, recording
+from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.holes import Holes
 from tensorloop.tensor_array.slot_list import Slots, element_of
 from tensorloop.tensor_array.store import Store

@@ -415,7 +415,7 @@ def test_short_rows_are_padded_together_and_long_ones_and_few_ones_are_views(mon
     monkeypatch.setattr(strips, "FEW", 6)
     offsets = torch.tensor([0, *lens]).cumsum(0).tolist()
     q = torch.randn(1, sum(lens), 1, 2)
-    found = list(strips.strips(Task(1.0, True, offsets, offsets), q, q))
+    found = list(strips.cut(Task(1.0, True, offsets, offsets), q, q))
     taken = [strip.q.take(q) for strip in found if strip.q is not None]
     assert sorted(tuple(x.shape[:2]) for x in taken) == [(1, 12), (1, 33), (1, 40), (8, 8)]
     assert [x._base is q for x in taken] == [x.shape[0] == 1 for x in taken]

@@ -139,7 +139,7 @@ def test_strips_of_a_window_grow_with_the_window_and_not_with_the_keys():
     n, size = 256, 8
     q = torch.randn(1, n, 1, 2)
     mask = block_mask(cases.window, None, None, n, n, size)
-    found = list(strips.strips(Task(1.0, blocks=mask), q, q))
+    found = list(strips.cut(Task(1.0, blocks=mask), q, q))
     assert len(found) == n // size
     assert max(strip.k.take(q).shape[1] for strip in found if strip.k is not None) == 2 * size
     assert all(strip.k is not None and strip.k.take(q)._base is q for strip in found)  # views, no copies

@@ -159,14 +159,16 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("make", "error", "message"), [case[1:] for case in MAKING], ids=[case[0] for case in MAKING])
 def test_what_cannot_be_packed(make: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         make()
+    assert caught.type is error  # a fact has been named
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [case[1:] for case in USING], ids=[case[0] for case in USING])
 def test_what_is_refused(call: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         call(packed())
+    assert caught.type is error
 
 
 def test_lengths_on_a_device_are_looked_at_when_asked():

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensorloop.packed import PackedTensor
-from tensorloop.packed.facts import FACTS
-from tensorloop.packed.operations import HANDLERS, is_pointwise
+from tensorloop.packed.attributes import ATTRIBUTES
+from tensorloop.packed.dispatch import HANDLERS
+from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.types import TensorTypes
 
 
@@ -79,7 +80,7 @@ def names_of_methods() -> list[str]:
 
 def test_dir_lists_operations_and_facts() -> None:
     listed, aliases = {*dir(packed())}, {"absolute", "conj_physical", "type"}
-    assert {*names_of_methods(), *FACTS, "values", "lens", "pad", "register_hook"} - aliases <= listed
+    assert {*names_of_methods(), *ATTRIBUTES, "values", "lens", "pad", "register_hook"} - aliases <= listed
     assert "conv1d" not in listed
 
 

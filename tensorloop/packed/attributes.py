@@ -5,11 +5,13 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tensorloop.packed.base import Packed, is_packed, refused
-from tensorloop.packed.operations import aligned, check_partner, handles
+from tensorloop._common.errors import WrongType, named
+from tensorloop.packed.base import Packed, is_packed, refusal
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.pointwise import check_partner, to_values
 
 # Attributes of a tensor that are those of the values.
-FACTS = frozenset(
+ATTRIBUTES = frozenset(
     {
         *("grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_quantized", "is_sparse"),
         *("is_xpu", "itemsize", "layout", "nbytes", "output_nr", "retains_grad", "_version"),
@@ -37,10 +39,11 @@ class InAutograd(Packed):
         return None if self.values.grad is None else self._with(self.values.grad)
 
     @grad.setter
+    @named("grad")
     def grad(self, grad: Packed | None) -> None:
         if grad is not None and not is_packed(grad):
-            raise TypeError(f"grad: the gradient of a packed tensor is packed, or None, got {type(grad).__name__}")
-        self.values.grad = None if grad is None else check_partner(self, grad, "grad").values
+            raise WrongType(f"the gradient of a packed tensor is packed, or None, got {type(grad).__name__}")
+        self.values.grad = None if grad is None else check_partner(self, grad).values
 
     @property
     def data(self) -> Self:
@@ -90,10 +93,10 @@ def _fill(func: Any, input: Any, *value: Any, **kwargs: Any) -> Any:
 def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
     """In place, from a packed tensor of the same rows or from what broadcasts."""
     if not is_packed(input):
-        raise refused("copy_", "a padded tensor cannot be changed in place by a packed one", "use p.pad()")
+        raise refusal("a padded tensor cannot be changed in place by a packed one", "use p.pad()")
     if is_packed(src):
-        check_partner(input, src, "copy_")
-    func(input.values, aligned(src, input, "copy_") if isinstance(src, Tensor) or is_packed(src) else src, non_blocking)
+        check_partner(input, src)
+    func(input.values, to_values(src, input) if isinstance(src, Tensor) or is_packed(src) else src, non_blocking)
     return input
 
 

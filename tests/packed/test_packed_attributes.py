@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tensorloop import testing
 from tensorloop.packed import PackedTensor
-from tensorloop.packed.facts import FACTS
+from tensorloop.packed.attributes import ATTRIBUTES
 
 D = torch.float64
 MIXED = [3, 0, 4, 1]
@@ -22,7 +22,7 @@ def packed(*features: int, grad: bool = False) -> Any:
 
 def test_facts_are_those_of_the_values() -> None:
     p = packed(3, grad=True) * 2
-    for name in FACTS:
+    for name in ATTRIBUTES:
         assert hasattr(torch.Tensor, name), name
         assert getattr(p, name) == getattr(p.values, name), name
     assert (p.is_leaf, p.is_cuda, p.grad_fn is p.values.grad_fn) == (False, False, True)

@@ -1,0 +1,54 @@
+"""The dispatch: what a torch function given a packed tensor comes to.
+
+It is looked up by name in the table that the modules beside this one fill (`HANDLERS`), or it is pointwise, which torch
+says itself: its operators carry a tag. All others are refused. The table is filled when `tensor.py` imports those
+modules.
+"""
+
+from typing import Any
+
+from tensorloop._common.errors import Fact
+from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.base import Handler, refusal
+from tensorloop.packed.pointwise import is_pointwise, run_pointwise
+from tensorloop.packed.refusals import unsupported
+
+HANDLERS: dict[str, Handler] = {}
+_CALLED: dict[str, str] = {}  # what errors call a torch function, where that is not its own name
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
+    name = called = getattr(func, "__name__", str(func))
+    try:
+        if not is_recording():
+            refuse_lost_gradient((*args, *kwargs.values()) if kwargs else args)
+        if "out" in kwargs and kwargs.pop("out") is not None:
+            raise refusal("out= is not taken with packed tensors", "use the result")
+        if name in HANDLERS:
+            called = _CALLED.get(name, name)
+            for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
+                if alias in kwargs:
+                    kwargs[known] = kwargs.pop(alias)
+            return HANDLERS[name](func, *args, **kwargs)
+        if not is_pointwise(name):
+            raise unsupported(name)
+        called = name[2:-2] if name.endswith("__") else name
+        return run_pointwise(func, args, kwargs, called)
+    except Fact as fact:
+        raise fact.named(called) from fact.__cause__
+
+
+def handles(*names: str, called: str | None = None) -> Any:
+    """Puts a function into the table: it is called with the torch function and its arguments.
+
+    What it raises is a fact; `called` is what the error calls all of them, in place of their own names.
+    """
+
+    def add(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        if called is not None:
+            _CALLED.update(dict.fromkeys(names, called))
+        return handler
+
+    return add

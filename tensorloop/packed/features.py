@@ -1,0 +1,123 @@
+"""Layers that work on the features of each entry, matrix products, changes of dtype, and losses of pairs of entries."""
+
+from typing import Any
+
+import torch
+
+from tensorloop.packed.base import Packed, is_packed, is_tensor, refusal
+from tensorloop.packed.dispatch import handles
+from tensorloop.packed.fallback import fall_back
+from tensorloop.packed.pointwise import align, check_partner, refuse_array, rewrap, to_values
+
+
+@handles("linear")
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    """The layer applied to every entry."""
+    _only_first(input, weight, bias)
+    _needs_features(input, 1)
+    return input._with(func(input.values, weight, bias))
+
+
+@handles("embedding")
+def _embedding(func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    """A vector for every index."""
+    _only_first(input, weight)
+    return input._with(func(input.values, weight, *args, **kwargs))
+
+
+@handles("layer_norm", "rms_norm")
+def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Every entry normalised over its features."""
+    _only_first(input, *args, *kwargs.values())
+    _needs_features(input, 1 if isinstance(normalized_shape, int) else len(normalized_shape))
+    return input._with(func(input.values, normalized_shape, *args, **kwargs))
+
+
+@handles("prelu")
+def _prelu(func: Any, input: Any, weight: Any) -> Any:
+    """Entry by entry, with one weight."""
+    _only_first(input, weight)
+    if weight.numel() != 1:
+        raise refusal("its channels would be dim 1, the ragged one", "give it one weight, or use .flatten(0, 1)")
+    return input._with(func(input.values, weight))
+
+
+def _only_first(first: Any, *others: Any) -> None:
+    if not is_packed(first) or any(is_packed(x) for x in others):
+        raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
+
+
+def _needs_features(p: Packed, n: int) -> None:
+    if p.ndim - 2 < n:
+        raise refusal(f"it needs {n} feature dims, the tensor is {p.shape}", "a ragged dim is not a feature dim")
+
+
+@handles("matmul", "__matmul__", "__rmatmul__", called="matmul")
+def _matmul(func: Any, input: Any, other: Any) -> Any:
+    """Of matrices in the feature dims; a matrix for each row pads, with a PackedFallbackWarning."""
+    if func.__name__ == "__rmatmul__":
+        input, other = other, input
+    if is_packed(input) and is_packed(other):
+        check_partner(input, other)
+        _needs_matrix(input)
+        return input._with(torch.matmul(input.values, other.values))
+    if is_packed(other):
+        _needs_tensor(input)
+        _needs_matrix(other)
+        if input.dim() > other.ndim - 2:
+            input = align(input, other)
+        return other._with(torch.matmul(input, other.values))
+    _needs_tensor(other)
+    _needs_features(input, 1)
+    if input.ndim == 3 and other.dim() == 3 and other.shape[0] == 1:
+        other = other[0]
+    if other.dim() > max(2, input.ndim - 2):
+        if input.ndim == 3 and other.dim() == 3 and other.shape[0] == len(input._dim):
+            return fall_back("matmul", input, lambda x: torch.matmul(x, other))
+        other = align(other, input)
+    return input._with(torch.matmul(input.values, other))
+
+
+def _needs_tensor(x: Any) -> None:
+    if not is_tensor(x):
+        refuse_array(x)
+        raise refusal(f"of a packed tensor and a {type(x).__name__}", "give it a tensor")
+
+
+def _needs_matrix(p: Packed) -> None:
+    if p.ndim < 4:
+        raise refusal(
+            f"the ragged dim of {p.shape} would be a dim of the matrices",
+            "use tensorloop.attention, or .pad()",
+        )
+
+
+@handles("to", "type_as")
+def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """In another dtype or on another device; its lens move along."""
+    if not is_packed(input):  # tensor.to(packed): its dtype and device
+        return func(input, *(x.values if is_packed(x) else x for x in args), **kwargs)
+    values = func(input.values, *(x.values if is_packed(x) else x for x in args), **kwargs)
+    return input._with(values, input._dim.to(values.device))
+
+
+@handles(
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
+    *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "soft_margin_loss"),
+)
+def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A loss of pairs of entries: the mean is over the entries there are."""
+    if weight is not None and not is_packed(weight) and not is_tensor(weight):
+        args, weight = (weight, *args), None  # an old-style size_average
+    if not (is_packed(input) and is_packed(target)):
+        raise refusal("input and target must both be packed", "pack the other: pack_padded(x, p.lens)")
+    check_partner(input, target)
+    if isinstance(weight, Packed):
+        check_partner(input, weight)
+    if kwargs.get("reduction") == "batchmean":
+        return _loss(func, input, target, weight, *args, **(kwargs | {"reduction": "sum"})) / len(input._dim)
+    kwargs = {k: to_values(x, input) for k, x in kwargs.items()}
+    if weight is not None:
+        kwargs["weight"] = to_values(weight, input)
+    out = func(input.values, target.values, *args, **kwargs)
+    return rewrap(input, out) if kwargs.get("reduction") == "none" else out
