@@ -7,8 +7,8 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import cuda
-from tensorloop.kernels.eager import regroup, segments
-from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, some_moves
+from tensorloop.kernels.eager import regroup
+from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, kernel, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_kernels = pytest.mark.skipif(bool(cuda.why_not()), reason=f"no CUDA kernels: {cuda.why_not()}")
@@ -111,7 +111,7 @@ def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> 
     for lens in ([], [0, 0], [3, 0, 1, 5], [700, 1, 0, 64]):
         for features in (0, 1, 3, 33, 256):
             args = on_device(operation, lens, features, dtype)
-            found, expected = cuda.kernel(operation)(*args), getattr(segments, operation)(*args)
+            found, expected = cuda.kernel(operation)(*args), kernel("eager", operation)(*args)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -120,7 +120,7 @@ def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128])
 def test_kernels_move_any_dtype(operation: str, dtype: torch.dtype) -> None:
     args = on_device(operation, [3, 0, 50], 5, dtype)
-    assert torch.equal(cuda.kernel(operation)(*args), getattr(segments, operation)(*args))
+    assert torch.equal(cuda.kernel(operation)(*args), kernel("eager", operation)(*args))
 
 
 @needs_kernels
@@ -152,7 +152,7 @@ def test_kernels_wait_for_the_current_stream() -> None:
         late = values * 2
         found = cuda.kernel("segment_sum")(late, offsets)
     torch.cuda.current_stream().wait_stream(stream)
-    torch.testing.assert_close(found, segments.segment_sum(values * 2, offsets), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, kernel("eager", "segment_sum")(values * 2, offsets), rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -164,13 +164,13 @@ def test_cuda_graphs_record_kernels(operation: str) -> None:
         args, source, reference = [rows, moves], rows[0], regroup.regroup
     else:
         args = on_device(operation, [30, 0, 7], 16, torch.float32)
-        source, reference = args[0], getattr(segments, operation)
-    kernel = cuda.kernel(operation)
-    kernel(*args)  # compiled, and the plan's table brought over, before anything is recorded
+        source, reference = args[0], kernel("eager", operation)
+    on_gpu = cuda.kernel(operation)
+    on_gpu(*args)  # compiled, and the plan's table brought over, before anything is recorded
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernel(*args)
+        found = on_gpu(*args)
     source.mul_(0.5)
     graph.replay()
     torch.testing.assert_close(found, reference(*args), rtol=1e-4, atol=1e-4)

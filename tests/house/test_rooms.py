@@ -51,14 +51,13 @@ DOORS = {
     "loop.checkpoint.options": {"beam"},
     "attention.engine": {"beam"},
     "attention.strips": {"beam"},
-    "kernels.eager.beam": {"beam"},
     "kernels.moves": {"regroup"},
 }
 # What is loaded by name when it is first needed: module -> the arguments of its `import_module` calls, as written.
 LATE_DOORS = {
     "__init__": {"f'{__name__}.{name}'", "f'{__name__}.{_HOMES[name]}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'"},
-    "kernels": {"f'tensorloop.kernels.{module}'"},
+    "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     "packed.time_first": {"'tensorloop.attention.multihead'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda
     "memory._target": {"name"},  # a user's own module

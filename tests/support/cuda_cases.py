@@ -1,11 +1,12 @@
 """Arguments for kernels: on the CPU, and for those of CUDA in the simulator, for the compiler, and on a device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tensorloop import reference
+from tensorloop import kernels, reference
 from tensorloop.kernels.moves import Move, Moves
 from tensorloop.reference import offsets_of
 
@@ -13,6 +14,11 @@ MOVED = ["pack_rows", "pad_rows", "spread_rows", "gather_rows"]
 GRADIENTS = ("softmax_grad", "logsumexp_grad", "extreme_grad")
 REDUCED = [f"segment_{name}" for name in ("sum", "max", "min", "logsumexp", "softmax", "cumsum", *GRADIENTS)]
 OPERATIONS = [*MOVED, *REDUCED]  # regroup has tests of its own, and so has what works in place
+
+
+def kernel(backend: str, operation: str) -> Callable[..., Any]:
+    """An operation by numba ("cpu") or in torch operations ("eager")."""
+    return kernels._load(backend, kernels.TABLE[operation].module, operation)
 
 
 def arguments(operation: str, lens: list[int], features: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:

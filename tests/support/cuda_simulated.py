@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tensorloop_cuda import _launch, _numba
 from torch import Tensor
 
-from tensorloop.kernels.eager import regroup, segments
+from tensorloop.kernels.eager import regroup
 from tensorloop.kernels.moves import Move, Moves
-from tests.support.cuda_cases import DISGUISES, MOVED, OPERATIONS, REDUCED, arguments, offsets_of, some_moves
+from tests.support.cuda_cases import DISGUISES, MOVED, OPERATIONS, REDUCED, arguments, kernel, offsets_of, some_moves
 
 LENS = [[], [0, 0], [1], [3, 0, 1, 5, 0], [0, 11]]
 GUARD = 64  # numbers before and behind a tensor that are not its own
@@ -40,7 +40,7 @@ def ours(operation: str) -> Callable[..., Any]:
 
 def assert_same(operation: str, args: tuple[Any, ...], tolerance: float = 2e-5) -> None:
     precise = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    found, expected = ours(operation)(*args), getattr(segments, operation)(*precise)
+    found, expected = ours(operation)(*args), kernel("eager", operation)(*precise)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_dtype=False)
     assert (found if isinstance(found, Tensor) else found[0]).dtype == args[0].dtype
 
@@ -72,7 +72,7 @@ def test_whole_blocks(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
     for features in (3, 4):
         args = arguments(operation, [3, 0, 1], features, dtype)
-        assert torch.equal(ours(operation)(*args), getattr(segments, operation)(*args))
+        assert torch.equal(ours(operation)(*args), kernel("eager", operation)(*args))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,15 @@ def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
 )
 def test_what_pads_may_be_any_number(dtype: torch.dtype, fill: Any) -> None:
     values, offsets, steps, _ = arguments("pad_rows", [2, 0, 3], 3, dtype)
-    found, expected = (f(values, offsets, steps, fill) for f in (tensorloop_cuda.pad_rows, segments.pad_rows))
+    found, expected = (f(values, offsets, steps, fill) for f in (tensorloop_cuda.pad_rows, kernel("eager", "pad_rows")))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_pad_cuts_longer_rows() -> None:
     values, offsets, *_ = arguments("pad_rows", [3, 0, 5], 2)
-    assert torch.equal(tensorloop_cuda.pad_rows(values, offsets, 2, 9), segments.pad_rows(values, offsets, 2, 9))
+    assert torch.equal(
+        tensorloop_cuda.pad_rows(values, offsets, 2, 9), kernel("eager", "pad_rows")(values, offsets, 2, 9)
+    )
 
 
 @pytest.mark.parametrize("operation", REDUCED)
@@ -106,7 +108,7 @@ def test_of_equals_the_first(operation: str) -> None:
     values[20:, 1] = math.nan
     for lens in ([6, 18], [24], [12, 12]):
         _, where = ours(operation)(values, offsets_of(lens), 0)
-        assert torch.equal(where, getattr(segments, operation)(values, offsets_of(lens), 0)[1])
+        assert torch.equal(where, kernel("eager", operation)(values, offsets_of(lens), 0)[1])
 
 
 @settings(max_examples=20)
@@ -263,7 +265,7 @@ def test_moved_tensors_are_what_they_read_as(disguise: Callable[[Tensor], Tensor
         plain = [y.contiguous().clone() for y in some]
         found, expected = torch.zeros(2, 2, 3, 4)
         tensorloop_cuda.write_rows(found, *some)
-        segments.write_rows(expected, *plain)
+        kernel("eager", "write_rows")(expected, *plain)
         assert torch.equal(found, expected)
 
 

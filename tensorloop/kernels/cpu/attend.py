@@ -1,6 +1,6 @@
 """Attention of running hypotheses to their histories on the CPU: slots are read where they are, nothing is gathered.
 
-What the functions give is said in `kernels/eager/beam.py`. A task is a row of the batch. Its slots are gone through a
+What the function gives is said in `kernels/eager/attend.py`. A task is a row of the batch. Its slots are gone through a
 block at a time, with the maximum and the sum of each softmax carried along: what all hypotheses see is then in the
 first cache when the second of them comes. Float32 only: libm's exp of a float64 takes one number at a time.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from tensorloop.kernels.cpu.compiling import compiled
 from tensorloop.kernels.cpu.pointers import copy_short, pointer, zero_run
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.eager import segments
+from tensorloop.kernels.eager import slots as eager_slots
 from tensorloop.kernels.memory import address, is_laid, laid
 
 
@@ -17,13 +17,13 @@ def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
     if is_laid(slots):
         _each_row(_write, slots, pos, laid(x), where)
     else:
-        segments.write_rows(slots, pos, x, where)
+        eager_slots.write_rows(slots, pos, x, where)
 
 
 def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
     """slots[pos[b], b] of (n, B, *F), which is 0 afterwards, in row b of (B, *F); 0 where `where` (B,) is false."""
     if not is_laid(slots):
-        return segments.take_rows(slots, pos, where)
+        return eager_slots.take_rows(slots, pos, where)
     out = slots.new_empty(slots.shape[1:])
     _each_row(_take, slots, pos, out, where)
     return out
