@@ -82,7 +82,7 @@ def test_nothing_of_tensorloop_is_imported() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What the facade found out about this machine, forgotten before and after."""
-    ready = importlib.import_module("tensorloop_cuda._ready")
+    ready = importlib.import_module("tensorloop_cuda.ready")
     remembered = facade.why_not, facade.kernel, ready.why_not
     for function in remembered:
         function.cache_clear()
@@ -121,7 +121,7 @@ def test_with_a_package_that_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("forgotten")
 def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = importlib.import_module("tensorloop_cuda._ready")
+    ready = importlib.import_module("tensorloop_cuda.ready")
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("libNVVM is missing\nand more")
@@ -135,13 +135,13 @@ def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("forgotten")
 def test_with_a_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = importlib.import_module("tensorloop_cuda._ready")
+    ready = importlib.import_module("tensorloop_cuda.ready")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=lambda *_, **__: ("", None)))
     assert facade.available()
-    assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda._segments"
+    assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda.segments"
 
 
 # ---- launches, with a stand-in for the device
@@ -161,7 +161,7 @@ class Recorder:
 def test_launches_follow_the_tensor_and_the_current_stream(
     stream: int, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launching = importlib.import_module("tensorloop_cuda._launch")
+    launching = importlib.import_module("tensorloop_cuda.launch")
     entered: list[Any] = []
 
     @contextlib.contextmanager
@@ -189,4 +189,4 @@ def test_launches_follow_the_tensor_and_the_current_stream(
     ("width", "shape"), [(0, (1, 256)), (1, (1, 256)), (3, (4, 64)), (32, (32, 8)), (999, (32, 8))]
 )
 def test_shapes_of_blocks(width: int, shape: tuple[int, int]) -> None:
-    assert importlib.import_module("tensorloop_cuda._launch").block_shape(width) == shape
+    assert importlib.import_module("tensorloop_cuda.launch").block_shape(width) == shape

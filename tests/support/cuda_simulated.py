@@ -12,7 +12,7 @@ import tensorloop_cuda
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorloop_cuda import _launch, _numba
+from tensorloop_cuda import launch, target
 from torch import Tensor
 
 from tensorloop.kernels.eager import regroup
@@ -26,12 +26,12 @@ GUARD = 64  # numbers before and behind a tensor that are not its own
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each simulated thread is one of Python's: a few of them, which take turns at more work than they are."""
-    monkeypatch.setattr(_launch, "THREADS", 4)
-    monkeypatch.setattr(_launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(launch, "THREADS", 4)
+    monkeypatch.setattr(launch, "MOST_BLOCKS", 2)
 
 
 def test_the_simulator_is_on() -> None:
-    assert _numba.SIMULATED
+    assert target.SIMULATED
 
 
 def ours(operation: str) -> Callable[..., Any]:
@@ -60,8 +60,8 @@ def test_float64(operation: str) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_whole_blocks(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that a GPU is given: 256 threads a block, as many blocks as there is work."""
-    monkeypatch.setattr(_launch, "THREADS", 256)
-    monkeypatch.setattr(_launch, "MOST_BLOCKS", 1 << 16)
+    monkeypatch.setattr(launch, "THREADS", 256)
+    monkeypatch.setattr(launch, "MOST_BLOCKS", 1 << 16)
     assert_same(operation, arguments(operation, [20, 0, 13], 2))
 
 

@@ -12,7 +12,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from tensorloop_cuda._numba import SIMULATED, cuda
+from tensorloop_cuda.target import SIMULATED, cuda
 
 if SIMULATED:
     from numba.extending import intrinsic
@@ -106,6 +106,15 @@ load: Any = _simulated_load if SIMULATED else _device_load
 store: Any = _simulated_store if SIMULATED else _device_store
 cast: Any = _simulated_cast if SIMULATED else _device_cast
 INT, BOOL = np.int64(0), np.uint8(0)
+WORDS = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
+
+
+def word_of(size: int, *places: int) -> int:
+    """The most bytes, up to 8, that divide a row of `size` bytes and all the addresses and steps."""
+    together = size | 8
+    for place in places:
+        together |= place
+    return together & -together
 
 
 @cuda.jit(device=True)

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop_cuda._launch import Shape, block_shape, launch
-from tensorloop_cuda._memory import INT, address, laid, load, store
-from tensorloop_cuda._numba import cuda
-from tensorloop_cuda._rows import WORDS
+from tensorloop_cuda.launch import Shape, block_shape, launch
+from tensorloop_cuda.memory import INT, WORDS, address, laid, load, store, word_of
+from tensorloop_cuda.target import cuda
 
 # What can be added, in units of a real number; anything can be moved.
 SUMMED: dict[torch.dtype, Any] = {
@@ -87,7 +86,7 @@ def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int
         return
     sources, targets = _places(rows, size), _places(out, size)
     if like is None:
-        like = WORDS[_word((*sources, *targets), table.divisor * size)]
+        like = WORDS[word_of(table.divisor * size, *sources, *targets)]
     shape = block_shape(table.width * size // like.itemsize)
     addresses = _on_device([*sources, *targets], out[0])
     args = address(addresses), len(rows), address(table.numbers), table.count, batch, size, like.itemsize, like
@@ -98,13 +97,6 @@ def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int
 def _places(tensors: Sequence[Tensor], size: int) -> list[int]:
     """Of each tensor the address, and the bytes from row to row."""
     return [k for x in tensors for k in (address(x), x.stride(0) * size)]
-
-
-def _word(places: Sequence[int], size: int) -> int:
-    together = size | 8
-    for place in places:
-        together |= place
-    return together & -together
 
 
 def _on_device(numbers: list[int], like: Tensor) -> Tensor:

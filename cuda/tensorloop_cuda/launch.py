@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop_cuda._numba import cuda
+from tensorloop_cuda.target import cuda
 
-THREADS = 256  # a block; `_segments` has that much shared memory
+THREADS = 256  # a block; `segments` has that much shared memory
 WARP = 32
 MOST_BLOCKS = 1 << 16  # beyond that, a block does several pieces of work
 

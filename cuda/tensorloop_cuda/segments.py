@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop_cuda._launch import THREADS, block_shape, launch
-from tensorloop_cuda._memory import address, bounds_of, cast, laid, load, store
-from tensorloop_cuda._numba import cuda
+from tensorloop_cuda.launch import THREADS, block_shape, launch
+from tensorloop_cuda.memory import address, bounds_of, cast, laid, load, store
+from tensorloop_cuda.target import cuda
 
 LIKE = {torch.float32: np.float32(0), torch.float64: np.float64(0)}
 _WIDE = np.float64(0)
