@@ -132,7 +132,7 @@ class _Route(torch.autograd.Function):
     def forward(moves: Moves, *values: Tensor) -> tuple[Tensor, ...]:
         batch = values[0].shape[:-1]
         rows = [_as_rows(x) for x in values]
-        out = find("regroup", *values)(rows, moves)
+        out = find("regroup_sums" if moves.sums else "regroup", *values)(rows, moves)
         if len(batch) == 1:
             return tuple(out)
         # No views: autograd would refuse to change them in place.

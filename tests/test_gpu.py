@@ -1,4 +1,4 @@
-"""On a real device: arrays, loops with random numbers replayed, and every kernel. Skipped where there is none."""
+"""On a real device: arrays, loops with random numbers replayed, every kernel and its proof. Skipped without one."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import cuda
+from tensorloop import cuda, kernels
+from tensorloop.kernels import proof
 from tensorloop.kernels.eager import regroup
 from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, kernel, some_moves
 
@@ -174,3 +175,62 @@ def test_cuda_graphs_record_kernels(operation: str) -> None:
     source.mul_(0.5)
     graph.replay()
     torch.testing.assert_close(found, reference(*args), rtol=1e-4, atol=1e-4)
+
+
+# ---- which kernels are chosen
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_chosen", {})
+
+
+def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(1, dtype=dtype, device=DEVICE)
+
+
+def test_which_kernels_can_read_a_tensor() -> None:
+    assert kernels.backend_of(zeros()) == "cuda"
+    assert kernels.backend_of(zeros(), torch.nn.Parameter(zeros())) == "cuda"
+    assert kernels.backend_of(zeros(), zeros().cpu()) == "eager"
+    assert kernels.backend_of(zeros().to_sparse()) == "eager"
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", [name for name, row in kernels.TABLE.items() if row.cuda != kernels.NO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex128])
+def test_every_kernel_proves_itself(operation: str, dtype: torch.dtype, undecided: None) -> None:
+    dtypes = kernels.TABLE[operation].cuda
+    wanted = dtypes is None or dtype in dtypes
+    expected = cuda.kernel(operation) if wanted else kernel("eager", operation)
+    assert kernels.find(operation, zeros(dtype)) is expected
+
+
+@needs_kernels
+def test_deterministic_algorithms_do_not_keep_a_kernel_from_it(undecided: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels.find("segment_max", zeros()) is cuda.kernel("segment_max")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_kernels
+def test_a_kernel_that_is_wrong_is_left(undecided: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "kernel", lambda name: lambda *args: kernel("eager", name)(*args) + 1)
+    with pytest.warns(RuntimeWarning, match=r"segment_sum on cuda:0 is left to torch operations: .* numbers otherwise"):
+        assert kernels.find("segment_sum", zeros()) is kernel("eager", "segment_sum")
+
+
+@needs_kernels
+def test_nothing_is_decided_while_a_graph_records(undecided: None) -> None:
+    x, plan = torch.randn(9, 4, device=DEVICE), tl.RegroupPlan([["a", "b"]], [[1, 3]], [["b", "a"], ["a"]])
+    for by in (kernel("eager", "regroup"), cuda.kernel("regroup")):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            assert kernels.find("regroup", x) is by
+            found = plan([x])  # which no device knows yet
+        x.normal_()
+        graph.replay()
+        assert torch.equal(torch.cat(found, 1), torch.cat([x[:, 1:], x[:, :1], x[:, :1]], 1))
+        assert kernels.find("regroup", x) is cuda.kernel("regroup")

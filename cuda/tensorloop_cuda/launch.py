@@ -28,6 +28,14 @@ def block_shape(width: int) -> Shape:
     return Shape(across, THREADS // across)
 
 
+def recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is launched on a device now."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def launch(kernel: Any, like: Tensor, blocks: int, shape: Shape, *args: Any) -> None:
     """Queues a kernel that needs `blocks` blocks, or fewer with a loop, where `like` is; `blocks` may be 0."""
     if not blocks:

@@ -27,11 +27,6 @@ def laid(x: Tensor) -> Tensor:
     return (x.clone() if x._is_zerotensor() or x.is_neg() or x.is_conj() else x).contiguous()
 
 
-def is_laid(x: Tensor) -> bool:
-    """Whether `laid` gives `x` itself, so that what is written there is written into `x`."""
-    return x.is_contiguous() and not (x._is_zerotensor() or x.is_neg() or x.is_conj())
-
-
 def address(x: Tensor) -> int:
     """Where the first number of a laid tensor stands. It must be kept alive till the kernel is queued."""
     at = x.data_ptr() if type(x) in (Tensor, torch.nn.Parameter) and torch._C._has_storage(x) else 0

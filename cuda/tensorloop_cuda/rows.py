@@ -49,8 +49,8 @@ def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
 
 
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
-    """(N, F), (M,) int64 -> (M, F). An index outside [0, N) is not followed: its row is 0."""
-    values, index = laid(values), laid(index)
+    """(N, F), (M,) -> (M, F). An index outside [0, N) is not followed: its row is 0."""
+    values, index = laid(values), laid(index.long())
     n, features = values.shape
     out = values.new_empty(len(index), features)
     if out.numel():

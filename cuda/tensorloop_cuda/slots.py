@@ -4,42 +4,39 @@ from typing import Any
 
 from torch import Tensor
 
-from tensorloop_cuda.memory import BOOL, INT, address, is_laid, laid, load
+from tensorloop_cuda.memory import BOOL, INT, address, laid, load
 from tensorloop_cuda.rows import copy_words, fill_words, first_row, per_row, row_step
 from tensorloop_cuda.target import cuda
 
 
 def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
-    """Row b of x (B, F) to slots[pos[b], b] of (n, B, F), in place, where `where` (B,) bool is true.
+    """Row b of x (B, *F) to slots[pos[b], b] of (n, B, *F), in place, where `where` (B,) bool is true.
 
     A `pos` outside [0, n) is not followed: its row is not written.
     """
-    _check_target(slots, "write_rows")
-    pos, x, where = laid(pos), laid(x), laid(where)
-    count, batch, features = slots.shape
-    if x.numel() and count:
-        args = address(x), address(slots), address(pos), address(where), count, batch
-        per_row(_write, slots, x, features, batch, args)
+    target = laid(slots)
+    _each_row(_write, target, pos, laid(x), where)
+    if target is not slots:
+        slots.copy_(target)
 
 
 def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
-    """slots[pos[b], b] of (n, B, F), which is 0 afterwards, in row b of (B, F); 0 where `where` (B,) bool is false.
+    """slots[pos[b], b] of (n, B, *F), which is 0 afterwards, in row b of (B, *F); 0 where `where` (B,) bool is false.
 
     A `pos` outside [0, n) is not followed: its row is 0.
     """
-    _check_target(slots, "take_rows")
-    pos, where = laid(pos), laid(where)
-    count, batch, features = slots.shape
-    out = slots.new_empty(batch, features)
-    if out.numel():
-        args = address(out), address(slots), address(pos), address(where), count, batch
-        per_row(_take, slots, out, features, batch, args)
+    target, out = laid(slots), slots.new_empty(slots.shape[1:])
+    _each_row(_take, target, pos, out, where)
+    if target is not slots:
+        slots.copy_(target)
     return out
 
 
-def _check_target(slots: Tensor, name: str) -> None:
-    if not is_laid(slots):
-        raise ValueError(f"{name}: slots are written in place: expected a contiguous tensor, not negated or conjugated")
+def _each_row(kernel: Any, slots: Tensor, pos: Tensor, rows: Tensor, where: Tensor) -> None:
+    pos, where = laid(pos), laid(where)
+    if rows.numel():
+        args = address(rows), address(slots), address(pos), address(where), len(slots), len(rows)
+        per_row(kernel, slots, rows, rows[0].numel(), len(rows), args)
 
 
 @cuda.jit(cache=True)

@@ -1,13 +1,14 @@
 """The table of kernels: (operation, device, dtype) -> the fastest implementation there is, loaded when first asked for.
 
-Callers check and flatten their arguments, and care for autograd. Whatever has no row here runs in torch operations
-(`eager/`), which is every operation on any device, dtype, and kind of tensor.
+Callers check and flatten their arguments, and care for autograd. What has no kernel here runs in torch operations
+(`eager/`), which do every operation on any device, dtype, and kind of tensor. Kernels for NVIDIA GPUs are in a package
+of their own, and have to prove themselves on the device first (`proof`).
 """
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ ANY = None  # bytes are moved, whatever they stand for
 NO: frozenset[torch.dtype] = frozenset()
 SINGLE = frozenset({torch.float32})
 REAL = frozenset({torch.float32, torch.float64})
+ADDED = REAL | {torch.complex64, torch.complex128}
 TOKENS = frozenset({torch.int64})
 
 
@@ -29,27 +31,29 @@ class Operation(NamedTuple):
 
     module: str
     cpu: frozenset[torch.dtype] | None = NO
+    cuda: frozenset[torch.dtype] | None = NO
 
 
 # On the CPU, by numba; milliseconds beside torch's, 2 threads, (33610, 256) float32 in 64 segments of up to 1000 rows.
 # What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
 TABLE = {
-    "regroup": Operation("regroup", cpu=ANY),
-    "pack_rows": Operation("rows", cpu=ANY),  # 9.0 : 9.6
-    "pad_rows": Operation("rows", cpu=ANY),  # 18 : 33
-    "spread_rows": Operation("rows", cpu=ANY),  # 8.6 : 8.6; wakes no second pool of threads
-    "gather_rows": Operation("rows", cpu=ANY),  # 9.9 : 10; few or narrow rows are handed to torch there
-    "write_rows": Operation("slots", cpu=ANY),  # 0.004 : 0.034 in B = 32 rows of 256
-    "take_rows": Operation("slots", cpu=ANY),  # 0.007 : 0.046
-    "segment_sum": Operation("segments", cpu=REAL),  # 1.0 : 1.1
-    "segment_max": Operation("segments", cpu=REAL),  # 1.5 : 66
-    "segment_min": Operation("segments", cpu=REAL),  # 1.6 : 57
-    "segment_logsumexp": Operation("segments", cpu=SINGLE),  # 4.8 : 24; float64's exp is libm's, as slow as torch's
-    "segment_logsumexp_grad": Operation("segments", cpu=SINGLE),  # 12 : 50
-    "segment_extreme_grad": Operation("segments", cpu=REAL),  # 12 : 75
-    "segment_softmax": Operation("segments", cpu=SINGLE),  # 16 : 39
-    "segment_softmax_grad": Operation("segments", cpu=REAL),  # 13 : 42
-    "segment_cumsum": Operation("segments", cpu=REAL),  # 11 : 320
+    "regroup": Operation("regroup", cpu=ANY, cuda=ANY),
+    "regroup_sums": Operation("regroup", cpu=ADDED, cuda=ADDED),
+    "pack_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.0 : 9.6
+    "pad_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 18 : 33
+    "spread_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 8.6 : 8.6; wakes no second pool of threads
+    "gather_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.9 : 10; few or narrow rows are handed to torch there
+    "write_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.004 : 0.034 in B = 32 rows of 256
+    "take_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.007 : 0.046
+    "segment_sum": Operation("segments", cpu=REAL, cuda=REAL),  # 1.0 : 1.1
+    "segment_max": Operation("segments", cpu=REAL, cuda=REAL),  # 1.5 : 66
+    "segment_min": Operation("segments", cpu=REAL, cuda=REAL),  # 1.6 : 57
+    "segment_logsumexp": Operation("segments", cpu=SINGLE, cuda=REAL),  # 4.8 : 24; in float64 exp is libm's, and slow
+    "segment_logsumexp_grad": Operation("segments", cpu=SINGLE, cuda=REAL),  # 12 : 50
+    "segment_extreme_grad": Operation("segments", cpu=REAL, cuda=REAL),  # 12 : 75
+    "segment_softmax": Operation("segments", cpu=SINGLE, cuda=REAL),  # 16 : 39
+    "segment_softmax_grad": Operation("segments", cpu=REAL, cuda=REAL),  # 13 : 42
+    "segment_cumsum": Operation("segments", cpu=REAL, cuda=REAL),  # 11 : 320
     "edit_distance": Operation("edits", cpu=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
     "edit_cost": Operation("edits", cpu=TOKENS),  # 7.5 : 80
     "edit_paths": Operation("edits", cpu=TOKENS),  # 16 : 170
@@ -69,15 +73,34 @@ def find(operation: str, *like: Tensor) -> Callable[..., Any]:
     Kernels read memory by its address, so any other tensor (a fake one, one of a user's own class, the batches of
     `autograd.grad(is_grads_batched=True)`) goes to torch. Give all tensors where some may be such and others not.
     """
-    module, dtypes = TABLE[operation]
-    if all(map(_is_memory, like)) and not transforms.faking() and (dtypes is None or like[0].dtype in dtypes):
+    module, on_cpu, on_gpu = TABLE[operation]
+    backend, dtype = backend_of(*like), like[0].dtype
+    if backend == "cpu" and (on_cpu is ANY or dtype in on_cpu):
         return _load("cpu", module, operation)
-    return _load("eager", module, operation)
+    by_torch = _load("eager", module, operation)
+    if backend == "cuda" and (on_gpu is ANY or dtype in on_gpu):
+        from tensorloop.kernels.proof import choose  # late: who has no GPU loads none of it
+
+        return choose(operation, by_torch, like[0])
+    return by_torch
 
 
-def _is_memory(x: Tensor) -> bool:
+def backend_of(*like: Tensor) -> Literal["cpu", "cuda", "eager"]:
+    """Which kernels can read all of these: those of the CPU, or of the one GPU they are on; else torch operations."""
+    if transforms.faking():
+        return "eager"
+    if all(map(_is_on_cpu, like)):
+        return "cpu"
+    return "cuda" if all(map(_is_on_gpu, like)) and len({x.device for x in like}) == 1 else "eager"
+
+
+def _is_on_cpu(x: Tensor) -> bool:
     """Whether `x` is an ordinary tensor on the CPU. `memory` tells where its numbers are."""
     return type(x) in PLAIN and x.is_cpu and has_storage(x)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return type(x) in PLAIN and x.is_cuda and has_storage(x)
 
 
 @cache

@@ -13,7 +13,7 @@ from tests.support.beam_cases import BOS, EOS, Table
 
 # Plain forms, and the kernels that compute them or a part of them; a gradient's form is autograd through it.
 OF_KERNELS = {
-    "regroup": ["regroup"],
+    "regroup": ["regroup", "regroup_sums"],
     "pack": ["pack_rows"],
     "pad": ["pad_rows"],
     "spread": ["spread_rows"],

@@ -20,7 +20,7 @@ ROOMS = {
     "packed": {"kernels"},
     "tensor_array": {"kernels"},
     "regroup": {"kernels"},
-    "kernels": set(),
+    "kernels": {"cuda"},
     "schedule": set(),
     "cuda": set(),
     "_common": set(),

@@ -35,7 +35,8 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_kernels_in_the_simulator() -> None:
-    run = python("-m", "pytest", "-q", "tests/support/cuda_simulated.py", NUMBA_ENABLE_CUDASIM="1")
+    files = ("tests/support/cuda_simulated.py", "tests/support/cuda_proofs.py")
+    run = python("-m", "pytest", "-q", *files, NUMBA_ENABLE_CUDASIM="1")
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert re.search(r"^\d{3} passed in", run.stdout, re.MULTILINE), "all of them, none skipped"
 
@@ -120,6 +121,15 @@ def test_with_a_package_that_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("forgotten")
+def test_with_a_gpu_and_no_numba_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = importlib.import_module("tensorloop_cuda.ready")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ready, "find_spec", lambda name: None)
+    assert facade.why_not() == "not installed: numba-cuda"
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = importlib.import_module("tensorloop_cuda.ready")
 
@@ -129,6 +139,7 @@ def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ready, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=fail))
     assert facade.why_not() == "numba cannot compile for this GPU: libNVVM is missing"
 
@@ -139,6 +150,7 @@ def test_with_a_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(ready, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=lambda *_, **__: ("", None)))
     assert facade.available()
     assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda.segments"

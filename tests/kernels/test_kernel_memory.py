@@ -78,6 +78,7 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
         for name in OPERATIONS
     },
     "regroup": lambda n, dtype: ([torch.randn(n, 4).to(dtype), torch.randn(n, 6).to(dtype)], some_moves()),
+    "regroup_sums": lambda n, dtype: ([torch.randn(n, w).to(dtype) for w in (5, 7, 0)], some_moves().transposed),
     "write_rows": lambda n, dtype: (*_slots(dtype, n), torch.arange(n) != 1),
     "take_rows": lambda n, dtype: (*_slots(dtype, n)[:2], torch.arange(n) != 1),
     "edit_distance": lambda n, _: _edits(n),
@@ -93,7 +94,13 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     "beam_attend": lambda n, _: _attend(n),
 }  # fmt: skip
 WRITTEN = {"write_rows": {0}, "take_rows": {0}, "beam_pool": {4, 5, 6, 7, 8}, "beam_ancestors": {0, 1}}
-ANY_DTYPE = [*(name for name in OPERATIONS if name.endswith("_rows")), "regroup", "write_rows", "take_rows"]
+ANY_DTYPE = [
+    *(name for name in OPERATIONS if name.endswith("_rows")),
+    "regroup",
+    "regroup_sums",
+    "write_rows",
+    "take_rows",
+]
 
 
 def _case(operation: str, rows: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:

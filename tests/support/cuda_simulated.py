@@ -16,8 +16,17 @@ from tensorloop_cuda import launch, target
 from torch import Tensor
 
 from tensorloop.kernels.eager import regroup
-from tensorloop.kernels.moves import Move, Moves
-from tests.support.cuda_cases import DISGUISES, MOVED, OPERATIONS, REDUCED, arguments, kernel, offsets_of, some_moves
+from tests.support.cuda_cases import (
+    DISGUISES,
+    MOVED,
+    OPERATIONS,
+    REDUCED,
+    arguments,
+    kernel,
+    many_moves,
+    offsets_of,
+    some_moves,
+)
 
 LENS = [[], [0, 0], [1], [3, 0, 1, 5, 0], [0, 11]]
 GUARD = 64  # numbers before and behind a tensor that are not its own
@@ -135,7 +144,7 @@ def test_regroup_and_its_gradient(dtype: torch.dtype, batch: int) -> None:
 
 def test_regroup_of_many_tensors() -> None:
     """More addresses than one launch passes to the device."""
-    moves = Moves((2,) * 50, (100,), [Move(k, 0, 0, 2 * (49 - k), 2) for k in range(50)])
+    moves = many_moves()
     rows = list(torch.randn(50, 2, 2))
     assert torch.equal(tensorloop_cuda.regroup(rows, moves)[0], torch.cat(rows[::-1], 1))
     grads = tensorloop_cuda.regroup([torch.arange(200.0).view(2, 100)], moves.transposed)
@@ -269,13 +278,25 @@ def test_moved_tensors_are_what_they_read_as(disguise: Callable[[Tensor], Tensor
         assert torch.equal(found, expected)
 
 
-def test_what_cannot_be_written_to_is_refused() -> None:
+def test_slots_of_any_layout_are_written() -> None:
+    pos, x, where = torch.tensor([0, 1]), torch.ones(2, 3), torch.ones(2, dtype=torch.bool)
+    slots, expected = torch.zeros(2, 3, 2).mT, torch.zeros(2, 2, 3)
+    expected[0, 0] = expected[1, 1] = 1
+    tensorloop_cuda.write_rows(slots, pos, x, where)
+    assert torch.equal(slots, expected)
+    assert torch.equal(tensorloop_cuda.take_rows(slots, pos, where), x)
+    assert not slots.any()
+    with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+        tensorloop_cuda.write_rows(DISGUISES[0](expected), pos, x, where)
+
+
+def test_slots_of_more_dims_and_none() -> None:
     pos, where = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
-    for slots in (DISGUISES[0](torch.ones(2, 2, 3)), torch.ones(2, 3, 2).mT):
-        with pytest.raises(ValueError, match="write_rows: slots are written in place: expected a contiguous tensor"):
-            tensorloop_cuda.write_rows(slots, pos, torch.ones(2, 3), where)
-        with pytest.raises(ValueError, match="take_rows: slots are written in place: expected a contiguous tensor"):
-            tensorloop_cuda.take_rows(slots, pos, where)
+    for shape in ((), (3, 2)):
+        slots, x = torch.zeros(2, 2, *shape), torch.ones(2, *shape)
+        tensorloop_cuda.write_rows(slots, pos, x, where)
+        assert slots.flatten(2).sum((0, 1)).eq(2).all() if shape else slots.tolist() == [[1, 0], [0, 1]]
+        assert torch.equal(tensorloop_cuda.take_rows(slots, pos, where), x)
 
 
 def test_what_has_no_memory_is_refused() -> None:
