@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import inlined, summing
+from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
-from tensorloop.kernels.cpu.segments import exp
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import address, laid
 

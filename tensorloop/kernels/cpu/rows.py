@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import compiled
+from tensorloop.kernels.cpu.offsets import bounds_of
 from tensorloop.kernels.cpu.pointers import FRESH, copy_bytes, copy_run, copy_short, zero_run
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import address, array, laid
@@ -23,7 +24,7 @@ def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
     _, steps, features = padded.shape
     padded = laid(padded)
-    bounds = _bounds(offsets, n, steps, "pack_rows")
+    bounds = bounds_of(offsets, n, "pack_rows", steps)
     out = padded.new_empty(n, features)
     row = features * out.element_size()
     args = address(padded), address(out), bounds, steps * row, row, out.nbytes >= FRESH
@@ -35,7 +36,7 @@ def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor
     """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
     n, features = values.shape
     values = laid(values)
-    bounds = _bounds(offsets, n, n, "pad_rows")
+    bounds = bounds_of(offsets, n, "pad_rows", n)
     batch = len(bounds) - 1
     out = values.new_empty(batch, steps, features)
     row = features * out.element_size()
@@ -51,7 +52,7 @@ def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, F) -> (n, F): row b as often as segment b is long."""
     features = rows.shape[1]
     rows = laid(rows)
-    bounds = _bounds(offsets, n, n, "spread_rows")
+    bounds = bounds_of(offsets, n, "spread_rows", n)
     out = rows.new_empty(n, features)
     row = features * out.element_size()
     share(_spread, n, n * row, (address(rows), address(out), bounds, row), (rows, out))
@@ -76,25 +77,8 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def _bounds(offsets: Tensor, n: int, longest: int, name: str) -> np.ndarray:
-    """The offsets, which decide what memory is touched: looked at once more, as it takes but 2 us."""
-    bounds = array(offsets)
-    if not _are_bounds(bounds, n, longest):
-        raise ValueError(f"{name}: offsets must rise from 0 to {n} by at most {longest} a row, got {offsets}")
-    return bounds
-
-
 def _has_sign(fill: float) -> bool:
     return str(fill).startswith("-")
-
-
-@compiled
-def _are_bounds(bounds: Any, n: int, longest: int) -> bool:
-    good = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == n
-    for b in range(len(bounds) - 1):
-        length = bounds[b + 1] - bounds[b]
-        good &= 0 <= length <= longest
-    return good
 
 
 @compiled
