@@ -1,7 +1,8 @@
 """Small arguments for the operations that have CUDA kernels: odd sizes, empty rows, infinities, without random numbers.
 
 Sizes are such that a block of 256 threads goes round its loops: a row of more than 256 numbers of one column, more
-columns than a warp has threads, and more tensors than one launch has room for.
+columns than a warp has threads, more tensors than one launch has room for, and rows that are moved in words of every
+width that a dtype can meet.
 """
 
 import math
@@ -17,7 +18,8 @@ from tensorloop.kernels.moves import Move, Moves
 
 Numbers = Callable[..., Tensor]  # of a shape
 
-_MOVED = ([0, 3, 40, 1, 0], 1), ([2, 0, 9], 6), ([5, 1], 33), ([], 3), ([4], 0)
+_MOVED = ([0, 3, 40, 1, 0], 1), ([2, 0, 9], 6), ([5, 1], 33), ([3, 1], 4), ([1, 2], 8), ([], 3), ([4], 0)
+_SLOTS = (5, 4, 1), (3, 9, 6), (2, 2, 33), (2, 3, 4), (2, 3, 8), (1, 0, 2)
 _REDUCED = ([0, 3, 270, 1, 0], 1), ([2, 0, 40], 5), ([9, 0, 20, 1], 33), ([], 3), ([4, 2], 0)
 
 
@@ -25,10 +27,11 @@ def cases(operation: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
     """Arguments for an operation on the CPU, several times."""
     numbers = _of(dtype)
     if operation.startswith("regroup"):
-        tables = (some_moves(), many_moves()) if operation == "regroup" else (some_moves().transposed,)
+        moved = some_moves(), *map(many_moves, (2, 4, 8))
+        tables = moved if operation == "regroup" else (some_moves().transposed,)
         yield from (([numbers(n, width) for width in moves.sources], moves) for moves in tables for n in (3, 0))
     elif operation in ("write_rows", "take_rows"):
-        yield from (slots(operation, *sizes, numbers) for sizes in ((5, 4, 1), (3, 9, 6), (2, 2, 33), (1, 0, 2)))
+        yield from (slots(operation, *sizes, numbers) for sizes in _SLOTS)
     else:
         reduced = operation.startswith("segment_")
         for lens, features in _REDUCED if reduced else _MOVED:
@@ -98,6 +101,6 @@ def some_moves() -> Moves:
     return Moves((4, 6), (5, 7, 0), table)
 
 
-def many_moves() -> Moves:
-    """Fifty sources, the other way round in one target."""
-    return Moves((2,) * 50, (100,), [Move(k, 0, 0, 2 * (49 - k), 2) for k in range(50)])
+def many_moves(width: int) -> Moves:
+    """Fifty sources of a width, the other way round in one target."""
+    return Moves((width,) * 50, (50 * width,), [Move(k, 0, 0, width * (49 - k), width) for k in range(50)])

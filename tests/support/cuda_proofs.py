@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tensorloop_cuda
 import torch
-from tensorloop_cuda import launch, segments
+from tensorloop_cuda import launch, moves, rows, segments
 
 import tensorloop as tl
 from tensorloop import cuda, kernels
@@ -28,6 +28,26 @@ def test_every_kernel_proves_itself(operation: str) -> None:
     moved = kernels.TABLE[operation].cuda is kernels.ANY
     for dtype in (torch.float32, torch.bool, torch.bfloat16, torch.complex128) if moved else (torch.float32,):
         assert kernels.find(operation, torch.zeros(1, dtype=dtype)) is getattr(tensorloop_cuda, operation)
+
+
+@pytest.mark.parametrize("operation", [name for name, row in kernels.TABLE.items() if row.cuda is kernels.ANY])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])
+def test_a_proof_meets_every_width_of_words(
+    operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing is compiled later, when a CUDA graph may record."""
+    met: set[int] = set()
+
+    def note(kernel: Any, like: Any, blocks: int, shape: Any, *args: Any) -> None:
+        met.add(args[-1].itemsize)
+        launch.launch(kernel, like, blocks, shape, *args)
+
+    module = moves if operation == "regroup" else rows
+    monkeypatch.setattr(module, "launch", note)
+    if operation == "regroup":
+        monkeypatch.setattr(moves, "_on_device", lambda numbers, like: torch.tensor(numbers))
+    kernels.find(operation, torch.zeros(1, dtype=dtype))
+    assert met == {word for word in (1, 2, 4, 8) if word >= min(dtype.itemsize, 8)}
 
 
 def test_a_kernel_that_is_wrong_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

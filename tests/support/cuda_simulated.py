@@ -144,7 +144,7 @@ def test_regroup_and_its_gradient(dtype: torch.dtype, batch: int) -> None:
 
 def test_regroup_of_many_tensors() -> None:
     """More addresses than one launch passes to the device."""
-    moves = many_moves()
+    moves = many_moves(2)
     rows = list(torch.randn(50, 2, 2))
     assert torch.equal(tensorloop_cuda.regroup(rows, moves)[0], torch.cat(rows[::-1], 1))
     grads = tensorloop_cuda.regroup([torch.arange(200.0).view(2, 100)], moves.transposed)
