@@ -22,7 +22,7 @@ else:
 _LOW = 1 << 40  # the address of what is no memory is 0, or how far a view is from its start
 
 
-def laid(x: Tensor) -> Tensor:
+def lay_out(x: Tensor) -> Tensor:
     """`x` contiguous, as it is read: torch's zero tensor has no memory, and a bit may say that numbers are negated."""
     return (x.clone() if x._is_zerotensor() or x.is_neg() or x.is_conj() else x).contiguous()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop_cuda.launch import Shape, block_shape, launch, recorded
-from tensorloop_cuda.memory import INT, WORDS, address, laid, load, store, word_of
+from tensorloop_cuda.memory import INT, WORDS, address, lay_out, load, store, word_of
 from tensorloop_cuda.target import cuda
 
 # What can be added, in units of a real number; anything can be moved.
@@ -92,7 +92,7 @@ regroup_sums = regroup
 
 def _in_rows(x: Tensor) -> Tensor:
     plain = not (x._is_zerotensor() or x.is_neg() or x.is_conj())
-    return x if plain and (x.shape[1] < 2 or x.stride(1) == 1) else laid(x)
+    return x if plain and (x.shape[1] < 2 or x.stride(1) == 1) else lay_out(x)
 
 
 def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int, like: Any) -> None:

@@ -1,7 +1,6 @@
 """Whether kernels can run here."""
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
@@ -16,8 +15,6 @@ def why_not() -> str:
     """
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU"
-    if find_spec("numba_cuda") is None:
-        return "not installed: numba-cuda"
     try:
         cuda.compile_ptx(_nothing, (), cc=torch.cuda.get_device_capability())
     except Exception as error:  # numba has no common class for a missing driver, library or architecture

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tensorloop_cuda.launch import block_shape, launch
-from tensorloop_cuda.memory import INT, WORDS, address, laid, load, segment_of, store, word_of
+from tensorloop_cuda.memory import INT, WORDS, address, lay_out, load, segment_of, store, word_of
 from tensorloop_cuda.target import cuda
 
 
 def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
-    padded, offsets = laid(padded), laid(offsets)
+    padded, offsets = lay_out(padded), lay_out(offsets)
     batch, steps, features = padded.shape
     out = padded.new_empty(n, features)
     if out.numel():
@@ -26,7 +26,7 @@ def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
 
 def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:
     """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
-    values, offsets = laid(values), laid(offsets)
+    values, offsets = lay_out(values), lay_out(offsets)
     n, features = values.shape
     batch = len(offsets) - 1
     out = values.new_empty(batch, steps, features)
@@ -39,7 +39,7 @@ def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor
 
 def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, F) -> (n, F): row b as often as segment b is long."""
-    rows, offsets = laid(rows), laid(offsets)
+    rows, offsets = lay_out(rows), lay_out(offsets)
     batch, features = rows.shape
     out = rows.new_empty(n, features)
     if out.numel():
@@ -50,7 +50,7 @@ def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
 
 def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     """(N, F), (M,) -> (M, F). An index outside [0, N) is not followed: its row is 0."""
-    values, index = laid(values), laid(index.long())
+    values, index = lay_out(values), lay_out(index.long())
     n, features = values.shape
     out = values.new_empty(len(index), features)
     if out.numel():

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tensorloop_cuda.memory import BOOL, INT, address, laid, load
+from tensorloop_cuda.memory import BOOL, INT, address, lay_out, load
 from tensorloop_cuda.rows import copy_words, fill_words, first_row, per_row, row_step
 from tensorloop_cuda.target import cuda
 
@@ -14,8 +14,8 @@ def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
 
     A `pos` outside [0, n) is not followed: its row is not written.
     """
-    target = laid(slots)
-    _each_row(_write, target, pos, laid(x), where)
+    target = lay_out(slots)
+    _each_row(_write, target, pos, lay_out(x), where)
     if target is not slots:
         slots.copy_(target)
 
@@ -25,7 +25,7 @@ def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
 
     A `pos` outside [0, n) is not followed: its row is 0.
     """
-    target, out = laid(slots), slots.new_empty(slots.shape[1:])
+    target, out = lay_out(slots), slots.new_empty(slots.shape[1:])
     _each_row(_take, target, pos, out, where)
     if target is not slots:
         slots.copy_(target)
@@ -33,7 +33,7 @@ def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
 
 
 def _each_row(kernel: Any, slots: Tensor, pos: Tensor, rows: Tensor, where: Tensor) -> None:
-    pos, where = laid(pos), laid(where)
+    pos, where = lay_out(pos), lay_out(where)
     if rows.numel():
         args = address(rows), address(slots), address(pos), address(where), len(slots), len(rows)
         per_row(kernel, slots, rows, rows[0].numel(), len(rows), args)

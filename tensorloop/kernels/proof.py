@@ -42,7 +42,7 @@ def choose(operation: str, by_torch: Run, like: Tensor) -> Run:
             if key not in _chosen:
                 try:
                     _chosen[key] = _decide(by_torch, *key)
-                except torch.OutOfMemoryError:  # says nothing of the kernel
+                except RuntimeError:  # memory is full, or the process ends: that says nothing of the kernel
                     return by_torch
     return _chosen[key]
 

@@ -122,11 +122,10 @@ def test_with_a_package_that_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("forgotten")
 def test_with_a_gpu_and_no_numba_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = importlib.import_module("tensorloop_cuda.ready")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(ready, "find_spec", lambda name: None)
-    assert facade.why_not() == "not installed: numba-cuda"
+    monkeypatch.setattr(facade, "find_spec", lambda name: None if name == "numba_cuda" else name)
+    monkeypatch.setattr(facade, "import_module", None)  # numba is not loaded for nothing
+    assert facade.why_not() == "not installed: numba_cuda"
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -139,7 +138,7 @@ def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(ready, "find_spec", lambda name: name)
+    monkeypatch.setattr(facade, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=fail))
     assert facade.why_not() == "numba cannot compile for this GPU: libNVVM is missing"
 
@@ -150,7 +149,7 @@ def test_with_a_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(ready, "find_spec", lambda name: name)
+    monkeypatch.setattr(facade, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=lambda *_, **__: ("", None)))
     assert facade.available()
     assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda.segments"

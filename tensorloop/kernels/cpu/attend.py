@@ -18,7 +18,7 @@ from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.memory import address, laid
+from tensorloop.kernels.memory import address, lay_out
 
 BLOCK = 64  # slots
 FEW = 4  # slots that are added up at once; divides BLOCK
@@ -31,8 +31,8 @@ def beam_attend(
     """The output and the log-sum-exp of the scores."""
     rows, size, heads, width = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
-    q, shared, own = map(laid, (q, shared, own))
-    before, grown = ([laid(x) for x in kv] for kv in (prefix, slots))
+    q, shared, own = map(lay_out, (q, shared, own))
+    before, grown = ([lay_out(x) for x in kv] for kv in (prefix, slots))
     counts = (len(before[0]) if before else 0, len(shared), len(own))
     heads_kv = (before or grown)[0].shape[-2]
     args = (

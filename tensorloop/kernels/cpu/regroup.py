@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.cpu.pointers import copy_short, pointer
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.memory import address, settled
+from tensorloop.kernels.memory import address, settle
 from tensorloop.kernels.moves import Moves
 
 # What can be added; anything can be moved.
@@ -43,7 +43,7 @@ regroup_sums = regroup  # of the dtypes in `SUMMED`
 
 def _in_rows(x: Tensor) -> Tensor:
     """Each row contiguous; rows may lie apart."""
-    x = settled(x)
+    x = settle(x)
     return x if x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
 
 
