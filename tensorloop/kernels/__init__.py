@@ -75,10 +75,10 @@ def find(operation: str, *like: Tensor) -> Callable[..., Any]:
     """
     module, on_cpu, on_gpu = TABLE[operation]
     backend, dtype = backend_of(*like), like[0].dtype
-    if backend == "cpu" and (on_cpu is ANY or dtype in on_cpu):
+    if backend == "cpu" and (on_cpu is None or dtype in on_cpu):
         return _load("cpu", module, operation)
     by_torch = _load("eager", module, operation)
-    if backend == "cuda" and (on_gpu is ANY or dtype in on_gpu):
+    if backend == "cuda" and (on_gpu is None or dtype in on_gpu):
         from tensorloop.kernels.proof import choose  # late: who has no GPU loads none of it
 
         return choose(operation, by_torch, like[0])
