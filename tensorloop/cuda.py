@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 PACKAGE = "tensorloop_cuda"
 
 
@@ -17,7 +19,8 @@ def available() -> bool:
 @cache
 def why_not() -> str:
     """What is missing, in one line: empty where kernels can run. Without them torch operations do the work."""
-    missing = [name for name in (PACKAGE, "numba") if find_spec(name) is None]
+    wanted = (PACKAGE, "numba", *(("numba_cuda",) if torch.cuda.is_available() else ()))
+    missing = [name for name in wanted if find_spec(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     try:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import as_int, dense_tensor, describe
+from tensorloop._common.errors import Fact, WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.kernels import find
@@ -63,9 +64,12 @@ def regroup(
         >>> tl.regroup(values, [["a", "b"], ["c"]], [[1, 2], [1]], [["c", "a"], ["b", "c"]])
         [tensor([[4, 1]]), tensor([[2, 3, 4]])]
     """
-    name = "regroup"
-    frozen = _names(keys, name, "keys"), _numbers(lengths, name), _names(groups, name, "groups")
-    return _apply(_plan(*frozen), values, name)
+    try:
+        plan = _plan(_names(keys, "keys"), _numbers(lengths), _names(groups, "groups"))
+        _check_values(values, plan)
+    except Fact as fact:
+        raise fact.named("regroup") from fact.__cause__
+    return _apply(plan, values)
 
 
 @runs_eagerly
@@ -87,10 +91,12 @@ class RegroupPlan:
     def __init__(
         self, keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
     ) -> None:
-        name = "RegroupPlan"
-        self.keys, self.lengths = _names(keys, name, "keys"), _numbers(lengths, name)
-        self.groups = _names(groups, name, "groups")
-        self._map = _map_of(self.keys, self.lengths, self.groups, name)
+        try:
+            self.keys, self.lengths = _names(keys, "keys"), _numbers(lengths)
+            self.groups = _names(groups, "groups")
+            self._map = _map_of(self.keys, self.lengths, self.groups)
+        except Fact as fact:
+            raise fact.named("RegroupPlan") from fact.__cause__
 
     @property
     def moves(self) -> tuple[Move, ...]:
@@ -99,7 +105,11 @@ class RegroupPlan:
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """One tensor (*B, width) for each group, from tensors (*B, width): see `regroup`."""
-        return _apply(self, values, "RegroupPlan")
+        try:
+            _check_values(values, self, "RegroupPlan")
+        except Fact as fact:
+            raise fact.named("RegroupPlan") from fact.__cause__
+        return _apply(self, values)
 
     def __repr__(self) -> str:
         into, out = self._map.sources, self._map.targets
@@ -110,13 +120,12 @@ class RegroupPlan:
 def _plan(keys: Keys, lengths: Lengths, groups: Keys) -> RegroupPlan:
     plan = RegroupPlan.__new__(RegroupPlan)
     plan.keys, plan.lengths, plan.groups = keys, lengths, groups
-    plan._map = _map_of(keys, lengths, groups, "regroup")
+    plan._map = _map_of(keys, lengths, groups)
     return plan
 
 
-def _apply(plan: RegroupPlan, values: Sequence[Tensor], name: str) -> list[Tensor]:
+def _apply(plan: RegroupPlan, values: Sequence[Tensor]) -> list[Tensor]:
     moves = plan._map
-    _check_values(values, plan, name)
     if not moves.targets:
         return []
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in values)
@@ -132,7 +141,7 @@ class _Route(torch.autograd.Function):
     def forward(moves: Moves, *values: Tensor) -> tuple[Tensor, ...]:
         batch = values[0].shape[:-1]
         rows = [_as_rows(x) for x in values]
-        out = find("regroup", *values)(rows, moves)
+        out = find("regroup_sums" if moves.sums else "regroup", *values)(rows, moves)
         if len(batch) == 1:
             return tuple(out)
         # No views: autograd would refuse to change them in place.
@@ -188,17 +197,15 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _map_of(keys: Keys, lengths: Lengths, groups: Keys, name: str) -> Moves:
+def _map_of(keys: Keys, lengths: Lengths, groups: Keys) -> Moves:
     """Checks that the arguments fit each other, and lays out the moves."""
-    places = _places_of(keys, lengths, name)
+    places = _places_of(keys, lengths)
     table, widths = [], []
     for g, group in enumerate(groups):
         width = 0
         for k, key in enumerate(group):
             if key not in places:
-                raise ValueError(
-                    f"{name}: groups[{g}][{k}] is {key!r}, which is not among the keys{_hint(key, places)}"
-                )
+                raise WrongValue(f"groups[{g}][{k}] is {key!r}, which is not among the keys{_hint(key, places)}")
             i, start, length = places[key]
             table.append(Move(i, g, start, width, length))
             width += length
@@ -206,24 +213,20 @@ def _map_of(keys: Keys, lengths: Lengths, groups: Keys, name: str) -> Moves:
     return Moves([sum(some) for some in lengths], widths, table)
 
 
-def _places_of(keys: Keys, lengths: Lengths, name: str) -> dict[str, tuple[int, int, int]]:
+def _places_of(keys: Keys, lengths: Lengths) -> dict[str, tuple[int, int, int]]:
     """(input, first column, columns) of each key."""
     if len(keys) != len(lengths):
-        raise ValueError(
-            f"{name}: keys name {len(keys)} tensors, but lengths has {len(lengths)} lists; give one for each"
-        )
+        raise WrongValue(f"keys name {len(keys)} tensors, but lengths has {len(lengths)} lists; give one for each")
     places: dict[str, tuple[int, int, int]] = {}
     for i, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         if len(names) != len(widths):
-            raise ValueError(
-                f"{name}: keys[{i}] has {len(names)} keys, but lengths[{i}] has {len(widths)}; give one for each"
-            )
+            raise WrongValue(f"keys[{i}] has {len(names)} keys, but lengths[{i}] has {len(widths)}; give one for each")
         start = 0
         for k, (key, width) in enumerate(zip(names, widths, strict=True)):
             if key in places:
                 other = places[key][0]
                 where = f"in keys[{other}] already" if other != i else f"twice in keys[{i}]"
-                raise ValueError(f"{name}: keys[{i}][{k}] is {key!r}, which is {where}; each key names one place")
+                raise WrongValue(f"keys[{i}][{k}] is {key!r}, which is {where}; each key names one place")
             places[key] = i, start, width
             start += width
     return places
@@ -237,57 +240,57 @@ def _hint(key: str, places: dict[str, tuple[int, int, int]]) -> str:
     return f" ({some}{', ...' if len(places) > 5 else ''})"
 
 
-def _names(lists: Sequence[Sequence[str]], name: str, what: str) -> Keys:
+def _names(lists: Sequence[Sequence[str]], what: str) -> Keys:
     """Lists of strings as tuples of tuples. A string is a sequence of strings, too, and never what was meant."""
     if isinstance(lists, str) or not isinstance(lists, Sequence):
-        raise TypeError(f"{name}: {what} must be a list of lists of strings, got {describe(lists)}")
+        raise WrongType(f"{what} must be a list of lists of strings, got {describe(lists)}")
     for i, some in enumerate(lists):
         if isinstance(some, str) or not isinstance(some, Sequence):
-            raise TypeError(f"{name}: {what}[{i}] must be a list of strings, got {describe(some)}")
+            raise WrongType(f"{what}[{i}] must be a list of strings, got {describe(some)}")
         for k, key in enumerate(some):
             if not isinstance(key, str):
-                raise TypeError(f"{name}: {what}[{i}][{k}] must be a string, got {describe(key)}")
+                raise WrongType(f"{what}[{i}][{k}] must be a string, got {describe(key)}")
     return tuple(map(tuple, lists))
 
 
-def _numbers(lists: Sequence[Sequence[int]], name: str) -> Lengths:
+def _numbers(lists: Sequence[Sequence[int]]) -> Lengths:
     if isinstance(lists, str) or not isinstance(lists, Sequence):
-        raise TypeError(f"{name}: lengths must be a list of lists of ints, got {describe(lists)}")
+        raise WrongType(f"lengths must be a list of lists of ints, got {describe(lists)}")
     found = []
     for i, some in enumerate(lists):
         if isinstance(some, str) or not isinstance(some, Sequence):
-            raise TypeError(f"{name}: lengths[{i}] must be a list of ints, got {describe(some)}")
-        found.append(tuple(as_int(n, f"{name}: lengths[{i}][{k}]") for k, n in enumerate(some)))
+            raise WrongType(f"lengths[{i}] must be a list of ints, got {describe(some)}")
+        found.append(tuple(as_int(n, f"lengths[{i}][{k}]") for k, n in enumerate(some)))
         if found[-1] and min(found[-1]) < 0:
             k = next(k for k, n in enumerate(found[-1]) if n < 0)
-            raise ValueError(f"{name}: lengths[{i}][{k}] is {found[-1][k]}; a length is 0 or more")
+            raise WrongValue(f"lengths[{i}][{k}] is {found[-1][k]}; a length is 0 or more")
     return tuple(found)
 
 
-def _check_values(values: Sequence[Tensor], plan: RegroupPlan, name: str) -> None:
+def _check_values(values: Sequence[Tensor], plan: RegroupPlan) -> None:
     """Refuses tensors that do not fit the plan or each other."""
     if isinstance(values, Tensor) or not isinstance(values, Sequence):
-        raise TypeError(f"{name}: values must be a list of tensors, got {describe(values)}")
+        raise WrongType(f"values must be a list of tensors, got {describe(values)}")
     widths = plan._map.sources
     if len(values) != len(widths):
-        raise ValueError(f"{name}: values has {len(values)} tensors, but keys name {len(widths)}")
+        raise WrongValue(f"values has {len(values)} tensors, but keys name {len(widths)}")
     if not values:
         if plan._map.targets:
-            raise ValueError(f"{name}: values is empty, so the batch of the {len(plan.groups)} groups is unknown")
+            raise WrongValue(f"values is empty, so the batch of the {len(plan.groups)} groups is unknown")
         return
     first = values[0]
     for i, (x, width) in enumerate(zip(values, widths, strict=True)):
-        dense_tensor(x, f"{name}: values[{i}]")
+        dense_tensor(x, f"values[{i}]")
         if not x.dim() or x.shape[-1] != width:
-            raise ValueError(
-                f"{name}: values[{i}] has shape {tuple(x.shape)}, expected (*B, {width}): "
+            raise WrongValue(
+                f"values[{i}] has shape {tuple(x.shape)}, expected (*B, {width}): "
                 f"lengths[{i}] of its keys sum to {width}"
             )
         if x.dtype is not first.dtype:
-            raise TypeError(f"{name}: values[{i}] has dtype {x.dtype}, but values[0] has {first.dtype}; convert one")
+            raise WrongType(f"values[{i}] has dtype {x.dtype}, but values[0] has {first.dtype}; convert one")
         if x.device != first.device:
-            raise ValueError(f"{name}: values[{i}] is on {x.device}, but values[0] is on {first.device}; move one")
+            raise WrongValue(f"values[{i}] is on {x.device}, but values[0] is on {first.device}; move one")
         if x.shape[:-1] != first.shape[:-1]:
-            raise ValueError(
-                f"{name}: values[{i}] has the batch {tuple(x.shape[:-1])}, but values[0] has {tuple(first.shape[:-1])}"
+            raise WrongValue(
+                f"values[{i}] has the batch {tuple(x.shape[:-1])}, but values[0] has {tuple(first.shape[:-1])}"
             )

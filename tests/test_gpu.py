@@ -1,4 +1,4 @@
-"""On a real device: arrays, loops with random numbers replayed, and every kernel. Skipped where there is none."""
+"""On a real device: arrays, loops with random numbers replayed, every kernel and its proof. Skipped without one."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import cuda
-from tensorloop.kernels.eager import regroup, segments
-from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, some_moves
+from tensorloop import cuda, kernels
+from tensorloop.kernels import proof
+from tensorloop.kernels.eager import regroup
+from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, kernel, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 needs_kernels = pytest.mark.skipif(bool(cuda.why_not()), reason=f"no CUDA kernels: {cuda.why_not()}")
@@ -111,7 +112,7 @@ def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> 
     for lens in ([], [0, 0], [3, 0, 1, 5], [700, 1, 0, 64]):
         for features in (0, 1, 3, 33, 256):
             args = on_device(operation, lens, features, dtype)
-            found, expected = cuda.kernel(operation)(*args), getattr(segments, operation)(*args)
+            found, expected = cuda.kernel(operation)(*args), kernel("eager", operation)(*args)
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -120,7 +121,7 @@ def test_kernels_beside_torch_operations(operation: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128])
 def test_kernels_move_any_dtype(operation: str, dtype: torch.dtype) -> None:
     args = on_device(operation, [3, 0, 50], 5, dtype)
-    assert torch.equal(cuda.kernel(operation)(*args), getattr(segments, operation)(*args))
+    assert torch.equal(cuda.kernel(operation)(*args), kernel("eager", operation)(*args))
 
 
 @needs_kernels
@@ -152,7 +153,7 @@ def test_kernels_wait_for_the_current_stream() -> None:
         late = values * 2
         found = cuda.kernel("segment_sum")(late, offsets)
     torch.cuda.current_stream().wait_stream(stream)
-    torch.testing.assert_close(found, segments.segment_sum(values * 2, offsets), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, kernel("eager", "segment_sum")(values * 2, offsets), rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -164,13 +165,72 @@ def test_cuda_graphs_record_kernels(operation: str) -> None:
         args, source, reference = [rows, moves], rows[0], regroup.regroup
     else:
         args = on_device(operation, [30, 0, 7], 16, torch.float32)
-        source, reference = args[0], getattr(segments, operation)
-    kernel = cuda.kernel(operation)
-    kernel(*args)  # compiled, and the plan's table brought over, before anything is recorded
+        source, reference = args[0], kernel("eager", operation)
+    on_gpu = cuda.kernel(operation)
+    on_gpu(*args)  # compiled, and the plan's table brought over, before anything is recorded
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernel(*args)
+        found = on_gpu(*args)
     source.mul_(0.5)
     graph.replay()
     torch.testing.assert_close(found, reference(*args), rtol=1e-4, atol=1e-4)
+
+
+# ---- which kernels are chosen
+
+
+@pytest.fixture
+def undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_chosen", {})
+
+
+def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(1, dtype=dtype, device=DEVICE)
+
+
+def test_which_kernels_can_read_a_tensor() -> None:
+    assert kernels.backend_of(zeros()) == "cuda"
+    assert kernels.backend_of(zeros(), torch.nn.Parameter(zeros())) == "cuda"
+    assert kernels.backend_of(zeros(), zeros().cpu()) == "eager"
+    assert kernels.backend_of(zeros().to_sparse()) == "eager"
+
+
+@needs_kernels
+@pytest.mark.parametrize("operation", [name for name, row in kernels.TABLE.items() if row.cuda != kernels.NO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex128])
+def test_every_kernel_proves_itself(operation: str, dtype: torch.dtype, undecided: None) -> None:
+    dtypes = kernels.TABLE[operation].cuda
+    wanted = dtypes is None or dtype in dtypes
+    expected = cuda.kernel(operation) if wanted else kernel("eager", operation)
+    assert kernels.find(operation, zeros(dtype)) is expected
+
+
+@needs_kernels
+def test_deterministic_algorithms_do_not_keep_a_kernel_from_it(undecided: None) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels.find("segment_max", zeros()) is cuda.kernel("segment_max")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_kernels
+def test_a_kernel_that_is_wrong_is_left(undecided: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "kernel", lambda name: lambda *args: kernel("eager", name)(*args) + 1)
+    with pytest.warns(RuntimeWarning, match=r"segment_sum on cuda:0 is left to torch operations: .* numbers otherwise"):
+        assert kernels.find("segment_sum", zeros()) is kernel("eager", "segment_sum")
+
+
+@needs_kernels
+def test_nothing_is_decided_while_a_graph_records(undecided: None) -> None:
+    x, plan = torch.randn(9, 4, device=DEVICE), tl.RegroupPlan([["a", "b"]], [[1, 3]], [["b", "a"], ["a"]])
+    for by in (kernel("eager", "regroup"), cuda.kernel("regroup")):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            assert kernels.find("regroup", x) is by
+            found = plan([x])  # which no device knows yet
+        x.normal_()
+        graph.replay()
+        assert torch.equal(torch.cat(found, 1), torch.cat([x[:, 1:], x[:, :1], x[:, :1]], 1))
+        assert kernels.find("regroup", x) is cuda.kernel("regroup")

@@ -6,10 +6,10 @@ import this package starts no CUDA. `offsets` (B+1,) int64 cut N rows of values 
 neither read nor written. Rows are moved in any dtype, segments are reduced in float32 and float64.
 """
 
-from tensorloop_cuda._moves import SUMMED, regroup
-from tensorloop_cuda._ready import why_not
-from tensorloop_cuda._rows import gather_rows, pack_rows, pad_rows, spread_rows, take_rows, write_rows
-from tensorloop_cuda._segments import (
+from tensorloop_cuda.moves import SUMMED, regroup, regroup_sums
+from tensorloop_cuda.ready import why_not
+from tensorloop_cuda.rows import gather_rows, pack_rows, pad_rows, spread_rows
+from tensorloop_cuda.segments import (
     segment_cumsum,
     segment_extreme_grad,
     segment_logsumexp,
@@ -20,6 +20,7 @@ from tensorloop_cuda._segments import (
     segment_softmax_grad,
     segment_sum,
 )
+from tensorloop_cuda.slots import take_rows, write_rows
 
 __all__ = [
     "SUMMED",
@@ -27,6 +28,7 @@ __all__ = [
     "pack_rows",
     "pad_rows",
     "regroup",
+    "regroup_sums",
     "segment_cumsum",
     "segment_extreme_grad",
     "segment_logsumexp",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.ranking import best_pairs, descending, largest, widened
 from tensorloop.kernels import find
-from tensorloop.kernels.eager.beam import best_pairs, descending, largest, widened
 
 
 class Offer(NamedTuple):

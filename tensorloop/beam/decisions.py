@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tensorloop._common.ranking import widened
 from tensorloop.beam import doubt
 from tensorloop.beam.choose import Choice, Offer, TopK, best, row_seeds
 from tensorloop.beam.length import Sum, bound_of
 from tensorloop.kernels import find
-from tensorloop.kernels.eager.beam import widened
 
 _ENDS = {"always": None, "top_k": 1, "top_2k": 2}
 _NAME = "beam_search"

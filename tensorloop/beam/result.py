@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._common.ranking import descending
 from tensorloop.beam import doubt, show
 from tensorloop.beam.ancestry import index_of
 from tensorloop.beam.decisions import Log
 from tensorloop.kernels import find
-from tensorloop.kernels.eager.beam import descending
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray

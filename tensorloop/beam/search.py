@@ -28,6 +28,7 @@ from tensorloop._common import arguments, pytree, scope
 from tensorloop._common.errors import named
 from tensorloop._common.keywords import BEAM, names_instead
 from tensorloop._common.progress import Progress
+from tensorloop._common.ranking import widened
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.beam.ancestry import Lineage
@@ -37,7 +38,6 @@ from tensorloop.beam.decisions import Gold, Log, Rules
 from tensorloop.beam.length import GNMT, BoundedReward, Power, Sum, bound_of, check_bound, check_model, check_numbers
 from tensorloop.beam.result import Hypotheses, Lattice, hypotheses
 from tensorloop.beam.scores import linear_log_softmax
-from tensorloop.kernels.eager.beam import widened
 from tensorloop.loop.carry import Carry, describe
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.context import Context

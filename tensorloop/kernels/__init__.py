@@ -1,13 +1,14 @@
 """The table of kernels: (operation, device, dtype) -> the fastest implementation there is, loaded when first asked for.
 
-Callers check and flatten their arguments, and care for autograd. Whatever has no row here runs in torch operations
-(`eager/`), which is every operation on any device, dtype, and kind of tensor.
+Callers check and flatten their arguments, and care for autograd. What has no kernel here runs in torch operations
+(`eager/`), which do every operation on any device, dtype, and kind of tensor. Kernels for NVIDIA GPUs are in a package
+of their own, and have to prove themselves on the device first (`proof`).
 """
 
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,46 +18,51 @@ from tensorloop._torch.eager_only import called_eagerly, runs_kernels
 from tensorloop._torch.storage import has_storage
 from tensorloop.kernels.memory import PLAIN
 
-MOVED = None  # any dtype: bytes are moved, whatever they stand for
+ANY = None  # bytes are moved, whatever they stand for
+NO: frozenset[torch.dtype] = frozenset()
 SINGLE = frozenset({torch.float32})
 REAL = frozenset({torch.float32, torch.float64})
+ADDED = REAL | {torch.complex64, torch.complex128}
 TOKENS = frozenset({torch.int64})
 
-# operation -> (module here, dtypes). On the CPU, by numba; milliseconds beside torch's, 2 threads, (33610, 256) float32
-# in 64 segments of up to 1000 rows. What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
-CPU: dict[str, tuple[str, frozenset[torch.dtype] | None]] = {
-    "regroup": ("cpu.regroup", MOVED),
-    "pack_rows": ("cpu.rows", MOVED),  # 9.0 : 9.6
-    "pad_rows": ("cpu.rows", MOVED),  # 18 : 33
-    "spread_rows": ("cpu.rows", MOVED),  # 8.6 : 8.6; wakes no second pool of threads
-    "gather_rows": ("cpu.rows", MOVED),  # 9.9 : 10; few or narrow rows are handed to torch there
-    "write_rows": ("cpu.slots", MOVED),  # 0.004 : 0.034 in B = 32 rows of 256
-    "take_rows": ("cpu.slots", MOVED),  # 0.007 : 0.046
-    "segment_sum": ("cpu.segments", REAL),  # 1.0 : 1.1
-    "segment_max": ("cpu.segments", REAL),  # 1.5 : 66
-    "segment_min": ("cpu.segments", REAL),  # 1.6 : 57
-    "segment_logsumexp": ("cpu.segments", SINGLE),  # 4.8 : 24; the exp of a float64 is libm's, as slow as torch's
-    "segment_logsumexp_grad": ("cpu.segments", SINGLE),  # 12 : 50
-    "segment_extreme_grad": ("cpu.segments", REAL),  # 12 : 75
-    "segment_softmax": ("cpu.segments", SINGLE),  # 16 : 39
-    "segment_softmax_grad": ("cpu.segments", REAL),  # 13 : 42
-    "segment_cumsum": ("cpu.segments", REAL),  # 11 : 320
-    "edit_distance": ("cpu.edits", TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
-    "edit_cost": ("cpu.edits", TOKENS),  # 7.5 : 80
-    "edit_paths": ("cpu.edits", TOKENS),  # 16 : 170
-    "beam_best": ("cpu.beam", REAL),  # 0.06 : 0.35, one thread, 16 rows of 8 hypotheses, 1000 tokens
-    "beam_trace": ("cpu.beam", MOVED),  # 0.09 : 1.7 in 128 steps
-    "beam_pool": ("cpu.beam", REAL),  # 0.005 : 0.09
-    "beam_chosen": ("cpu.beam", TOKENS),  # 0.006 : 0.03
-    "beam_ancestors": ("cpu.beam", MOVED),  # 0.003 : 0.04, 12 states
-    "beam_attend": ("cpu.attend", SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
-}
-EAGER = {  # those that are not in `eager.segments`
-    "regroup": "eager.regroup",
-    **dict.fromkeys(("edit_distance", "edit_cost", "edit_paths"), "eager.edits"),
-    **dict.fromkeys(
-        ("beam_best", "beam_pool", "beam_chosen", "beam_ancestors", "beam_trace", "beam_attend"), "eager.beam"
-    ),
+
+class Operation(NamedTuple):
+    """The module that an operation is in, of the same name in each backend; for which dtypes that has a kernel."""
+
+    module: str
+    cpu: frozenset[torch.dtype] | None = NO
+    cuda: frozenset[torch.dtype] | None = NO
+
+
+# On the CPU, by numba; milliseconds beside torch's, 2 threads, (33610, 256) float32 in 64 segments of up to 1000 rows.
+# What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
+TABLE = {
+    "regroup": Operation("regroup", cpu=ANY, cuda=ANY),
+    "regroup_sums": Operation("regroup", cpu=ADDED, cuda=ADDED),
+    "pack_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.0 : 9.6
+    "pad_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 18 : 33
+    "spread_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 8.6 : 8.6; wakes no second pool of threads
+    "gather_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.9 : 10; few or narrow rows are handed to torch there
+    "write_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.004 : 0.034 in B = 32 rows of 256
+    "take_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.007 : 0.046
+    "segment_sum": Operation("segments", cpu=REAL, cuda=REAL),  # 1.0 : 1.1
+    "segment_max": Operation("segments", cpu=REAL, cuda=REAL),  # 1.5 : 66
+    "segment_min": Operation("segments", cpu=REAL, cuda=REAL),  # 1.6 : 57
+    "segment_logsumexp": Operation("segments", cpu=SINGLE, cuda=REAL),  # 4.8 : 24; in float64 exp is libm's, and slow
+    "segment_logsumexp_grad": Operation("segments", cpu=SINGLE, cuda=REAL),  # 12 : 50
+    "segment_extreme_grad": Operation("segments", cpu=REAL, cuda=REAL),  # 12 : 75
+    "segment_softmax": Operation("segments", cpu=SINGLE, cuda=REAL),  # 16 : 39
+    "segment_softmax_grad": Operation("segments", cpu=REAL, cuda=REAL),  # 13 : 42
+    "segment_cumsum": Operation("segments", cpu=REAL, cuda=REAL),  # 11 : 320
+    "edit_distance": Operation("edits", cpu=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
+    "edit_cost": Operation("edits", cpu=TOKENS),  # 7.5 : 80
+    "edit_paths": Operation("edits", cpu=TOKENS),  # 16 : 170
+    "beam_best": Operation("beam", cpu=REAL),  # 0.06 : 0.35, one thread, 16 rows of 8 hypotheses, 1000 tokens
+    "beam_trace": Operation("beam", cpu=ANY),  # 0.09 : 1.7 in 128 steps
+    "beam_pool": Operation("beam", cpu=REAL),  # 0.005 : 0.09
+    "beam_chosen": Operation("beam", cpu=TOKENS),  # 0.006 : 0.03
+    "beam_ancestors": Operation("beam", cpu=ANY),  # 0.003 : 0.04, 12 states
+    "beam_attend": Operation("attend", cpu=SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
 
 
@@ -67,19 +73,37 @@ def find(operation: str, *like: Tensor) -> Callable[..., Any]:
     Kernels read memory by its address, so any other tensor (a fake one, one of a user's own class, the batches of
     `autograd.grad(is_grads_batched=True)`) goes to torch. Give all tensors where some may be such and others not.
     """
-    if all(map(_is_memory, like)) and not transforms.faking():
-        module, dtypes = CPU.get(operation, ("", frozenset()))
-        if dtypes is None or like[0].dtype in dtypes:
-            return _load(module, operation)
-    return _load(EAGER.get(operation, "eager.segments"), operation)
+    module, on_cpu, on_gpu = TABLE[operation]
+    backend, dtype = backend_of(*like), like[0].dtype
+    if backend == "cpu" and (on_cpu is None or dtype in on_cpu):
+        return _load("cpu", module, operation)
+    by_torch = _load("eager", module, operation)
+    if backend == "cuda" and (on_gpu is None or dtype in on_gpu):
+        from tensorloop.kernels.proof import choose  # late: who has no GPU loads none of it
+
+        return choose(operation, by_torch, like[0])
+    return by_torch
 
 
-def _is_memory(x: Tensor) -> bool:
+def backend_of(*like: Tensor) -> Literal["cpu", "cuda", "eager"]:
+    """Which kernels can read all of these: those of the CPU, or of the one GPU they are on; else torch operations."""
+    if transforms.faking():
+        return "eager"
+    if all(map(_is_on_cpu, like)):
+        return "cpu"
+    return "cuda" if all(map(_is_on_gpu, like)) and len({x.device for x in like}) == 1 else "eager"
+
+
+def _is_on_cpu(x: Tensor) -> bool:
     """Whether `x` is an ordinary tensor on the CPU. `memory` tells where its numbers are."""
     return type(x) in PLAIN and x.is_cpu and has_storage(x)
 
 
+def _is_on_gpu(x: Tensor) -> bool:
+    return type(x) in PLAIN and x.is_cuda and has_storage(x)
+
+
 @cache
-def _load(module: str, operation: str) -> Callable[..., Any]:
+def _load(backend: str, module: str, operation: str) -> Callable[..., Any]:
     # Dynamo's frame hook must not follow a kernel's first call into numba's own compiler, which it cannot rewrite.
-    return runs_kernels(getattr(import_module(f"tensorloop.kernels.{module}"), operation))
+    return runs_kernels(getattr(import_module(f"tensorloop.kernels.{backend}.{module}"), operation))

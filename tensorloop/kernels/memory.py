@@ -2,7 +2,7 @@
 
 torch has tensors whose numbers do not stand in memory as they are read: those whose negative or conjugate is meant (a
 bit says so), and its zero tensor, which has no memory at all; that one comes out of the backward of `sgn`, so out of a
-second derivative of any L1 loss. `settled` makes ordinary ones of them.
+second derivative of any L1 loss. `settle` makes ordinary ones of them.
 """
 
 from typing import Any
@@ -16,19 +16,19 @@ PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have its numbers anywhere
 _LOW = 1 << 40  # the address of what is no memory is 0, or how far a view is from its start
 
 
-def settled(x: Tensor) -> Tensor:
+def settle(x: Tensor) -> Tensor:
     """`x`, or a copy where its numbers do not stand in memory as they are read."""
     return x.clone() if x._is_zerotensor() or x.is_neg() or x.is_conj() else x
 
 
-def laid(x: Tensor) -> Tensor:
-    """As `settled`, one number after the other."""
-    return settled(x).contiguous()
+def lay_out(x: Tensor) -> Tensor:
+    """As `settle`, one number after the other."""
+    return settle(x).contiguous()
 
 
 def is_laid(x: Tensor) -> bool:
-    """Whether `laid` gives `x` itself, so that what is written there is written into `x`."""
-    return x.is_contiguous() and settled(x) is x
+    """Whether `lay_out` gives `x` itself, so that what is written there is written into `x`."""
+    return x.is_contiguous() and settle(x) is x
 
 
 def address(x: Tensor) -> int:
@@ -47,6 +47,6 @@ def array(x: Tensor) -> Any:
     """The numbers of a tensor as a numpy array, contiguous: of its own memory where it `is_laid`."""
     if x.requires_grad or not has_storage(x):  # detached, a wrapper of a transform that is over is off
         x = x.detach()
-    x = laid(x)
+    x = lay_out(x)
     address(x)
     return x.numpy()

@@ -10,6 +10,7 @@ from torch import Tensor
 from tensorloop.kernels import find
 from tensorloop.kernels.cpu import attend, beam
 from tensorloop.kernels.cpu import threads as _threads
+from tensorloop.kernels.eager import attend as eager_attend
 from tensorloop.kernels.eager import beam as eager_beam
 
 MODULES = {"cpu": beam, "eager": eager_beam}
@@ -228,7 +229,7 @@ def attended(q: Tensor, prefix: list[Tensor], slots: list[Tensor], shared: Tenso
     return out, lse
 
 
-ATTEND = {"cpu": attend.beam_attend, "eager": eager_beam.beam_attend}
+ATTEND = {"cpu": attend.beam_attend, "eager": eager_attend.beam_attend}
 
 
 @pytest.mark.parametrize(
@@ -302,4 +303,4 @@ def test_which_kernel_is_found():
     assert find("beam_trace", keys.long()) is beam.beam_trace
     assert find("beam_ancestors", keys.byte()) is beam.beam_ancestors
     assert find("beam_attend", keys) is attend.beam_attend
-    assert find("beam_attend", keys.double()) is eager_beam.beam_attend
+    assert find("beam_attend", keys.double()) is eager_attend.beam_attend

@@ -18,7 +18,7 @@ ROOMS = {
     "packed": {"kernels"},
     "tensor_array": {"kernels"},
     "regroup": {"kernels"},
-    "kernels": set(),
+    "kernels": {"cuda"},
     "schedule": set(),
     "cuda": set(),
     "_common": set(),
@@ -50,14 +50,13 @@ DOORS = {
     "loop.checkpoint.options": {"beam"},
     "attention.engine": {"beam"},
     "attention.strips": {"beam"},
-    "kernels.eager.beam": {"beam"},
     "kernels.moves": {"regroup"},
 }
 # What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
 LATE_DOORS = {
     "__init__": {"f'{__name__}.{name}'", "f'{__name__}.{_HOMES[name]}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
-    "kernels": {"f'tensorloop.kernels.{module}'"},
+    "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     "packed.time_first": {"'attention.multihead'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda
     "memory.target": {"name"},  # a user's own module

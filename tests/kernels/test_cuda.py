@@ -35,7 +35,8 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_kernels_in_the_simulator() -> None:
-    run = python("-m", "pytest", "-q", "tests/support/cuda_simulated.py", NUMBA_ENABLE_CUDASIM="1")
+    files = ("tests/support/cuda_simulated.py", "tests/support/cuda_proofs.py")
+    run = python("-m", "pytest", "-q", *files, NUMBA_ENABLE_CUDASIM="1")
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert re.search(r"^\d{3} passed in", run.stdout, re.MULTILINE), "all of them, none skipped"
 
@@ -82,7 +83,7 @@ def test_nothing_of_tensorloop_is_imported() -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What the facade found out about this machine, forgotten before and after."""
-    ready = importlib.import_module("tensorloop_cuda._ready")
+    ready = importlib.import_module("tensorloop_cuda.ready")
     remembered = facade.why_not, facade.kernel, ready.why_not
     for function in remembered:
         function.cache_clear()
@@ -120,8 +121,16 @@ def test_with_a_package_that_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("forgotten")
+def test_with_a_gpu_and_no_numba_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(facade, "find_spec", lambda name: None if name == "numba_cuda" else name)
+    monkeypatch.setattr(facade, "import_module", None)  # numba is not loaded for nothing
+    assert facade.why_not() == "not installed: numba_cuda"
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = importlib.import_module("tensorloop_cuda._ready")
+    ready = importlib.import_module("tensorloop_cuda.ready")
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("libNVVM is missing\nand more")
@@ -129,19 +138,21 @@ def test_with_a_gpu_and_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(facade, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=fail))
     assert facade.why_not() == "numba cannot compile for this GPU: libNVVM is missing"
 
 
 @pytest.mark.usefixtures("forgotten")
 def test_with_a_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = importlib.import_module("tensorloop_cuda._ready")
+    ready = importlib.import_module("tensorloop_cuda.ready")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(facade, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=lambda *_, **__: ("", None)))
     assert facade.available()
-    assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda._segments"
+    assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda.segments"
 
 
 # ---- launches, with a stand-in for the device
@@ -161,7 +172,7 @@ class Recorder:
 def test_launches_follow_the_tensor_and_the_current_stream(
     stream: int, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launching = importlib.import_module("tensorloop_cuda._launch")
+    launching = importlib.import_module("tensorloop_cuda.launch")
     entered: list[Any] = []
 
     @contextlib.contextmanager
@@ -189,4 +200,4 @@ def test_launches_follow_the_tensor_and_the_current_stream(
     ("width", "shape"), [(0, (1, 256)), (1, (1, 256)), (3, (4, 64)), (32, (32, 8)), (999, (32, 8))]
 )
 def test_shapes_of_blocks(width: int, shape: tuple[int, int]) -> None:
-    assert importlib.import_module("tensorloop_cuda._launch").block_shape(width) == shape
+    assert importlib.import_module("tensorloop_cuda.launch").block_shape(width) == shape

@@ -23,7 +23,7 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("operation", REDUCED)
 def test_kernels_agree_with_torch_operations(operation: str, dtype: torch.dtype) -> None:
-    dtypes = kernels.CPU[operation][1]
+    dtypes = kernels.TABLE[operation].cpu
     if dtypes is not None and dtype not in dtypes:
         dtype = torch.float32
     torch.manual_seed(0)

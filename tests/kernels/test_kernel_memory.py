@@ -22,6 +22,7 @@ from tests.support.cuda_cases import (
     arguments,
     conjugated,
     expanded,
+    kernel,
     negated,
     offsets_of,
     some_moves,
@@ -77,6 +78,7 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
         for name in OPERATIONS
     },
     "regroup": lambda n, dtype: ([torch.randn(n, 4).to(dtype), torch.randn(n, 6).to(dtype)], some_moves()),
+    "regroup_sums": lambda n, dtype: ([torch.randn(n, w).to(dtype) for w in (5, 7, 0)], some_moves().transposed),
     "write_rows": lambda n, dtype: (*_slots(dtype, n), torch.arange(n) != 1),
     "take_rows": lambda n, dtype: (*_slots(dtype, n)[:2], torch.arange(n) != 1),
     "edit_distance": lambda n, _: _edits(n),
@@ -92,7 +94,13 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     "beam_attend": lambda n, _: _attend(n),
 }  # fmt: skip
 WRITTEN = {"write_rows": {0}, "take_rows": {0}, "beam_pool": {4, 5, 6, 7, 8}, "beam_ancestors": {0, 1}}
-ANY_DTYPE = [*(name for name in OPERATIONS if name.endswith("_rows")), "regroup", "write_rows", "take_rows"]
+ANY_DTYPE = [
+    *(name for name in OPERATIONS if name.endswith("_rows")),
+    "regroup",
+    "regroup_sums",
+    "write_rows",
+    "take_rows",
+]
 
 
 def _case(operation: str, rows: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
@@ -102,8 +110,7 @@ def _case(operation: str, rows: int, dtype: torch.dtype = torch.float32) -> tupl
 
 def _both(operation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The kernel, and the torch operations."""
-    module = kernels.EAGER.get(operation, "eager.segments")
-    return kernels._load(kernels.CPU[operation][0], operation), kernels._load(module, operation)
+    return kernel("cpu", operation), kernel("eager", operation)
 
 
 def _disguised(args: Any, place: int, disguise: Callable[[Tensor], Tensor]) -> Any:
@@ -130,22 +137,22 @@ def test_disguises_are_disguises() -> None:
 
 
 def test_every_kernel_has_arguments_here() -> None:
-    assert CASES.keys() == kernels.CPU.keys()
+    assert CASES.keys() == kernels.TABLE.keys()
 
 
 @pytest.mark.parametrize("disguise", DISGUISES)
 @pytest.mark.parametrize("operation", CASES)
 def test_a_tensor_is_what_it_reads_as(operation: str, disguise: Callable[[Tensor], Tensor]) -> None:
     dtype = torch.complex64 if operation in ANY_DTYPE else torch.float32
-    kernel, by_torch = _both(operation)
+    by_numba, by_torch = _both(operation)
     tensors = [x for x in tree_leaves(_case(operation, 3, dtype)) if isinstance(x, Tensor)]
     for place in range(len(tensors)):
         if disguise is expanded and place in WRITTEN.get(operation, ()):
             continue
         plain = _disguised(_case(operation, 3, dtype), place, lambda x: torch.clone(disguise(x).contiguous()))
-        expected = _told(kernel, plain)
+        expected = _told(by_numba, plain)
         given = _disguised(_case(operation, 3, dtype), place, disguise)
-        found = _told(kernel, given)
+        found = _told(by_numba, given)
         if "zero" in disguise.__name__ and place in WRITTEN.get(operation, ()):
             assert found is RuntimeError  # nobody can write there
             continue
@@ -162,8 +169,8 @@ def test_a_tensor_is_what_it_reads_as(operation: str, disguise: Callable[[Tensor
 
 @pytest.mark.parametrize("operation", CASES)
 def test_empty_tensors(operation: str) -> None:
-    kernel, by_torch = _both(operation)
-    found, expected = (_told(function, _case(operation, 0)) for function in (kernel, by_torch))
+    by_numba, by_torch = _both(operation)
+    found, expected = (_told(function, _case(operation, 0)) for function in (by_numba, by_torch))
     assert isinstance(found, list)
     torch.testing.assert_close(found, expected)
 
@@ -188,10 +195,10 @@ def test_where_nothing_is_in_memory_a_kernel_says_so() -> None:
     torch.func.vmap(of_a_transform)(x.expand(2, 5, 4)[:, :2])
     assert seen
     kinds = {"a Tensor on meta": x.to("meta"), "a FakeTensor on cpu": fake}
-    for kernel in (lambda x: cpu_rows.gather_rows(x, offsets[1:]), lambda x: segments.segment_sum(x, offsets)):
+    for by_numba in (lambda x: cpu_rows.gather_rows(x, offsets[1:]), lambda x: segments.segment_sum(x, offsets)):
         for kind, other in kinds.items():
             with pytest.raises(TypeError, match=f"kernels read numbers in memory, and {kind}"):
-                kernel(other)
+                by_numba(other)
     with pytest.raises(TypeError, match=r"of layout torch\.sparse_coo has none here"):
         memory.address(x.to_sparse())
 

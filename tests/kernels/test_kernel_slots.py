@@ -12,9 +12,9 @@ from tensorloop import reference
 from tensorloop.kernels import find
 from tensorloop.kernels.cpu import slots as cpu_slots
 from tensorloop.kernels.cpu import threads
-from tensorloop.kernels.eager import segments
+from tensorloop.kernels.eager import slots as eager_slots
 
-BOTH = [cpu_slots, segments]
+BOTH = [cpu_slots, eager_slots]
 SIZES = [(0, 0, 3), (1, 1, 1), (3, 0, 2), (5, 4, 0), (7, 5, 3), (4, 9, 257), (2, 3, 2000)]
 
 
@@ -110,4 +110,4 @@ def test_positions_outside_touch_nothing() -> None:
 def test_the_table_has_them() -> None:
     x = torch.zeros(2, 3)
     assert find("write_rows", x) is cpu_slots.write_rows
-    assert find("take_rows", x.to("meta")) is segments.take_rows
+    assert find("take_rows", x.to("meta")) is eager_slots.take_rows

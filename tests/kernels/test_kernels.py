@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,21 @@ from tensorloop.kernels.cpu import compiling, regroup, segments
 from tensorloop.kernels.cpu import rows as cpu_rows
 from tensorloop.kernels.cpu import threads as _threads
 from tensorloop.kernels.eager import regroup as eager_moves
+from tensorloop.kernels.eager import rows as eager_rows
 from tensorloop.kernels.eager import segments as eager
 from tensorloop.kernels.moves import Move, Moves
-from tests.support.cuda_cases import MOVED, OPERATIONS, arguments, offsets_of
+from tests.support.cuda_cases import MOVED, OPERATIONS, arguments, kernel, offsets_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def ours(operation: str) -> Callable[..., Any]:
-    return getattr(cpu_rows if operation.endswith("_rows") else segments, operation)
+    return kernel("cpu", operation)
 
 
 def assert_same(operation: str, args: tuple[Any, ...], tolerance: float = 2e-5) -> None:
     precise = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    found, expected = ours(operation)(*args), getattr(eager, operation)(*precise)
+    found, expected = ours(operation)(*args), kernel("eager", operation)(*precise)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_dtype=False)
     assert (found if isinstance(found, Tensor) else found[0]).dtype == args[0].dtype
 
@@ -54,7 +54,7 @@ def test_odd_sizes(operation: str, features: int) -> None:
         assert_same(operation, arguments(operation, lens, features))
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if kernels.CPU[name][1] is kernels.REAL])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if kernels.TABLE[name].cpu is kernels.REAL])
 def test_float64(operation: str) -> None:
     assert_same(operation, arguments(operation, [3, 0, 9, 1], 5, torch.float64), 1e-13)
 
@@ -63,7 +63,7 @@ def test_float64(operation: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int64])
 def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
     args = arguments(operation, [3, 0, 9, 1], 5, dtype)
-    assert torch.equal(ours(operation)(*args), getattr(eager, operation)(*args))
+    assert torch.equal(ours(operation)(*args), kernel("eager", operation)(*args))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -197,7 +197,7 @@ def test_nothing_around_the_buffers_is_read_or_written(
     # What a kernel makes is cut out of a poisoned buffer too; a read out of bounds would bring 1e6 into the result.
     guarded = Guarded(1e6)
     args = arguments(operation, [4, 0, 1, 9], features)
-    expected = getattr(eager, operation)(*args)
+    expected = kernel("eager", operation)(*args)
     args = tuple(guarded.copy(x) if isinstance(x, Tensor) and x.dtype is torch.float32 else x for x in args)
 
     def new_empty(like: Tensor, *shape: Any, **_: Any) -> Tensor:
@@ -251,7 +251,7 @@ def test_a_row_longer_than_its_padding() -> None:
     with pytest.raises(ValueError, match="by at most 2 a row"):
         cpu_rows.pack_rows(torch.randn(2, 2, 4), torch.tensor([0, 3, 4]), 4)
     values, offsets = torch.randn(4, 3), torch.tensor([0, 3, 4])
-    assert torch.equal(cpu_rows.pad_rows(values, offsets, 2, 0), eager.pad_rows(values, offsets, 2, 0))
+    assert torch.equal(cpu_rows.pad_rows(values, offsets, 2, 0), eager_rows.pad_rows(values, offsets, 2, 0))
 
 
 @pytest.mark.parametrize("wrong", [-1, 100, 1 << 40])
@@ -337,8 +337,8 @@ def test_find_gives_kernels_for_memory_alone() -> None:
         pass
 
     assert kernels.find("segment_sum", x.as_subclass(Mine)) is eager.segment_sum
-    assert kernels.find("pack_rows", x.to_sparse()) is eager.pack_rows
-    assert kernels.find("pack_rows", x, x.to_sparse()) is eager.pack_rows
+    assert kernels.find("pack_rows", x.to_sparse()) is eager_rows.pack_rows
+    assert kernels.find("pack_rows", x, x.to_sparse()) is eager_rows.pack_rows
     found = []
 
     def look(row: Tensor) -> Tensor:
@@ -360,10 +360,10 @@ def test_fakes_go_to_torch() -> None:
 
 
 def test_every_kernel_has_its_torch_form() -> None:
-    for operation, (module, _) in kernels.CPU.items():
-        for name in (kernels.EAGER.get(operation, "eager.segments"), module):
-            assert callable(getattr(import_module(f"tensorloop.kernels.{name}"), operation))
-    with pytest.raises(AttributeError, match="segment_prod"):
+    for operation in kernels.TABLE:
+        assert callable(kernel("cpu", operation))
+        assert callable(kernel("eager", operation))
+    with pytest.raises(KeyError, match="segment_prod"):
         kernels.find("segment_prod", torch.zeros(1))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tensorloop import reference
+from tensorloop.kernels.eager import rows as eager_rows
 from tensorloop.kernels.eager import segments as eager
 from tensorloop.packed import segment_reduce, segments
 from tensorloop.reference import offsets_of
@@ -221,8 +222,8 @@ def test_eager_kernels_take_every_dtype(dtype: torch.dtype, lens: list[int]):
     for b, row in enumerate(x.split(lens)):
         first = [int((row[:, f] == row[:, f].max()).nonzero()[0]) + int(at[b]) if len(row) else -1 for f in range(2)]
         assert where[b].tolist() == first
-    assert torch.equal(eager.pack_rows(eager.pad_rows(x, at, 6, 0), at, len(x)), x)
-    assert torch.equal(eager.gather_rows(x, torch.arange(len(x))), x)
+    assert torch.equal(eager_rows.pack_rows(eager_rows.pad_rows(x, at, 6, 0), at, len(x)), x)
+    assert torch.equal(eager_rows.gather_rows(x, torch.arange(len(x))), x)
     if dtype is not torch.bool:
         total = reference.segment_sum(x.to(torch.float64), lens).to(dtype)
         torch.testing.assert_close(eager.segment_sum(x, at), total)

@@ -12,8 +12,8 @@ import tensorloop_cuda
 import torch
 from numba import typeof
 from numba.cuda import dispatcher
-from tensorloop_cuda import _moves, _rows, _segments
-from tensorloop_cuda._numba import cuda
+from tensorloop_cuda import moves, rows, segments
+from tensorloop_cuda.target import cuda
 
 from tests.support.cuda_cases import MOVED, REDUCED, arguments, some_moves
 
@@ -31,7 +31,7 @@ def compile_instead(kernel: Any, like: torch.Tensor, blocks: int, shape: Any, *a
 def main() -> None:
     # device functions ask for the device at hand, which need not be there to compile for it
     setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY))  # noqa: B010
-    for module in (_moves, _rows, _segments):
+    for module in (moves, rows, segments):
         setattr(module, "launch", compile_instead)  # noqa: B010
     for operation in MOVED:
         for dtype, features in ((torch.uint8, 3), (torch.float16, 3), (torch.float32, 3), (torch.float64, 4)):
@@ -43,9 +43,9 @@ def main() -> None:
     for dtype in (torch.uint8, torch.float32, torch.float64):
         table = some_moves().transposed if dtype.is_floating_point else some_moves()
         tensorloop_cuda.regroup([torch.zeros(2, width, dtype=dtype) for width in table.sources], table)
-    rows = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3), torch.ones(2, dtype=torch.bool)
-    tensorloop_cuda.write_rows(torch.zeros(4, 2, 3), *rows)
-    tensorloop_cuda.take_rows(torch.zeros(4, 2, 3), rows[0], rows[2])
+    at = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3), torch.ones(2, dtype=torch.bool)
+    tensorloop_cuda.write_rows(torch.zeros(4, 2, 3), *at)
+    tensorloop_cuda.take_rows(torch.zeros(4, 2, 3), at[0], at[2])
     json.dump(found, sys.stdout)
 
 

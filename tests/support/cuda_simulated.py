@@ -12,12 +12,21 @@ import tensorloop_cuda
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorloop_cuda import _launch, _numba
+from tensorloop_cuda import launch, target
 from torch import Tensor
 
-from tensorloop.kernels.eager import regroup, segments
-from tensorloop.kernels.moves import Move, Moves
-from tests.support.cuda_cases import DISGUISES, MOVED, OPERATIONS, REDUCED, arguments, offsets_of, some_moves
+from tensorloop.kernels.eager import regroup
+from tests.support.cuda_cases import (
+    DISGUISES,
+    MOVED,
+    OPERATIONS,
+    REDUCED,
+    arguments,
+    kernel,
+    many_moves,
+    offsets_of,
+    some_moves,
+)
 
 LENS = [[], [0, 0], [1], [3, 0, 1, 5, 0], [0, 11]]
 GUARD = 64  # numbers before and behind a tensor that are not its own
@@ -26,12 +35,12 @@ GUARD = 64  # numbers before and behind a tensor that are not its own
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each simulated thread is one of Python's: a few of them, which take turns at more work than they are."""
-    monkeypatch.setattr(_launch, "THREADS", 4)
-    monkeypatch.setattr(_launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(launch, "THREADS", 4)
+    monkeypatch.setattr(launch, "MOST_BLOCKS", 2)
 
 
 def test_the_simulator_is_on() -> None:
-    assert _numba.SIMULATED
+    assert target.SIMULATED
 
 
 def ours(operation: str) -> Callable[..., Any]:
@@ -40,7 +49,7 @@ def ours(operation: str) -> Callable[..., Any]:
 
 def assert_same(operation: str, args: tuple[Any, ...], tolerance: float = 2e-5) -> None:
     precise = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-    found, expected = ours(operation)(*args), getattr(segments, operation)(*precise)
+    found, expected = ours(operation)(*args), kernel("eager", operation)(*precise)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True, check_dtype=False)
     assert (found if isinstance(found, Tensor) else found[0]).dtype == args[0].dtype
 
@@ -60,8 +69,8 @@ def test_float64(operation: str) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_whole_blocks(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that a GPU is given: 256 threads a block, as many blocks as there is work."""
-    monkeypatch.setattr(_launch, "THREADS", 256)
-    monkeypatch.setattr(_launch, "MOST_BLOCKS", 1 << 16)
+    monkeypatch.setattr(launch, "THREADS", 256)
+    monkeypatch.setattr(launch, "MOST_BLOCKS", 1 << 16)
     assert_same(operation, arguments(operation, [20, 0, 13], 2))
 
 
@@ -72,7 +81,7 @@ def test_whole_blocks(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
     for features in (3, 4):
         args = arguments(operation, [3, 0, 1], features, dtype)
-        assert torch.equal(ours(operation)(*args), getattr(segments, operation)(*args))
+        assert torch.equal(ours(operation)(*args), kernel("eager", operation)(*args))
 
 
 @pytest.mark.parametrize(
@@ -81,13 +90,15 @@ def test_any_dtype_is_moved(operation: str, dtype: torch.dtype) -> None:
 )
 def test_what_pads_may_be_any_number(dtype: torch.dtype, fill: Any) -> None:
     values, offsets, steps, _ = arguments("pad_rows", [2, 0, 3], 3, dtype)
-    found, expected = (f(values, offsets, steps, fill) for f in (tensorloop_cuda.pad_rows, segments.pad_rows))
+    found, expected = (f(values, offsets, steps, fill) for f in (tensorloop_cuda.pad_rows, kernel("eager", "pad_rows")))
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_pad_cuts_longer_rows() -> None:
     values, offsets, *_ = arguments("pad_rows", [3, 0, 5], 2)
-    assert torch.equal(tensorloop_cuda.pad_rows(values, offsets, 2, 9), segments.pad_rows(values, offsets, 2, 9))
+    assert torch.equal(
+        tensorloop_cuda.pad_rows(values, offsets, 2, 9), kernel("eager", "pad_rows")(values, offsets, 2, 9)
+    )
 
 
 @pytest.mark.parametrize("operation", REDUCED)
@@ -106,7 +117,7 @@ def test_of_equals_the_first(operation: str) -> None:
     values[20:, 1] = math.nan
     for lens in ([6, 18], [24], [12, 12]):
         _, where = ours(operation)(values, offsets_of(lens), 0)
-        assert torch.equal(where, getattr(segments, operation)(values, offsets_of(lens), 0)[1])
+        assert torch.equal(where, kernel("eager", operation)(values, offsets_of(lens), 0)[1])
 
 
 @settings(max_examples=20)
@@ -133,7 +144,7 @@ def test_regroup_and_its_gradient(dtype: torch.dtype, batch: int) -> None:
 
 def test_regroup_of_many_tensors() -> None:
     """More addresses than one launch passes to the device."""
-    moves = Moves((2,) * 50, (100,), [Move(k, 0, 0, 2 * (49 - k), 2) for k in range(50)])
+    moves = many_moves(2)
     rows = list(torch.randn(50, 2, 2))
     assert torch.equal(tensorloop_cuda.regroup(rows, moves)[0], torch.cat(rows[::-1], 1))
     grads = tensorloop_cuda.regroup([torch.arange(200.0).view(2, 100)], moves.transposed)
@@ -263,17 +274,29 @@ def test_moved_tensors_are_what_they_read_as(disguise: Callable[[Tensor], Tensor
         plain = [y.contiguous().clone() for y in some]
         found, expected = torch.zeros(2, 2, 3, 4)
         tensorloop_cuda.write_rows(found, *some)
-        segments.write_rows(expected, *plain)
+        kernel("eager", "write_rows")(expected, *plain)
         assert torch.equal(found, expected)
 
 
-def test_what_cannot_be_written_to_is_refused() -> None:
+def test_slots_of_any_layout_are_written() -> None:
+    pos, x, where = torch.tensor([0, 1]), torch.ones(2, 3), torch.ones(2, dtype=torch.bool)
+    slots, expected = torch.zeros(2, 3, 2).mT, torch.zeros(2, 2, 3)
+    expected[0, 0] = expected[1, 1] = 1
+    tensorloop_cuda.write_rows(slots, pos, x, where)
+    assert torch.equal(slots, expected)
+    assert torch.equal(tensorloop_cuda.take_rows(slots, pos, where), x)
+    assert not slots.any()
+    with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+        tensorloop_cuda.write_rows(DISGUISES[0](expected), pos, x, where)
+
+
+def test_slots_of_more_dims_and_none() -> None:
     pos, where = torch.tensor([0, 1]), torch.ones(2, dtype=torch.bool)
-    for slots in (DISGUISES[0](torch.ones(2, 2, 3)), torch.ones(2, 3, 2).mT):
-        with pytest.raises(ValueError, match="write_rows: slots are written in place: expected a contiguous tensor"):
-            tensorloop_cuda.write_rows(slots, pos, torch.ones(2, 3), where)
-        with pytest.raises(ValueError, match="take_rows: slots are written in place: expected a contiguous tensor"):
-            tensorloop_cuda.take_rows(slots, pos, where)
+    for shape in ((), (3, 2)):
+        slots, x = torch.zeros(2, 2, *shape), torch.ones(2, *shape)
+        tensorloop_cuda.write_rows(slots, pos, x, where)
+        assert slots.flatten(2).sum((0, 1)).eq(2).all() if shape else slots.tolist() == [[1, 0], [0, 1]]
+        assert torch.equal(tensorloop_cuda.take_rows(slots, pos, where), x)
 
 
 def test_what_has_no_memory_is_refused() -> None:

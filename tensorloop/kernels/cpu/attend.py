@@ -1,6 +1,6 @@
 """Attention of running hypotheses to their histories on the CPU: slots are read where they are, nothing is gathered.
 
-What the functions give is said in `kernels/eager/beam.py`. A task is a row of the batch. Its slots are gone through a
+What the function gives is said in `kernels/eager/attend.py`. A task is a row of the batch. Its slots are gone through a
 block at a time, with the maximum and the sum of each softmax carried along: what all hypotheses see is then in the
 first cache when the second of them comes. Float32 only: libm's exp of a float64 takes one number at a time.
 
@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import inlined, summing
+from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
-from tensorloop.kernels.cpu.segments import exp
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.memory import address, laid
+from tensorloop.kernels.memory import address, lay_out
 
 BLOCK = 64  # slots
 FEW = 4  # slots that are added up at once; divides BLOCK
@@ -31,8 +31,8 @@ def beam_attend(
     """The output and the log-sum-exp of the scores."""
     rows, size, heads, width = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
-    q, shared, own = map(laid, (q, shared, own))
-    before, grown = ([laid(x) for x in kv] for kv in (prefix, slots))
+    q, shared, own = map(lay_out, (q, shared, own))
+    before, grown = ([lay_out(x) for x in kv] for kv in (prefix, slots))
     counts = (len(before[0]) if before else 0, len(shared), len(own))
     heads_kv = (before or grown)[0].shape[-2]
     args = (

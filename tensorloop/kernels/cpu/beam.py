@@ -16,7 +16,7 @@ from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.cpu.pointers import LIKE, intrinsic, pointer
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager import beam
-from tensorloop.kernels.memory import address, is_laid, laid
+from tensorloop.kernels.memory import address, is_laid, lay_out
 
 BLOCK = 32  # continuations that are compared with the worst one kept at once; as many bits tell which are looked at
 
@@ -25,13 +25,13 @@ def beam_best(
     keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best continuations, and the ends."""
-    keys, log_probs = laid(keys), laid(log_probs)
+    keys, log_probs = lay_out(keys), lay_out(log_probs)
     (rows, size, vocabulary), every = log_probs.shape, len(keys)
     values, ends = keys.new_empty(every, count), keys.new_empty(every, size)
     parents = keys.new_empty(every, count, dtype=torch.int64)
     tokens = parents.new_empty(every, count)
     if ids is not None:
-        ids = laid(ids)
+        ids = lay_out(ids)
         for x, fill in ((values, -torch.inf), (ends, -torch.inf), (parents, 0), (tokens, 0)):
             x.fill_(fill)
     alive = (keys, log_probs, values, parents, tokens, ends)
@@ -47,8 +47,8 @@ def beam_pool(
     """Takes the ends of a step into the pool, and tells what has come of it."""
     if not all(map(is_laid, pool)):
         return beam.beam_pool(ends, runs, pool, searching, t, rule)
-    ends, runs = ([laid(x) for x in given] for given in (ends, runs))
-    (keys, sums, *_), searching = pool, laid(searching)
+    ends, runs = ([lay_out(x) for x in given] for given in (ends, runs))
+    (keys, sums, *_), searching = pool, lay_out(searching)
     rows, size = runs[0].shape
     addresses = map(address, (*ends, *runs, *pool, searching))
     rules = (rule == "exact", rule == "first_n")
@@ -59,8 +59,8 @@ def beam_chosen(
     parents: Tensor, tokens: Tensor, ids: Tensor | None, vocabulary: int, eos_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens, and where parents and log-probabilities are."""
-    parents, tokens = laid(parents), laid(tokens)
-    ids = None if ids is None else laid(ids)
+    parents, tokens = lay_out(parents), lay_out(tokens)
+    ids = None if ids is None else lay_out(ids)
     size, rows = parents.shape[1], len(parents) if ids is None else len(ids)
     small = torch.int32 if rows * size * vocabulary < 1 << 31 else torch.int64
     places, chosen = tokens.new_empty(rows * size, dtype=small), tokens.new_empty(2 * rows * size, dtype=small)
@@ -75,7 +75,7 @@ def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | N
     if not (is_laid(table) and is_laid(kept)):
         return beam.beam_ancestors(table, kept, parents, ids, first, t)
     _, rows, size = table.shape
-    parents, ids = laid(parents), None if ids is None else laid(ids)
+    parents, ids = lay_out(parents), None if ids is None else lay_out(ids)
     count = rows if ids is None else len(ids)
     addresses = (*map(address, (table, kept, parents)), _address(ids))
     return _ancestors(*addresses, count, rows, size, first, t, LIKE[table.dtype])
@@ -83,7 +83,7 @@ def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | N
 
 def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
     """The places of ancestors after each step."""
-    parents, lens, places = map(laid, (parents, lens, places))
+    parents, lens, places = map(lay_out, (parents, lens, places))
     (steps, rows, size), each = parents.shape, places.shape[1]
     out = parents.new_zeros(steps, rows, each)
     args = (*map(address, (parents, lens, places, out)), steps, rows, size, each)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import compiled, inlined
-from tensorloop.kernels.cpu.rows import _bounds
+from tensorloop.kernels.cpu.offsets import bounds_of
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager.edits import DELETION, INSERTION, MATCH, SUBSTITUTION
 from tensorloop.kernels.memory import array
 
-# What a cell of a pair's table costs, as bytes that are read and written in the same time (`_threads.share`).
+# What a cell of a pair's table costs, as bytes that are read and written in the same time (`threads.share`).
 BIT_COST, CELL_COST, PATH_COST = 8, 50, 100
 
 
@@ -55,7 +55,7 @@ def edit_paths(
 ) -> tuple[Tensor, Tensor]:
     """(N, 3), (R,) int64: (what, place in the row of a, place in that of b) by pair, in order; how many a pair.
 
-    Which of several paths: `eager_edits.edit_paths`. Each pair takes a byte a cell of its table for as long as it runs.
+    Which of several paths: `kernels/eager/edits.py`. Each pair takes a byte a cell of its table for as long as it runs.
     """
     rows = _rows(a, a_offsets, b, b_offsets, "edit_paths")
     each, count = rows[-1], len(a_offsets) - 1
@@ -70,7 +70,7 @@ def edit_paths(
 
 def _rows(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, name: str) -> tuple[Any, ...]:
     """(a, its bounds, b, its bounds, rows of a that each of b serves), checked: what a kernel follows blindly."""
-    a_bounds, b_bounds = _bounds(a_offsets, len(a), len(a), name), _bounds(b_offsets, len(b), len(b), name)
+    a_bounds, b_bounds = bounds_of(a_offsets, len(a), name, len(a)), bounds_of(b_offsets, len(b), name, len(b))
     rows, others = len(a_bounds) - 1, len(b_bounds) - 1
     if rows % others if others else rows:
         raise ValueError(f"{name}: {rows} rows of a cannot be shared among {others} rows of b")

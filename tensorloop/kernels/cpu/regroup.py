@@ -15,8 +15,7 @@ from torch import Tensor
 from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.cpu.pointers import copy_short, pointer
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.eager import regroup as eager_moves
-from tensorloop.kernels.memory import address, settled
+from tensorloop.kernels.memory import address, settle
 from tensorloop.kernels.moves import Moves
 
 # What can be added; anything can be moved.
@@ -33,17 +32,18 @@ _tables: "WeakKeyDictionary[Moves, tuple[np.ndarray, np.ndarray]]" = WeakKeyDict
 
 def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
     """Targets (B, width) from sources (B, width)."""
-    if moves.sums and rows[0].dtype not in SUMMED:  # float16 and bfloat16: numba cannot add them
-        return eager_moves.regroup(rows, moves)
     rows = [_in_rows(x) for x in rows]
     out = [rows[0].new_empty(len(rows[0]), width) for width in moves.targets]
     run(rows, out, moves)
     return out
 
 
+regroup_sums = regroup  # of the dtypes in `SUMMED`
+
+
 def _in_rows(x: Tensor) -> Tensor:
     """Each row contiguous; rows may lie apart."""
-    x = settled(x)
+    x = settle(x)
     return x if x.shape[1] < 2 or x.stride(1) == 1 else x.contiguous()
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import compiled
+from tensorloop.kernels.cpu.offsets import bounds_of
 from tensorloop.kernels.cpu.pointers import FRESH, copy_bytes, copy_run, copy_short, zero_run
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.memory import address, array, laid
+from tensorloop.kernels.memory import address, array, lay_out
 
 # Below this many bytes, or in shorter rows, `index_select` is faster: 21 : 80 us at (4096, 64) float32, 2.4 : 5.4 us at
 # (16, 16). Above, the hint of the next rows pays: 1.0 : 1.7 ms at (16384, 256).
@@ -22,8 +23,8 @@ LONG = 512
 def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
     _, steps, features = padded.shape
-    padded = laid(padded)
-    bounds = _bounds(offsets, n, steps, "pack_rows")
+    padded = lay_out(padded)
+    bounds = bounds_of(offsets, n, "pack_rows", steps)
     out = padded.new_empty(n, features)
     row = features * out.element_size()
     args = address(padded), address(out), bounds, steps * row, row, out.nbytes >= FRESH
@@ -34,8 +35,8 @@ def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
 def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:
     """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
     n, features = values.shape
-    values = laid(values)
-    bounds = _bounds(offsets, n, n, "pad_rows")
+    values = lay_out(values)
+    bounds = bounds_of(offsets, n, "pad_rows", n)
     batch = len(bounds) - 1
     out = values.new_empty(batch, steps, features)
     row = features * out.element_size()
@@ -50,8 +51,8 @@ def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor
 def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, F) -> (n, F): row b as often as segment b is long."""
     features = rows.shape[1]
-    rows = laid(rows)
-    bounds = _bounds(offsets, n, n, "spread_rows")
+    rows = lay_out(rows)
+    bounds = bounds_of(offsets, n, "spread_rows", n)
     out = rows.new_empty(n, features)
     row = features * out.element_size()
     share(_spread, n, n * row, (address(rows), address(out), bounds, row), (rows, out))
@@ -64,7 +65,7 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     row = features * values.element_size()
     if row < LONG or len(index) * row < LARGE:
         return values.index_select(0, index)
-    values = laid(values)
+    values = lay_out(values)
     picked = array(index)
     out = values.new_empty(len(picked), features)
     outside = np.full(1, -1, np.int64)
@@ -76,25 +77,8 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
     return out
 
 
-def _bounds(offsets: Tensor, n: int, longest: int, name: str) -> np.ndarray:
-    """The offsets, which decide what memory is touched: looked at once more, as it takes but 2 us."""
-    bounds = array(offsets)
-    if not _are_bounds(bounds, n, longest):
-        raise ValueError(f"{name}: offsets must rise from 0 to {n} by at most {longest} a row, got {offsets}")
-    return bounds
-
-
 def _has_sign(fill: float) -> bool:
     return str(fill).startswith("-")
-
-
-@compiled
-def _are_bounds(bounds: Any, n: int, longest: int) -> bool:
-    good = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == n
-    for b in range(len(bounds) - 1):
-        length = bounds[b + 1] - bounds[b]
-        good &= 0 <= length <= longest
-    return good
 
 
 @compiled

@@ -12,6 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import compiled, inlined
+from tensorloop.kernels.cpu.exponential import exp
+from tensorloop.kernels.cpu.offsets import bounds_of
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import array
 
@@ -21,7 +23,7 @@ FEW = 4  # rows
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); 0 for an empty segment."""
-    bounds = _bounds(values, offsets, "segment_sum")
+    bounds = bounds_of(offsets, len(values), "segment_sum")
     out = values.new_empty(len(bounds) - 1, values.shape[1])
     _over_segments(_sum, bounds, 1, values, out)
     return out
@@ -39,7 +41,7 @@ def segment_min(values: Tensor, offsets: Tensor, fill: float) -> tuple[Tensor, T
 
 def segment_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); -inf for an empty segment."""
-    bounds = _bounds(values, offsets, "segment_logsumexp")
+    bounds = bounds_of(offsets, len(values), "segment_logsumexp")
     out = values.new_empty(len(bounds) - 1, values.shape[1])
     _over_segments(_logsumexp, bounds, 2, values, out)
     return out
@@ -47,7 +49,7 @@ def segment_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
 
 def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F), each segment and column adding up to 1; NaN where torch's softmax has NaN."""
-    bounds = _bounds(values, offsets, "segment_softmax")
+    bounds = bounds_of(offsets, len(values), "segment_softmax")
     out = values.new_empty(values.shape)
     _over_segments(_softmax, bounds, 3, values, out)
     return out
@@ -55,7 +57,7 @@ def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
 
 def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (N, F) -> (N, F): the gradient of what y is the softmax of, y * (dy - sum(y * dy))."""
-    bounds = _bounds(y, offsets, "segment_softmax_grad")
+    bounds = bounds_of(offsets, len(y), "segment_softmax_grad")
     out = y.new_empty(y.shape)
     _over_segments(_softmax_grad, bounds, 3, y, dy, out)
     return out
@@ -73,7 +75,7 @@ def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Te
 
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F): sums from the start of the segment. Nothing of one segment reaches another, NaN included."""
-    bounds = _bounds(values, offsets, "segment_cumsum")
+    bounds = bounds_of(offsets, len(values), "segment_cumsum")
     out = values.new_empty(values.shape)
     _over_segments(_cumsum, bounds, 2, values, out)
     return out
@@ -82,7 +84,7 @@ def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
 def _spread_grad(
     kernel: Callable[..., Any], values: Tensor, reduced: Tensor, grad: Tensor, offsets: Tensor, name: str
 ) -> Tensor:
-    bounds = _bounds(values, offsets, name)
+    bounds = bounds_of(offsets, len(values), name)
     if not reduced.shape == grad.shape == (len(bounds) - 1, values.shape[1]):
         wanted = len(bounds) - 1, values.shape[1]
         raise ValueError(f"{name}: expected a row for each segment, {wanted}, got {reduced.shape} and {grad.shape}")
@@ -94,19 +96,11 @@ def _spread_grad(
 def _extreme(
     kernel: Callable[..., Any], values: Tensor, offsets: Tensor, fill: float, name: str
 ) -> tuple[Tensor, Tensor]:
-    bounds = _bounds(values, offsets, name)
+    bounds = bounds_of(offsets, len(values), name)
     out = values.new_full((len(bounds) - 1, values.shape[1]), fill)
     where = offsets.new_full(out.shape, -1)
     _over_segments(kernel, bounds, 1, values, out, where)
     return out, where
-
-
-def _bounds(values: Tensor, offsets: Tensor, name: str) -> np.ndarray:
-    """The offsets, which decide what memory is touched: looked at once more, as it takes but 2 us."""
-    bounds = array(offsets)
-    if not _are_bounds(bounds, len(values)):
-        raise ValueError(f"{name}: offsets must rise from 0 to {len(values)}, got {offsets}")
-    return bounds
 
 
 def _over_segments(
@@ -118,45 +112,12 @@ def _over_segments(
     share(kernel, tasks, passes * values.numel() * values.element_size(), (bounds, *arrays))
 
 
-@compiled
-def _are_bounds(bounds: Any, n: int) -> bool:
-    good = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == n
-    for b in range(len(bounds) - 1):
-        good &= bounds[b] <= bounds[b + 1]
-    return good
-
-
 @inlined
 def _task(task: Any, bounds: Any, features: Any) -> Any:
     """(segment, its first row, one past its last, first column, columns)"""
     blocks = (features + BLOCK - 1) // BLOCK
     b, low = task // blocks, task % blocks * BLOCK
     return b, bounds[b], bounds[b + 1], low, min(BLOCK, features - low)
-
-
-@inlined
-def exp(x: Any) -> Any:
-    """exp of a float32 <= 0, -inf or NaN, within 2 units in the last place; 0 where it would be subnormal.
-
-    libm's takes one number at a time. This is 2^n e^r, |r| <= ln(2) / 2, with e^r by its first eight terms, which leave
-    out less than 6e-9; ln(2) comes in two parts, the first of which has few enough digits for an exact product.
-    """
-    bounded = x if x > np.float32(-88) else np.float32(-88)
-    n = np.floor(bounded * np.float32(1.442695041) + np.float32(0.5))
-    r = bounded - n * np.float32(0.693359375)
-    r = r + n * np.float32(2.12194440e-4)
-    y = np.float32(1 / 5040)
-    y = y * r + np.float32(1 / 720)
-    y = y * r + np.float32(1 / 120)
-    y = y * r + np.float32(1 / 24)
-    y = y * r + np.float32(1 / 6)
-    y = y * r + np.float32(1 / 2)
-    y = y * r + np.float32(1)
-    y = y * r + np.float32(1)
-    bits = np.int32(np.int32(n) + np.int32(127)) << np.int32(23)
-    y = y * np.int32(bits).view(np.float32)
-    y = y if x > np.float32(-87.33) else np.float32(0)
-    return y if x == x else x
 
 
 @compiled

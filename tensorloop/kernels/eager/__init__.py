@@ -1,1 +1,1 @@
-"""The same operations in torch's own: any device, any dtype, any kind of tensor."""
+"""The same operations in torch's own, without autograd: any device, any dtype, any kind of tensor."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tensorloop._common.ranking import best_pairs, descending, widened
+
 
 def beam_best(
     keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
@@ -27,41 +29,6 @@ def beam_best(
         return values, parents, tokens, ends
     kinds = ((values, -torch.inf), (parents, 0), (tokens, 0), (ends, -torch.inf))
     return tuple(widened(x, ids, len(keys), fill) for x, fill in kinds)  # pyright: ignore[reportReturnType]
-
-
-def widened(x: Tensor, ids: Tensor, rows: int, fill: float) -> Tensor:
-    """(rows, ...) with x in the rows `ids`."""
-    return x.new_full((rows, *x.shape[1:]), fill).index_copy_(0, ids, x)
-
-
-def best_pairs(keys: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, parents, tokens) of the `count` largest of (B, K, V), as `beam_best` gives them."""
-    values, places = largest(keys.flatten(1), count)
-    none = values == -torch.inf
-    places = torch.where(none, places[:, :1].masked_fill(none[:, :1], 0), places)
-    parents = places.div(keys.shape[2], rounding_mode="floor")
-    return values, parents, places - parents * keys.shape[2]
-
-
-def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of (B, N), of equal ones the first; short of that -inf at place 0: (values, places)."""
-    more = min(count + 1, keys.shape[1])  # one more shows whether there is a tie for the last place
-    values, places = keys.topk(more, 1)
-    tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(1)
-    if bool(tied.any()):  # topk says nothing of their order, nor of which of them it takes
-        rows = tied.nonzero()[:, 0]
-        every, order = descending(keys[rows])
-        values[rows], places[rows] = every[:, :more], order[:, :more]
-    if more < count:
-        missing = count - more
-        values = torch.cat([values, values.new_full((len(keys), missing), -torch.inf)], 1)
-        places = torch.cat([places, places.new_zeros(len(keys), missing)], 1)
-    return values[:, :count], places[:, :count]
-
-
-def descending(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(values, places) along the last dim, the largest first, of equal ones the first."""
-    return torch.sort(x, dim=-1, descending=True, stable=True)
 
 
 def beam_pool(
@@ -141,42 +108,3 @@ def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
         out[t] = torch.where(runs, places, 0)
         places = torch.where(runs, parents[t].gather(1, places), places)
     return out
-
-
-def beam_attend(
-    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of q (B, K, heads, D) to what each hypothesis sees: the output, and the log-sum-exp of its scores.
-
-    `prefix`: keys and values (P, B, heads_kv, D) that all of a row see. `slots`: keys and values (c + m, B, K,
-    heads_kv, D), of which hypothesis k of row b sees those of shared[j, b] in the first c, then those of own[j, b, k].
-    Either may be empty, or one tensor that is both. Sums are float32 at least.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    common, single = _seen(prefix, slots, shared, own, wide)
-    queries = q.unflatten(2, (common[0].shape[-2], -1)).to(wide)
-    parts = [
-        torch.einsum("bkhgd,sbhd->bkhgs", queries, common[0]),
-        torch.einsum("bkhgd,sbkhd->bkhgs", queries, single[0]),
-    ]
-    scores = torch.cat(parts, -1).mul_(scale)
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = scores.sub_(lse).exp_().split([x.shape[-1] for x in parts], -1)
-    out = torch.einsum("bkhgs,sbhd->bkhgd", weights[0], common[1])
-    out = out + torch.einsum("bkhgs,sbkhd->bkhgd", weights[1], single[1])
-    return out.flatten(2, 3).to(q.dtype), lse[..., 0].flatten(2, 3)
-
-
-def _seen(
-    prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values (n, B, heads_kv, D) that all of a row see, and (m, B, K, heads_kv, D) of each hypothesis."""
-    like, (rows, size) = (prefix or slots)[0], own.shape[1:]
-    before = prefix or [like.new_empty(0, rows, *like.shape[-2:])]
-    grown = slots or [like.new_empty(0, rows, size, *like.shape[-2:])]
-    first = torch.arange(len(grown[0]) * rows, device=like.device).view(len(grown[0]), rows) * size
-    split = len(shared)
-    places = shared + first[:split], own + first[split:, :, None]
-    flat = [grown[i].flatten(0, 2) for i in (0, -1)]
-    common = [torch.cat([before[i], flat[i][places[0]]]).to(dtype) for i in (0, -1)]
-    return common, [x[places[1]].to(dtype) for x in flat]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.eager.segments import pad_rows
+from tensorloop.kernels.eager.rows import pad_rows
 
 MATCH, SUBSTITUTION, INSERTION, DELETION = range(4)
 _FAR = 1 << 40  # more than any number of edits; infinity where costs are floats

@@ -20,3 +20,6 @@ def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
             first = first + other
         parts[target].append(first)
     return [torch.cat(some, 1) if some else rows[0].new_empty(len(rows[0]), 0) for some in parts]
+
+
+regroup_sums = regroup  # for tables whose `sums` is true: kernels add in fewer dtypes than they move

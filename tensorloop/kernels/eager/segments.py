@@ -1,65 +1,21 @@
-"""Kernels in torch operations: any device, any dtype.
+"""Reductions over segments of packed rows in torch operations. What `offsets` are is said in `rows`.
 
-Each works on plain tensors, without autograd. `offsets` (B+1,) int64 cut N rows of values into B segments: segment b is
-[offsets[b], offsets[b+1]), and may be empty. Trailing dims come flattened into one, F. Sums of half precision are
-taken in float32.
+Sums of half precision are taken in float32.
 """
 
 import torch
 from torch import Tensor
 
+from tensorloop.kernels.eager.rows import row_ids, spread_rows
+
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-
-
-def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
-    """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
-    batch, steps, features = padded.shape
-    return padded.reshape(batch * steps, features).index_select(0, _slots(offsets, n, steps))
-
-
-def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:
-    """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
-    n, features = values.shape
-    batch = len(offsets) - 1
-    out = values.new_full((batch * steps, features), fill)
-    slots = _slots(offsets, n, steps)
-    if steps < n:  # otherwise no row can be longer than `steps`
-        fits = slots < _row_ids(offsets, n).add_(1).mul_(steps)
-        slots, values = slots[fits], values[fits]
-    return out.index_copy_(0, slots, values).view(batch, steps, features)
-
-
-def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
-    """(B, F) -> (n, F): row b as often as segment b is long."""
-    return rows.index_select(0, _row_ids(offsets, n))
-
-
-def gather_rows(values: Tensor, index: Tensor) -> Tensor:
-    """(N, F), (M,) -> (M, F)"""
-    return values.index_select(0, index)
-
-
-def write_rows(slots: Tensor, pos: Tensor, x: Tensor, where: Tensor) -> None:
-    """Row b of x (B, *F) to slots[pos[b], b] of (n, B, *F), in place, where `where` (B,) bool is true."""
-    rows = torch.arange(len(pos), device=slots.device)
-    old = slots[pos, rows]
-    slots[pos, rows] = torch.where(where.view(-1, *[1] * (old.dim() - 1)), x, old)
-
-
-def take_rows(slots: Tensor, pos: Tensor, where: Tensor) -> Tensor:
-    """slots[pos[b], b] of (n, B, *F), which is 0 afterwards, in row b of (B, *F); 0 where `where` (B,) is false."""
-    rows = torch.arange(len(pos), device=slots.device)
-    old = slots[pos, rows]
-    takes, zero = where.view(-1, *[1] * (old.dim() - 1)), old.new_zeros(())
-    slots[pos, rows] = torch.where(takes, zero, old)
-    return torch.where(takes, old, zero)
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); 0 for an empty segment."""
     wide = values.float() if values.dtype in _HALVES else values
     out = wide.new_zeros(len(offsets) - 1, values.shape[1])
-    return out.index_add_(0, _row_ids(offsets, len(values)), wide).to(values.dtype)
+    return out.index_add_(0, row_ids(offsets, len(values)), wide).to(values.dtype)
 
 
 def segment_max(values: Tensor, offsets: Tensor, fill: float) -> tuple[Tensor, Tensor]:
@@ -123,27 +79,14 @@ def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     return wide.to(values.dtype)
 
 
-def _row_ids(offsets: Tensor, n: int) -> Tensor:
-    """(n,): the segment each entry is in."""
-    rows = torch.arange(len(offsets) - 1, device=offsets.device)
-    return torch.repeat_interleave(rows, offsets.diff(), output_size=n)
-
-
 def _rows_like(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F): the segment each number is in."""
-    return _row_ids(offsets, len(values)).unsqueeze(1).expand(values.shape)
+    return row_ids(offsets, len(values)).unsqueeze(1).expand(values.shape)
 
 
 def _positions(offsets: Tensor, n: int) -> Tensor:
     """(n,): the place of each entry in its segment."""
-    return torch.arange(n, device=offsets.device) - offsets[:-1].index_select(0, _row_ids(offsets, n))
-
-
-def _slots(offsets: Tensor, n: int, steps: int) -> Tensor:
-    """(n,): where each entry is in a padded (B * steps,)."""
-    rows = _row_ids(offsets, n)
-    starts = offsets[:-1] - torch.arange(len(offsets) - 1, device=offsets.device) * steps
-    return torch.arange(n, device=offsets.device) - starts.index_select(0, rows)
+    return torch.arange(n, device=offsets.device) - offsets[:-1].index_select(0, row_ids(offsets, n))
 
 
 def _top(values: Tensor, offsets: Tensor) -> Tensor:

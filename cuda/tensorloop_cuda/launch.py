@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop_cuda._numba import cuda
+from tensorloop_cuda.target import cuda
 
-THREADS = 256  # a block; `_segments` has that much shared memory
+THREADS = 256  # a block; `segments` has that much shared memory
 WARP = 32
 MOST_BLOCKS = 1 << 16  # beyond that, a block does several pieces of work
 
@@ -26,6 +26,14 @@ def block_shape(width: int) -> Shape:
     """Threads along a row of `width` numbers: a warp, or a power of two where the row is narrower."""
     across = min(WARP, THREADS, 1 << max(width - 1, 0).bit_length())
     return Shape(across, THREADS // across)
+
+
+def recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is launched on a device now."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def launch(kernel: Any, like: Tensor, blocks: int, shape: Shape, *args: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from tensorloop_cuda._numba import SIMULATED, cuda
+from tensorloop_cuda.target import SIMULATED, cuda
 
 if SIMULATED:
     from numba.extending import intrinsic
@@ -22,14 +22,9 @@ else:
 _LOW = 1 << 40  # the address of what is no memory is 0, or how far a view is from its start
 
 
-def laid(x: Tensor) -> Tensor:
+def lay_out(x: Tensor) -> Tensor:
     """`x` contiguous, as it is read: torch's zero tensor has no memory, and a bit may say that numbers are negated."""
     return (x.clone() if x._is_zerotensor() or x.is_neg() or x.is_conj() else x).contiguous()
-
-
-def is_laid(x: Tensor) -> bool:
-    """Whether `laid` gives `x` itself, so that what is written there is written into `x`."""
-    return x.is_contiguous() and not (x._is_zerotensor() or x.is_neg() or x.is_conj())
 
 
 def address(x: Tensor) -> int:
@@ -106,6 +101,15 @@ load: Any = _simulated_load if SIMULATED else _device_load
 store: Any = _simulated_store if SIMULATED else _device_store
 cast: Any = _simulated_cast if SIMULATED else _device_cast
 INT, BOOL = np.int64(0), np.uint8(0)
+WORDS = {1: np.uint8(0), 2: np.uint16(0), 4: np.uint32(0), 8: np.uint64(0)}
+
+
+def word_of(size: int, *places: int) -> int:
+    """The most bytes, up to 8, that divide a row of `size` bytes and all the addresses and steps."""
+    together = size | 8
+    for place in places:
+        together |= place
+    return together & -together
 
 
 @cuda.jit(device=True)

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop_cuda._launch import Shape, block_shape, launch
-from tensorloop_cuda._memory import INT, address, laid, load, store
-from tensorloop_cuda._numba import cuda
-from tensorloop_cuda._rows import WORDS
+from tensorloop_cuda.launch import Shape, block_shape, launch, recorded
+from tensorloop_cuda.memory import INT, WORDS, address, lay_out, load, store, word_of
+from tensorloop_cuda.target import cuda
 
 # What can be added, in units of a real number; anything can be moved.
 SUMMED: dict[torch.dtype, Any] = {
@@ -41,9 +40,9 @@ class Moves(Protocol):
 
 
 class _Table:
-    """The segments on a device, (S, 5): target, start, length, first term, one past its last; then the terms."""
+    """The segments, (S, 5): target, start, length, first term, one past its last; then the terms."""
 
-    def __init__(self, moves: Moves, device: torch.device) -> None:
+    def __init__(self, moves: Moves) -> None:
         rows: list[int] = []
         terms: list[int] = []
         for target, start, length, sources in moves.segments:
@@ -51,13 +50,26 @@ class _Table:
             for source in sources:
                 terms += source
         self.count = len(rows) // _WIDTH
-        self.numbers = torch.tensor(rows + terms, dtype=torch.int64, device=device)
+        self.numbers = rows + terms
         starts = [x for k, x in enumerate(rows) if k % _WIDTH in (1, 2)] + terms[1::2]
         self.divisor = int(np.gcd.reduce(starts)) if starts else 0  # of all starts and lengths
         self.width = max(rows[2::_WIDTH], default=0)
+        self._on_devices: dict[torch.device, Tensor] = {}
+
+    def on(self, like: Tensor) -> Tensor:
+        """The numbers on the device of `like`; what a CUDA graph records of them is its own, however long it lives."""
+        device = like.device
+        if recorded(device):
+            return _on_device(self.numbers, like)
+        if device not in self._on_devices:
+            self._on_devices[device] = torch.tensor(self.numbers, dtype=torch.int64, device=device)
+        table = self._on_devices[device]
+        if table.is_cuda:  # if the plan is dropped, nobody is given this memory before the stream is done with it
+            table.record_stream(torch.cuda.current_stream(device))
+        return table
 
 
-_tables: "WeakKeyDictionary[Moves, dict[torch.device, _Table]]" = WeakKeyDictionary()
+_tables: "WeakKeyDictionary[Moves, _Table]" = WeakKeyDictionary()
 
 
 def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
@@ -68,17 +80,19 @@ def regroup(rows: Sequence[Tensor], moves: Moves) -> list[Tensor]:
     rows = [_in_rows(x) for x in rows]
     like = rows[0]
     out = [like.new_empty(len(like), width) for width in moves.targets]
-    tables = _tables.setdefault(moves, {})
-    table = tables.get(like.device)
+    table = _tables.get(moves)
     if table is None:
-        table = tables[like.device] = _Table(moves, like.device)
+        table = _tables[moves] = _Table(moves)
     _run(table, rows, out, like.element_size(), SUMMED[like.dtype] if moves.sums else None)
     return out
 
 
+regroup_sums = regroup
+
+
 def _in_rows(x: Tensor) -> Tensor:
     plain = not (x._is_zerotensor() or x.is_neg() or x.is_conj())
-    return x if plain and (x.shape[1] < 2 or x.stride(1) == 1) else laid(x)
+    return x if plain and (x.shape[1] < 2 or x.stride(1) == 1) else lay_out(x)
 
 
 def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int, like: Any) -> None:
@@ -87,24 +101,16 @@ def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int
         return
     sources, targets = _places(rows, size), _places(out, size)
     if like is None:
-        like = WORDS[_word((*sources, *targets), table.divisor * size)]
+        like = WORDS[word_of(table.divisor * size, *sources, *targets)]
     shape = block_shape(table.width * size // like.itemsize)
-    addresses = _on_device([*sources, *targets], out[0])
-    args = address(addresses), len(rows), address(table.numbers), table.count, batch, size, like.itemsize, like
+    addresses, numbers = _on_device([*sources, *targets], out[0]), table.on(out[0])
+    args = address(addresses), len(rows), address(numbers), table.count, batch, size, like.itemsize, like
     launch(_move, out[0], -(-batch * table.count // shape.down), shape, *args)
-    _keep(table.numbers)
 
 
 def _places(tensors: Sequence[Tensor], size: int) -> list[int]:
     """Of each tensor the address, and the bytes from row to row."""
     return [k for x in tensors for k in (address(x), x.stride(0) * size)]
-
-
-def _word(places: Sequence[int], size: int) -> int:
-    together = size | 8
-    for place in places:
-        together |= place
-    return together & -together
 
 
 def _on_device(numbers: list[int], like: Tensor) -> Tensor:
@@ -114,12 +120,6 @@ def _on_device(numbers: list[int], like: Tensor) -> Tensor:
     for k in range(0, len(numbers), _ARGUMENTS):
         launch(_poke, like, 1, Shape(1, 1), address(out) + 8 * k, tuple(numbers[k : k + _ARGUMENTS]))
     return out
-
-
-def _keep(table: Tensor) -> None:
-    """Its memory is not given to others while the current stream may read it, if the plan should be dropped."""
-    if table.is_cuda and not torch.cuda.is_current_stream_capturing():
-        table.record_stream(torch.cuda.current_stream(table.device))
 
 
 @cuda.jit(cache=True)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop_cuda._launch import THREADS, block_shape, launch
-from tensorloop_cuda._memory import address, bounds_of, cast, laid, load, store
-from tensorloop_cuda._numba import cuda
+from tensorloop_cuda.launch import THREADS, block_shape, launch
+from tensorloop_cuda.memory import address, bounds_of, cast, lay_out, load, store
+from tensorloop_cuda.target import cuda
 
 LIKE = {torch.float32: np.float32(0), torch.float64: np.float64(0)}
 _WIDE = np.float64(0)
@@ -24,7 +24,7 @@ _NONE = -1
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); 0 for an empty segment."""
-    values, offsets = laid(values), laid(offsets)
+    values, offsets = lay_out(values), lay_out(offsets)
     out = values.new_empty(len(offsets) - 1, values.shape[1])
     _per_segment(_sum, values, offsets, address(values), address(out))
     return out
@@ -42,7 +42,7 @@ def segment_min(values: Tensor, offsets: Tensor, fill: float) -> tuple[Tensor, T
 
 def segment_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); -inf for an empty segment."""
-    values, offsets = laid(values), laid(offsets)
+    values, offsets = lay_out(values), lay_out(offsets)
     out = values.new_empty(len(offsets) - 1, values.shape[1])
     _per_segment(_logsumexp, values, offsets, address(values), address(out))
     return out
@@ -50,7 +50,7 @@ def segment_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
 
 def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F), each segment and column adding up to 1; NaN where torch's softmax has NaN."""
-    values, offsets = laid(values), laid(offsets)
+    values, offsets = lay_out(values), lay_out(offsets)
     out = torch.empty_like(values)
     _per_segment(_softmax, values, offsets, address(values), address(out))
     return out
@@ -58,7 +58,7 @@ def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
 
 def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (N, F) -> (N, F): the gradient of what y is the softmax of, y * (dy - sum(y * dy))."""
-    y, dy, offsets = laid(y), laid(dy), laid(offsets)
+    y, dy, offsets = lay_out(y), lay_out(dy), lay_out(offsets)
     out = torch.empty_like(y)
     _per_segment(_softmax_grad, y, offsets, address(y), address(dy), address(out))
     return out
@@ -76,21 +76,21 @@ def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Te
 
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F): sums from the start of the segment. Nothing of one segment reaches another, NaN included."""
-    values, offsets = laid(values), laid(offsets)
+    values, offsets = lay_out(values), lay_out(offsets)
     out = torch.empty_like(values)
     _per_segment(_cumsum, values, offsets, address(values), address(out))
     return out
 
 
 def _spread_grad(kernel: Any, values: Tensor, reduced: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    values, reduced, grad, offsets = laid(values), laid(reduced), laid(grad), laid(offsets)
+    values, reduced, grad, offsets = lay_out(values), lay_out(reduced), lay_out(grad), lay_out(offsets)
     out = torch.empty_like(values)
     _per_segment(kernel, values, offsets, address(values), address(reduced), address(grad), address(out))
     return out
 
 
 def _extremes(values: Tensor, offsets: Tensor, fill: float, sign: int) -> tuple[Tensor, Tensor]:
-    values, offsets = laid(values), laid(offsets)
+    values, offsets = lay_out(values), lay_out(offsets)
     out = values.new_empty(len(offsets) - 1, values.shape[1])
     where = offsets.new_empty(out.shape)
     _per_segment(_extreme, values, offsets, address(values), address(out), address(where), float(fill), sign)

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from tensorloop_cuda._numba import cuda
+from tensorloop_cuda.target import cuda
 
 
 @cache

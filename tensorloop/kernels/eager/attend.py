@@ -1,0 +1,45 @@
+"""Attention of running hypotheses to their histories in torch operations: slots are gathered, then matrix products."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def beam_attend(
+    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, K, heads, D) to what each hypothesis sees: the output, and the log-sum-exp of its scores.
+
+    `prefix`: keys and values (P, B, heads_kv, D) that all of a row see. `slots`: keys and values (c + m, B, K,
+    heads_kv, D), of which hypothesis k of row b sees those of shared[j, b] in the first c, then those of own[j, b, k].
+    Either may be empty, or one tensor that is both. Sums are float32 at least.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    common, single = _seen(prefix, slots, shared, own, wide)
+    queries = q.unflatten(2, (common[0].shape[-2], -1)).to(wide)
+    parts = [
+        torch.einsum("bkhgd,sbhd->bkhgs", queries, common[0]),
+        torch.einsum("bkhgd,sbkhd->bkhgs", queries, single[0]),
+    ]
+    scores = torch.cat(parts, -1).mul_(scale)
+    lse = scores.logsumexp(-1, keepdim=True)
+    weights = scores.sub_(lse).exp_().split([x.shape[-1] for x in parts], -1)
+    out = torch.einsum("bkhgs,sbhd->bkhgd", weights[0], common[1])
+    out = out + torch.einsum("bkhgs,sbkhd->bkhgd", weights[1], single[1])
+    return out.flatten(2, 3).to(q.dtype), lse[..., 0].flatten(2, 3)
+
+
+def _seen(
+    prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values (n, B, heads_kv, D) that all of a row see, and (m, B, K, heads_kv, D) of each hypothesis."""
+    like, (rows, size) = (prefix or slots)[0], own.shape[1:]
+    before = prefix or [like.new_empty(0, rows, *like.shape[-2:])]
+    grown = slots or [like.new_empty(0, rows, size, *like.shape[-2:])]
+    first = torch.arange(len(grown[0]) * rows, device=like.device).view(len(grown[0]), rows) * size
+    split = len(shared)
+    places = shared + first[:split], own + first[split:, :, None]
+    flat = [grown[i].flatten(0, 2) for i in (0, -1)]
+    common = [torch.cat([before[i], flat[i][places[0]]]).to(dtype) for i in (0, -1)]
+    return common, [x[places[1]].to(dtype) for x in flat]
