@@ -23,7 +23,7 @@ class Paths(NamedTuple):
     shared: Tensor  # (c, B): in states 0 to c - 1, where one ancestor is that of all K
     own: Tensor  # (t + 1 - c, B, K): in states c to t
 
-    def whole(self, first: int = 0) -> Tensor:
+    def join(self, first: int = 0) -> Tensor:
         """(t + 1 - first, B, K) int64: the ancestors in states from `first` on."""
         c, size = len(self.shared), self.own.shape[2]
         if first >= c:
@@ -31,24 +31,24 @@ class Paths(NamedTuple):
         return torch.cat([self.shared[first:, :, None].expand(-1, -1, size), self.own]).long()
 
 
-def smallest(count: int) -> torch.dtype:
+def pick_dtype(count: int) -> torch.dtype:
     """The dtype of fewest bytes that holds the numbers below `count`."""
     return next((x for x in (torch.uint8, torch.int16, torch.int32) if count <= torch.iinfo(x).max + 1), torch.int64)
 
 
-def index_of(places: Tensor, count: int) -> Tensor:
+def as_index(places: Tensor, count: int) -> Tensor:
     """`places` among `count`, as an index of int32 where that will do: what an index_select keeps for backward."""
     return places.int() if count <= torch.iinfo(torch.int32).max else places
 
 
-class Lineage:
-    """S of one search. It keeps parents of its own: a graph that holds a lineage holds nothing else of the search."""
+class Ancestry:
+    """S of one search. It keeps parents of its own: a graph that holds an ancestry holds nothing else of the search."""
 
     def __init__(self, rows: int, size: int, device: torch.device) -> None:
         self.rows = rows
         self.state = 0
         self.shared = [0]
-        self.first = torch.arange(size, dtype=smallest(size), device=device).expand(1, rows, size)
+        self.first = torch.arange(size, dtype=pick_dtype(size), device=device).expand(1, rows, size)
         self.table = self.first.clone()  # (room, B, K), of which state + 1 are in use
         self.parents: list[Tensor] = []  # (B, K) of each step
         self.last: tuple[int, int, Paths] | None = None
@@ -58,18 +58,18 @@ class Lineage:
         while self.state < t:
             self._advance(parents[self.state], ids)
 
-    def at(self, t: int, ids: Tensor | None) -> Paths:
+    def trace(self, t: int, ids: Tensor | None) -> Paths:
         """The paths that end in state t, of the rows `ids` (all of them where None). Not to be changed."""
         with scope.quietly(), torch.no_grad():
             rows = self.rows if ids is None else len(ids)
             if self.last is None or self.last[:2] != (t, rows):
-                self.last = t, rows, self._found(t, ids)
+                self.last = t, rows, self._read(t, ids)
             return self.last[2]
 
-    def _found(self, t: int, ids: Tensor | None) -> Paths:
+    def _read(self, t: int, ids: Tensor | None) -> Paths:
         c = self.shared[t]
-        own = _rows(self.table[c : t + 1], ids).clone() if t == self.state else self._again(c, t, ids)
-        return Paths(_rows(self.table[:c, :, 0], ids), own)
+        own = _select_rows(self.table[c : t + 1], ids).clone() if t == self.state else self._retrace(c, t, ids)
+        return Paths(_select_rows(self.table[:c, :, 0], ids), own)
 
     def _advance(self, parents: Tensor, ids: Tensor | None) -> None:
         """S of the next state, and how much of it is final."""
@@ -81,8 +81,8 @@ class Lineage:
         self.shared.append(go_on(self.table, self.parents[-1], parents, ids, c, t))
         self.state = t
 
-    def _again(self, c: int, t: int, ids: Tensor | None) -> Tensor:
-        place = _rows(self.first, ids)[0]
+    def _retrace(self, c: int, t: int, ids: Tensor | None) -> Tensor:
+        place = _select_rows(self.first, ids)[0]
         own = [place]
         for j in range(t - 1, c - 1, -1):
             before = self.parents[j] if ids is None else self.parents[j].index_select(0, ids)
@@ -91,6 +91,6 @@ class Lineage:
         return torch.stack(own[::-1])
 
 
-def _rows(x: Tensor, ids: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, ids: Tensor | None) -> Tensor:
     """The rows `ids` of (n, B, ...)."""
     return x if ids is None else x.index_select(1, ids)

@@ -29,7 +29,7 @@ from tensorloop.tensor_array.gradient import Step
 _NAME = "attention"
 
 
-class Part(NamedTuple):
+class SeenSlots(NamedTuple):
     """Slots that some queries see: (G, S) places in flat slots, or None for the prefix; L queries each."""
 
     places: Tensor | None
@@ -37,15 +37,15 @@ class Part(NamedTuple):
     queries: int
 
 
-class Taken(NamedTuple):
+class SeenKeys(NamedTuple):
     """A part with its keys and values, (groups, S, heads_kv, D)."""
 
-    part: Part
+    part: SeenSlots
     k: Tensor
     v: Tensor
 
 
-class Plan(NamedTuple):
+class Attended(NamedTuple):
     """What one step attends to. Places are found again when they are needed, and no array is held: it holds us."""
 
     family: Any
@@ -59,16 +59,16 @@ class Plan(NamedTuple):
         """The slots of each array, (slots, B, K, *F)."""
         return [x.slots(self.slots, _NAME) for x in self.present] if self.slots else []
 
-    def parts(self) -> Iterator[Part]:
+    def seen(self) -> Iterator[SeenSlots]:
         rows, size = self.family.rows, self.family.size
         if self.prefix:
-            yield Part(None, rows, size)
+            yield SeenSlots(None, rows, size)
         if self.slots:
-            shared, own = self.family.places(self.births, 0, self.slots)
+            shared, own = self.family.find_places(self.births, 0, self.slots)
             if len(shared):
-                yield Part(shared.t(), rows, size)
+                yield SeenSlots(shared.t(), rows, size)
             if len(own):
-                yield Part(own.flatten(1).t(), rows * size, 1)
+                yield SeenSlots(own.flatten(1).t(), rows * size, 1)
 
 
 def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
@@ -77,29 +77,29 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     Shapes and dtypes are checked by the caller. Gradient: to q and to what was appended, twice.
     """
     k, v = keys._store, values._store
-    if not _goes_together(q, k, v):
+    if not _can_attend(q, k, v):
         return NotImplemented
     scale = engine.default_scale(q.shape[-1]) if scale is None else scale
     slots = len(k.grown)
-    buffers = [_buffer(x) for x in ([k.grown] if k.grown is v.grown else [k.grown, v.grown])] if slots else []
+    buffers = [_find_buffer(x) for x in ([k.grown] if k.grown is v.grown else [k.grown, v.grown])] if slots else []
     if any(x is None for x in buffers):
         return NotImplemented
     prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
     present = tuple(x.kept(_NAME) for x in buffers if x is not None)
-    plan = Plan(k.family, k.births, k.shared_slots, slots, scale, present)
+    attended = Attended(k.family, k.births, k.shared_slots, slots, scale, present)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unnoted():
         if not torch.is_grad_enabled():
-            return _Attend.apply(plan, q, *prefix)[0]
+            return _Attend.apply(attended, q, *prefix)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]
-        out, *after = _Attend.apply(plan, q, *prefix, *tokens)
+        out, *after = _Attend.apply(attended, q, *prefix, *tokens)
         for buffer, token in zip(buffers, after, strict=True):
             if buffer is not None and token is not None:
                 buffer.token = token
     return out
 
 
-def _goes_together(q: Any, k: Any, v: Any) -> bool:
+def _can_attend(q: Any, k: Any, v: Any) -> bool:
     """Whether the arrays are of one step and fit the queries, and nothing but plain autograd is at work."""
     if type(k) is not type(v) or k.family is not v.family or not k.length or not isinstance(q, Tensor) or q.dim() != 4:
         return False
@@ -121,7 +121,7 @@ def _goes_together(q: Any, k: Any, v: Any) -> bool:
     )
 
 
-def _buffer(array: Any) -> Buffer | None:
+def _find_buffer(array: Any) -> Buffer | None:
     store = array._store
     store = store if isinstance(store, Buffer) else store.one() if hasattr(store, "one") else None
     return store if isinstance(store, Buffer) else None
@@ -135,54 +135,61 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, plan: Plan, q: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, *tokens: Tensor | None
+        ctx: Any,
+        attended: Attended,
+        q: Tensor,
+        prefix_k: Tensor | None,
+        prefix_v: Tensor | None,
+        *tokens: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
+        ctx.attended = attended
         ctx.save_for_backward(q, prefix_k, prefix_v, *tokens)
-        out, _ = _output(q, (prefix_k, prefix_v), plan.values(), plan)
+        out, _ = _compute(q, (prefix_k, prefix_v), attended.values(), attended)
         return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None, None, *grads
-        plan: Plan = ctx.plan
+        attended: Attended = ctx.attended
         q, *others = ctx.saved_tensors
         prefix, tokens = others[:2], others[2:]
         batched = any(x is not None and transforms.is_legacy_batched(x) for x in (grad, *grads))
         if torch.is_grad_enabled() or transforms.maybe_level() is not None or batched:
-            *found, of_slots = _gradient_of_whole(q, prefix, tokens, grad, plan)
+            *found, of_slots = _differentiate_whole(q, prefix, tokens, grad, attended)
             added = [
                 None if token is None else new if old is None else old + new
                 for old, new, token in zip(grads, of_slots, tokens, strict=True)
             ]
             return None, *found, *added
-        slots = plan.values()
+        slots = attended.values()
         sums = [
             None if token is None else torch.zeros_like(slot) if old is None else old.contiguous()
             for old, slot, token in zip(grads, slots, tokens, strict=True)
         ]
-        return None, *_backward(grad, q, prefix, slots, sums, plan), *sums
+        return None, *_backward(grad, q, prefix, slots, sums, attended), *sums
 
 
-def _output(q: Tensor, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], plan: Plan) -> tuple[Tensor, Tensor]:
+def _compute(
+    q: Tensor, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], attended: Attended
+) -> tuple[Tensor, Tensor]:
     """The output (B, K, heads, D), and the log-sum-exp of the scores (B, K, heads)."""
     before = [x for x in prefix if x is not None]
-    shared, own = plan.family.states(plan.births, 0, plan.slots)
-    return find("beam_attend", q, *before, *slots)(q, before, slots, shared, own, plan.scale)
+    shared, own = attended.family.find_states(attended.births, 0, attended.slots)
+    return find("beam_attend", q, *before, *slots)(q, before, slots, shared, own, attended.scale)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, before: Any, slots: Sequence[Tensor], sums: list[Tensor | None], plan: Plan
+    grad: Tensor, q: Tensor, before: Any, slots: Sequence[Tensor], sums: list[Tensor | None], attended: Attended
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of q and of the prefix; those of slots are added to `sums`."""
-    out, lse = _output(q, before, slots, plan)
-    task, dq, grad = Task(plan.scale), torch.zeros_like(q), grad.contiguous()
+    out, lse = _compute(q, before, slots, attended)
+    task, dq, grad = Task(attended.scale), torch.zeros_like(q), grad.contiguous()
     of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
-    for part, k, v in _taken(plan, before, slots):
+    for part, k, v in _gather(attended, before, slots):
         lse_ = lse.reshape(part.groups, part.queries, -1)
-        dq_, dk, dv = engine._backward(_as(grad, part), _as(q, part), k, v, _as(out, part), lse_, task)
+        dq_, dk, dv = engine._backward(_group(grad, part), _group(q, part), k, v, _group(out, part), lse_, task)
         dq += dq_.view_as(q)
         if part.places is None:
             of_prefix = dk.transpose(0, 1), dv.transpose(0, 1)
@@ -193,24 +200,24 @@ def _backward(
     return dq, of_prefix[0], of_prefix[1]
 
 
-def _as(x: Tensor, part: Part) -> Tensor:
+def _group(x: Tensor, part: SeenSlots) -> Tensor:
     """(B, K, heads, ...) as (groups, queries, heads, ...)."""
     return x.reshape(part.groups, part.queries, *x.shape[2:])
 
 
-def _taken(plan: Plan, prefix: Any, slots: Sequence[Tensor]) -> Iterator[Taken]:
+def _gather(attended: Attended, prefix: Any, slots: Sequence[Tensor]) -> Iterator[SeenKeys]:
     """What the parts see."""
-    for part in plan.parts():
+    for part in attended.seen():
         if part.places is None:
-            yield Taken(part, *(x.transpose(0, 1) for x in prefix))
+            yield SeenKeys(part, *(x.transpose(0, 1) for x in prefix))
             continue
         place = part.places.flatten()
         kv = [x.flatten(0, 2).index_select(0, place).unflatten(0, part.places.shape) for x in slots]
-        yield Taken(part, kv[0], kv[-1])
+        yield SeenKeys(part, kv[0], kv[-1])
 
 
-def _gradient_of_whole(
-    q: Tensor, prefix: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, plan: Plan
+def _differentiate_whole(
+    q: Tensor, prefix: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, attended: Attended
 ) -> tuple[Any, ...]:
     """The gradients by autograd of the formula over all slots, as part of the graph where backward is recorded.
 
@@ -219,24 +226,24 @@ def _gradient_of_whole(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         slots = [
-            Step.apply(token, None, at.block, None, plan.slots, slice(0, plan.slots))[1]
+            Step.apply(token, None, at.block, None, attended.slots, slice(0, attended.slots))[1]
             if recorded and token is not None
             else x
-            for at, x, token in zip(plan.present, plan.values(), tokens, strict=True)
+            for at, x, token in zip(attended.present, attended.values(), tokens, strict=True)
         ]
         aliases: list[Any] = [
             None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()
             for x in (q, *prefix, *slots)
         ]
-        out = _whole(aliases[0], aliases[1:3], aliases[3:], plan)
+        out = _attend_whole(aliases[0], aliases[1:3], aliases[3:], attended)
         wanted = [x for x in aliases if x is not None]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=recorded, materialize_grads=True))
-    every = [None if x is None else next(found) for x in aliases]
-    return *every[:3], every[3:]
+    all_found = [None if x is None else next(found) for x in aliases]
+    return *all_found[:3], all_found[3:]
 
 
-def _whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], plan: Plan) -> Tensor:
+def _attend_whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], attended: Attended) -> Tensor:
     """The output as the formula says, from keys and values gathered for each hypothesis."""
-    parts = [[x.repeat_interleave(part.queries, 0) for x in kv] for part, *kv in _taken(plan, prefix, slots)]
+    parts = [[x.repeat_interleave(part.queries, 0) for x in kv] for part, *kv in _gather(attended, prefix, slots)]
     k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
-    return engine.whole(q.reshape(-1, 1, *q.shape[2:]), k, v, Task(plan.scale)).view_as(q)
+    return engine.whole(q.reshape(-1, 1, *q.shape[2:]), k, v, Task(attended.scale)).view_as(q)

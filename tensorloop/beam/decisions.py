@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorloop.beam import doubt
-from tensorloop.beam.choose import Choice, Offer, TopK, best, row_seeds
-from tensorloop.beam.length import Sum, bound_of
+from tensorloop.beam.choose import Choice, Offer, TopK, choose_best, draw_seeds
+from tensorloop.beam.length import Sum, find_bound
 from tensorloop.kernels import find
 from tensorloop.kernels.eager.beam import widened
 
@@ -46,7 +46,7 @@ class Gold(NamedTuple):
     end: int  # which of the eos_ids
 
 
-class Log:
+class Decisions:
     """The decisions of one search. `size` counts the hypotheses that run, a gold one included."""
 
     # What each row has, (B, rules.size), once the first log_probs have told the dtype. Sums are of log-probabilities.
@@ -62,9 +62,9 @@ class Log:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
         self.size = rules.size + (gold is not None)
         self.eos = torch.tensor(rules.eos_ids, device=device)
-        self.bound = bound_of(rules.length, rules.max_steps)
-        self.bound_beyond = bound_of(rules.length, None)  # of hypotheses of any length
-        self.seeds = row_seeds(rules.choose, rows, device)
+        self.bound = find_bound(rules.length, rules.max_steps)
+        self.bound_beyond = find_bound(rules.length, None)  # of hypotheses of any length
+        self.seeds = draw_seeds(rules.choose, rows, device)
         self.steps = 0
         self.parents: list[Tensor] = []  # (B, size) int64, of each step
         self.tokens: list[Tensor] = []
@@ -115,10 +115,10 @@ class Log:
         rules, dtype = self.rules, log_probs.dtype
         if not t and (wide := torch.promote_types(dtype, torch.float32)) is not self.sums.dtype:
             self._begin(wide)
-        every = _as(log_probs, self.sums.dtype)
+        every = _cast(log_probs, self.sums.dtype)
         log_probs = every if self.gold is None else every[:, :-1]
         if not t:
-            self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), doubt.slack(dtype)
+            self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), doubt.find_slack(dtype)
             self.told = rules.check or doubt.warn_of_scores(self.first_mass > self.slack)
         elif t == doubt.ENDLESS and rules.max_steps is None:
             self._warn_of_endless()
@@ -134,7 +134,7 @@ class Log:
             self._check_sums(every, ids, t, max(1e-3, 4 * torch.finfo(dtype).eps))
         if choice.lost is not None and rules.choose.by_key:
             self._lose(choice.lost)
-        self.sums_of.append(self._all_sums(t))
+        self.sums_of.append(self._join_sums(t))
         self.steps = t + 1
         if said & 2 or rules.stop == "hf":
             self._stop(t)
@@ -143,10 +143,10 @@ class Log:
         """What is chosen in step t, with the sums of what runs on and of what ends, in all rows."""
         rules = self.rules
         if type(rules.choose) is TopK and rules.eos == "always":
-            choice = best(self.keys, log_probs, rules.eos_ids, ids)
+            choice = choose_best(self.keys, log_probs, rules.eos_ids, ids)
             return choice, choice.keys, choice.ends
         ends = _ENDS[rules.eos]
-        before, keys, seeds = (_rows(x, ids) for x in (self.sums, self.keys, self.seeds))
+        before, keys, seeds = (_select_rows(x, ids) for x in (self.sums, self.keys, self.seeds))
         many = None if ends is None else ends * rules.size
         choice = rules.choose.choose(Offer(keys, before, log_probs, self.eos, many, seeds, t))
         sums, end_sums = choice.keys, choice.ends
@@ -154,10 +154,10 @@ class Log:
             end_sums = (before[:, :, None] + log_probs.index_select(2, self.eos)).flatten(1)
             picked = log_probs.flatten(1).gather(1, choice.parents * log_probs.shape[2] + choice.tokens)
             sums = (before.gather(1, choice.parents) + picked).masked_fill(choice.keys == -torch.inf, -torch.inf)
-        parents, tokens = (self._wide(x, ids, 0) for x in choice[:2])
-        keys, ends, lost = (None if x is None else self._wide(x, ids) for x in choice[2:])
+        parents, tokens = (self._widen(x, ids, 0) for x in choice[:2])
+        keys, ends, lost = (None if x is None else self._widen(x, ids) for x in choice[2:])
         choice = Choice(parents, tokens, keys, ends, lost)  # pyright: ignore[reportArgumentType]
-        return choice, self._wide(sums, ids), self._wide(end_sums, ids)
+        return choice, self._widen(sums, ids), self._widen(end_sums, ids)
 
     def _keep(self, t: int, choice: Choice) -> None:
         """Writes down parents and tokens. A row that has stopped goes on as the first of its hypotheses."""
@@ -174,7 +174,7 @@ class Log:
         found, place = same.max(1)
         self.gold_place = torch.where(found & (lens == t), place, self.gold_place)
         self.is_gold = same.gather(1, parents[:, :k]) & (tokens[:, :k] == column[:, None])
-        taken = self._wide(log_probs.gather(1, _rows(column, ids)[:, None])[:, 0], ids, 0.0)
+        taken = self._widen(log_probs.gather(1, _select_rows(column, ids)[:, None])[:, 0], ids, 0.0)
         self.gold_sum = self.gold_sum + taken.masked_fill(self._gold_is_over(t), 0)
         # What is over goes on as one that is not, so that step_fn sees nothing that cannot be.
         runs = choice.keys.amax(1) > -torch.inf
@@ -187,14 +187,14 @@ class Log:
         assert self.gold is not None
         return (t > self.gold.lens) | (self.gold_sum == -torch.inf)
 
-    def _all_sums(self, t: int) -> Tensor:
+    def _join_sums(self, t: int) -> Tensor:
         """(B, size): the sums of all that runs on after step t."""
         if self.gold is None:
             return self.sums
         gold = self.gold_sum.masked_fill(self._gold_is_over(t + 1), -torch.inf)
         return torch.cat([self.sums, gold[:, None]], 1)
 
-    def _wide(self, x: Tensor, ids: Tensor | None, fill: float = -torch.inf) -> Tensor:
+    def _widen(self, x: Tensor, ids: Tensor | None, fill: float = -torch.inf) -> Tensor:
         """The rows of the full batch, from those in the batch."""
         if ids is None:
             return x
@@ -214,7 +214,7 @@ class Log:
                 raise ValueError(f"{_NAME}: {rules.length!r} gave the score NaN at step {t}, row {row}")
             ends = torch.where(ends > -torch.inf, ranks, ends)
         pool = self.pool_key, self.pool_sum, self.pool_end, self.most, self.left_out
-        ends, bound = _as(ends, self.pool_key.dtype), _as(bound, self.pool_key.dtype)
+        ends, bound = _cast(ends, self.pool_key.dtype), _cast(bound, self.pool_key.dtype)
         take, running = find("beam_pool", self.pool_key, ends, bound), self.keys
         if len(rules.eos_ids) > 1:  # as many that run as there are ends
             running, bound = (F.pad(x, (0, ends.shape[1] - x.shape[1]), value=-torch.inf) for x in (running, bound))
@@ -273,7 +273,7 @@ class Log:
         over = (top == -torch.inf) & (self.pool_key[:, 0] > -torch.inf)  # all have ended that could
         fine = (top.abs() < torch.inf) | over | ~self.searching  # not if it is NaN
         if self.gold is not None:
-            spoilt = self._wide(~(log_probs[:, -1] < torch.inf).all(1), ids, False)
+            spoilt = self._widen(~(log_probs[:, -1] < torch.inf).all(1), ids, False)
             fine = fine & ~(spoilt & ~self._gold_is_over(t))
         if not bool(fine.all()):
             row = int((~fine).nonzero()[0, 0])
@@ -289,7 +289,7 @@ class Log:
 
     def _check_sums(self, log_probs: Tensor, ids: Tensor | None, t: int, tolerance: float) -> None:
         total = log_probs.logsumexp(2)
-        off = (~(total.abs() <= tolerance) & _rows(self.running, ids)[:, None]).nonzero()
+        off = (~(total.abs() <= tolerance) & _select_rows(self.running, ids)[:, None]).nonzero()
         if len(off):
             row, place = off[0].tolist()
             raise ValueError(
@@ -298,9 +298,9 @@ class Log:
             )
 
 
-def _rows(x: Tensor, ids: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, ids: Tensor | None) -> Tensor:
     return x if ids is None else x.index_select(0, ids)
 
 
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)

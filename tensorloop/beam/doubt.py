@@ -22,15 +22,15 @@ def warn(text: str) -> None:
     warnings.warn(f"{_NAME}: {text}", UserWarning, stacklevel=level)
 
 
-def slack(dtype: torch.dtype) -> float:
+def find_slack(dtype: torch.dtype) -> float:
     """How far above 0 the log of a sum of probabilities may be by rounding, that of a large vocabulary included."""
     return 0.01 + 16 * torch.finfo(dtype).eps
 
 
-def disproved(
+def find_disproved(
     bound: float, first: Tensor, best: Tensor, steps: Tensor, ends: tuple[Tensor, Tensor], mass: Tensor
 ) -> Tensor:
-    """(B,) bool: the rows whose scores are no log-probabilities; `bound` is the `slack` of each step.
+    """(B,) bool: the rows whose scores are no log-probabilities; `bound` is the slack of each step.
 
     `first` (B,): the log of what the first step's sum to. `best` (T, B): the best running sum after each of `steps`
     (B,). `ends`: tokens and sums of those returned, (B, n). `mass` (B,): the probability of all of them.
@@ -44,7 +44,7 @@ def disproved(
 
 
 def warn_of_scores(over: Tensor) -> bool:
-    """Tells of rows (B,) that are `disproved`, and whether there are any."""
+    """Tells of rows (B,) that prove nothing, and whether there are any."""
     rows = over.nonzero()[:, 0].tolist()
     if rows:
         warn(

@@ -78,7 +78,7 @@ class Power:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self.floor, self)
+        _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S / L ** alpha"""
@@ -86,7 +86,7 @@ class Power:
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
         """`final` of the best length that is still open."""
-        return _power_bound(s, t, longest, self.alpha, self.floor, 0)
+        return _bound_power(s, t, longest, self.alpha, self.floor, 0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class GNMT:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self.floor, self)
+        _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S / ((5 + L) / 6) ** alpha"""
@@ -108,15 +108,15 @@ class GNMT:
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
         """`final` of the best length that is still open."""
-        return _power_bound(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
+        return _bound_power(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
 
 
-def _at_least_0(floor: float, model: Any) -> None:
+def _check_floor(floor: float, model: Any) -> None:
     if not floor >= 0:
         raise ValueError(f"{type(model).__name__}: floor must be at least 0, got {floor}; it is what a token costs")
 
 
-def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: float, shift: int) -> Tensor:
+def _bound_power(s: Tensor, t: int, longest: int | None, alpha: float, floor: float, shift: int) -> Tensor:
     """The most that (s - floor * (L - t - 1)) / (L + shift) ** alpha reaches over t < L <= longest.
 
     As a function of M = L + shift it is (A - floor * M) / M ** alpha: it falls where A >= 0, and else rises up to
@@ -167,7 +167,7 @@ def check_numbers(model: Any, bound: Bound, rows: int, device: torch.device, nam
             raise ValueError(f"{name}: {model!r}.{method} gave NaN for a sum of -1")
 
 
-def bound_of(model: Any, longest: int | None) -> Bound:
+def find_bound(model: Any, longest: int | None) -> Bound:
     """`model.bound` as a function of (s, t)."""
     try:
         takes = "longest" in inspect.signature(model.bound).parameters

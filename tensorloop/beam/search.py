@@ -12,7 +12,7 @@ How it works, in the order to read it:
    one backward pass reaches the model, as forced decoding of the same hypotheses would.
 4. With `checkpoints` steps are done again in backward. A step that was decided is told what was decided; it searches
    for nothing and draws nothing, so ties and roundings cannot change it.
-5. TensorArrays in the carry grow and are not reordered: they are read through the lineage of each hypothesis
+5. TensorArrays in the carry grow and are not reordered: they are read through the ancestry of each hypothesis
    (`arrays`, `ancestry`).
 """
 
@@ -29,12 +29,12 @@ from tensorloop._common.keywords import BEAM, names_instead
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.beam.ancestry import Lineage
-from tensorloop.beam.arrays import Family, grown_of, inherited
+from tensorloop.beam.ancestry import Ancestry
+from tensorloop.beam.arrays import Family, unwrap_array, wrap_array
 from tensorloop.beam.choose import Sample, StochasticBeam, TopK
-from tensorloop.beam.decisions import Gold, Log, Rules
-from tensorloop.beam.length import GNMT, BoundedReward, Power, Sum, bound_of, check_bound, check_model, check_numbers
-from tensorloop.beam.result import Hypotheses, Lattice, hypotheses
+from tensorloop.beam.decisions import Decisions, Gold, Rules
+from tensorloop.beam.length import GNMT, BoundedReward, Power, Sum, check_bound, check_model, check_numbers, find_bound
+from tensorloop.beam.result import Hypotheses, Lattice, build_result
 from tensorloop.beam.scores import linear_log_softmax
 from tensorloop.kernels.eager.beam import widened
 from tensorloop.loop.api import run_loop
@@ -135,8 +135,8 @@ def beam_search(
     search = _Search(step_fn, init_carry, context, batch_size, gold, rules, eos_ids[0])
     search.first_tokens = _first_tokens(bos_id, batch_size, search.device)
     _check_rules(rules, batch_size, search.device)
-    search.log = Log(rules, batch_size, search.gold, search.device)
-    search.lineage = Lineage(batch_size, search.size, search.device)
+    search.decisions = Decisions(rules, batch_size, search.gold, search.device)
+    search.ancestry = Ancestry(batch_size, search.size, search.device)
     compact = context is not None if compact is None else bool(compact)
     with Progress(progress, _NAME, max_steps) as search.bar:
         return search.run(checkpoints, compact)
@@ -145,8 +145,8 @@ def beam_search(
 class _Search:
     """One search: what its loop is given, and what becomes of the result."""
 
-    log: Log
-    lineage: Lineage
+    decisions: Decisions
+    ancestry: Ancestry
     bar: Progress
     first_tokens: Tensor  # (B, 1)
 
@@ -208,7 +208,7 @@ class _Search:
         state = (ids, tokens, TensorArray(), self.leaves)
         if self.rows:
             context = (self.context, list(self.prefixes.values()))
-            search = Loop(_NAME, self._step, state, self.log.rules.max_steps, context)
+            search = Loop(_NAME, self._step, state, self.decisions.rules.max_steps, context)
             search.cond, search.compact = self._goes_on, compact
             # In its errors the user's context, not the pair that the loop has.
             assert search.context_tree is not None
@@ -216,12 +216,12 @@ class _Search:
             state, steps = run_loop(search, checkpoints, progress=False, known=False), search.steps()
         else:
             steps = ids
-        self.lineage.last = None
-        return hypotheses(self.log, state[2] if self.values is None else self.values, steps)
+        self.ancestry.last = None
+        return build_result(self.decisions, state[2] if self.values is None else self.values, steps)
 
     def _goes_on(self, state: Any, context: Any) -> Tensor:
         ids = state[0]
-        running = self.log.running
+        running = self.decisions.running
         return running if len(ids) == self.rows else running[ids]
 
     def _step(self, t: int, state: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, None]:
@@ -231,7 +231,7 @@ class _Search:
             count = len(ids)
             rows = None if count == self.rows else ids.clone()
             if self.arrays or self.takes_history:
-                self.lineage.follow(t, self.log.parents, rows)
+                self.ancestry.follow(t, self.decisions.parents, rows)
         given = self._given(t, rows, count, leaves, prefixes)
         options = {"history": self._history(t, rows, count)} if self.takes_history else {}
         user = () if self.context is None else (context,)
@@ -246,8 +246,8 @@ class _Search:
                 )
             raise
         with self._aside():
-            tokens, parents, chosen = self.log.step(t, rows, log_probs)
-            if t + 1 == self.log.steps and self.bar.bar is not None:
+            tokens, parents, chosen = self.decisions.step(t, rows, log_probs)
+            if t + 1 == self.decisions.steps and self.bar.bar is not None:
                 self._show()
         # Not gather: it would keep log_probs for its backward.
         values = log_probs.reshape(-1).index_select(0, chosen).view(count, -1)
@@ -264,30 +264,30 @@ class _Search:
     def _given(
         self, t: int, ids: Tensor | None, rows: int, leaves: list[Any], prefixes: list[TensorArray]
     ) -> list[Any]:
-        """The carry for step_fn: arrays read through the lineage."""
+        """The carry for step_fn: arrays read through the ancestry."""
         if not self.arrays:
             return leaves
-        family = Family(self.lineage, t, ids, rows, self.size)
+        family = Family(self.ancestry, t, ids, rows, self.size)
         shared = dict(zip(self.prefixes, prefixes, strict=True))
         given = list(leaves)
         for i in self.arrays:
-            given[i] = inherited(leaves[i], shared.get(i), self.births[i], family, self.tree.paths[i])
+            given[i] = wrap_array(leaves[i], shared.get(i), self.births[i], family, self.tree.paths[i])
         return given
 
     def _history(self, t: int, ids: Tensor | None, rows: int) -> Tensor:
         """(B, K, t): the tokens of each hypothesis so far."""
         with scope.quietly(), torch.no_grad():
-            places = self.lineage.at(t, ids).whole(1) if t else None
+            places = self.ancestry.trace(t, ids).join(1) if t else None
             if places is None:
                 return torch.empty(rows, self.size, 0, dtype=torch.int64, device=self.device)
-            tokens = torch.stack(self.log.tokens[:t])
+            tokens = torch.stack(self.decisions.tokens[:t])
             tokens = tokens if ids is None else tokens.index_select(1, ids)
             return tokens.gather(2, places).permute(1, 2, 0).contiguous()
 
     def _reordered(self, leaves: list[Any], parents: Tensor) -> list[Any]:
         """The carry of the hypotheses that run on; `leaves` is used up."""
         for i in self.arrays:
-            leaves[i] = grown_of(leaves[i], self.tree.paths[i])
+            leaves[i] = unwrap_array(leaves[i], self.tree.paths[i])
         for i in self.tensors:
             x = leaves[i]
             leaves[i] = x.reshape(len(parents), *x.shape[2:]).index_select(0, parents).view(x.shape)
@@ -333,7 +333,9 @@ class _Search:
 
     def _show(self) -> None:
         self.bar.update()
-        self.bar.bar.set_postfix(rows=int(self.log.running.sum()), hypotheses=int((self.log.keys > -torch.inf).sum()))
+        self.bar.bar.set_postfix(
+            rows=int(self.decisions.running.sum()), hypotheses=int((self.decisions.keys > -torch.inf).sum())
+        )
 
 
 _NEITHER = nullcontext()
@@ -398,7 +400,7 @@ def _check_rules(rules: Rules, rows: int, device: torch.device) -> None:
             raise ValueError(f"{_NAME}: {rules.choose!r} ranks by its keys: leave length, eos and stop as they are")
         if rules.n_best > rules.size:
             raise ValueError(f"{_NAME}: {rules.choose!r} draws {rules.size} sequences, not n_best={rules.n_best}")
-    bound = bound_of(rules.length, rules.max_steps)
+    bound = find_bound(rules.length, rules.max_steps)
     check_numbers(rules.length, bound, rows, device, _NAME)
     if isinstance(rules.choose, Sample):
         return

@@ -12,20 +12,20 @@ from tensorloop._common import arguments
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.kernels import find
 from tensorloop.packed.tensor import PackedTensor
-from tensorloop.risk.token_rows import Pairs, pairs_of
+from tensorloop.risk.token_rows import Pairs, pair_rows
 
 _NAME = "edit_distance"
 # What the first number of a step of an alignment stands for.
 EDITS = ("match", "substitution", "insertion", "deletion")
 
-Rows = PackedTensor | Sequence[Sequence[int] | Tensor]
+TokenRows = PackedTensor | Sequence[Sequence[int] | Tensor]
 Costs = tuple[float, float, float | Tensor]
 
 
 @overload
 def edit_distance(
-    a: Rows,
-    b: Rows,
+    a: TokenRows,
+    b: TokenRows,
     *,
     insertion: float = 1,
     deletion: float = 1,
@@ -35,8 +35,8 @@ def edit_distance(
 ) -> Tensor: ...
 @overload
 def edit_distance(
-    a: Rows,
-    b: Rows,
+    a: TokenRows,
+    b: TokenRows,
     *,
     insertion: float = 1,
     deletion: float = 1,
@@ -46,8 +46,8 @@ def edit_distance(
 ) -> tuple[Tensor, PackedTensor]: ...
 @called_eagerly
 def edit_distance(
-    a: Rows,
-    b: Rows,
+    a: TokenRows,
+    b: TokenRows,
     *,
     insertion: float = 1,
     deletion: float = 1,
@@ -83,11 +83,11 @@ def edit_distance(
         >>> tl.edit_distance([[1, 2, 3], []], [[1, 3], [4]])
         tensor([1, 1])
     """
-    pairs = pairs_of(a, b, _NAME)
+    pairs = pair_rows(a, b, _NAME)
     unit = all(type(cost) is int and cost == 1 for cost in (insertion, deletion, substitution))
     if whole and not unit:
         raise ValueError(f"{_NAME}: whole=True counts rows that differ; leave the costs at 1")
-    costs = _costs(pairs, insertion, deletion, substitution)
+    costs = _check_costs(pairs, insertion, deletion, substitution)
     if unit:
         found = find("edit_distance", pairs.a.values, pairs.b.values)(*pairs.flat)
     else:
@@ -100,14 +100,14 @@ def edit_distance(
     return found, PackedTensor(steps, lens)
 
 
-def _costs(pairs: Pairs, insertion: Any, deletion: Any, substitution: Any) -> Costs:
-    numbers = _number(insertion, "insertion"), _number(deletion, "deletion")
+def _check_costs(pairs: Pairs, insertion: Any, deletion: Any, substitution: Any) -> Costs:
+    numbers = _check_number(insertion, "insertion"), _check_number(deletion, "deletion")
     if not isinstance(substitution, Tensor) or substitution.dim() == 0:
-        return *numbers, _number(substitution, "substitution")
-    return *numbers, _table(pairs, substitution)
+        return *numbers, _check_number(substitution, "substitution")
+    return *numbers, _check_table(pairs, substitution)
 
 
-def _number(cost: Any, what: str) -> float:
+def _check_number(cost: Any, what: str) -> float:
     if isinstance(cost, Tensor) and cost.dim() == 0 and not cost.requires_grad:
         cost = cost.item()
     if isinstance(cost, bool) or not isinstance(cost, Real):
@@ -119,7 +119,7 @@ def _number(cost: Any, what: str) -> float:
     return cost
 
 
-def _table(pairs: Pairs, table: Tensor) -> Tensor:
+def _check_table(pairs: Pairs, table: Tensor) -> Tensor:
     """The costs of substitutions, (V, V) float64, with a cost for every token there is."""
     arguments.dense_tensor(table, f"{_NAME}: substitution")
     if table.dim() != 2 or table.shape[0] != table.shape[1]:

@@ -26,10 +26,10 @@ class Pairs(NamedTuple):
         return self.a.values, self.a.offsets, self.b.values, self.b.offsets
 
 
-def pairs_of(a: Any, b: Any, name: str) -> Pairs:
+def pair_rows(a: Any, b: Any, name: str) -> Pairs:
     """The rows of a and b, which must have as many, or a divisor of them."""
-    a = _packed(a, name, "a", _device_of(a) or _device_of(b))
-    b = _packed(b, name, "b", _device_of(b) or a.device)
+    a = _pack(a, name, "a", _find_device(a) or _find_device(b))
+    b = _pack(b, name, "b", _find_device(b) or a.device)
     if a.device != b.device:
         raise ValueError(f"{name}: a is on {a.device}, b on {b.device}; move one of them")
     rows, others = len(a.lens), len(b.lens)
@@ -41,19 +41,19 @@ def pairs_of(a: Any, b: Any, name: str) -> Pairs:
     return Pairs(a, b, rows // others if rows else 1)
 
 
-def _device_of(x: Any) -> torch.device | None:
+def _find_device(x: Any) -> torch.device | None:
     """That of packed tokens, or of the first row that is a tensor."""
     if isinstance(x, PackedTensor):
         return x.device
     return next((row.device for row in x if isinstance(row, Tensor)), None) if isinstance(x, list | tuple) else None
 
 
-def _packed(x: Any, name: str, what: str, device: torch.device | None) -> PackedTensor:
+def _pack(x: Any, name: str, what: str, device: torch.device | None) -> PackedTensor:
     """Packed tokens. Rows of ints come to `device`, or to the default one where None."""
     if isinstance(x, PackedTensor):
         if x.values.dim() != 1:
             raise ValueError(f"{name}: {what} must be packed tokens (rows, T*), got shape {x.shape}")
-        return x._with(_tokens(x.values, name, what))
+        return x._with(_read_tokens(x.values, name, what))
     if isinstance(x, Tensor):
         raise TypeError(
             f"{name}: {what} is {arguments.describe(x)}, in which nothing says where rows end; "
@@ -62,13 +62,13 @@ def _packed(x: Any, name: str, what: str, device: torch.device | None) -> Packed
     if isinstance(x, str):
         raise TypeError(f"{name}: {what} must be a PackedTensor or a list of rows of ints, got {arguments.describe(x)}")
     with device or nullcontext():
-        rows = [_row(row, name, f"{what}[{r}]") for r, row in enumerate(arguments.items(x, name, what))]
+        rows = [_read_row(row, name, f"{what}[{r}]") for r, row in enumerate(arguments.items(x, name, what))]
         if not rows:
             return PackedTensor(torch.empty(0, dtype=torch.int64), [])
         return PackedTensor.from_list(rows)
 
 
-def _row(row: Any, name: str, what: str) -> Tensor:
+def _read_row(row: Any, name: str, what: str) -> Tensor:
     if not isinstance(row, Tensor):
         try:
             row = torch.as_tensor(row, dtype=None if len(row) else torch.int64)
@@ -78,10 +78,10 @@ def _row(row: Any, name: str, what: str) -> Tensor:
             ) from None
     if row.dim() != 1:
         raise ValueError(f"{name}: {what} must be a sequence of ints, got shape {tuple(row.shape)}")
-    return _tokens(row, name, what)
+    return _read_tokens(row, name, what)
 
 
-def _tokens(values: Tensor, name: str, what: str) -> Tensor:
+def _read_tokens(values: Tensor, name: str, what: str) -> Tensor:
     if values.dtype not in _TOKENS:
         raise TypeError(
             f"{name}: {what} has dtype {values.dtype}, but tokens are integers; convert with .to(torch.int64)"

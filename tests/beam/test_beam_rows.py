@@ -70,10 +70,10 @@ class Case:
 @pytest.mark.parametrize("seed", range(40))
 def test_each_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch):
     case = Case(seed)
-    seeds = beam_choice.row_seeds(case.options["choose"], case.rows, torch.device("cpu"))
+    seeds = beam_choice.draw_seeds(case.options["choose"], case.rows, torch.device("cpu"))
 
     def search(ids: list[int]) -> tuple[beam.Hypotheses, Tensor]:
-        monkeypatch.setattr(decisions, "row_seeds", lambda *_: seeds[ids])
+        monkeypatch.setattr(decisions, "draw_seeds", lambda *_: seeds[ids])
         return case.search(ids)
 
     together, gradients = search(list(range(case.rows)))
