@@ -7,6 +7,7 @@ for the few states after them S_t is made again from the parents when a backward
 one for each place, as a graph keeps them.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -89,6 +90,46 @@ class Ancestry:
             place = before.gather(1, place.long())
             own.append(place)
         return torch.stack(own[::-1])
+
+
+class Family(NamedTuple):
+    """The hypotheses of one step: how each came about."""
+
+    ancestry: Ancestry
+    t: int
+    ids: Tensor | None
+    rows: int
+    size: int
+
+    def trace(self) -> Paths:
+        """Where the ancestors are."""
+        return self.ancestry.trace(self.t, self.ids)
+
+    def find_states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
+
+        (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
+        """
+        paths = self.trace()
+        c = len(paths.shared)
+        split = bisect_left(births, c, start, stop)
+        return _select_born(paths.shared, births[start:split], 0), _select_born(paths.own, births[split:stop], c)
+
+    def find_places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The same as places in flat slots [start, stop)."""
+        shared, own = self.find_states(births, start, stop)
+        first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
+        return shared + first[: len(shared)], own + first[len(shared) :, :, None]
+
+
+def _select_born(states: Tensor, births: list[int], first: int) -> Tensor:
+    """The states of these steps; the first one there is is that of step `first`."""
+    if not births:
+        return states[:0]
+    start, stop = births[0], births[0] + len(births)
+    if births == list(range(start, stop)):
+        return states[start - first : stop - first]
+    return states[torch.tensor(births, device=states.device) - first]
 
 
 def _select_rows(x: Tensor, ids: Tensor | None) -> Tensor:

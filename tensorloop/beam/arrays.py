@@ -8,60 +8,19 @@ An array that came with slots of (B, *F), such as the keys of a prompt, has thos
 a row share. It is a constant of the row, so the loop gets it as context.
 """
 
-from bisect import bisect_left
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import scope
 from tensorloop._common.arguments import describe
-from tensorloop.beam.ancestry import Ancestry, Paths
+from tensorloop.beam.ancestry import Family
 from tensorloop.beam.attention import attend
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 
 _NAME = "beam_search"
-
-
-class Family(NamedTuple):
-    """The hypotheses of one step: how each came about."""
-
-    ancestry: Ancestry
-    t: int
-    ids: Tensor | None
-    rows: int
-    size: int
-
-    def trace(self) -> Paths:
-        """Where the ancestors are."""
-        return self.ancestry.trace(self.t, self.ids)
-
-    def find_states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
-
-        (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
-        """
-        paths = self.trace()
-        c = len(paths.shared)
-        split = bisect_left(births, c, start, stop)
-        return _select_born(paths.shared, births[start:split], 0), _select_born(paths.own, births[split:stop], c)
-
-    def find_places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The same as places in flat slots [start, stop)."""
-        shared, own = self.find_states(births, start, stop)
-        first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
-        return shared + first[: len(shared)], own + first[len(shared) :, :, None]
-
-
-def _select_born(states: Tensor, births: list[int], first: int) -> Tensor:
-    """The states of these steps; the first one there is is that of step `first`."""
-    if not births:
-        return states[:0]
-    start, stop = births[0], births[0] + len(births)
-    if births == list(range(start, stop)):
-        return states[start - first : stop - first]
-    return states[torch.tensor(births, device=states.device) - first]
 
 
 class AncestryStore:

@@ -22,6 +22,7 @@ from tensorloop._common import scope
 from tensorloop._torch import transforms
 from tensorloop.attention import engine
 from tensorloop.attention.strips import Task
+from tensorloop.beam.ancestry import Family
 from tensorloop.kernels import find
 from tensorloop.tensor_array.buffer import Buffer, Present
 from tensorloop.tensor_array.gradient import Step
@@ -48,7 +49,7 @@ class SeenKeys(NamedTuple):
 class Attended(NamedTuple):
     """What one step attends to. Places are found again when they are needed, and no array is held: it holds us."""
 
-    family: Any
+    family: Family
     births: list[int]
     prefix: int  # slots
     slots: int

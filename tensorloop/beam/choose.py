@@ -3,20 +3,17 @@
 A chooser sees one step of the rows in the batch (`Offer`) and gives a `Choice`. *Keys* rank running hypotheses and
 their continuations; they are sums of log-probabilities unless the chooser says otherwise. A key of -inf is no
 hypothesis. Everything here is without gradient: the loop differentiates what was chosen.
-
-Random numbers are a hash of (seed of the row, step, hypothesis, token), so that a row draws the same ones whatever
-batch it is in, and on every device.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop.beam import noise
 from tensorloop.kernels import find
 from tensorloop.kernels.eager.beam import best_pairs, descending, largest, widened
 
@@ -31,6 +28,10 @@ class Offer(NamedTuple):
     ends: int | None  # how high an end must rank among all continuations to be taken; None: all are
     seeds: Tensor  # (B,) int64
     t: int
+
+    def draw_noise(self) -> Tensor:
+        """(B, K, V) Gumbel variables, float64."""
+        return noise.draw(self.seeds, self.t, self.log_probs.shape)
 
 
 class Choice(NamedTuple):
@@ -77,12 +78,12 @@ class StochasticBeam:
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """The root's key is a Gumbel variable."""
-        return _place_first(_to_gumbel(mix(seeds)), size)
+        return _place_first(noise.draw_first(seeds), size)
 
     def choose(self, offer: Offer) -> Choice:
         """Keys of children: Gumbel variables given that their maximum is the parent's key."""
         sums = offer.sums.double()[:, :, None] + offer.log_probs.double()
-        noisy = sums + draw_gumbel(offer)
+        noisy = sums + offer.draw_noise()
         most = noisy.amax(2, keepdim=True)
         parent = offer.keys[:, :, None]
         # -log(exp(-parent) - exp(-most) + exp(-noisy)), which neither overflows nor cancels.
@@ -123,7 +124,7 @@ class Sample:
     def choose(self, offer: Offer) -> Choice:
         """Each hypothesis goes on with a token of its own; the largest of Gumbel keys is a sample."""
         scaled = self._mask(offer.log_probs / self.temperature)
-        best, tokens = (scaled.double() + draw_gumbel(offer)).max(2)
+        best, tokens = (scaled.double() + offer.draw_noise()).max(2)
         alive = (offer.keys > -torch.inf) & (best > -torch.inf)
         taken = offer.log_probs.gather(2, tokens[:, :, None])[:, :, 0]
         keys = torch.where(alive, offer.keys + taken, -torch.inf)
@@ -185,42 +186,3 @@ def _choose_by(offer: Offer, keys: Tensor) -> Choice:
     keys.index_fill_(2, offer.eos, -torch.inf)
     values, parents, tokens = best_pairs(keys, size + 1)
     return Choice(parents[:, :size], tokens[:, :size], values[:, :size], ends, values[:, size])
-
-
-# -- random numbers
-
-_GOLDEN, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def draw_seeds(chooser: Any, rows: int, device: torch.device) -> Tensor:
-    """(B,) int64, from torch's generator or the chooser's own; one number is drawn."""
-    if not hasattr(chooser, "generator"):
-        return torch.zeros(rows, dtype=torch.int64, device=device)
-    generator = chooser.generator
-    at = "cpu" if generator is None else generator.device
-    seed = torch.randint(1 << 62, (), generator=generator, device=at).to(device)
-    return mix(seed + _GOLDEN * torch.arange(rows, device=device))
-
-
-def draw_gumbel(offer: Offer) -> Tensor:
-    """(B, K, V) Gumbel variables, float64."""
-    size = offer.log_probs[0].numel()
-    count = torch.arange(size, device=offer.seeds.device) + (offer.t * size + 1)
-    return _to_gumbel(mix(offer.seeds[:, None] + _GOLDEN * count)).view(offer.log_probs.shape)
-
-
-def _to_gumbel(bits: Tensor) -> Tensor:
-    uniform = (_shift_right(bits, 12).double() + 0.5) * math.ldexp(1, -52)
-    return -torch.log(-torch.log(uniform))
-
-
-def mix(x: Tensor) -> Tensor:
-    """splitmix64 (Steele et al. 2014), in wrapping int64."""
-    x = (x ^ _shift_right(x, 30)) * _FIRST
-    x = (x ^ _shift_right(x, 27)) * _SECOND
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shifted right with zeros coming in."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorloop.beam import doubt
-from tensorloop.beam.choose import Choice, Offer, TopK, choose_best, draw_seeds
+from tensorloop.beam.choose import Choice, Offer, TopK, choose_best
 from tensorloop.beam.length import Sum, find_bound
+from tensorloop.beam.noise import draw_seeds
 from tensorloop.kernels import find
 from tensorloop.kernels.eager.beam import widened
 

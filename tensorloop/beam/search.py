@@ -29,8 +29,8 @@ from tensorloop._common.keywords import BEAM, names_instead
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.beam.ancestry import Ancestry
-from tensorloop.beam.arrays import Family, unwrap_array, wrap_array
+from tensorloop.beam.ancestry import Ancestry, Family
+from tensorloop.beam.arrays import unwrap_array, wrap_array
 from tensorloop.beam.choose import Sample, StochasticBeam, TopK
 from tensorloop.beam.decisions import Decisions, Gold, Rules
 from tensorloop.beam.length import GNMT, BoundedReward, Power, Sum, check_bound, check_model, check_numbers, find_bound
