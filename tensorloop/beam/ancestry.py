@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
+from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
 
 
@@ -46,7 +47,6 @@ class Ancestry:
     """S of one search. It keeps parents of its own: a graph that holds an ancestry holds nothing else of the search."""
 
     def __init__(self, rows: int, size: int, device: torch.device) -> None:
-        self.rows = rows
         self.state = 0
         self.shared = [0]
         self.first = torch.arange(size, dtype=pick_dtype(size), device=device).expand(1, rows, size)
@@ -54,23 +54,23 @@ class Ancestry:
         self.parents: list[Tensor] = []  # (B, K) of each step
         self.last: tuple[int, int, Paths] | None = None
 
-    def follow(self, t: int, parents: Sequence[Tensor], ids: Tensor | None) -> None:
-        """Goes on to state t. `parents`: (B, K) of each of the steps done; `ids`: the rows that still matter."""
+    def follow(self, t: int, parents: Sequence[Tensor], batch: Batch) -> None:
+        """Goes on to state t. `parents`: (B, K) of each of the steps done; only rows in the batch still matter."""
         while self.state < t:
-            self._advance(parents[self.state], ids)
+            self._advance(parents[self.state], batch.ids)
 
-    def trace(self, t: int, ids: Tensor | None) -> Paths:
-        """The paths that end in state t, of the rows `ids` (all of them where None). Not to be changed."""
+    def trace(self, t: int, batch: Batch) -> Paths:
+        """The paths that end in state t, of the rows in the batch. Not to be changed."""
         with scope.quietly(), torch.no_grad():
-            rows = self.rows if ids is None else len(ids)
+            rows = batch.left
             if self.last is None or self.last[:2] != (t, rows):
-                self.last = t, rows, self._read(t, ids)
+                self.last = t, rows, self._read(t, batch)
             return self.last[2]
 
-    def _read(self, t: int, ids: Tensor | None) -> Paths:
+    def _read(self, t: int, batch: Batch) -> Paths:
         c = self.shared[t]
-        own = _select_rows(self.table[c : t + 1], ids).clone() if t == self.state else self._retrace(c, t, ids)
-        return Paths(_select_rows(self.table[:c, :, 0], ids), own)
+        own = batch.select(self.table[c : t + 1], 1).clone() if t == self.state else self._retrace(c, t, batch)
+        return Paths(batch.select(self.table[:c, :, 0], 1), own)
 
     def _advance(self, parents: Tensor, ids: Tensor | None) -> None:
         """S of the next state, and how much of it is final."""
@@ -82,12 +82,12 @@ class Ancestry:
         self.shared.append(go_on(self.table, self.parents[-1], parents, ids, c, t))
         self.state = t
 
-    def _retrace(self, c: int, t: int, ids: Tensor | None) -> Tensor:
-        place = _select_rows(self.first, ids)[0]
+    def _retrace(self, c: int, t: int, batch: Batch) -> Tensor:
+        """The own states from c to t, as the parents say."""
+        place = batch.select(self.first, 1)[0]
         own = [place]
         for j in range(t - 1, c - 1, -1):
-            before = self.parents[j] if ids is None else self.parents[j].index_select(0, ids)
-            place = before.gather(1, place.long())
+            place = batch.select(self.parents[j]).gather(1, place.long())
             own.append(place)
         return torch.stack(own[::-1])
 
@@ -97,13 +97,17 @@ class Family(NamedTuple):
 
     ancestry: Ancestry
     t: int
-    ids: Tensor | None
-    rows: int
+    batch: Batch
     size: int
+
+    @property
+    def rows(self) -> int:
+        """In the batch."""
+        return self.batch.left
 
     def trace(self) -> Paths:
         """Where the ancestors are."""
-        return self.ancestry.trace(self.t, self.ids)
+        return self.ancestry.trace(self.t, self.batch)
 
     def find_states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
@@ -130,8 +134,3 @@ def _select_born(states: Tensor, births: list[int], first: int) -> Tensor:
     if births == list(range(start, stop)):
         return states[start - first : stop - first]
     return states[torch.tensor(births, device=states.device) - first]
-
-
-def _select_rows(x: Tensor, ids: Tensor | None) -> Tensor:
-    """The rows `ids` of (n, B, ...)."""
-    return x if ids is None else x.index_select(1, ids)

@@ -30,7 +30,7 @@ from tensorloop.tensor_array.gradient import Step
 _NAME = "attention"
 
 
-class SeenSlots(NamedTuple):
+class SeenPart(NamedTuple):
     """Slots that some queries see: (G, S) places in flat slots, or None for the prefix; L queries each."""
 
     places: Tensor | None
@@ -38,15 +38,15 @@ class SeenSlots(NamedTuple):
     queries: int
 
 
-class SeenKeys(NamedTuple):
+class GatheredPart(NamedTuple):
     """A part with its keys and values, (groups, S, heads_kv, D)."""
 
-    part: SeenSlots
+    part: SeenPart
     k: Tensor
     v: Tensor
 
 
-class Attended(NamedTuple):
+class Seen(NamedTuple):
     """What one step attends to. Places are found again when they are needed, and no array is held: it holds us."""
 
     family: Family
@@ -60,16 +60,16 @@ class Attended(NamedTuple):
         """The slots of each array, (slots, B, K, *F)."""
         return [x.slots(self.slots, _NAME) for x in self.present] if self.slots else []
 
-    def seen(self) -> Iterator[SeenSlots]:
+    def split(self) -> Iterator[SeenPart]:
         rows, size = self.family.rows, self.family.size
         if self.prefix:
-            yield SeenSlots(None, rows, size)
+            yield SeenPart(None, rows, size)
         if self.slots:
             shared, own = self.family.find_places(self.births, 0, self.slots)
             if len(shared):
-                yield SeenSlots(shared.t(), rows, size)
+                yield SeenPart(shared.t(), rows, size)
             if len(own):
-                yield SeenSlots(own.flatten(1).t(), rows * size, 1)
+                yield SeenPart(own.flatten(1).t(), rows * size, 1)
 
 
 def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
@@ -87,13 +87,13 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
         return NotImplemented
     prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
     present = tuple(x.kept(_NAME) for x in buffers if x is not None)
-    attended = Attended(k.family, k.births, k.shared_slots, slots, scale, present)
+    seen = Seen(k.family, k.births, k.shared_slots, slots, scale, present)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unnoted():
         if not torch.is_grad_enabled():
-            return _Attend.apply(attended, q, *prefix)[0]
+            return _Attend.apply(seen, q, *prefix)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]
-        out, *after = _Attend.apply(attended, q, *prefix, *tokens)
+        out, *after = _Attend.apply(seen, q, *prefix, *tokens)
         for buffer, token in zip(buffers, after, strict=True):
             if buffer is not None and token is not None:
                 buffer.token = token
@@ -136,59 +136,52 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        attended: Attended,
-        q: Tensor,
-        prefix_k: Tensor | None,
-        prefix_v: Tensor | None,
-        *tokens: Tensor | None,
+        ctx: Any, seen: Seen, q: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, *tokens: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.attended = attended
+        ctx.seen = seen
         ctx.save_for_backward(q, prefix_k, prefix_v, *tokens)
-        out, _ = _compute(q, (prefix_k, prefix_v), attended.values(), attended)
+        out, _ = _compute(q, (prefix_k, prefix_v), seen.values(), seen)
         return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None, None, *grads
-        attended: Attended = ctx.attended
+        seen: Seen = ctx.seen
         q, *others = ctx.saved_tensors
         prefix, tokens = others[:2], others[2:]
         batched = any(x is not None and transforms.is_legacy_batched(x) for x in (grad, *grads))
         if torch.is_grad_enabled() or transforms.maybe_level() is not None or batched:
-            *found, of_slots = _differentiate_whole(q, prefix, tokens, grad, attended)
+            *found, of_slots = _differentiate_whole(q, prefix, tokens, grad, seen)
             added = [
                 None if token is None else new if old is None else old + new
                 for old, new, token in zip(grads, of_slots, tokens, strict=True)
             ]
             return None, *found, *added
-        slots = attended.values()
+        slots = seen.values()
         sums = [
             None if token is None else torch.zeros_like(slot) if old is None else old.contiguous()
             for old, slot, token in zip(grads, slots, tokens, strict=True)
         ]
-        return None, *_backward(grad, q, prefix, slots, sums, attended), *sums
+        return None, *_backward(grad, q, prefix, slots, sums, seen), *sums
 
 
-def _compute(
-    q: Tensor, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], attended: Attended
-) -> tuple[Tensor, Tensor]:
+def _compute(q: Tensor, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], seen: Seen) -> tuple[Tensor, Tensor]:
     """The output (B, K, heads, D), and the log-sum-exp of the scores (B, K, heads)."""
     before = [x for x in prefix if x is not None]
-    shared, own = attended.family.find_states(attended.births, 0, attended.slots)
-    return find("beam_attend", q, *before, *slots)(q, before, slots, shared, own, attended.scale)
+    shared, own = seen.family.find_states(seen.births, 0, seen.slots)
+    return find("beam_attend", q, *before, *slots)(q, before, slots, shared, own, seen.scale)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, before: Any, slots: Sequence[Tensor], sums: list[Tensor | None], attended: Attended
+    grad: Tensor, q: Tensor, before: Any, slots: Sequence[Tensor], sums: list[Tensor | None], seen: Seen
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of q and of the prefix; those of slots are added to `sums`."""
-    out, lse = _compute(q, before, slots, attended)
-    task, dq, grad = Task(attended.scale), torch.zeros_like(q), grad.contiguous()
+    out, lse = _compute(q, before, slots, seen)
+    task, dq, grad = Task(seen.scale), torch.zeros_like(q), grad.contiguous()
     of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
-    for part, k, v in _gather(attended, before, slots):
+    for part, k, v in _gather(seen, before, slots):
         lse_ = lse.reshape(part.groups, part.queries, -1)
         dq_, dk, dv = engine._backward(_group(grad, part), _group(q, part), k, v, _group(out, part), lse_, task)
         dq += dq_.view_as(q)
@@ -201,24 +194,24 @@ def _backward(
     return dq, of_prefix[0], of_prefix[1]
 
 
-def _group(x: Tensor, part: SeenSlots) -> Tensor:
+def _group(x: Tensor, part: SeenPart) -> Tensor:
     """(B, K, heads, ...) as (groups, queries, heads, ...)."""
     return x.reshape(part.groups, part.queries, *x.shape[2:])
 
 
-def _gather(attended: Attended, prefix: Any, slots: Sequence[Tensor]) -> Iterator[SeenKeys]:
+def _gather(seen: Seen, prefix: Any, slots: Sequence[Tensor]) -> Iterator[GatheredPart]:
     """What the parts see."""
-    for part in attended.seen():
+    for part in seen.split():
         if part.places is None:
-            yield SeenKeys(part, *(x.transpose(0, 1) for x in prefix))
+            yield GatheredPart(part, *(x.transpose(0, 1) for x in prefix))
             continue
         place = part.places.flatten()
         kv = [x.flatten(0, 2).index_select(0, place).unflatten(0, part.places.shape) for x in slots]
-        yield SeenKeys(part, kv[0], kv[-1])
+        yield GatheredPart(part, kv[0], kv[-1])
 
 
 def _differentiate_whole(
-    q: Tensor, prefix: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, attended: Attended
+    q: Tensor, prefix: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, seen: Seen
 ) -> tuple[Any, ...]:
     """The gradients by autograd of the formula over all slots, as part of the graph where backward is recorded.
 
@@ -227,24 +220,24 @@ def _differentiate_whole(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         slots = [
-            Step.apply(token, None, at.block, None, attended.slots, slice(0, attended.slots))[1]
+            Step.apply(token, None, at.block, None, seen.slots, slice(0, seen.slots))[1]
             if recorded and token is not None
             else x
-            for at, x, token in zip(attended.present, attended.values(), tokens, strict=True)
+            for at, x, token in zip(seen.present, seen.values(), tokens, strict=True)
         ]
         aliases: list[Any] = [
             None if x is None else x.view_as(x) if recorded and x.requires_grad else x.detach().requires_grad_()
             for x in (q, *prefix, *slots)
         ]
-        out = _attend_whole(aliases[0], aliases[1:3], aliases[3:], attended)
+        out = _attend_whole(aliases[0], aliases[1:3], aliases[3:], seen)
         wanted = [x for x in aliases if x is not None]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=recorded, materialize_grads=True))
     all_found = [None if x is None else next(found) for x in aliases]
     return *all_found[:3], all_found[3:]
 
 
-def _attend_whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], attended: Attended) -> Tensor:
+def _attend_whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], seen: Seen) -> Tensor:
     """The output as the formula says, from keys and values gathered for each hypothesis."""
-    parts = [[x.repeat_interleave(part.queries, 0) for x in kv] for part, *kv in _gather(attended, prefix, slots)]
+    parts = [[x.repeat_interleave(part.queries, 0) for x in kv] for part, *kv in _gather(seen, prefix, slots)]
     k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
-    return engine.whole(q.reshape(-1, 1, *q.shape[2:]), k, v, Task(attended.scale)).view_as(q)
+    return engine.whole(q.reshape(-1, 1, *q.shape[2:]), k, v, Task(seen.scale)).view_as(q)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop.beam import noise
+from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
-from tensorloop.kernels.eager.beam import best_pairs, descending, largest, widened
+from tensorloop.kernels.eager.beam import best_pairs, descending, largest
 
 
 class Offer(NamedTuple):
@@ -59,7 +60,7 @@ class TopK:
         """The best of keys + log_probs."""
         if offer.ends is not None:
             return _choose_by(offer, offer.keys[:, :, None] + offer.log_probs)
-        return choose_best(offer.keys, offer.log_probs, offer.eos.tolist())
+        return choose_best(offer.keys, offer.log_probs, offer.eos.tolist(), Batch(None, len(offer.keys)))
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class Sample:
         return scaled
 
 
-def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], ids: Tensor | None = None) -> Choice:
-    """The best of keys + log_probs; of `keys` (B, K) of all rows and `log_probs` of the rows `ids`: of all rows."""
+def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batch) -> Choice:
+    """The best of keys + log_probs in all rows; `keys` (B, K) are of all, `log_probs` of those in the batch."""
     several = []
     if len(eos) > 1:
         several = [log_probs[:, :, token] for token in eos]
@@ -160,11 +161,9 @@ def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], ids: Tensor
         for token in eos[1:]:
             log_probs[:, :, token] = -torch.inf
     choose = find("beam_best", keys, log_probs)
-    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], ids)
+    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], batch.ids)
     if several:
-        offered = torch.stack(several, 2)
-        offered = offered if ids is None else widened(offered, ids, len(keys), -torch.inf)
-        ends = (keys[:, :, None] + offered).flatten(1)
+        ends = (keys[:, :, None] + batch.widen(torch.stack(several, 2))).flatten(1)
     return Choice(parents, tokens, values, ends, None)
 
 

@@ -1,4 +1,4 @@
-"""What a search finds out about the model that it was given, and tells: a warning, and rows that nothing proves.
+"""What a search finds out about the model that it was given: what it refuses, and what it warns of.
 
 That no later hypothesis can be better is proved from what log-probabilities are: a sum of them never rises, and no
 probability is above 1. Scores that break this disprove the proof.
@@ -6,9 +6,12 @@ probability is above 1. Scores that break this disprove the proof.
 
 import sys
 import warnings
+from typing import Never
 
 import torch
 from torch import Tensor
+
+from tensorloop.beam.batch import Batch
 
 _NAME = "beam_search"
 ENDLESS = 5000  # steps without a limit after which one is told
@@ -55,10 +58,35 @@ def warn_of_scores(over: Tensor) -> bool:
     return bool(rows)
 
 
-def warn_of_endless(rows: list[int], ended: Tensor, n_best: int) -> None:
-    """Tells of a search that may never end; `ended` (B, n) bool."""
+def warn_of_endless(searching: Tensor, ended: Tensor, n_best: int) -> None:
+    """Tells of a search that may never end, in rows (B,); `ended` (B, n)."""
+    rows = searching.nonzero()[:, 0].tolist()
     row = rows[0]
     warn(
         f"{ENDLESS} steps, and {len(rows)} rows still run; in row {row} {int(ended[row].sum())} of {n_best} hypotheses "
         f"have ended. A search whose eos_id stays improbable, or has probability 0, runs for ever: give max_steps"
     )
+
+
+def refuse_row(t: int, row: int, log_probs: Tensor | None) -> Never:
+    """For a row whose log_probs (K, V) are no numbers, or None: those that forbid everything."""
+    where = f"step {t}, row {row}"
+    if log_probs is not None:
+        what = "infinite" if bool((log_probs == torch.inf).any()) else "NaN"
+        raise ValueError(f"{_NAME}: step_fn gave {what} log_probs at {where}")
+    raise ValueError(
+        f"{_NAME}: at {where} every token of every hypothesis is forbidden (log_probs of -inf); "
+        f"let eos_id end those that cannot go on"
+    )
+
+
+def check_sums(t: int, log_probs: Tensor, running: Tensor, batch: Batch, tolerance: float) -> None:
+    """Raises where probabilities do not sum to one, in rows of the batch that are `running`."""
+    total = log_probs.logsumexp(2)
+    off = (~(total.abs() <= tolerance) & running[:, None]).nonzero()
+    if len(off):
+        row, place = off[0].tolist()
+        raise ValueError(
+            f"{_NAME}: log_probs at step {t}, row {batch.name(row)}, hypothesis {place} sum to a probability of "
+            f"{float(total[row, place].exp()):.4g}, not 1; apply log_softmax in step_fn"
+        )

@@ -9,6 +9,7 @@ from torch import Tensor
 from tensorloop.beam import doubt, show
 from tensorloop.beam.ancestry import as_index
 from tensorloop.beam.decisions import Decisions
+from tensorloop.beam.gold import GoldPath
 from tensorloop.kernels import find
 from tensorloop.kernels.eager.beam import descending
 from tensorloop.packed.dim import Dim
@@ -131,7 +132,7 @@ def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps
     final = rules.length.final(torch.where(valid, scores, 0.0), torch.where(valid, best.lens + finished, 1))
     repeats = find_repeated(packed, best.lens, valid, ended_by) if rules.choose.repeats else torch.zeros_like(valid)
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
-    kept = _stack(decisions.sums_of, decisions).to(wide)
+    kept = _stack(decisions.sums_after, decisions).to(wide)
     if count:
         running, ends = kept.amax(2), (best.lens, value)
         over = doubt.find_disproved(decisions.slack, decisions.first_mass, running, steps, ends, mass)
@@ -162,36 +163,27 @@ def _add_extras(result: Hypotheses, decisions: Decisions, best: _Entries) -> Hyp
 
 
 def _name_stops(decisions: Decisions) -> list[str]:
-    words = []
-    for gap, by_rule in zip(decisions.gap.tolist(), decisions.by_rule.tolist(), strict=True):
-        words.append("exact" if gap <= 0 else "heuristic" if by_rule else "capped")
-    return words
+    rows = zip(decisions.gap.tolist(), decisions.by_rule.tolist(), strict=True)
+    return ["exact" if gap <= 0 else "heuristic" if by_rule else "capped" for gap, by_rule in rows]
 
 
 def _collect(decisions: Decisions) -> _Entries:
     n, k, many = decisions.rules.n_best, decisions.rules.size, len(decisions.eos)
-    ended = decisions.pool_key > -torch.inf
-    place = decisions.pool_end.div(many, rounding_mode="floor")
-    lens = place.div(k, rounding_mode="floor")
-    end, place, no_gold = decisions.pool_end - place * many, place - lens * k, torch.zeros_like(ended)
-    entries = _Entries(decisions.pool_key, decisions.pool_sum, lens, place, end, 2 * ended.long(), no_gold)
+    pool = decisions.pool
+    ended = pool.keys > -torch.inf
+    lens, place, end = pool.locate(k, many)
+    entries = _Entries(pool.keys, pool.sums, lens, place, end, 2 * ended.long(), torch.zeros_like(ended))
     if decisions.gold is not None and decisions.steps:
-        entries = _put_gold(entries, decisions)
+        entries = _put_gold(entries, decisions, decisions.gold)
     if not bool(decisions.searching.any()):
         return _blank(entries.sort(n), decisions)
-    lens = torch.full_like(decisions.places, decisions.steps)
+    places = torch.arange(k, device=decisions.device).expand(decisions.rows, -1)
+    lens = torch.full_like(places, decisions.steps)
     keys = decisions.keys if decisions.rules.choose.by_key else decisions.rules.length.final(decisions.sums, lens)
     running = (decisions.keys > -torch.inf) & decisions.searching[:, None]
     none = torch.zeros_like(running)
-    late = _Entries(
-        keys.masked_fill(~running, -torch.inf),
-        decisions.sums,
-        lens,
-        decisions.places,
-        none.long(),
-        running.long(),
-        none,
-    )
+    keys = keys.masked_fill(~running, -torch.inf)
+    late = _Entries(keys, decisions.sums, lens, places, none.long(), running.long(), none)
     both = _Entries(*(torch.cat(pair, 1) for pair in zip(entries, late, strict=True)))
     return _blank(both.sort(n), decisions)
 
@@ -200,7 +192,7 @@ def _blank(entries: _Entries, decisions: Decisions) -> _Entries:
     """With zeros where there is no hypothesis, and in the last place of rows whose gold one the model excludes."""
     if decisions.gold is not None and decisions.steps:
         excluded = torch.zeros_like(entries.gold)
-        excluded[:, -1] = decisions.gold_sum == -torch.inf
+        excluded[:, -1] = decisions.gold.sum == -torch.inf
         keys, sums = (x.masked_fill(excluded, -torch.inf) for x in (entries.keys, entries.sums))
         group = entries.group.masked_fill(excluded, 0)
         entries = entries._replace(keys=keys, sums=sums, group=group, gold=entries.gold | excluded)
@@ -208,12 +200,11 @@ def _blank(entries: _Entries, decisions: Decisions) -> _Entries:
     return entries._replace(lens=entries.lens.masked_fill(none, 0), places=entries.places.masked_fill(none, 0))
 
 
-def _put_gold(entries: _Entries, decisions: Decisions) -> _Entries:
+def _put_gold(entries: _Entries, decisions: Decisions, gold: GoldPath) -> _Entries:
     """With the gold hypothesis in the last place, unless the search has found it or it cannot be."""
-    assert decisions.gold is not None
-    lens, sums = decisions.gold.lens, decisions.gold_sum
-    found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == decisions.gold_place[:, None])
-    found &= entries.end == decisions.gold.end
+    lens, sums = gold.lens, gold.sum
+    found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == gold.place[:, None])
+    found &= entries.end == gold.end
     found &= found.long().cumsum(1) == 1
     last = torch.zeros_like(found)
     last[:, -1] = ~found.any(1) & (sums > -torch.inf)
@@ -227,7 +218,7 @@ def _put_gold(entries: _Entries, decisions: Decisions) -> _Entries:
         put(entries.sums, sums[:, None]),
         put(entries.lens, lens[:, None]),
         put(entries.places, decisions.size - 1),
-        put(entries.end, decisions.gold.end),
+        put(entries.end, gold.end),
         put(entries.group, 2),
         found | last,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.keywords import RISK, names_instead
+from tensorloop._common.keywords import hints, names_instead
 from tensorloop.risk.bleu import sentence_bleu
 from tensorloop.risk.edits import EDITS, edit_distance
 
@@ -31,9 +31,19 @@ __all__ = [
 ]
 
 _ESTIMATORS = ("normalised", "baseline", "unbiased")
+# What other libraries call it.
+_KEYWORDS = hints(
+    ("log_probs logprobs logits", "scores= are the log-probabilities of hypotheses, (B, K)"),
+    ("costs errors", "risks= are what the hypotheses cost, (B, K)"),
+    ("rewards", "risks= are what the hypotheses cost, (B, K): minus the rewards"),
+    ("mask", "valid= says which hypotheses there are, (B, K) bool"),
+    ("lengths", "lens= divides scores by lengths, (B, K)"),
+    ("temperature", "divide the scores by it"),
+    ("dim axis", "rows are dim 0, hypotheses dim 1"),
+)
 
 
-@names_instead(**RISK)
+@names_instead(**_KEYWORDS)
 def minimum_risk(
     scores: Tensor,
     risks: Tensor,
@@ -75,7 +85,7 @@ def minimum_risk(
     return _reduce(name, (_renormalise(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
 
 
-@names_instead(**RISK)
+@names_instead(**_KEYWORDS)
 def mwer(
     scores: Tensor,
     risks: Tensor,
@@ -116,7 +126,7 @@ def mwer(
     return _reduce(name, loss, reduction)
 
 
-@names_instead(**RISK)
+@names_instead(**_KEYWORDS)
 def leave_one_out(
     scores: Tensor,
     risks: Tensor,
@@ -151,7 +161,7 @@ def leave_one_out(
     return _reduce(name, (_centre(given) * given.scores).sum(1) / others, reduction)
 
 
-@names_instead(**RISK)
+@names_instead(**_KEYWORDS)
 def stochastic_beam_risk(
     scores: Tensor,
     risks: Tensor,
