@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tensorloop._common.errors import WrongType
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -15,17 +17,16 @@ def hints(*groups: tuple[str, str]) -> dict[str, str]:
 
 
 def names_instead(**hints: str) -> Callable[[_F], _F]:
-    """For a function: what to say of keywords that other libraries have; of others the nearest of its own."""
+    """For a function below `@named`: what to say of keywords that others have; for the rest, the nearest of its own."""
 
     def mark(function: _F) -> _F:
-        name = getattr(function, "__name__", "")
         known = frozenset(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             for key in options:
                 if key not in known:
-                    raise TypeError(_message(name, key, hints.get(key), list(known)))
+                    raise WrongType(_describe_unknown(key, hints.get(key), list(known)))
             return function(*args, **options)
 
         return call  # pyright: ignore[reportReturnType]
@@ -33,7 +34,7 @@ def names_instead(**hints: str) -> Callable[[_F], _F]:
     return mark
 
 
-def _message(name: str, key: str, hint: str | None, known: list[str]) -> str:
+def _describe_unknown(key: str, hint: str | None, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, 1)
     said = hint or (f"did you mean {near[0]}=" if near else f"it takes {', '.join(sorted(known))}")
-    return f"{name}: there is no argument {key}=; {said}"
+    return f"there is no argument {key}=; {said}"

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
+from tensorloop._common.errors import WrongType, named
 from tensorloop._common.keywords import names_instead
 from tensorloop._common.progress import Progress
 from tensorloop._torch.eager_only import called_eagerly
@@ -25,6 +26,7 @@ from tensorloop.schedule import Schedule
 _NAME = "beam_search"
 
 
+@named(_NAME)
 @names_instead(**KEYWORDS)
 @called_eagerly
 def beam_search(
@@ -93,7 +95,7 @@ def beam_search(
     length, choose = Sum() if length is None else length, TopK() if choose is None else choose
     rules = Rules(beam_size, n_best, tuple(sorted(set(eos_ids))), max_steps, length, choose, stop, eos, check)
     if not callable(step_fn):
-        raise TypeError(f"{_NAME}: step_fn must be callable, got {arguments.describe(step_fn)}")
+        raise WrongType(f"step_fn must be callable, got {arguments.describe(step_fn)}")
     size = beam_size + (gold is not None)
     device = find_device([*pytree.leaves(init_carry), *check_context(context, batch_size, _NAME)])
     carry = HypothesesCarry(init_carry, batch_size, size)

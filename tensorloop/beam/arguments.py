@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.keywords import hints
 from tensorloop.beam.choose import Sample
 from tensorloop.beam.decisions import Rules
@@ -46,7 +47,7 @@ KEYWORDS = hints(
 def check_int(n: Any, what: str, least: int) -> int:
     """`n` as an int that is not too small."""
     if (n := arguments.as_int(n, _NAME, what)) < least:
-        raise ValueError(f"{_NAME}: {what} must be at least {least}, got {n}")
+        raise WrongValue(f"{what} must be at least {least}, got {n}")
     return n
 
 
@@ -57,7 +58,7 @@ def check_ids(given: Any, what: str) -> list[int]:
     if not isinstance(given, (list, tuple, range)):
         return [check_int(given, what, 0)]
     if not given:
-        raise ValueError(f"{_NAME}: {what} has no token; give one or more")
+        raise WrongValue(f"{what} has no token; give one or more")
     return [check_int(x, f"{what}[{i}]", 0) for i, x in enumerate(given)]
 
 
@@ -66,35 +67,33 @@ def read_bos(bos_id: Any, rows: int, device: torch.device) -> Tensor:
     several = isinstance(bos_id, (list, tuple, range)) or (isinstance(bos_id, Tensor) and bos_id.dim() > 0)
     ids = check_ids(bos_id, "bos_id") if rows or not several else []
     if several and len(ids) != rows:
-        raise ValueError(
-            f"{_NAME}: bos_id has {len(ids)} tokens, batch_size is {rows}; give one for each row, or an int"
-        )
+        raise WrongValue(f"bos_id has {len(ids)} tokens, batch_size is {rows}; give one for each row, or an int")
     return torch.tensor(ids, dtype=torch.int64, device=device)[:, None].expand(rows, 1)
 
 
 def check_rules(rules: Rules, rows: int, device: torch.device) -> None:
     """Refuses arguments that are none, or do not go together."""
-    check_model(rules.length, _NAME)
+    check_model(rules.length)
     for what, value, known in (("stop", rules.stop, _STOPS), ("eos", rules.eos, _EOS)):
         if value not in known:
-            raise ValueError(f"{_NAME}: {what} must be one of {', '.join(map(repr, known))}, got {value!r}")
+            raise WrongValue(f"{what} must be one of {', '.join(map(repr, known))}, got {value!r}")
     if not all(hasattr(rules.choose, name) for name in ("start", "choose", "by_key", "repeats")) or isinstance(
         rules.choose, type
     ):
-        raise TypeError(f"{_NAME}: choose must be TopK(), Sample(...) or StochasticBeam(), got {rules.choose!r}")
+        raise WrongType(f"choose must be TopK(), Sample(...) or StochasticBeam(), got {rules.choose!r}")
     if rules.choose.by_key:
         if type(rules.length) is not Sum or rules.eos != "always" or rules.stop not in ("exact", "never"):
-            raise ValueError(f"{_NAME}: {rules.choose!r} ranks by its keys: leave length, eos and stop as they are")
+            raise WrongValue(f"{rules.choose!r} ranks by its keys: leave length, eos and stop as they are")
         if rules.n_best > rules.size:
-            raise ValueError(f"{_NAME}: {rules.choose!r} draws {rules.size} sequences, not n_best={rules.n_best}")
+            raise WrongValue(f"{rules.choose!r} draws {rules.size} sequences, not n_best={rules.n_best}")
     bound = find_bound(rules.length, rules.max_steps)
-    check_numbers(rules.length, bound, rows, device, _NAME)
+    check_numbers(rules.length, bound, rows, device)
     if isinstance(rules.choose, Sample):
         return
     if rules.stop == "never" and rules.max_steps is None:
-        raise ValueError(f"{_NAME}: stop='never' needs max_steps")
+        raise WrongValue("stop='never' needs max_steps")
     if rules.stop == "exact":
-        check_bound(rules.length, bound, rows, rules.max_steps, device, _NAME)
+        check_bound(rules.length, bound, rows, rules.max_steps, device)
 
 
 def find_device(leaves: list[Any]) -> torch.device:
@@ -110,21 +109,21 @@ def read_gold(gold: Any, rows: int, rules: Rules, eos_id: int, device: torch.dev
     """Gold hypotheses, one a row, which eos_id ends."""
     max_steps = rules.max_steps
     if not isinstance(gold, PackedTensor):
-        raise TypeError(f"{_NAME}: gold must be a PackedTensor of tokens, got {arguments.describe(gold)}")
+        raise WrongType(f"gold must be a PackedTensor of tokens, got {arguments.describe(gold)}")
     if gold.dtype not in arguments.INTEGERS or gold.values.dim() != 1:
-        raise TypeError(f"{_NAME}: gold must hold integers (N,), got {arguments.describe(gold.values)}")
+        raise WrongType(f"gold must hold integers (N,), got {arguments.describe(gold.values)}")
     if len(gold.lens) != rows:
-        raise ValueError(f"{_NAME}: gold has {len(gold.lens)} rows, batch_size is {rows}")
+        raise WrongValue(f"gold has {len(gold.lens)} rows, batch_size is {rows}")
     if max_steps is not None and gold.max_len >= max_steps:
         row = int(gold.lens.argmax())
-        raise ValueError(
-            f"{_NAME}: gold row {row} has {gold.max_len} tokens and needs as many steps and one for its eos, "
+        raise WrongValue(
+            f"gold row {row} has {gold.max_len} tokens and needs as many steps and one for its eos, "
             f"max_steps is {max_steps}"
         )
     ends = torch.isin(gold.values, torch.tensor(rules.eos_ids, device=gold.values.device))
     if bool(ends.any()):
         found = int(gold.values[ends][0])
-        raise ValueError(f"{_NAME}: gold has the eos_id {found} among its tokens; leave bos and eos out")
+        raise WrongValue(f"gold has the eos_id {found} among its tokens; leave bos and eos out")
     padded = torch.full((rows, gold.max_len + 1), eos_id, dtype=torch.int64, device=device)
     padded[:, : gold.max_len] = gold.pad(eos_id).to(device)
-    return Gold(padded, gold.lens.to(device), int(padded.max()) if rows else 0, rules.eos_ids.index(eos_id))
+    return Gold(padded, gold.lens.to(device), rules.eos_ids.index(eos_id), rules.size)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tensorloop._common import scope
 from tensorloop._common.arguments import describe
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.beam.ancestry import Family
 from tensorloop.beam.attention import attend
 from tensorloop.tensor_array.array import TensorArray
@@ -185,10 +186,10 @@ def unwrap_array(leaf: Any, place: str) -> TensorArray:
     """The plain array behind what `step_fn` returned at `place` of its carry."""
     store = leaf._store if isinstance(leaf, TensorArray) else None
     if not isinstance(store, AncestryStore):
-        raise TypeError(
-            f"{_NAME}: step_fn was given an array at carry{place} and returned {describe(leaf)} there; append to "
+        raise WrongType(
+            f"step_fn was given an array at carry{place} and returned {describe(leaf)} there; append to "
             f"the array that it was given and return that"
         )
     if store.place != place:
-        raise ValueError(f"{_NAME}: step_fn returned the array of carry{store.place} at carry{place}; arrays stay put")
+        raise WrongValue(f"step_fn returned the array of carry{store.place} at carry{place}; arrays stay put")
     return store.grown

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop._common import pytree
+from tensorloop._common.errors import WrongValue
 from tensorloop.beam.ancestry import Family
 from tensorloop.beam.arrays import unwrap_array, wrap_array
 from tensorloop.loop.for_rooms import check_carry, describe
@@ -34,13 +35,13 @@ class HypothesesCarry:
         if isinstance(x, TensorArray) and len(x):
             shape = x.element_shape or ()
         if len(shape) and shape[0] != self.rows:
-            raise ValueError(f"{_NAME}: init_carry{path} is {describe(x)}; expected {self.rows} leading rows, or 0-d")
+            raise WrongValue(f"init_carry{path} is {describe(x)}; expected {self.rows} leading rows, or 0-d")
         if isinstance(x, Tensor):
             return x[:, None].expand(-1, self.size, *x.shape[1:]) if x.dim() else x
         if not isinstance(x, TensorArray) or not len(x):
             return x
         if not shape:
-            raise ValueError(f"{_NAME}: elements of init_carry{path} are 0-d; expected ({self.rows}, ...)")
+            raise WrongValue(f"elements of init_carry{path} are 0-d; expected ({self.rows}, ...)")
         return TensorArray()
 
     def give(self, leaves: list[Any], prefixes: Sequence[TensorArray], family: Family) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue, named
 from tensorloop.beam import noise
 from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
@@ -110,13 +111,14 @@ class Sample:
     by_key = False
     repeats = True
 
+    @named("Sample")
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"Sample: temperature must be above 0, got {self.temperature}; TopK() takes the best")
+            raise WrongValue(f"temperature must be above 0, got {self.temperature}; TopK() takes the best")
         if self.top_k is not None and arguments.as_int(self.top_k, "Sample", "top_k") < 1:
-            raise ValueError(f"Sample: top_k must be at least 1, got {self.top_k}")
+            raise WrongValue(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"Sample: top_p must be in (0, 1], got {self.top_p}")
+            raise WrongValue(f"top_p must be in (0, 1], got {self.top_p}")
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """All hypotheses run from the first step on."""

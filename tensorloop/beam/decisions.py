@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tensorloop._common.errors import WrongValue
 from tensorloop.beam import doubt
 from tensorloop.beam.batch import Batch
 from tensorloop.beam.choose import Choice, Offer, TopK, choose_best
-from tensorloop.beam.gold import Gold, GoldPath
+from tensorloop.beam.gold import Gold
 from tensorloop.beam.length import Sum, find_bound
 from tensorloop.beam.noise import draw_seeds
 from tensorloop.beam.pool import Pool, Verdict
 from tensorloop.kernels import find
 
 _ENDS = {"always": None, "top_k": 1, "top_2k": 2}
-_NAME = "beam_search"
 
 
 class Rules(NamedTuple):
@@ -50,8 +50,7 @@ class Decisions:
     told: bool  # whether it has been said
 
     def __init__(self, rules: Rules, rows: int, gold: Gold | None, device: torch.device) -> None:
-        self.rules, self.rows, self.device = rules, rows, device
-        self.gold = None if gold is None else GoldPath(gold, rules.size)
+        self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
         self.size = rules.size + (gold is not None)
         self.eos = torch.tensor(rules.eos_ids, device=device)
         self.bound = find_bound(rules.length, rules.max_steps)
@@ -167,7 +166,7 @@ class Decisions:
             spoilt = (ranks.isnan() & (ends.abs() < torch.inf)).any(1)
             if bool(spoilt.any()):
                 row = int(spoilt.nonzero()[0, 0])
-                raise ValueError(f"{_NAME}: {rules.length!r} gave the score NaN at step {t}, row {row}")
+                raise WrongValue(f"{rules.length!r} gave the score NaN at step {t}, row {row}")
             ends = torch.where(ends > -torch.inf, ranks, ends)
         verdict = self.pool.take((ends, sums), (self.keys, bounds), self.searching, t, rules.stop)
         if rules.choose.by_key:

@@ -11,6 +11,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop.beam.batch import Batch
 
 _NAME = "beam_search"
@@ -73,9 +74,9 @@ def refuse_row(t: int, row: int, log_probs: Tensor | None) -> Never:
     where = f"step {t}, row {row}"
     if log_probs is not None:
         what = "infinite" if bool((log_probs == torch.inf).any()) else "NaN"
-        raise ValueError(f"{_NAME}: step_fn gave {what} log_probs at {where}")
-    raise ValueError(
-        f"{_NAME}: at {where} every token of every hypothesis is forbidden (log_probs of -inf); "
+        raise WrongValue(f"step_fn gave {what} log_probs at {where}")
+    raise WrongValue(
+        f"at {where} every token of every hypothesis is forbidden (log_probs of -inf); "
         f"let eos_id end those that cannot go on"
     )
 
@@ -86,7 +87,7 @@ def check_sums(t: int, log_probs: Tensor, running: Tensor, batch: Batch, toleran
     off = (~(total.abs() <= tolerance) & running[:, None]).nonzero()
     if len(off):
         row, place = off[0].tolist()
-        raise ValueError(
-            f"{_NAME}: log_probs at step {t}, row {batch.name(row)}, hypothesis {place} sum to a probability of "
+        raise WrongValue(
+            f"log_probs at step {t}, row {batch.name(row)}, hypothesis {place} sum to a probability of "
             f"{float(total[row, place].exp()):.4g}, not 1; apply log_softmax in step_fn"
         )

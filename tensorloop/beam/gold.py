@@ -1,32 +1,26 @@
 """Gold hypotheses: followed to their end beside those of the search, one a row, at a place behind them."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from tensorloop.beam.batch import Batch
 
 
-class Gold(NamedTuple):
-    """What is to be followed."""
-
-    tokens: Tensor  # (B, T), eos behind the end
-    lens: Tensor  # (B,)
-    largest: int  # token
-    end: int  # which of the eos_ids
-
-
-class GoldPath:
+class Gold:
     """How far they have come, and where the search has them too. `size` counts the hypotheses of the search."""
 
     sum: Tensor  # (B,), of log-probabilities
 
-    def __init__(self, gold: Gold, size: int) -> None:
-        self.tokens, self.lens, self.end, self.size = gold.tokens, gold.lens, gold.end, size
-        shape = len(gold.lens), size
-        self.same = torch.ones(shape, dtype=torch.bool, device=gold.lens.device)  # so far, at each place
-        self.place = torch.full_like(gold.lens, -1)  # of the one that the search has; -1 for none
+    def __init__(self, tokens: Tensor, lens: Tensor, end: int, size: int) -> None:
+        """`tokens` (B, T), with eos behind the end; `lens` (B,); `end`: by which of the eos_ids they end."""
+        self.tokens, self.lens, self.end, self.size = tokens, lens, end, size
+        self.same = torch.ones(len(lens), size, dtype=torch.bool, device=lens.device)  # so far, at each place
+        self.place = torch.full_like(lens, -1)  # of the one that the search has; -1 for none
+
+    @property
+    def largest(self) -> int:
+        """The largest token."""
+        return int(self.tokens.max()) if len(self.tokens) else 0
 
     def is_over(self, t: int) -> Tensor:
         """(B,) bool: the rows whose gold hypothesis has ended before step t, or cannot be."""

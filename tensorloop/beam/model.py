@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop.beam.decisions import Rules
 from tensorloop.beam.gold import Gold
@@ -35,36 +36,34 @@ class Model:
         out = self.step_fn(carry, tokens, *context, **options)
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
-            raise TypeError(f"{_NAME}: step_fn must return (carry, log_probs), got {got}")
+            raise WrongType(f"step_fn must return (carry, log_probs), got {got}")
         return out[0], out[1]
 
     def check(self, log_probs: Any, t: int, rows: int) -> Tensor:
         """The log_probs of step t, of so many rows."""
         if not isinstance(log_probs, Tensor) or not log_probs.is_floating_point():
-            raise TypeError(f"{_NAME}: log_probs must be a floating tensor (B, K, V), got {describe(log_probs)}")
+            raise WrongType(f"log_probs must be a floating tensor (B, K, V), got {describe(log_probs)}")
         wanted = (rows, self.size, self.vocabulary or log_probs.shape[-1] if log_probs.dim() else 0)
         if tuple(log_probs.shape) != wanted:
             shown = str(wanted) if self.vocabulary else f"({rows}, {self.size}, V)"
-            raise ValueError(f"{_NAME}: log_probs must be {shown} at step {t}, got {tuple(log_probs.shape)}")
+            raise WrongValue(f"log_probs must be {shown} at step {t}, got {tuple(log_probs.shape)}")
         if transforms.is_batched(log_probs):
-            raise RuntimeError(f"{_NAME}: vmap hides what decisions need to see; put its dim into the batch")
+            raise Misuse("vmap hides what decisions need to see; put its dim into the batch")
         if self.vocabulary is None:
             self._begin(log_probs)
         elif log_probs.dtype is not self.dtype:
-            raise TypeError(f"{_NAME}: log_probs were {self.dtype} at step 0 and are {log_probs.dtype} at step {t}")
+            raise WrongType(f"log_probs were {self.dtype} at step 0 and are {log_probs.dtype} at step {t}")
         return log_probs
 
     def _begin(self, log_probs: Tensor) -> None:
         arguments.dense_tensor(log_probs, f"{_NAME}: log_probs")
         vocabulary = log_probs.shape[2]
         if self.last_eos >= vocabulary:
-            raise ValueError(f"{_NAME}: eos_id is {self.last_eos}, but log_probs have {vocabulary} tokens")
+            raise WrongValue(f"eos_id is {self.last_eos}, but log_probs have {vocabulary} tokens")
         if self.last_gold >= vocabulary:
-            raise ValueError(f"{_NAME}: gold has the token {self.last_gold}, but log_probs have {vocabulary} tokens")
+            raise WrongValue(f"gold has the token {self.last_gold}, but log_probs have {vocabulary} tokens")
         if log_probs.device != self.device:
-            raise ValueError(
-                f"{_NAME}: log_probs are on {log_probs.device}, but init_carry and context are on {self.device}"
-            )
+            raise WrongValue(f"log_probs are on {log_probs.device}, but init_carry and context are on {self.device}")
         self.vocabulary, self.dtype = vocabulary, log_probs.dtype
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorloop.beam import doubt, show
 from tensorloop.beam.ancestry import as_index
 from tensorloop.beam.decisions import Decisions
-from tensorloop.beam.gold import GoldPath
+from tensorloop.beam.gold import Gold
 from tensorloop.kernels import find
 from tensorloop.kernels.eager.beam import descending
 from tensorloop.packed.dim import Dim
@@ -200,7 +200,7 @@ def _blank(entries: _Entries, decisions: Decisions) -> _Entries:
     return entries._replace(lens=entries.lens.masked_fill(none, 0), places=entries.places.masked_fill(none, 0))
 
 
-def _put_gold(entries: _Entries, decisions: Decisions, gold: GoldPath) -> _Entries:
+def _put_gold(entries: _Entries, decisions: Decisions, gold: Gold) -> _Entries:
     """With the gold hypothesis in the last place, unless the search has found it or it cannot be."""
     lens, sums = gold.lens, gold.sum
     found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == gold.place[:, None])

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
+from tensorloop._common.errors import named
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop.beam.ancestry import Ancestry, Family
@@ -75,6 +76,7 @@ class Search:
         running = self.decisions.running
         return running if len(state.ids) == self.rows else running[state.ids]
 
+    @named(_NAME)
     def _step(self, t: int, state: State, row: list[Any], context: tuple[Any, ...]) -> tuple[State, None]:
         """A step, as a loop's body: the model, the decisions, and the carry of what runs on."""
         user_context, prefixes = context[0]

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.risk.edits import TokenRows
-from tensorloop.risk.token_rows import Pairs, pair_rows
+from tensorloop.risk.token_rows import Pairs, TokenRows, pair_rows
 
 _NAME = "sentence_bleu"
 _SMOOTHING = ("add_one", "exp", "none")
 
 
+@named(_NAME)
 @called_eagerly
 def sentence_bleu(a: TokenRows, b: TokenRows, *, max_n: int = 4, smoothing: str = "add_one") -> Tensor:
     """The BLEU of each row of a against its row of b (Papineni et al. 2002), smoothed for single sentences.
@@ -39,10 +40,10 @@ def sentence_bleu(a: TokenRows, b: TokenRows, *, max_n: int = 4, smoothing: str 
     """
     max_n = arguments.as_int(max_n, _NAME, "max_n")
     if max_n < 1:
-        raise ValueError(f"{_NAME}: max_n is {max_n}; n-grams have at least one token")
+        raise WrongValue(f"max_n is {max_n}; n-grams have at least one token")
     if smoothing not in _SMOOTHING:
-        raise ValueError(f"{_NAME}: smoothing is {smoothing!r}; there are {', '.join(map(repr, _SMOOTHING))}")
-    pairs = pair_rows(a, b, _NAME)
+        raise WrongValue(f"smoothing is {smoothing!r}; there are {', '.join(map(repr, _SMOOTHING))}")
+    pairs = pair_rows(a, b)
     lens = pairs.a.lens
     others = pairs.b.lens[torch.arange(len(lens), device=lens.device) // pairs.each]
     orders = torch.arange(max_n, device=lens.device).unsqueeze(1)

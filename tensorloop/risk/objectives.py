@@ -1,8 +1,6 @@
-"""Training objectives over hypotheses, and the risks they take: edit distance and sentence BLEU.
+"""Training objectives over hypotheses. `edits.py` and `bleu.py` have the risks that they take.
 
-Here are the objectives. Each is its formula in torch operations and nothing else, so that autograd differentiates it
-any number of times. `edits.py` and `bleu.py` have the risks.
-
+Each is its formula in torch operations and nothing else, so that autograd differentiates it any number of times.
 All take scores (B, K), the log-probabilities of K hypotheses for each of B inputs, and risks of the same shape. K
 hypotheses are a list of the best, or samples, as the objective says. A hypothesis that is missing, since `valid` says
 so or its score is -inf, takes no part: whatever stands in its place, NaN included, its gradient is exactly 0.
@@ -16,19 +14,8 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.keywords import hints, names_instead
-from tensorloop.risk.bleu import sentence_bleu
-from tensorloop.risk.edits import EDITS, edit_distance
-
-__all__ = [
-    "EDITS",
-    "edit_distance",
-    "leave_one_out",
-    "minimum_risk",
-    "mwer",
-    "sentence_bleu",
-    "stochastic_beam_risk",
-]
 
 _ESTIMATORS = ("normalised", "baseline", "unbiased")
 # What other libraries call it.
@@ -43,6 +30,7 @@ _KEYWORDS = hints(
 )
 
 
+@named("minimum_risk")
 @names_instead(**_KEYWORDS)
 def minimum_risk(
     scores: Tensor,
@@ -78,13 +66,13 @@ def minimum_risk(
         >>> scores.grad
         tensor([[-0.5000,  0.5000]])
     """
-    name = "minimum_risk"
-    if check_number(alpha, f"{name}: alpha") == 0:
-        raise ValueError(f"{name}: alpha is 0, which makes all hypotheses alike; it must be above 0")
-    given = check_hypotheses(name, scores, risks, valid, lens, check)
-    return _reduce(name, (_renormalise(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
+    if _check_number(alpha, "alpha") == 0:
+        raise WrongValue("alpha is 0, which makes all hypotheses alike; it must be above 0")
+    given = _check_hypotheses(scores, risks, valid, lens, check)
+    return _reduce((_renormalise(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
 
 
+@named("mwer")
 @names_instead(**_KEYWORDS)
 def mwer(
     scores: Tensor,
@@ -114,18 +102,18 @@ def mwer(
         >>> bool(tl.mwer(scores, torch.tensor([[0.0, 2.0]])) < 0)  # the better one is the likelier one
         True
     """
-    name = "mwer"
-    weight = check_number(weight, f"{name}: weight")
-    given = check_hypotheses(name, scores, risks, valid, lens, check)
+    weight = _check_number(weight, "weight")
+    given = _check_hypotheses(scores, risks, valid, lens, check)
     loss = (_renormalise(given.scores, given.valid) * _centre(given)).sum(1)
     if gold_scores is not None:
-        gold_scores = check_per_row(gold_scores, scores, f"{name}: gold_scores")
+        gold_scores = _check_per_row(gold_scores, scores, "gold_scores")
         if check and arguments.must_check(check, gold_scores):
-            refuse(~gold_scores.isfinite(), gold_scores, f"{name}: gold_scores")
+            _refuse(~gold_scores.isfinite(), gold_scores, "gold_scores")
         loss = loss - weight * gold_scores.masked_fill(gold_scores == -torch.inf, 0)
-    return _reduce(name, loss, reduction)
+    return _reduce(loss, reduction)
 
 
+@named("leave_one_out")
 @names_instead(**_KEYWORDS)
 def leave_one_out(
     scores: Tensor,
@@ -153,14 +141,14 @@ def leave_one_out(
         >>> scores.grad
         tensor([[-1.,  1.]])
     """
-    name = "leave_one_out"
-    check_constant(risks, name)
-    given = check_hypotheses(name, scores, risks, valid, lens, check)
+    _check_constant(risks)
+    given = _check_hypotheses(scores, risks, valid, lens, check)
     # D_i - b_i is n / (n - 1) times D_i - mean D.
     others = (given.valid.sum(1) - 1).clamp(min=1)
-    return _reduce(name, (_centre(given) * given.scores).sum(1) / others, reduction)
+    return _reduce((_centre(given) * given.scores).sum(1) / others, reduction)
 
 
+@named("stochastic_beam_risk")
 @names_instead(**_KEYWORDS)
 def stochastic_beam_risk(
     scores: Tensor,
@@ -191,23 +179,22 @@ def stochastic_beam_risk(
     Source: Kool, van Hoof & Welling 2019 ("Stochastic Beams and Where to Find Them", and "Buy 4 REINFORCE Samples"). On
     the variances: docs/risk.md.
     """
-    name = "stochastic_beam_risk"
     if estimator not in _ESTIMATORS:
-        raise ValueError(f"{name}: estimator is {estimator!r}; there are {', '.join(map(repr, _ESTIMATORS))}")
-    check_constant(risks, name)
-    given = check_hypotheses(name, scores, risks, valid, None, check)
+        raise WrongValue(f"estimator is {estimator!r}; there are {', '.join(map(repr, _ESTIMATORS))}")
+    _check_constant(risks)
+    given = _check_hypotheses(scores, risks, valid, None, check)
     least = 2 if estimator == "baseline" else 1
     if scores.shape[1] < least:
         hint = "; use estimator='unbiased'" if scores.shape[1] else ""
-        raise ValueError(f"{name}: {estimator!r} needs {least} or more hypotheses, got {scores.shape[1]}{hint}")
-    kappa = check_per_row(kappa, scores, f"{name}: kappa").detach()
+        raise WrongValue(f"{estimator!r} needs {least} or more hypotheses, got {scores.shape[1]}{hint}")
+    kappa = _check_per_row(kappa, scores, "kappa").detach()
     if check and arguments.must_check(check, kappa):
-        refuse(kappa.isnan() | kappa.isposinf(), kappa, f"{name}: kappa")
+        _refuse(kappa.isnan() | kappa.isposinf(), kappa, "kappa")
     loss = _normalise(given, kappa) if estimator == "normalised" else _weigh(given, kappa, estimator == "baseline")
-    return _reduce(name, loss, reduction)
+    return _reduce(loss, reduction)
 
 
-class Given(NamedTuple):
+class _Given(NamedTuple):
     """Hypotheses (B, K). Scores, by length if asked for, and risks are 0 where none is valid."""
 
     scores: Tensor
@@ -215,7 +202,7 @@ class Given(NamedTuple):
     valid: Tensor
 
 
-def _weigh(given: Given, kappa: Tensor, baseline: bool) -> Tensor:
+def _weigh(given: _Given, kappa: Tensor, baseline: bool) -> Tensor:
     scores, risks, valid = given
     ratios = (scores - _find_log_inclusion(scores.detach(), kappa)).exp().masked_fill(~valid, 0)
     if baseline:
@@ -223,7 +210,7 @@ def _weigh(given: Given, kappa: Tensor, baseline: bool) -> Tensor:
     return (ratios * risks).sum(1)
 
 
-def _normalise(given: Given, kappa: Tensor) -> Tensor:
+def _normalise(given: _Given, kappa: Tensor) -> Tensor:
     """The formula holds for p and w of any scale: here they are divided by W, and the logs kept small all the way."""
     scores, risks, valid = given
     log_q = _find_log_inclusion(scores.detach(), kappa)
@@ -255,53 +242,53 @@ def _renormalise(logits: Tensor, valid: Tensor) -> Tensor:
     return logits.masked_fill(~valid & some, -torch.inf).softmax(1).masked_fill(~valid, 0)
 
 
-def _centre(given: Given) -> Tensor:
+def _centre(given: _Given) -> Tensor:
     """The risks less their mean over the valid ones of the row, a constant; 0 at the others."""
     mean = given.risks.detach().sum(1, keepdim=True) / given.valid.sum(1, keepdim=True).clamp(min=1)
     return (given.risks - mean).masked_fill(~given.valid, 0)
 
 
-def _reduce(name: str, loss: Tensor, reduction: str) -> Tensor:
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
     if reduction == "mean":
         return loss.sum() / max(len(loss), 1)
-    raise ValueError(f"{name}: reduction is {reduction!r}; there are 'mean' (over B), 'sum' and 'none'")
+    raise WrongValue(f"reduction is {reduction!r}; there are 'mean' (over B), 'sum' and 'none'")
 
 
-def check_hypotheses(name: str, scores: Any, risks: Any, valid: Any, lens: Any, check: bool) -> Given:
+def _check_hypotheses(scores: Any, risks: Any, valid: Any, lens: Any, check: bool) -> _Given:
     """The arguments of an objective, checked; in float32 at least."""
-    arguments.dense_tensor(scores, f"{name}: scores")
+    _check_dense(scores, "scores")
     if not scores.is_floating_point():
-        raise TypeError(f"{name}: scores must be log-probabilities, got dtype {scores.dtype}")
+        raise WrongType(f"scores must be log-probabilities, got dtype {scores.dtype}")
     if scores.dim() != 2:
-        raise ValueError(f"{name}: scores must be (B, K), got shape {tuple(scores.shape)}")
-    risks = _check_alike(risks, scores, f"{name}: risks", flat=True)
+        raise WrongValue(f"scores must be (B, K), got shape {tuple(scores.shape)}")
+    risks = _check_alike(risks, scores, "risks", flat=True)
     there = scores != -torch.inf
     if valid is not None:
         if not isinstance(valid, Tensor) or valid.dtype is not torch.bool:
-            raise TypeError(f"{name}: valid must be a bool tensor (B, K), got {arguments.describe(valid)}")
-        there = there & _check_alike(valid, scores, f"{name}: valid")
+            raise WrongType(f"valid must be a bool tensor (B, K), got {arguments.describe(valid)}")
+        there = there & _check_alike(valid, scores, "valid")
     if check and arguments.must_check(check, scores):
-        refuse(~scores.isfinite() & there, scores, f"{name}: scores")
-        refuse(~risks.isfinite() & there, risks, f"{name}: risks")
+        _refuse(~scores.isfinite() & there, scores, "scores")
+        _refuse(~risks.isfinite() & there, risks, "risks")
     wide = torch.promote_types(scores.dtype, torch.float32)
     kept = scores.to(wide).masked_fill(~there, 0)
     if lens is not None:
-        kept = kept / _check_lens(lens, scores, there, name, check)
-    return Given(kept, risks.to(wide).masked_fill(~there, 0), there)
+        kept = kept / _check_lens(lens, scores, there, check)
+    return _Given(kept, risks.to(wide).masked_fill(~there, 0), there)
 
 
-def _check_lens(lens: Any, scores: Tensor, there: Tensor, name: str, check: bool) -> Tensor:
+def _check_lens(lens: Any, scores: Tensor, there: Tensor, check: bool) -> Tensor:
     """Lengths, 1 where no hypothesis is."""
-    lens = _check_alike(lens, scores, f"{name}: lens").masked_fill(~there, 1)
+    lens = _check_alike(lens, scores, "lens").masked_fill(~there, 1)
     bad = ~(lens >= 1)  # NaN, too
     if arguments.must_check(check or None, lens) and bool(bad.any()):
         row, k = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: lens[{row}, {k}] is {lens[row, k].item()}; a score is divided by at least 1: "
+        raise WrongValue(
+            f"lens[{row}, {k}] is {lens[row, k].item()}; a score is divided by at least 1: "
             f"count the end token, lens + 1"
         )
     return lens
@@ -314,43 +301,50 @@ def _check_alike(x: Any, scores: Tensor, what: str, flat: bool = False) -> Tenso
         return x.view(scores.shape)
     if x.shape != scores.shape:
         also = f" or ({scores.numel()},)" if flat else ""
-        raise ValueError(f"{what} must have the shape of scores, {tuple(scores.shape)}{also}, got {tuple(x.shape)}")
+        raise WrongValue(f"{what} must have the shape of scores, {tuple(scores.shape)}{also}, got {tuple(x.shape)}")
     return x
 
 
-def check_per_row(x: Any, scores: Tensor, what: str) -> Tensor:
+def _check_per_row(x: Any, scores: Tensor, what: str) -> Tensor:
     _check_real(x, scores, what)
     if not x.is_floating_point():
-        raise TypeError(f"{what} must be floating point, got dtype {x.dtype}")
+        raise WrongType(f"{what} must be floating point, got dtype {x.dtype}")
     if x.shape != scores.shape[:1]:
-        raise ValueError(f"{what} must be ({len(scores)},), one for each row of scores, got shape {tuple(x.shape)}")
+        raise WrongValue(f"{what} must be ({len(scores)},), one for each row of scores, got shape {tuple(x.shape)}")
     return x.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def check_constant(risks: Any, name: str) -> None:
+def _check_constant(risks: Any) -> None:
     if isinstance(risks, Tensor) and risks.requires_grad:
-        raise ValueError(f"{name}: risks require a gradient, which is not estimated; pass risks.detach()")
+        raise WrongValue("risks require a gradient, which is not estimated; pass risks.detach()")
 
 
 def _check_real(x: Any, scores: Tensor, what: str) -> None:
-    arguments.dense_tensor(x, what)
+    _check_dense(x, what)
     if x.is_complex():
-        raise TypeError(f"{what} must hold real numbers, got dtype {x.dtype}")
+        raise WrongType(f"{what} must hold real numbers, got dtype {x.dtype}")
     if x.device != scores.device:
-        raise ValueError(f"{what} must be on {scores.device} as scores are, got {x.device}; move one of them")
+        raise WrongValue(f"{what} must be on {scores.device} as scores are, got {x.device}; move one of them")
 
 
-def refuse(bad: Tensor, x: Tensor, what: str) -> None:
+def _check_dense(x: Any, what: str) -> None:
+    try:
+        arguments.dense_tensor(x, what)
+    except TypeError as error:
+        raise WrongType(str(error)) from None
+
+
+def _refuse(bad: Tensor, x: Tensor, what: str) -> None:
     """Raises where any is bad, naming the first."""
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
-        raise ValueError(f"{what}[{', '.join(map(str, place))}] is {x[tuple(place)].item()}")
+        raise WrongValue(f"{what}[{', '.join(map(str, place))}] is {x[tuple(place)].item()}")
 
 
-def check_number(x: Any, what: str) -> float:
+def _check_number(x: Any, what: str) -> float:
     if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(f"{what} must be a number, got {arguments.describe(x)}")
+        raise WrongType(f"{what} must be a number, got {arguments.describe(x)}")
     x = float(x)
     if not 0 <= x < math.inf:
-        raise ValueError(f"{what} must be finite and not negative, got {x}")
+        raise WrongValue(f"{what} must be finite and not negative, got {x}")
     return x
