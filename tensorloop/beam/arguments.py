@@ -34,10 +34,7 @@ KEYWORDS = hints(
     ("early_stopping", "stop= is 'exact', 'first_n', 'hf' or 'never'"),
     ("bos_token_id bos sos_id start_token_id", "bos_id= is what every hypothesis begins with"),
     ("eos_token_id end_token_id", "eos_id= is what ends a hypothesis"),
-    (
-        "temperature top_k top_p do_sample",
-        "choose=tl.beam.Sample(temperature, top_k, top_p) draws hypotheses",
-    ),
+    ("temperature top_k top_p do_sample", "choose=tl.beam.Sample(temperature, top_k, top_p) draws hypotheses"),
     ("init initial_state init_state", "init_carry= is what the search begins with"),
     ("body_fn step model", "step_fn= is the model"),
     ("dim axis", "the batch is dim 0, hypotheses are dim 1"),

@@ -75,8 +75,6 @@ def _alike(new: Any, old: Any) -> bool:
     """Whether a leaf of the carry is certainly what it must be."""
     if new is old:
         return True
-    if isinstance(new, Tensor):
-        return (
-            isinstance(old, Tensor) and new.shape == old.shape and new.dtype is old.dtype and new.device == old.device
-        )
-    return type(new) is type(old) and not isinstance(new, TensorArray)
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        return new.shape == old.shape and new.dtype is old.dtype and new.device == old.device
+    return type(new) is type(old) and not isinstance(new, (Tensor, TensorArray))
