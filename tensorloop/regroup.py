@@ -106,7 +106,7 @@ class RegroupPlan:
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
         """One tensor (*B, width) for each group, from tensors (*B, width): see `regroup`."""
         try:
-            _check_values(values, self, "RegroupPlan")
+            _check_values(values, self)
         except Fact as fact:
             raise fact.named("RegroupPlan") from fact.__cause__
         return _apply(self, values)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
+    from tensorloop.beam.api import beam_search as beam_search
     from tensorloop.beam.choose import Sample as Sample
     from tensorloop.beam.choose import StochasticBeam as StochasticBeam
     from tensorloop.beam.choose import TopK as TopK
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from tensorloop.beam.result import Hypotheses as Hypotheses
     from tensorloop.beam.result import Lattice as Lattice
     from tensorloop.beam.scores import linear_log_softmax as linear_log_softmax
-    from tensorloop.beam.search import beam_search as beam_search
 
 __all__ = [
     "GNMT",
@@ -39,6 +39,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "beam.length": ("BoundedReward", "GNMT", "Power", "Sum"),
             "beam.result": ("Hypotheses", "Lattice"),
             "beam.scores": ("linear_log_softmax",),
-            "beam.search": ("beam_search",),
+            "beam.api": ("beam_search",),
         },
     )

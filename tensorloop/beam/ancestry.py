@@ -7,6 +7,7 @@ for the few states after them S_t is made again from the parents when a backward
 one for each place, as a graph keeps them.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
+from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
 
 
@@ -23,7 +25,7 @@ class Paths(NamedTuple):
     shared: Tensor  # (c, B): in states 0 to c - 1, where one ancestor is that of all K
     own: Tensor  # (t + 1 - c, B, K): in states c to t
 
-    def whole(self, first: int = 0) -> Tensor:
+    def join(self, first: int = 0) -> Tensor:
         """(t + 1 - first, B, K) int64: the ancestors in states from `first` on."""
         c, size = len(self.shared), self.own.shape[2]
         if first >= c:
@@ -31,45 +33,44 @@ class Paths(NamedTuple):
         return torch.cat([self.shared[first:, :, None].expand(-1, -1, size), self.own]).long()
 
 
-def smallest(count: int) -> torch.dtype:
+def pick_dtype(count: int) -> torch.dtype:
     """The dtype of fewest bytes that holds the numbers below `count`."""
     return next((x for x in (torch.uint8, torch.int16, torch.int32) if count <= torch.iinfo(x).max + 1), torch.int64)
 
 
-def index_of(places: Tensor, count: int) -> Tensor:
+def as_index(places: Tensor, count: int) -> Tensor:
     """`places` among `count`, as an index of int32 where that will do: what an index_select keeps for backward."""
     return places.int() if count <= torch.iinfo(torch.int32).max else places
 
 
-class Lineage:
-    """S of one search. It keeps parents of its own: a graph that holds a lineage holds nothing else of the search."""
+class Ancestry:
+    """S of one search. It keeps parents of its own: a graph that holds an ancestry holds nothing else of the search."""
 
     def __init__(self, rows: int, size: int, device: torch.device) -> None:
-        self.rows = rows
         self.state = 0
         self.shared = [0]
-        self.first = torch.arange(size, dtype=smallest(size), device=device).expand(1, rows, size)
+        self.first = torch.arange(size, dtype=pick_dtype(size), device=device).expand(1, rows, size)
         self.table = self.first.clone()  # (room, B, K), of which state + 1 are in use
         self.parents: list[Tensor] = []  # (B, K) of each step
         self.last: tuple[int, int, Paths] | None = None
 
-    def follow(self, t: int, parents: Sequence[Tensor], ids: Tensor | None) -> None:
-        """Goes on to state t. `parents`: (B, K) of each of the steps done; `ids`: the rows that still matter."""
+    def follow(self, t: int, parents: Sequence[Tensor], batch: Batch) -> None:
+        """Goes on to state t. `parents`: (B, K) of each of the steps done; only rows in the batch still matter."""
         while self.state < t:
-            self._advance(parents[self.state], ids)
+            self._advance(parents[self.state], batch.ids)
 
-    def at(self, t: int, ids: Tensor | None) -> Paths:
-        """The paths that end in state t, of the rows `ids` (all of them where None). Not to be changed."""
+    def trace(self, t: int, batch: Batch) -> Paths:
+        """The paths that end in state t, of the rows in the batch. Not to be changed."""
         with scope.library_code(), torch.no_grad():
-            rows = self.rows if ids is None else len(ids)
+            rows = batch.left
             if self.last is None or self.last[:2] != (t, rows):
-                self.last = t, rows, self._found(t, ids)
+                self.last = t, rows, self._read(t, batch)
             return self.last[2]
 
-    def _found(self, t: int, ids: Tensor | None) -> Paths:
+    def _read(self, t: int, batch: Batch) -> Paths:
         c = self.shared[t]
-        own = _rows(self.table[c : t + 1], ids).clone() if t == self.state else self._again(c, t, ids)
-        return Paths(_rows(self.table[:c, :, 0], ids), own)
+        own = batch.select(self.table[c : t + 1], 1).clone() if t == self.state else self._retrace(c, t, batch)
+        return Paths(batch.select(self.table[:c, :, 0], 1), own)
 
     def _advance(self, parents: Tensor, ids: Tensor | None) -> None:
         """S of the next state, and how much of it is final."""
@@ -81,16 +82,55 @@ class Lineage:
         self.shared.append(go_on(self.table, self.parents[-1], parents, ids, c, t))
         self.state = t
 
-    def _again(self, c: int, t: int, ids: Tensor | None) -> Tensor:
-        place = _rows(self.first, ids)[0]
+    def _retrace(self, c: int, t: int, batch: Batch) -> Tensor:
+        """The own states from c to t, as the parents say."""
+        place = batch.select(self.first, 1)[0]
         own = [place]
         for j in range(t - 1, c - 1, -1):
-            before = self.parents[j] if ids is None else self.parents[j].index_select(0, ids)
-            place = before.gather(1, place.long())
+            place = batch.select(self.parents[j]).gather(1, place.long())
             own.append(place)
         return torch.stack(own[::-1])
 
 
-def _rows(x: Tensor, ids: Tensor | None) -> Tensor:
-    """The rows `ids` of (n, B, ...)."""
-    return x if ids is None else x.index_select(1, ids)
+class Family(NamedTuple):
+    """The hypotheses of one step: how each came about."""
+
+    ancestry: Ancestry
+    t: int
+    batch: Batch
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """In the batch."""
+        return self.batch.left
+
+    def trace(self) -> Paths:
+        """Where the ancestors are."""
+        return self.ancestry.trace(self.t, self.batch)
+
+    def find_states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
+
+        (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
+        """
+        paths = self.trace()
+        c = len(paths.shared)
+        split = bisect_left(births, c, start, stop)
+        return _select_born(paths.shared, births[start:split], 0), _select_born(paths.own, births[split:stop], c)
+
+    def find_places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The same as places in flat slots [start, stop)."""
+        shared, own = self.find_states(births, start, stop)
+        first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
+        return shared + first[: len(shared)], own + first[len(shared) :, :, None]
+
+
+def _select_born(states: Tensor, births: list[int], first: int) -> Tensor:
+    """The states of these steps; the first one there is is that of step `first`."""
+    if not births:
+        return states[:0]
+    start, stop = births[0], births[0] + len(births)
+    if births == list(range(start, stop)):
+        return states[start - first : stop - first]
+    return states[torch.tensor(births, device=states.device) - first]

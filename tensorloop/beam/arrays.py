@@ -1,23 +1,22 @@
-"""TensorArrays in the carry of a beam search: never reordered, read through the lineage of the hypotheses.
+"""TensorArrays in the carry of a beam search: never reordered, read through the ancestry of the hypotheses.
 
 Slots hold (B, K, *F) as they were written, for the hypotheses of the step that wrote them. What a step reads of slot j
 is, for hypothesis k, the entry of k's ancestor in that step. The array that `step_fn` is given (its store is an
-`Inherited`) looks that up; the one that the loop carries is plain.
+`AncestryStore`) looks that up; the one that the loop carries is plain.
 
 An array that came with slots of (B, *F), such as the keys of a prompt, has those as a *prefix*, which all hypotheses of
 a row share. It is a constant of the row, so the loop gets it as context.
 """
 
-from bisect import bisect_left
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import scope
 from tensorloop._common.arguments import describe
-from tensorloop._common.errors import Misuse, WrongValue
-from tensorloop.beam.ancestry import Paths
+from tensorloop._common.errors import Misuse, WrongType, WrongValue
+from tensorloop.beam.ancestry import Family
 from tensorloop.beam.attention import attend
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
@@ -27,47 +26,7 @@ from tensorloop.tensor_array.store import Store
 _NAME = "beam_search"
 
 
-class Family(NamedTuple):
-    """The hypotheses of one step: how each came about."""
-
-    lineage: Any
-    t: int
-    ids: Tensor | None
-    rows: int
-    size: int
-
-    def paths(self) -> Paths:
-        """Where the ancestors are."""
-        return self.lineage.at(self.t, self.ids)
-
-    def states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
-
-        (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
-        """
-        paths = self.paths()
-        c = len(paths.shared)
-        split = bisect_left(births, c, start, stop)
-        return _born(paths.shared, births[start:split], 0), _born(paths.own, births[split:stop], c)
-
-    def places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The same as places in flat slots [start, stop)."""
-        shared, own = self.states(births, start, stop)
-        first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
-        return shared + first[: len(shared)], own + first[len(shared) :, :, None]
-
-
-def _born(states: Tensor, births: list[int], first: int) -> Tensor:
-    """The states of these steps; the first one there is is that of step `first`."""
-    if not births:
-        return states[:0]
-    start, stop = births[0], births[0] + len(births)
-    if births == list(range(start, stop)):
-        return states[start - first : stop - first]
-    return states[torch.tensor(births, device=states.device) - first]
-
-
-class Inherited(Store):
+class AncestryStore(Store):
     """The store of an array in one step: slots of `prefix`, then those of `grown` through `family`."""
 
     __slots__ = ("births", "family", "grown", "place", "prefix")
@@ -117,12 +76,12 @@ class Inherited(Store):
     # -- writing
 
     def append(self, x: Tensor) -> None:
-        self._has_hypotheses(x.shape)
+        self._check_hypotheses(x.shape)
         self.grown.append(x)
         self.births.append(self.family.t)
 
     def extend(self, values: Tensor) -> None:
-        self._has_hypotheses(values.shape[1:])
+        self._check_hypotheses(values.shape[1:])
         self.grown.extend(values)
         self.births += [self.family.t] * len(values)
 
@@ -135,7 +94,7 @@ class Inherited(Store):
     def pad(self, length: int) -> None:
         self.put(None, torch.empty(0))
 
-    def _has_hypotheses(self, shape: torch.Size) -> None:
+    def _check_hypotheses(self, shape: torch.Size) -> None:
         rows, size = self.family.rows, self.family.size
         if shape[:2] != (rows, size):
             raise WrongValue(f"in a beam search elements are ({rows}, {size}, ...), got {tuple(shape)}")
@@ -146,8 +105,8 @@ class Inherited(Store):
         n = self.shared_slots
         if i < n:
             assert self.prefix is not None
-            return self._repeated(self.prefix.read(i))
-        return self._chosen(self.grown.read(i - n)[None], i - n)[0]
+            return self._repeat(self.prefix.read(i))
+        return self._select(self.grown.read(i - n)[None], i - n)[0]
 
     def span(self, start: int, stop: int) -> Tensor:
         n = self.shared_slots
@@ -159,7 +118,7 @@ class Inherited(Store):
                 parts.append(shared[:, :, None].expand(-1, -1, self.family.size, *shared.shape[2:]))
         if stop > n or not parts:
             first = max(start - n, 0)
-            parts.append(self._chosen(self.grown[first : max(stop - n, first)], first))
+            parts.append(self._select(self.grown[first : max(stop - n, first)], first))
         with scope.unrecorded():
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -170,14 +129,14 @@ class Inherited(Store):
         with scope.unrecorded():
             return self.whole()[index]
 
-    def _repeated(self, x: Tensor) -> Tensor:
+    def _repeat(self, x: Tensor) -> Tensor:
         with scope.unrecorded():
             return x[:, None].expand(-1, self.family.size, *x.shape[1:]).clone()
 
-    def _chosen(self, values: Tensor, first: int) -> Tensor:
+    def _select(self, values: Tensor, first: int) -> Tensor:
         """Slots (n, B, K, *F), from the `first` of `grown` on, as the hypotheses of now have them; a copy."""
         with scope.unrecorded(), torch.no_grad():
-            shared, own = self.family.places(self.births, first, first + len(values))
+            shared, own = self.family.find_places(self.births, first, first + len(values))
             index = torch.cat([shared[:, :, None].expand(-1, -1, self.family.size), own]).flatten()
         with scope.unrecorded():
             return values.flatten(0, 2).index_select(0, index).view(values.shape)
@@ -193,37 +152,37 @@ class Inherited(Store):
 
     def fork(self) -> Store:
         """An array of its own, which no beam search reorders."""
-        return Buffer.unstack(self.whole()) if self.length else Buffer.empty(self._element(), 0)
+        return Buffer.unstack(self.whole()) if self.length else Buffer.empty(self._make_empty_element(), 0)
 
     def detach(self) -> Store:
-        return Buffer.unstack(self.whole().detach()) if self.length else Buffer.empty(self._element(), 0)
+        return Buffer.unstack(self.whole().detach()) if self.length else Buffer.empty(self._make_empty_element(), 0)
 
-    def _element(self) -> Tensor:
+    def _make_empty_element(self) -> Tensor:
         shape = self.grown.element_shape
         if shape is None or None in shape:
             raise ValueError(f"{_NAME}: an empty array of unknown element shape cannot be copied; write first")
         return torch.empty(shape, dtype=self.grown.dtype, device=self.grown.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def inherited(
+def wrap_array(
     grown: TensorArray, prefix: TensorArray | None, births: list[int], family: Family, place: str
 ) -> TensorArray:
     """The array that `step_fn` gets."""
     del births[len(grown) :]  # of a step that is done again
-    store = Inherited(grown, prefix, births, family, place)
+    store = AncestryStore(grown, prefix, births, family, place)
     if prefix is None or kind_of(grown)[0] is not None:
         return show_through(store, grown)
     return show_through(store, prefix, (family.rows, family.size, *kind_of(prefix)[0][1:]))
 
 
-def grown_of(leaf: Any, place: str) -> TensorArray:
+def unwrap_array(leaf: Any, place: str) -> TensorArray:
     """The plain array behind what `step_fn` returned at `place` of its carry."""
     store = store_of(leaf) if isinstance(leaf, TensorArray) else None
-    if not isinstance(store, Inherited):
-        raise TypeError(
-            f"{_NAME}: step_fn was given an array at carry{place} and returned {describe(leaf)} there; append to "
+    if not isinstance(store, AncestryStore):
+        raise WrongType(
+            f"step_fn was given an array at carry{place} and returned {describe(leaf)} there; append to "
             f"the array that it was given and return that"
         )
     if store.place != place:
-        raise ValueError(f"{_NAME}: step_fn returned the array of carry{store.place} at carry{place}; arrays stay put")
+        raise WrongValue(f"step_fn returned the array of carry{store.place} at carry{place}; arrays stay put")
     return store.grown

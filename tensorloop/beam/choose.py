@@ -3,21 +3,20 @@
 A chooser sees one step of the rows in the batch (`Offer`) and gives a `Choice`. *Keys* rank running hypotheses and
 their continuations; they are sums of log-probabilities unless the chooser says otherwise. A key of -inf is no
 hypothesis. Everything here is without gradient: the loop differentiates what was chosen.
-
-Random numbers are a hash of (seed of the row, step, hypothesis, token), so that a row draws the same ones whatever
-batch it is in, and on every device.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.ranking import best_pairs, descending, largest, widened
+from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.ranking import best_pairs, descending, largest
+from tensorloop.beam import noise
+from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
 
 
@@ -31,6 +30,10 @@ class Offer(NamedTuple):
     ends: int | None  # how high an end must rank among all continuations to be taken; None: all are
     seeds: Tensor  # (B,) int64
     t: int
+
+    def draw_noise(self) -> Tensor:
+        """(B, K, V) Gumbel variables, float64."""
+        return noise.draw(self.seeds, self.t, self.log_probs.shape)
 
 
 class Choice(NamedTuple):
@@ -52,13 +55,13 @@ class TopK:
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """The keys of step 0, (B, K): all hypotheses are the same one, so only the first counts."""
-        return _first_only(torch.zeros_like(seeds, dtype=torch.float64), size)
+        return _place_first(torch.zeros_like(seeds, dtype=torch.float64), size)
 
     def choose(self, offer: Offer) -> Choice:
         """The best of keys + log_probs."""
         if offer.ends is not None:
-            return _best_of(offer, offer.keys[:, :, None] + offer.log_probs)
-        return best(offer.keys, offer.log_probs, offer.eos.tolist())
+            return _choose_by(offer, offer.keys[:, :, None] + offer.log_probs)
+        return choose_best(offer.keys, offer.log_probs, offer.eos.tolist(), Batch(None, len(offer.keys)))
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,12 @@ class StochasticBeam:
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """The root's key is a Gumbel variable."""
-        return _first_only(_gumbel(_mixed(seeds)), size)
+        return _place_first(noise.draw_first(seeds), size)
 
     def choose(self, offer: Offer) -> Choice:
         """Keys of children: Gumbel variables given that their maximum is the parent's key."""
         sums = offer.sums.double()[:, :, None] + offer.log_probs.double()
-        noisy = sums + _noise(offer)
+        noisy = sums + offer.draw_noise()
         most = noisy.amax(2, keepdim=True)
         parent = offer.keys[:, :, None]
         # -log(exp(-parent) - exp(-most) + exp(-noisy)), which neither overflows nor cancels.
@@ -90,7 +93,7 @@ class StochasticBeam:
         keys = parent - v.clamp(min=0) - torch.log1p(torch.exp(-v.abs()))
         possible = (offer.log_probs > -torch.inf) & (parent > -torch.inf)
         keys = torch.where(noisy == most, parent, keys)
-        return _best_of(offer, torch.where(possible, keys, -torch.inf).where(sums < torch.inf, torch.nan))
+        return _choose_by(offer, torch.where(possible, keys, -torch.inf).where(sums < torch.inf, torch.nan))
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,14 @@ class Sample:
     by_key = False
     repeats = True
 
+    @named("Sample")
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(f"Sample: temperature must be above 0, got {self.temperature}; TopK() takes the best")
-        if self.top_k is not None and arguments.as_int(self.top_k, "Sample: top_k") < 1:
-            raise ValueError(f"Sample: top_k must be at least 1, got {self.top_k}")
+            raise WrongValue(f"temperature must be above 0, got {self.temperature}; TopK() takes the best")
+        if self.top_k is not None and arguments.as_int(self.top_k, "top_k") < 1:
+            raise WrongValue(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"Sample: top_p must be in (0, 1], got {self.top_p}")
+            raise WrongValue(f"top_p must be in (0, 1], got {self.top_p}")
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """All hypotheses run from the first step on."""
@@ -122,8 +126,8 @@ class Sample:
 
     def choose(self, offer: Offer) -> Choice:
         """Each hypothesis goes on with a token of its own; the largest of Gumbel keys is a sample."""
-        scaled = self._masked(offer.log_probs / self.temperature)
-        best, tokens = (scaled.double() + _noise(offer)).max(2)
+        scaled = self._mask(offer.log_probs / self.temperature)
+        best, tokens = (scaled.double() + offer.draw_noise()).max(2)
         alive = (offer.keys > -torch.inf) & (best > -torch.inf)
         taken = offer.log_probs.gather(2, tokens[:, :, None])[:, :, 0]
         keys = torch.where(alive, offer.keys + taken, -torch.inf)
@@ -137,7 +141,7 @@ class Sample:
         parents = torch.where(runs | ~runs.any(1, keepdim=True), place, runs.max(1, keepdim=True)[1])
         return Choice(parents, tokens.gather(1, parents), running, ends, None)
 
-    def _masked(self, scaled: Tensor) -> Tensor:
+    def _mask(self, scaled: Tensor) -> Tensor:
         """`scaled` with -inf for what is not drawn from."""
         if self.top_k is not None and self.top_k < scaled.shape[2]:
             values, places = scaled.topk(self.top_k, 2)
@@ -150,8 +154,8 @@ class Sample:
         return scaled
 
 
-def best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], ids: Tensor | None = None) -> Choice:
-    """The best of keys + log_probs; of `keys` (B, K) of all rows and `log_probs` of the rows `ids`: of all rows."""
+def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batch) -> Choice:
+    """The best of keys + log_probs in all rows; `keys` (B, K) are of all, `log_probs` of those in the batch."""
     several = []
     if len(eos) > 1:
         several = [log_probs[:, :, token] for token in eos]
@@ -159,21 +163,19 @@ def best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], ids: Tensor | None
         for token in eos[1:]:
             log_probs[:, :, token] = -torch.inf
     choose = find("beam_best", keys, log_probs)
-    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], ids)
+    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], batch.ids)
     if several:
-        offered = torch.stack(several, 2)
-        offered = offered if ids is None else widened(offered, ids, len(keys), -torch.inf)
-        ends = (keys[:, :, None] + offered).flatten(1)
+        ends = (keys[:, :, None] + batch.widen(torch.stack(several, 2))).flatten(1)
     return Choice(parents, tokens, values, ends, None)
 
 
-def _first_only(keys: Tensor, size: int) -> Tensor:
+def _place_first(keys: Tensor, size: int) -> Tensor:
     out = keys.new_full((len(keys), size), -torch.inf)
     out[:, 0] = keys
     return out
 
 
-def _best_of(offer: Offer, keys: Tensor) -> Choice:
+def _choose_by(offer: Offer, keys: Tensor) -> Choice:
     """The K best by keys (B, K, V), which are used up, that do not end, and the ends; NaN is the largest of all."""
     size = keys.shape[1]
     ends = keys.index_select(2, offer.eos)
@@ -185,42 +187,3 @@ def _best_of(offer: Offer, keys: Tensor) -> Choice:
     keys.index_fill_(2, offer.eos, -torch.inf)
     values, parents, tokens = best_pairs(keys, size + 1)
     return Choice(parents[:, :size], tokens[:, :size], values[:, :size], ends, values[:, size])
-
-
-# -- random numbers
-
-_GOLDEN, _FIRST, _SECOND = (x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def row_seeds(chooser: Any, rows: int, device: torch.device) -> Tensor:
-    """(B,) int64, from torch's generator or the chooser's own; one number is drawn."""
-    if not hasattr(chooser, "generator"):
-        return torch.zeros(rows, dtype=torch.int64, device=device)
-    generator = chooser.generator
-    at = "cpu" if generator is None else generator.device
-    seed = torch.randint(1 << 62, (), generator=generator, device=at).to(device)
-    return _mixed(seed + _GOLDEN * torch.arange(rows, device=device))
-
-
-def _noise(offer: Offer) -> Tensor:
-    """(B, K, V) Gumbel variables, float64."""
-    size = offer.log_probs[0].numel()
-    count = torch.arange(size, device=offer.seeds.device) + (offer.t * size + 1)
-    return _gumbel(_mixed(offer.seeds[:, None] + _GOLDEN * count)).view(offer.log_probs.shape)
-
-
-def _gumbel(bits: Tensor) -> Tensor:
-    uniform = (_shifted(bits, 12).double() + 0.5) * math.ldexp(1, -52)
-    return -torch.log(-torch.log(uniform))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """splitmix64 (Steele et al. 2014), in wrapping int64."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted right with zeros coming in."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
 
 Bound = Callable[[Tensor, int], Tensor]
 
@@ -78,7 +79,7 @@ class Power:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self.floor, self)
+        _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S / L ** alpha"""
@@ -86,7 +87,7 @@ class Power:
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
         """`final` of the best length that is still open."""
-        return _power_bound(s, t, longest, self.alpha, self.floor, 0)
+        return _bound_power(s, t, longest, self.alpha, self.floor, 0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class GNMT:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self.floor, self)
+        _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S / ((5 + L) / 6) ** alpha"""
@@ -108,15 +109,15 @@ class GNMT:
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
         """`final` of the best length that is still open."""
-        return _power_bound(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
+        return _bound_power(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
 
 
-def _at_least_0(floor: float, model: Any) -> None:
+def _check_floor(floor: float, model: Any) -> None:
     if not floor >= 0:
         raise ValueError(f"{type(model).__name__}: floor must be at least 0, got {floor}; it is what a token costs")
 
 
-def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: float, shift: int) -> Tensor:
+def _bound_power(s: Tensor, t: int, longest: int | None, alpha: float, floor: float, shift: int) -> Tensor:
     """The most that (s - floor * (L - t - 1)) / (L + shift) ** alpha reaches over t < L <= longest.
 
     As a function of M = L + shift it is (A - floor * M) / M ** alpha: it falls where A >= 0, and else rises up to
@@ -138,19 +139,19 @@ def _power_bound(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
     return torch.where(s > -torch.inf, torch.maximum(at_once, at_last), s)
 
 
-def check_model(model: Any, name: str) -> None:
+def check_model(model: Any) -> None:
     """Refuses what is no length model."""
     for method in ("final", "bound"):
         if not callable(getattr(model, method, None)):
-            raise TypeError(
-                f"{name}: length must have the methods final(S, L) and bound(s, t), got {arguments.describe(model)}; "
+            raise WrongType(
+                f"length must have the methods final(S, L) and bound(s, t), got {arguments.describe(model)}; "
                 f"take tl.beam.Sum() or another model of tl.beam"
             )
     if isinstance(model, type):
-        raise TypeError(f"{name}: length is the class {model.__name__}; give an object, such as tl.beam.Sum()")
+        raise WrongType(f"length is the class {model.__name__}; give an object, such as tl.beam.Sum()")
 
 
-def check_numbers(model: Any, bound: Bound, rows: int, device: torch.device, name: str) -> None:
+def check_numbers(model: Any, bound: Bound, rows: int, device: torch.device) -> None:
     """Refuses a model that has no number for each hypothesis of `rows`."""
     S = torch.full((rows, 1), -1.0, device=device)
     lens = torch.full_like(S, 2, dtype=torch.int64)
@@ -158,16 +159,16 @@ def check_numbers(model: Any, bound: Bound, rows: int, device: torch.device, nam
         try:
             out = call()
         except RuntimeError as error:
-            raise ValueError(f"{name}: {model!r}.{method} failed for S of shape ({rows}, 1): {error}") from error
+            raise WrongValue(f"{model!r}.{method} failed for S of shape ({rows}, 1): {error}") from error
         if not isinstance(out, Tensor) or not out.is_floating_point():
-            raise TypeError(f"{name}: {model!r}.{method} must give a floating tensor, got {arguments.describe(out)}")
+            raise WrongType(f"{model!r}.{method} must give a floating tensor, got {arguments.describe(out)}")
         if out.shape != S.shape:
-            raise ValueError(f"{name}: {model!r}.{method} of S ({rows}, 1) must be as large, got {tuple(out.shape)}")
+            raise WrongValue(f"{model!r}.{method} of S ({rows}, 1) must be as large, got {tuple(out.shape)}")
         if bool(out.isnan().any()):
-            raise ValueError(f"{name}: {model!r}.{method} gave NaN for a sum of -1")
+            raise WrongValue(f"{model!r}.{method} gave NaN for a sum of -1")
 
 
-def bound_of(model: Any, longest: int | None) -> Bound:
+def find_bound(model: Any, longest: int | None) -> Bound:
     """`model.bound` as a function of (s, t)."""
     try:
         takes = "longest" in inspect.signature(model.bound).parameters
@@ -176,7 +177,7 @@ def bound_of(model: Any, longest: int | None) -> Bound:
     return (lambda s, t: model.bound(s, t, longest=longest)) if takes else model.bound
 
 
-def check_bound(model: Any, bound: Bound, rows: int, longest: int | None, device: torch.device, name: str) -> None:
+def check_bound(model: Any, bound: Bound, rows: int, longest: int | None, device: torch.device) -> None:
     """Refuses a model that can never end an exact search, where nothing else would."""
     if longest is not None or not rows:
         return
@@ -184,8 +185,8 @@ def check_bound(model: Any, bound: Bound, rows: int, longest: int | None, device
     # What these tend to is below nothing that can end.
     unreached = isinstance(model, Power | GNMT) and model.alpha > 0 and (model.alpha >= 1 or not model.floor)
     if unreached or not bool(torch.isfinite(probe).all()):
-        raise ValueError(
-            f"{name}: {model!r} has no bound on what longer hypotheses can reach, so no step is the last one of an "
+        raise WrongValue(
+            f"{model!r} has no bound on what longer hypotheses can reach, so no step is the last one of an "
             f"exact search; give max_steps, or a length model with a bound (tl.beam.Sum(), tl.beam.BoundedReward(g, "
             f"target), tl.beam.Power(alpha, floor) with alpha < 1), or stop='first_n' or 'hf'"
         )

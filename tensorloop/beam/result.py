@@ -1,4 +1,4 @@
-"""The result of a beam search: the n best hypotheses of each row, read back from the log of the search."""
+"""The result of a beam search: the n best hypotheses of each row, read back from the decisions of the search."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tensorloop._common.ranking import descending
 from tensorloop.beam import doubt, show
-from tensorloop.beam.ancestry import index_of
-from tensorloop.beam.decisions import Log
+from tensorloop.beam.ancestry import as_index
+from tensorloop.beam.decisions import Decisions
+from tensorloop.beam.gold import Gold
 from tensorloop.kernels import find
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
@@ -79,17 +80,17 @@ class Hypotheses:
     @property
     def repeated(self) -> Tensor:
         """(B, n_best) bool: whether an earlier one of its row has the same tokens; only samples repeat."""
-        return repeated(self.tokens, self.lens, self.valid, self.ends)
+        return find_repeated(self.tokens, self.lens, self.valid, self.ends)
 
     def text(self, names: Any = None, rows: int = 10) -> str:
         """The hypotheses of the first `rows` rows with their scores; `names[token]`, or names(token), is printed."""
-        return show.text(self, names, rows)
+        return show.write_text(self, names, rows)
 
     def __repr__(self) -> str:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return show.html(self)
+        return show.write_html(self)
 
 
 class _Entries(NamedTuple):
@@ -103,7 +104,7 @@ class _Entries(NamedTuple):
     group: Tensor  # 2: ended; 1: not; 0: none
     gold: Tensor  # bool
 
-    def sorted(self, count: int) -> "_Entries":
+    def sort(self, count: int) -> "_Entries":
         """The best `count`: ended before others, then by key, then in order."""
         order = descending(self.keys)[1]
         groups = descending(self.group.gather(1, order))[1]
@@ -111,89 +112,87 @@ class _Entries(NamedTuple):
         return _Entries(*(x.gather(1, order) for x in self))
 
 
-def hypotheses(log: Log, picked: TensorArray | list[Tensor], steps: Tensor) -> Hypotheses:
+def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps: Tensor) -> Hypotheses:
     """The result. `picked` has (B, size * (1 + E)) a step: log-probs of the tokens chosen, then those of every end."""
-    log.finish()
-    best = _entries(log)
-    rules, n = log.rules, log.rules.n_best
+    decisions.finish()
+    best = _collect(decisions)
+    rules, n = decisions.rules, decisions.rules.n_best
     valid, finished = best.group > 0, best.group == 2
-    count = log.steps
-    parents, tokens = (_stacked(x[:count], log) for x in (log.parents, log.tokens))
+    count = decisions.steps
+    parents, tokens = (_stack(x[:count], decisions) for x in (decisions.parents, decisions.tokens))
     trace = find("beam_trace", parents)(parents, best.lens, best.places)
-    packed, token_scores = _read(tokens, trace, best, finished, picked, len(log.eos))
-    ended_by = torch.where(finished, log.eos[best.end], -1)
-    wide = log.sums.dtype
-    sums = token_scores.sum(1).to(wide).view(log.rows, n)
+    packed, token_scores = _read(tokens, trace, best, finished, picked, len(decisions.eos))
+    ended_by = torch.where(finished, decisions.eos[best.end], -1)
+    wide = decisions.sums.dtype
+    sums = token_scores.sum(1).to(wide).view(decisions.rows, n)
     value = best.sums.to(wide)
     # The sum as the search had it; the gradient is that of the parts.
     scores = torch.where(valid, value.masked_fill(~valid, 0) + (sums - sums.detach()), -torch.inf)
     # Numbers for a length model where there is no hypothesis: what it makes of none may have a NaN for a gradient.
     final = rules.length.final(torch.where(valid, scores, 0.0), torch.where(valid, best.lens + finished, 1))
-    repeats = repeated(packed, best.lens, valid, ended_by) if rules.choose.repeats else torch.zeros_like(valid)
+    repeats = find_repeated(packed, best.lens, valid, ended_by) if rules.choose.repeats else torch.zeros_like(valid)
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
-    kept = _stacked(log.sums_of, log).to(wide)
+    kept = _stack(decisions.sums_after, decisions).to(wide)
     if count:
         running, ends = kept.amax(2), (best.lens, value)
-        over = doubt.disproved(log.slack, log.first_mass, running, steps, ends, mass)
-        if not log.told:
+        over = doubt.find_disproved(decisions.slack, decisions.first_mass, running, steps, ends, mass)
+        if not decisions.told:
             doubt.warn_of_scores(over)
-        log.gap = torch.where(over, torch.inf, log.gap)
+        decisions.gap = torch.where(over, torch.inf, decisions.gap)
     result = Hypotheses(
         packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished, ended_by,
-        _stopped(log), log.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
+        _name_stops(decisions), decisions.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
     )  # fmt: skip
-    return _with_extras(result, log, best)
+    return _add_extras(result, decisions, best)
 
 
-def _stacked(log_of: list[Tensor], log: Log) -> Tensor:
+def _stack(steps: list[Tensor], decisions: Decisions) -> Tensor:
     """(T, B, size)"""
-    return torch.stack(log_of) if log_of else torch.zeros(0, log.rows, log.size, dtype=torch.int64, device=log.device)
+    empty = 0, decisions.rows, decisions.size
+    return torch.stack(steps) if steps else torch.zeros(empty, dtype=torch.int64, device=decisions.device)
 
 
-def _with_extras(result: Hypotheses, log: Log, best: _Entries) -> Hypotheses:
+def _add_extras(result: Hypotheses, decisions: Decisions, best: _Entries) -> Hypotheses:
     extras: dict[str, Any] = {}
-    if log.rules.choose.by_key:
-        inclusion = -torch.expm1(-torch.exp(best.sums - log.lost[:, None]))
-        extras = {"keys": best.keys, "kappa": log.lost, "inclusion": torch.where(result.valid, inclusion, 0.0)}
-    if log.gold is not None:
+    if decisions.rules.choose.by_key:
+        inclusion = -torch.expm1(-torch.exp(best.sums - decisions.lost[:, None]))
+        extras = {"keys": best.keys, "kappa": decisions.lost, "inclusion": torch.where(result.valid, inclusion, 0.0)}
+    if decisions.gold is not None:
         extras["gold"] = best.gold.to(torch.uint8).argmax(1)
     return Hypotheses(**(vars(result) | extras))
 
 
-def _stopped(log: Log) -> list[str]:
-    words = []
-    for gap, by_rule in zip(log.gap.tolist(), log.by_rule.tolist(), strict=True):
-        words.append("exact" if gap <= 0 else "heuristic" if by_rule else "capped")
-    return words
+def _name_stops(decisions: Decisions) -> list[str]:
+    rows = zip(decisions.gap.tolist(), decisions.by_rule.tolist(), strict=True)
+    return ["exact" if gap <= 0 else "heuristic" if by_rule else "capped" for gap, by_rule in rows]
 
 
-def _entries(log: Log) -> _Entries:
-    n, k, many = log.rules.n_best, log.rules.size, len(log.eos)
-    ended = log.pool_key > -torch.inf
-    place = log.pool_end.div(many, rounding_mode="floor")
-    lens = place.div(k, rounding_mode="floor")
-    end, place, no_gold = log.pool_end - place * many, place - lens * k, torch.zeros_like(ended)
-    entries = _Entries(log.pool_key, log.pool_sum, lens, place, end, 2 * ended.long(), no_gold)
-    if log.gold is not None and log.steps:
-        entries = _with_gold(entries, log)
-    if not bool(log.searching.any()):
-        return _blanked(entries.sorted(n), log)
-    lens = torch.full_like(log.places, log.steps)
-    keys = log.keys if log.rules.choose.by_key else log.rules.length.final(log.sums, lens)
-    running = (log.keys > -torch.inf) & log.searching[:, None]
+def _collect(decisions: Decisions) -> _Entries:
+    n, k, many = decisions.rules.n_best, decisions.rules.size, len(decisions.eos)
+    pool = decisions.pool
+    ended = pool.keys > -torch.inf
+    lens, place, end = pool.locate(k, many)
+    entries = _Entries(pool.keys, pool.sums, lens, place, end, 2 * ended.long(), torch.zeros_like(ended))
+    if decisions.gold is not None and decisions.steps:
+        entries = _put_gold(entries, decisions, decisions.gold)
+    if not bool(decisions.searching.any()):
+        return _blank(entries.sort(n), decisions)
+    places = torch.arange(k, device=decisions.device).expand(decisions.rows, -1)
+    lens = torch.full_like(places, decisions.steps)
+    keys = decisions.keys if decisions.rules.choose.by_key else decisions.rules.length.final(decisions.sums, lens)
+    running = (decisions.keys > -torch.inf) & decisions.searching[:, None]
     none = torch.zeros_like(running)
-    late = _Entries(
-        keys.masked_fill(~running, -torch.inf), log.sums, lens, log.places, none.long(), running.long(), none
-    )
+    keys = keys.masked_fill(~running, -torch.inf)
+    late = _Entries(keys, decisions.sums, lens, places, none.long(), running.long(), none)
     both = _Entries(*(torch.cat(pair, 1) for pair in zip(entries, late, strict=True)))
-    return _blanked(both.sorted(n), log)
+    return _blank(both.sort(n), decisions)
 
 
-def _blanked(entries: _Entries, log: Log) -> _Entries:
+def _blank(entries: _Entries, decisions: Decisions) -> _Entries:
     """With zeros where there is no hypothesis, and in the last place of rows whose gold one the model excludes."""
-    if log.gold is not None and log.steps:
+    if decisions.gold is not None and decisions.steps:
         excluded = torch.zeros_like(entries.gold)
-        excluded[:, -1] = log.gold_sum == -torch.inf
+        excluded[:, -1] = decisions.gold.sum == -torch.inf
         keys, sums = (x.masked_fill(excluded, -torch.inf) for x in (entries.keys, entries.sums))
         group = entries.group.masked_fill(excluded, 0)
         entries = entries._replace(keys=keys, sums=sums, group=group, gold=entries.gold | excluded)
@@ -201,16 +200,15 @@ def _blanked(entries: _Entries, log: Log) -> _Entries:
     return entries._replace(lens=entries.lens.masked_fill(none, 0), places=entries.places.masked_fill(none, 0))
 
 
-def _with_gold(entries: _Entries, log: Log) -> _Entries:
+def _put_gold(entries: _Entries, decisions: Decisions, gold: Gold) -> _Entries:
     """With the gold hypothesis in the last place, unless the search has found it or it cannot be."""
-    assert log.gold is not None
-    lens, sums = log.gold.lens, log.gold_sum
-    found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == log.gold_place[:, None])
-    found &= entries.end == log.gold.end
+    lens, sums = gold.lens, gold.sum
+    found = (entries.group == 2) & (entries.lens == lens[:, None]) & (entries.places == gold.place[:, None])
+    found &= entries.end == gold.end
     found &= found.long().cumsum(1) == 1
     last = torch.zeros_like(found)
     last[:, -1] = ~found.any(1) & (sums > -torch.inf)
-    key = log.rules.length.final(sums[:, None], lens[:, None] + 1)
+    key = decisions.rules.length.final(sums[:, None], lens[:, None] + 1)
 
     def put(old: Tensor, new: Any) -> Tensor:
         return torch.where(last, torch.as_tensor(new, dtype=old.dtype, device=old.device), old)
@@ -219,8 +217,8 @@ def _with_gold(entries: _Entries, log: Log) -> _Entries:
         put(entries.keys, key),
         put(entries.sums, sums[:, None]),
         put(entries.lens, lens[:, None]),
-        put(entries.places, log.size - 1),
-        put(entries.end, log.gold.end),
+        put(entries.places, decisions.size - 1),
+        put(entries.end, gold.end),
         put(entries.group, 2),
         found | last,
     )
@@ -250,10 +248,10 @@ def _read(
     index[last[finished.flatten()]] = ends.flatten()[finished.flatten()]
     index[longer._offsets.index_select(0, hypothesis) + dim._positions] = first * width + place
     values = (torch.stack(picked) if isinstance(picked, list) else picked.stack()).flatten()
-    return packed, PackedTensor(values.index_select(0, index_of(index, len(values))), longer)
+    return packed, PackedTensor(values.index_select(0, as_index(index, len(values))), longer)
 
 
-def repeated(tokens: PackedTensor, lens: Tensor, valid: Tensor, ends: Tensor) -> Tensor:
+def find_repeated(tokens: PackedTensor, lens: Tensor, valid: Tensor, ends: Tensor) -> Tensor:
     """(B, n) bool: whether an earlier hypothesis of the row is the same, with the same end."""
     rows, n = lens.shape
     padded = tokens.pad(-1).view(rows, n, tokens.max_len)

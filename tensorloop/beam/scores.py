@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import named
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
 
 
+@named("linear_log_softmax")
 def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`log_softmax(linear(x, weight, bias), -1)`, computed again in backward: for vocabularies larger than the state.
 
@@ -20,7 +22,7 @@ def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Raises: TypeError, ValueError (shapes, from torch).
     """
     for part, what in ((x, "x"), (weight, "weight")):
-        arguments.dense_tensor(part, f"linear_log_softmax: {what}")
+        arguments.dense_tensor(part, what)
     kind = x.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if casts or transforms.maybe_level() is not None or transforms.forward_mode():

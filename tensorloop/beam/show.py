@@ -4,24 +4,24 @@ import html as _html
 from typing import Any
 
 
-def text(hyps: Any, names: Any, rows: int) -> str:
+def write_text(hyps: Any, names: Any, rows: int) -> str:
     """A line for each hypothesis."""
     size, n = hyps.batch_size, hyps.n_best
     lines = [f"Hypotheses({size} rows, {n} best)"]
     for b in range(min(rows, size)):
-        lines.append(f"row {b}: {_row(hyps, b)}")
-        lines += [f"  {score:>9.4f}  {line}" for score, line in _lines(hyps, b, names)]
+        lines.append(f"row {b}: {_describe_row(hyps, b)}")
+        lines += [f"  {score:>9.4f}  {line}" for score, line in _write_lines(hyps, b, names)]
     if size > rows:
         lines.append(f"... {size - rows} more rows")
     return "\n".join(lines)
 
 
-def html(hyps: Any, rows: int = 10) -> str:
+def write_html(hyps: Any, rows: int = 10) -> str:
     """A table for a notebook."""
     parts = ["<table><tr><th>row</th><th>score</th><th>tokens</th></tr>"]
     for b in range(min(rows, hyps.batch_size)):
-        for j, (score, line) in enumerate(_lines(hyps, b, None)):
-            head = f"{b} ({_row(hyps, b)})" if j == 0 else ""
+        for j, (score, line) in enumerate(_write_lines(hyps, b, None)):
+            head = f"{b} ({_describe_row(hyps, b)})" if j == 0 else ""
             parts.append(
                 f"<tr><td>{_html.escape(head)}</td><td>{score:.4f}</td>"
                 f"<td style='text-align:left'>{_html.escape(line)}</td></tr>"
@@ -30,13 +30,13 @@ def html(hyps: Any, rows: int = 10) -> str:
     return "".join(parts) + "</table>" + (f"<p>{more} more rows</p>" if more > 0 else "")
 
 
-def _row(hyps: Any, b: int) -> str:
+def _describe_row(hyps: Any, b: int) -> str:
     stopped = hyps.stopped[b]
     gap = "" if stopped == "exact" else f", gap {float(hyps.gap[b]):.3g}"
     return f"{stopped}{gap}, coverage {float(hyps.coverage[b]):.3g}"
 
 
-def _lines(hyps: Any, b: int, names: Any) -> list[tuple[float, str]]:
+def _write_lines(hyps: Any, b: int, names: Any) -> list[tuple[float, str]]:
     out = []
     several = len(set(hyps.ends[hyps.finished].tolist())) > 1
     for j in range(hyps.n_best):
@@ -44,14 +44,17 @@ def _lines(hyps: Any, b: int, names: Any) -> list[tuple[float, str]]:
             tokens = hyps.tokens[b * hyps.n_best + j].tolist()
             tail = "" if bool(hyps.finished[b, j]) else " ..."
             if several and not tail:
-                tail = f" [{_name(int(hyps.ends[b, j]), names)}]"
+                tail = f" [{_name_token(int(hyps.ends[b, j]), names)}]"
             out.append(
-                (float(hyps.scores[b, j].detach()), (" ".join(_name(t, names) for t in tokens) or "(empty)") + tail)
+                (
+                    float(hyps.scores[b, j].detach()),
+                    (" ".join(_name_token(t, names) for t in tokens) or "(empty)") + tail,
+                )
             )
     return out
 
 
-def _name(token: int, names: Any) -> str:
+def _name_token(token: int, names: Any) -> str:
     if names is None:
         return str(token)
     return str(names(token) if callable(names) else names[token])
@@ -69,7 +72,7 @@ def draw(lattice: Any, row: int, ax: Any, names: Any) -> Any:
     if ax is None:
         _, ax = plt.subplots(figsize=(min(2 + 0.8 * steps, 16), 1 + 0.45 * size))
     lens, places = (x[row].tolist() for x in lattice.ends)
-    bold, ends = _on_the_way(parents, lens, places), {(n - 1, k) for n, k in zip(lens, places, strict=True)}
+    bold, ends = _find_kept(parents, lens, places), {(n - 1, k) for n, k in zip(lens, places, strict=True)}
     for t in range(steps):
         for k in range(size):
             if scores[t][k] == float("-inf"):
@@ -80,7 +83,7 @@ def draw(lattice: Any, row: int, ax: Any, names: Any) -> Any:
             start = parents[t][k] if t else 0
             ax.plot([t, t + 1], [start, k], color=colour, linewidth=width, zorder=2 if strong else 1)
             ax.text(
-                t + 1, k, _name(tokens[t][k], names), ha="center", va="center", color=colour, zorder=3,
+                t + 1, k, _name_token(tokens[t][k], names), ha="center", va="center", color=colour, zorder=3,
                 bbox={"boxstyle": "round,pad=0.2", "facecolor": fill, "edgecolor": colour},
             )  # fmt: skip
     ax.set(xlabel="step", ylabel="hypothesis", xlim=(-0.3, steps + 0.6), ylim=(size - 0.5, -0.7), yticks=range(size))
@@ -90,7 +93,7 @@ def draw(lattice: Any, row: int, ax: Any, names: Any) -> Any:
     return ax
 
 
-def _on_the_way(parents: Any, lens: Any, places: Any) -> set[tuple[int, int]]:
+def _find_kept(parents: Any, lens: Any, places: Any) -> set[tuple[int, int]]:
     """(step, place) of every hypothesis that leads to one of those returned."""
     found = set()
     for length, place in zip(lens, places, strict=True):

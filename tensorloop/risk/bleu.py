@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.risk.edits import Rows
-from tensorloop.risk.token_rows import Pairs, pairs_of
+from tensorloop.risk.token_rows import Pairs, TokenRows, pair_rows
 
 _NAME = "sentence_bleu"
 _SMOOTHING = ("add_one", "exp", "none")
 
 
+@named(_NAME)
 @called_eagerly
-def sentence_bleu(a: Rows, b: Rows, *, max_n: int = 4, smoothing: str = "add_one") -> Tensor:
+def sentence_bleu(a: TokenRows, b: TokenRows, *, max_n: int = 4, smoothing: str = "add_one") -> Tensor:
     """The BLEU of each row of a against its row of b (Papineni et al. 2002), smoothed for single sentences.
 
     Shapes: as `edit_distance`: a (R, T*) hypotheses and b (S, T*) references, packed tokens or lists of rows, R a
@@ -37,24 +38,24 @@ def sentence_bleu(a: Rows, b: Rows, *, max_n: int = 4, smoothing: str = "add_one
         >>> tl.sentence_bleu([[1, 2, 3, 4], [5]], [[1, 2, 3, 4], [6]])
         tensor([1., 0.], dtype=torch.float64)
     """
-    max_n = arguments.as_int(max_n, f"{_NAME}: max_n")
+    max_n = arguments.as_int(max_n, "max_n")
     if max_n < 1:
-        raise ValueError(f"{_NAME}: max_n is {max_n}; n-grams have at least one token")
+        raise WrongValue(f"max_n is {max_n}; n-grams have at least one token")
     if smoothing not in _SMOOTHING:
-        raise ValueError(f"{_NAME}: smoothing is {smoothing!r}; there are {', '.join(map(repr, _SMOOTHING))}")
-    pairs = pairs_of(a, b, _NAME)
+        raise WrongValue(f"smoothing is {smoothing!r}; there are {', '.join(map(repr, _SMOOTHING))}")
+    pairs = pair_rows(a, b)
     lens = pairs.a.lens
     others = pairs.b.lens[torch.arange(len(lens), device=lens.device) // pairs.each]
     orders = torch.arange(max_n, device=lens.device).unsqueeze(1)
-    matches, totals = torch.stack(list(_matches(pairs, max_n))), (lens - orders).clamp(min=0)
-    precisions, counted = _precisions(matches, totals, smoothing)
+    matches, totals = torch.stack(list(_count_matches(pairs, max_n))), (lens - orders).clamp(min=0)
+    precisions, counted = _compute_precisions(matches, totals, smoothing)
     logs = torch.where(counted, precisions.log(), 0).sum(0) / counted.sum(0).clamp(min=1)
     brevity = (1 - others / lens.clamp(min=1).double()).clamp(max=0)
     both_empty = (lens == 0) & (others == 0)
     return torch.where(lens > 0, (logs + brevity).exp() * matches.any(0), both_empty.double())
 
 
-def _precisions(matches: Tensor, totals: Tensor, smoothing: str) -> tuple[Tensor, Tensor]:
+def _compute_precisions(matches: Tensor, totals: Tensor, smoothing: str) -> tuple[Tensor, Tensor]:
     """p_k (max_n, R), and which of them count."""
     hits = matches.double()
     if smoothing == "add_one":
@@ -66,9 +67,9 @@ def _precisions(matches: Tensor, totals: Tensor, smoothing: str) -> tuple[Tensor
     return hits / totals, totals > 0
 
 
-def _matches(pairs: Pairs, max_n: int) -> Iterator[Tensor]:
+def _count_matches(pairs: Pairs, max_n: int) -> Iterator[Tensor]:
     """(R,) for k = 1 to max_n: the k-grams of a row of a that are in its row of b, each as often as in both."""
-    tokens, size = _numbered(torch.cat([pairs.a.values, pairs.b.values]))
+    tokens, size = _number(torch.cat([pairs.a.values, pairs.b.values]))
     row = torch.cat([pairs.a.row_ids, pairs.b.row_ids])
     lens = torch.cat([x.lens.index_select(0, x.row_ids) for x in (pairs.a, pairs.b)])
     left = lens - torch.cat([pairs.a.positions, pairs.b.positions])  # tokens from here to the end of the row
@@ -77,17 +78,17 @@ def _matches(pairs: Pairs, max_n: int) -> Iterator[Tensor]:
         if k > 1:  # a k-gram is the (k-1)-gram that starts there, and one token more
             fits = left[starts] >= k
             starts = starts[fits]
-            grams, ids = _numbered(grams[fits] * size + tokens[starts + k - 1])
-        yield _clipped(row[starts], grams, ids, starts < len(pairs.a.values), pairs)
+            grams, ids = _number(grams[fits] * size + tokens[starts + k - 1])
+        yield _count_clipped(row[starts], grams, ids, starts < len(pairs.a.values), pairs)
 
 
-def _numbered(x: Tensor) -> tuple[Tensor, int]:
+def _number(x: Tensor) -> tuple[Tensor, int]:
     """Equal numbers as equal ids from 0, and how many there are."""
     distinct, ids = torch.unique(x, return_inverse=True)
     return ids, len(distinct)
 
 
-def _clipped(row: Tensor, grams: Tensor, ids: int, of_a: Tensor, pairs: Pairs) -> Tensor:
+def _count_clipped(row: Tensor, grams: Tensor, ids: int, of_a: Tensor, pairs: Pairs) -> Tensor:
     """(R,): over the distinct n-grams of each row of a, the smaller of the counts in it and in its row of b."""
     keys = row * ids + grams
     mine, counts = torch.unique(keys[of_a], return_counts=True)

@@ -1,7 +1,6 @@
 """Edit distances between rows of tokens: the checks before the kernels, and what they give back."""
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal, overload
 
@@ -9,23 +8,23 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.kernels import find
 from tensorloop.packed.tensor import PackedTensor
-from tensorloop.risk.token_rows import Pairs, pairs_of
+from tensorloop.risk.token_rows import Pairs, TokenRows, pair_rows
 
 _NAME = "edit_distance"
 # What the first number of a step of an alignment stands for.
 EDITS = ("match", "substitution", "insertion", "deletion")
 
-Rows = PackedTensor | Sequence[Sequence[int] | Tensor]
 Costs = tuple[float, float, float | Tensor]
 
 
 @overload
 def edit_distance(
-    a: Rows,
-    b: Rows,
+    a: TokenRows,
+    b: TokenRows,
     *,
     insertion: float = 1,
     deletion: float = 1,
@@ -35,8 +34,8 @@ def edit_distance(
 ) -> Tensor: ...
 @overload
 def edit_distance(
-    a: Rows,
-    b: Rows,
+    a: TokenRows,
+    b: TokenRows,
     *,
     insertion: float = 1,
     deletion: float = 1,
@@ -44,10 +43,11 @@ def edit_distance(
     whole: bool = False,
     align: Literal[True],
 ) -> tuple[Tensor, PackedTensor]: ...
+@named(_NAME)
 @called_eagerly
 def edit_distance(
-    a: Rows,
-    b: Rows,
+    a: TokenRows,
+    b: TokenRows,
     *,
     insertion: float = 1,
     deletion: float = 1,
@@ -83,11 +83,11 @@ def edit_distance(
         >>> tl.edit_distance([[1, 2, 3], []], [[1, 3], [4]])
         tensor([1, 1])
     """
-    pairs = pairs_of(a, b, _NAME)
+    pairs = pair_rows(a, b)
     unit = all(type(cost) is int and cost == 1 for cost in (insertion, deletion, substitution))
     if whole and not unit:
-        raise ValueError(f"{_NAME}: whole=True counts rows that differ; leave the costs at 1")
-    costs = _costs(pairs, insertion, deletion, substitution)
+        raise WrongValue("whole=True counts rows that differ; leave the costs at 1")
+    costs = _check_costs(pairs, insertion, deletion, substitution)
     if unit:
         found = find("edit_distance", pairs.a.values, pairs.b.values)(*pairs.flat)
     else:
@@ -100,40 +100,40 @@ def edit_distance(
     return found, PackedTensor(steps, lens)
 
 
-def _costs(pairs: Pairs, insertion: Any, deletion: Any, substitution: Any) -> Costs:
-    numbers = _number(insertion, "insertion"), _number(deletion, "deletion")
+def _check_costs(pairs: Pairs, insertion: Any, deletion: Any, substitution: Any) -> Costs:
+    numbers = _check_number(insertion, "insertion"), _check_number(deletion, "deletion")
     if not isinstance(substitution, Tensor) or substitution.dim() == 0:
-        return *numbers, _number(substitution, "substitution")
-    return *numbers, _table(pairs, substitution)
+        return *numbers, _check_number(substitution, "substitution")
+    return *numbers, _check_table(pairs, substitution)
 
 
-def _number(cost: Any, what: str) -> float:
+def _check_number(cost: Any, what: str) -> float:
     if isinstance(cost, Tensor) and cost.dim() == 0 and not cost.requires_grad:
         cost = cost.item()
     if isinstance(cost, bool) or not isinstance(cost, Real):
         table = " or a table (V, V)" if what == "substitution" else ""
-        raise TypeError(f"{_NAME}: {what} must be a number{table}, got {arguments.describe(cost)}")
+        raise WrongType(f"{what} must be a number{table}, got {arguments.describe(cost)}")
     cost = float(cost)
     if math.isnan(cost) or cost < 0:
-        raise ValueError(f"{_NAME}: {what} is {cost}; a cost is 0 or more")
+        raise WrongValue(f"{what} is {cost}; a cost is 0 or more")
     return cost
 
 
-def _table(pairs: Pairs, table: Tensor) -> Tensor:
+def _check_table(pairs: Pairs, table: Tensor) -> Tensor:
     """The costs of substitutions, (V, V) float64, with a cost for every token there is."""
-    arguments.dense_tensor(table, f"{_NAME}: substitution")
+    arguments.dense_tensor(table, "substitution")
     if table.dim() != 2 or table.shape[0] != table.shape[1]:
-        raise ValueError(f"{_NAME}: substitution must be a number or a table (V, V), got shape {tuple(table.shape)}")
+        raise WrongValue(f"substitution must be a number or a table (V, V), got shape {tuple(table.shape)}")
     if table.is_complex() or table.dtype is torch.bool:
-        raise TypeError(f"{_NAME}: substitution must hold real numbers, got dtype {table.dtype}")
+        raise WrongType(f"substitution must hold real numbers, got dtype {table.dtype}")
     if table.requires_grad:
-        raise ValueError(f"{_NAME}: substitution requires a gradient, and there is none; pass substitution.detach()")
+        raise WrongValue("substitution requires a gradient, and there is none; pass substitution.detach()")
     if table.device != pairs.a.device:
-        raise ValueError(f"{_NAME}: substitution is on {table.device}, the tokens on {pairs.a.device}; move one")
+        raise WrongValue(f"substitution is on {table.device}, the tokens on {pairs.a.device}; move one")
     bad = table.isnan() | (table < 0)
     if bool(bad.any()):
         x, y = bad.nonzero()[0].tolist()
-        raise ValueError(f"{_NAME}: substitution[{x}, {y}] is {table[x, y].item()}; a cost is 0 or more")
+        raise WrongValue(f"substitution[{x}, {y}] is {table[x, y].item()}; a cost is 0 or more")
     for row, what in ((pairs.a, "a.values"), (pairs.b, "b.values")):
-        arguments.in_range(row.values, 0, len(table), f"{_NAME}: {what}")
+        arguments.in_range(row.values, 0, len(table), what)
     return table.double()

@@ -1,8 +1,6 @@
-"""Training objectives over hypotheses, and the risks they take: edit distance and sentence BLEU.
+"""Training objectives over hypotheses. `edits.py` and `bleu.py` have the risks that they take.
 
-Here are the objectives. Each is its formula in torch operations and nothing else, so that autograd differentiates it
-any number of times. `edits.py` and `bleu.py` have the risks.
-
+Each is its formula in torch operations and nothing else, so that autograd differentiates it any number of times.
 All take scores (B, K), the log-probabilities of K hypotheses for each of B inputs, and risks of the same shape. K
 hypotheses are a list of the best, or samples, as the objective says. A hypothesis that is missing, since `valid` says
 so or its score is -inf, takes no part: whatever stands in its place, NaN included, its gradient is exactly 0.
@@ -16,24 +14,24 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.keywords import RISK, names_instead
-from tensorloop.risk.bleu import sentence_bleu
-from tensorloop.risk.edits import EDITS, edit_distance
-
-__all__ = [
-    "EDITS",
-    "edit_distance",
-    "leave_one_out",
-    "minimum_risk",
-    "mwer",
-    "sentence_bleu",
-    "stochastic_beam_risk",
-]
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.keywords import hints, names_instead
 
 _ESTIMATORS = ("normalised", "baseline", "unbiased")
+# What other libraries call it.
+_KEYWORDS = hints(
+    ("log_probs logprobs logits", "scores= are the log-probabilities of hypotheses, (B, K)"),
+    ("costs errors", "risks= are what the hypotheses cost, (B, K)"),
+    ("rewards", "risks= are what the hypotheses cost, (B, K): minus the rewards"),
+    ("mask", "valid= says which hypotheses there are, (B, K) bool"),
+    ("lengths", "lens= divides scores by lengths, (B, K)"),
+    ("temperature", "divide the scores by it"),
+    ("dim axis", "rows are dim 0, hypotheses dim 1"),
+)
 
 
-@names_instead(**RISK)
+@named("minimum_risk")
+@names_instead(**_KEYWORDS)
 def minimum_risk(
     scores: Tensor,
     risks: Tensor,
@@ -68,14 +66,14 @@ def minimum_risk(
         >>> scores.grad
         tensor([[-0.5000,  0.5000]])
     """
-    name = "minimum_risk"
-    if _number(alpha, f"{name}: alpha") == 0:
-        raise ValueError(f"{name}: alpha is 0, which makes all hypotheses alike; it must be above 0")
-    given = _given(name, scores, risks, valid, lens, check)
-    return _reduced(name, (_renormalised(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
+    if _check_number(alpha, "alpha") == 0:
+        raise WrongValue("alpha is 0, which makes all hypotheses alike; it must be above 0")
+    given = _check_hypotheses(scores, risks, valid, lens, check)
+    return _reduce((_renormalise(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
 
 
-@names_instead(**RISK)
+@named("mwer")
+@names_instead(**_KEYWORDS)
 def mwer(
     scores: Tensor,
     risks: Tensor,
@@ -104,19 +102,19 @@ def mwer(
         >>> bool(tl.mwer(scores, torch.tensor([[0.0, 2.0]])) < 0)  # the better one is the likelier one
         True
     """
-    name = "mwer"
-    weight = _number(weight, f"{name}: weight")
-    given = _given(name, scores, risks, valid, lens, check)
-    loss = (_renormalised(given.scores, given.valid) * _centred(given)).sum(1)
+    weight = _check_number(weight, "weight")
+    given = _check_hypotheses(scores, risks, valid, lens, check)
+    loss = (_renormalise(given.scores, given.valid) * _centre(given)).sum(1)
     if gold_scores is not None:
-        gold_scores = _per_row(gold_scores, scores, f"{name}: gold_scores")
+        gold_scores = _check_per_row(gold_scores, scores, "gold_scores")
         if check and arguments.must_check(check, gold_scores):
-            _refuse(~gold_scores.isfinite(), gold_scores, f"{name}: gold_scores")
+            _refuse(~gold_scores.isfinite(), gold_scores, "gold_scores")
         loss = loss - weight * gold_scores.masked_fill(gold_scores == -torch.inf, 0)
-    return _reduced(name, loss, reduction)
+    return _reduce(loss, reduction)
 
 
-@names_instead(**RISK)
+@named("leave_one_out")
+@names_instead(**_KEYWORDS)
 def leave_one_out(
     scores: Tensor,
     risks: Tensor,
@@ -143,15 +141,15 @@ def leave_one_out(
         >>> scores.grad
         tensor([[-1.,  1.]])
     """
-    name = "leave_one_out"
-    _constant(risks, name)
-    given = _given(name, scores, risks, valid, lens, check)
+    _check_constant(risks)
+    given = _check_hypotheses(scores, risks, valid, lens, check)
     # D_i - b_i is n / (n - 1) times D_i - mean D.
     others = (given.valid.sum(1) - 1).clamp(min=1)
-    return _reduced(name, (_centred(given) * given.scores).sum(1) / others, reduction)
+    return _reduce((_centre(given) * given.scores).sum(1) / others, reduction)
 
 
-@names_instead(**RISK)
+@named("stochastic_beam_risk")
+@names_instead(**_KEYWORDS)
 def stochastic_beam_risk(
     scores: Tensor,
     risks: Tensor,
@@ -181,20 +179,19 @@ def stochastic_beam_risk(
     Source: Kool, van Hoof & Welling 2019 ("Stochastic Beams and Where to Find Them", and "Buy 4 REINFORCE Samples"). On
     the variances: docs/risk.md.
     """
-    name = "stochastic_beam_risk"
     if estimator not in _ESTIMATORS:
-        raise ValueError(f"{name}: estimator is {estimator!r}; there are {', '.join(map(repr, _ESTIMATORS))}")
-    _constant(risks, name)
-    given = _given(name, scores, risks, valid, None, check)
+        raise WrongValue(f"estimator is {estimator!r}; there are {', '.join(map(repr, _ESTIMATORS))}")
+    _check_constant(risks)
+    given = _check_hypotheses(scores, risks, valid, None, check)
     least = 2 if estimator == "baseline" else 1
     if scores.shape[1] < least:
         hint = "; use estimator='unbiased'" if scores.shape[1] else ""
-        raise ValueError(f"{name}: {estimator!r} needs {least} or more hypotheses, got {scores.shape[1]}{hint}")
-    kappa = _per_row(kappa, scores, f"{name}: kappa").detach()
+        raise WrongValue(f"{estimator!r} needs {least} or more hypotheses, got {scores.shape[1]}{hint}")
+    kappa = _check_per_row(kappa, scores, "kappa").detach()
     if check and arguments.must_check(check, kappa):
-        _refuse(kappa.isnan() | kappa.isposinf(), kappa, f"{name}: kappa")
-    loss = _normalised(given, kappa) if estimator == "normalised" else _weighted(given, kappa, estimator == "baseline")
-    return _reduced(name, loss, reduction)
+        _refuse(kappa.isnan() | kappa.isposinf(), kappa, "kappa")
+    loss = _normalise(given, kappa) if estimator == "normalised" else _weigh(given, kappa, estimator == "baseline")
+    return _reduce(loss, reduction)
 
 
 class _Given(NamedTuple):
@@ -205,142 +202,142 @@ class _Given(NamedTuple):
     valid: Tensor
 
 
-def _weighted(given: _Given, kappa: Tensor, baseline: bool) -> Tensor:
+def _weigh(given: _Given, kappa: Tensor, baseline: bool) -> Tensor:
     scores, risks, valid = given
-    ratios = (scores - _log_inclusion(scores.detach(), kappa)).exp().masked_fill(~valid, 0)
+    ratios = (scores - _find_log_inclusion(scores.detach(), kappa)).exp().masked_fill(~valid, 0)
     if baseline:
-        risks = risks * (1 - scores.detach().exp()) - _sum_of_others(ratios.detach() * risks)
+        risks = risks * (1 - scores.detach().exp()) - _sum_others(ratios.detach() * risks)
     return (ratios * risks).sum(1)
 
 
-def _normalised(given: _Given, kappa: Tensor) -> Tensor:
+def _normalise(given: _Given, kappa: Tensor) -> Tensor:
     """The formula holds for p and w of any scale: here they are divided by W, and the logs kept small all the way."""
     scores, risks, valid = given
-    log_q = _log_inclusion(scores.detach(), kappa)
+    log_q = _find_log_inclusion(scores.detach(), kappa)
     scores = scores - scores.detach().masked_fill(~valid, torch.finfo(scores.dtype).min).amax(1, keepdim=True)
     log_ratios = (scores - log_q).masked_fill(~valid, -torch.inf)
     log_sum = log_ratios.detach().logsumexp(1, keepdim=True)
     log_sum = log_sum.masked_fill(log_sum == -torch.inf, 0)  # a row without a valid hypothesis
     ratios, p = (log_ratios - log_sum).exp(), (scores.detach() - log_sum).exp()
     weights = ratios.detach()
-    without = (_sum_of_others(weights) + p).clamp(min=torch.finfo(p.dtype).tiny)
+    without = (_sum_others(weights) + p).clamp(min=torch.finfo(p.dtype).tiny)
     return (ratios / without * (risks - (weights * risks).sum(1, keepdim=True))).sum(1)
 
 
-def _sum_of_others(x: Tensor) -> Tensor:
+def _sum_others(x: Tensor) -> Tensor:
     """(B, K): the sum of the other entries of the row. In a difference of sums a large entry would leave its noise."""
     itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
     return x.unsqueeze(1).masked_fill(itself, 0).sum(2)
 
 
-def _log_inclusion(scores: Tensor, kappa: Tensor) -> Tensor:
+def _find_log_inclusion(scores: Tensor, kappa: Tensor) -> Tensor:
     """log q (B, K): of 1 - exp(-exp(x)), which is exp(x) to the last digit long before that becomes 0."""
     x = scores - kappa.unsqueeze(1)
     return torch.where(x < -50, x, (-torch.expm1(-x.exp())).log())
 
 
-def _renormalised(logits: Tensor, valid: Tensor) -> Tensor:
+def _renormalise(logits: Tensor, valid: Tensor) -> Tensor:
     """The softmax over the valid entries of each row, 0 at the others and in rows without any."""
     some = valid.any(1, keepdim=True)
     return logits.masked_fill(~valid & some, -torch.inf).softmax(1).masked_fill(~valid, 0)
 
 
-def _centred(given: _Given) -> Tensor:
+def _centre(given: _Given) -> Tensor:
     """The risks less their mean over the valid ones of the row, a constant; 0 at the others."""
     mean = given.risks.detach().sum(1, keepdim=True) / given.valid.sum(1, keepdim=True).clamp(min=1)
     return (given.risks - mean).masked_fill(~given.valid, 0)
 
 
-def _reduced(name: str, loss: Tensor, reduction: str) -> Tensor:
+def _reduce(loss: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
     if reduction == "mean":
         return loss.sum() / max(len(loss), 1)
-    raise ValueError(f"{name}: reduction is {reduction!r}; there are 'mean' (over B), 'sum' and 'none'")
+    raise WrongValue(f"reduction is {reduction!r}; there are 'mean' (over B), 'sum' and 'none'")
 
 
-def _given(name: str, scores: Any, risks: Any, valid: Any, lens: Any, check: bool) -> _Given:
+def _check_hypotheses(scores: Any, risks: Any, valid: Any, lens: Any, check: bool) -> _Given:
     """The arguments of an objective, checked; in float32 at least."""
-    arguments.dense_tensor(scores, f"{name}: scores")
+    arguments.dense_tensor(scores, "scores")
     if not scores.is_floating_point():
-        raise TypeError(f"{name}: scores must be log-probabilities, got dtype {scores.dtype}")
+        raise WrongType(f"scores must be log-probabilities, got dtype {scores.dtype}")
     if scores.dim() != 2:
-        raise ValueError(f"{name}: scores must be (B, K), got shape {tuple(scores.shape)}")
-    risks = _alike(risks, scores, f"{name}: risks", flat=True)
+        raise WrongValue(f"scores must be (B, K), got shape {tuple(scores.shape)}")
+    risks = _check_alike(risks, scores, "risks", flat=True)
     there = scores != -torch.inf
     if valid is not None:
         if not isinstance(valid, Tensor) or valid.dtype is not torch.bool:
-            raise TypeError(f"{name}: valid must be a bool tensor (B, K), got {arguments.describe(valid)}")
-        there = there & _alike(valid, scores, f"{name}: valid")
+            raise WrongType(f"valid must be a bool tensor (B, K), got {arguments.describe(valid)}")
+        there = there & _check_alike(valid, scores, "valid")
     if check and arguments.must_check(check, scores):
-        _refuse(~scores.isfinite() & there, scores, f"{name}: scores")
-        _refuse(~risks.isfinite() & there, risks, f"{name}: risks")
+        _refuse(~scores.isfinite() & there, scores, "scores")
+        _refuse(~risks.isfinite() & there, risks, "risks")
     wide = torch.promote_types(scores.dtype, torch.float32)
     kept = scores.to(wide).masked_fill(~there, 0)
     if lens is not None:
-        kept = kept / _lengths(lens, scores, there, name, check)
+        kept = kept / _check_lens(lens, scores, there, check)
     return _Given(kept, risks.to(wide).masked_fill(~there, 0), there)
 
 
-def _lengths(lens: Any, scores: Tensor, there: Tensor, name: str, check: bool) -> Tensor:
+def _check_lens(lens: Any, scores: Tensor, there: Tensor, check: bool) -> Tensor:
     """Lengths, 1 where no hypothesis is."""
-    lens = _alike(lens, scores, f"{name}: lens").masked_fill(~there, 1)
+    lens = _check_alike(lens, scores, "lens").masked_fill(~there, 1)
     bad = ~(lens >= 1)  # NaN, too
     if arguments.must_check(check or None, lens) and bool(bad.any()):
         row, k = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"{name}: lens[{row}, {k}] is {lens[row, k].item()}; a score is divided by at least 1: "
+        raise WrongValue(
+            f"lens[{row}, {k}] is {lens[row, k].item()}; a score is divided by at least 1: "
             f"count the end token, lens + 1"
         )
     return lens
 
 
-def _alike(x: Any, scores: Tensor, what: str, flat: bool = False) -> Tensor:
+def _check_alike(x: Any, scores: Tensor, what: str, flat: bool = False) -> Tensor:
     """`x` if it is a real tensor with a number for each score."""
-    _real(x, scores, what)
+    _check_real(x, scores, what)
     if flat and x.dim() == 1 and len(x) == scores.numel():
         return x.view(scores.shape)
     if x.shape != scores.shape:
         also = f" or ({scores.numel()},)" if flat else ""
-        raise ValueError(f"{what} must have the shape of scores, {tuple(scores.shape)}{also}, got {tuple(x.shape)}")
+        raise WrongValue(f"{what} must have the shape of scores, {tuple(scores.shape)}{also}, got {tuple(x.shape)}")
     return x
 
 
-def _per_row(x: Any, scores: Tensor, what: str) -> Tensor:
-    _real(x, scores, what)
+def _check_per_row(x: Any, scores: Tensor, what: str) -> Tensor:
+    _check_real(x, scores, what)
     if not x.is_floating_point():
-        raise TypeError(f"{what} must be floating point, got dtype {x.dtype}")
+        raise WrongType(f"{what} must be floating point, got dtype {x.dtype}")
     if x.shape != scores.shape[:1]:
-        raise ValueError(f"{what} must be ({len(scores)},), one for each row of scores, got shape {tuple(x.shape)}")
+        raise WrongValue(f"{what} must be ({len(scores)},), one for each row of scores, got shape {tuple(x.shape)}")
     return x.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def _constant(risks: Any, name: str) -> None:
+def _check_constant(risks: Any) -> None:
     if isinstance(risks, Tensor) and risks.requires_grad:
-        raise ValueError(f"{name}: risks require a gradient, which is not estimated; pass risks.detach()")
+        raise WrongValue("risks require a gradient, which is not estimated; pass risks.detach()")
 
 
-def _real(x: Any, scores: Tensor, what: str) -> None:
+def _check_real(x: Any, scores: Tensor, what: str) -> None:
     arguments.dense_tensor(x, what)
     if x.is_complex():
-        raise TypeError(f"{what} must hold real numbers, got dtype {x.dtype}")
+        raise WrongType(f"{what} must hold real numbers, got dtype {x.dtype}")
     if x.device != scores.device:
-        raise ValueError(f"{what} must be on {scores.device} as scores are, got {x.device}; move one of them")
+        raise WrongValue(f"{what} must be on {scores.device} as scores are, got {x.device}; move one of them")
 
 
 def _refuse(bad: Tensor, x: Tensor, what: str) -> None:
     """Raises where any is bad, naming the first."""
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
-        raise ValueError(f"{what}[{', '.join(map(str, place))}] is {x[tuple(place)].item()}")
+        raise WrongValue(f"{what}[{', '.join(map(str, place))}] is {x[tuple(place)].item()}")
 
 
-def _number(x: Any, what: str) -> float:
+def _check_number(x: Any, what: str) -> float:
     if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(f"{what} must be a number, got {arguments.describe(x)}")
+        raise WrongType(f"{what} must be a number, got {arguments.describe(x)}")
     x = float(x)
     if not 0 <= x < math.inf:
-        raise ValueError(f"{what} must be finite and not negative, got {x}")
+        raise WrongValue(f"{what} must be finite and not negative, got {x}")
     return x

@@ -311,6 +311,20 @@ def test_an_error_in_a_step_says_which_and_leaves_nothing_behind():
     assert again.stopped == ["exact"] * 2
 
 
+def test_an_error_that_only_a_replay_meets_has_the_name_too():
+    weight, calls = torch.zeros(4, requires_grad=True), []
+
+    def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+        calls.append(1)
+        scores = torch.log_softmax(weight, 0).expand(*tokens.shape, 4)
+        return carry, scores.long() if len(calls) > 6 else scores
+
+    loss = search(step, max_steps=6, stop="never", checkpoints=2).scores.sum()
+    assert len(calls) == 6
+    with pytest.raises(TypeError, match=r"^beam_search: log_probs must be a floating tensor \(B, K, V\), got Tensor"):
+        loss.backward()
+
+
 def test_a_context_changed_in_place_is_named_as_the_user_has_it():
     def step(carry: Any, tokens: Tensor, context: dict[str, Tensor]) -> tuple[Any, Tensor]:
         context["w"].add_(1)

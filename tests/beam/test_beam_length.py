@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import beam
-from tensorloop.beam.length import bound_of
+from tensorloop.beam.length import find_bound
 from tests.support.beam_cases import EOS, Table
 
 FLOOR = 0.05
@@ -85,7 +85,7 @@ def test_a_target_length_of_each_row():
 @pytest.mark.parametrize("longest", [None, 3, 9])
 @pytest.mark.parametrize("model", WITH_LIMIT, ids=repr)
 def test_bounds_are_above_all_that_can_be_reached_and_are_reached(model: Any, longest: int | None):
-    bound = bound_of(model, longest)
+    bound = find_bound(model, longest)
     floor = getattr(model, "floor", 0.0)
     for t in range(1, 9 if longest is None else longest):
         s = -torch.linspace(floor * t, 6, 25, dtype=torch.float64)[:, None]
@@ -101,7 +101,7 @@ def test_bounds_are_above_all_that_can_be_reached_and_are_reached(model: Any, lo
 def test_what_has_no_hypothesis_stays_without():
     nothing = torch.full((2, 2), -torch.inf)
     for model in WITH_LIMIT:
-        assert bound_of(model, 10)(nothing, 3).eq(-torch.inf).all()
+        assert find_bound(model, 10)(nothing, 3).eq(-torch.inf).all()
 
 
 NO_BOUND = [beam.Power(0.6), beam.Power(1.0), beam.Power(1.0, FLOOR), beam.GNMT(1.0), beam.GNMT(1.0, FLOOR)]

@@ -118,9 +118,9 @@ def test_every_byte_of_a_recurrent_decoder():
 def test_every_byte_of_a_decoder_that_attends_to_its_history():
     of_the_step = NUMBER * (MODEL + 3 * MODEL + MODEL + VOCABULARY)  # given to the products, to sin, to the readout
     history = NUMBER * (MODEL + 2 * MODEL)  # the queries; keys and values, once
-    lineage = 2 * ROWS * SIZE  # a byte for each parent and each ancestor
+    ancestry = 2 * ROWS * SIZE  # a byte for each parent and each ancestor
     grown = 2 * 4  # what tokens of each array are expanded from, for the block of 64 slots
-    assert added(attentive, 32) == 32 * (of_the_step + history + OF_A_SEARCH + lineage) + grown
+    assert added(attentive, 32) == 32 * (of_the_step + history + OF_A_SEARCH + ancestry) + grown
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import beam
-from tensorloop.beam import choose as beam_choice
-from tensorloop.beam import decisions
+from tensorloop.beam import decisions, noise
 from tests.support.beam_cases import BOS, EOS, Table
 
 RESULTS = ("lens", "scores", "final", "valid", "finished", "gap", "coverage", "keys", "kappa", "inclusion", "gold")
@@ -70,10 +69,10 @@ class Case:
 @pytest.mark.parametrize("seed", range(40))
 def test_each_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch):
     case = Case(seed)
-    seeds = beam_choice.row_seeds(case.options["choose"], case.rows, torch.device("cpu"))
+    seeds = noise.draw_seeds(case.options["choose"], case.rows, torch.device("cpu"))
 
     def search(ids: list[int]) -> tuple[beam.Hypotheses, Tensor]:
-        monkeypatch.setattr(decisions, "row_seeds", lambda *_: seeds[ids])
+        monkeypatch.setattr(decisions, "draw_seeds", lambda *_: seeds[ids])
         return case.search(ids)
 
     together, gradients = search(list(range(case.rows)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import beam, reference
-from tensorloop.beam.length import bound_of
+from tensorloop.beam.length import find_bound
 
 BOS, EOS = 0, 1
 
@@ -90,7 +90,7 @@ def final(model: Any, total: float, length: int) -> float:
 
 def _stops(model: Any, pool: Any, running: Any, t: int, longest: int | None, stop: str) -> bool:
     if stop == "exact":
-        bound = bound_of(model, longest)
+        bound = find_bound(model, longest)
         most = max(bound(torch.tensor([[total]], dtype=torch.float64), t).item() for total, _ in running)
         return pool[-1].final >= most
     return stop == "first_n" or (stop == "hf" and pool[-1].final >= final(model, running[0][0], t))
