@@ -1,0 +1,236 @@
+"""What a body does in one step: its operations, constants and captures, written down while the step runs.
+
+That is done on every call and costs some microseconds an operation. So a closure that is made again, a branch in
+Python, another weight under the same name need no rule: what the step did is the key of the plan. A tensor that is
+neither an argument nor a result of the step is a capture, whatever way it came.
+
+What makes a step more than its operations is refused (`Refused`), and the loop runs as an eager one: values read in
+Python, writes to tensors from outside, random numbers, blocks under another grad mode (a custom Function's among them).
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch.dispatch import OperationMode
+
+MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
+
+_aten = torch.ops.aten
+# Operations that say something about a step which a graph of it would not.
+_REASONS = {
+    _aten._local_scalar_dense.default: "reads a value in Python",
+    _aten.item.default: "reads a value in Python",
+    _aten.is_nonzero.default: "reads a value in Python",
+    _aten.equal.default: "reads a value in Python",
+    _aten.nonzero.default: "has a result whose shape depends on values",
+    _aten.masked_select.default: "has a result whose shape depends on values",
+    _aten.unique_consecutive.default: "has a result whose shape depends on values",
+    _aten._unique2.default: "has a result whose shape depends on values",
+    _aten.set_.source_Storage: "replaces the memory of a tensor",
+    _aten.resize_.default: "replaces the memory of a tensor",
+}
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
+_FILL = {"fill_", "zero_", "copy_"}
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class Refused(Exception):
+    """Why a body is not compiled, and the frame of the line that says so."""
+
+    def __init__(self, reason: str, frame: FrameType | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.frame = reason, frame
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The number of a tensor of a step: its arguments first, then captures and results as they are met."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a step. `results` are the numbers of its tensors, in order."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: Any
+    line: str
+
+
+class Recorder(OperationMode):
+    """Writes down what one step does with its arguments."""
+
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False) -> None:
+        super().__init__()
+        self.key: list[Any] = []
+        self.operations: list[Operation] = []
+        self.captures: dict[int, Tensor] = {}  # number -> tensor
+        self.lines = lines
+        self.writes = False
+        self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
+        self._numbers = {id(x): i for i, x in enumerate(arguments)}
+        self._own = {_storage(x) for x in arguments}
+        self._empty: set[int] = set()
+        self._grad = torch.is_grad_enabled()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation and writes it down."""
+        traits = _TRAITS.get(func) or _traits(func)
+        if traits.reason is not None:
+            raise Refused(f"{traits.name} {traits.reason}", user_frame())
+        if torch.is_grad_enabled() is not self._grad:
+            raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_frame())
+        key = self.key
+        key.append(func)
+        noted = [self._noted(x) for x in args]
+        named = {name: self._noted_as(name, x) for name, x in kwargs.items()} if kwargs else None
+        if traits.writes:
+            self._check_writes(traits, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        results = self._made(out)
+        if traits.empty:
+            self._empty.update(r.number for r in _flat(results))
+        line = where(user_frame()) if self.lines else ""
+        self.operations.append(Operation(func, noted, named, results, line))
+        if len(self.operations) > MOST_OPERATIONS:
+            raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_frame())
+        return out
+
+    def number_of(self, x: Tensor) -> Ref:
+        """The number of a tensor that the step uses or gives."""
+        number = self._numbers.get(id(x))
+        if number is None:
+            number = self._capture(x)
+        elif number in self._empty:
+            raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_frame())
+        self.key.append(number)
+        return Ref(number)
+
+    def finish(self, leaves: Sequence[Any]) -> list[Any]:
+        """The numbers of what the step gave, other things as they are; checks what only shows at the end."""
+        noted = [self._noted(x) for x in leaves]
+        for x in self.captures.values():
+            if _storage(x) in self._own:
+                raise Refused("a tensor was taken out of its graph by .data or the like")
+        return noted
+
+    def _noted_as(self, name: str, x: Any) -> Any:
+        self.key.append(name)
+        return self._noted(x)
+
+    def _noted(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.number_of(x)
+        key = self.key
+        if isinstance(x, (list, tuple)):
+            key.append(len(x))
+            return [self._noted(y) for y in x]
+        if isinstance(x, (float, complex)):
+            key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
+        else:
+            key.append(type(x))
+            key.append(x)
+        return x
+
+    def _capture(self, x: Tensor) -> int:
+        if type(x) not in _PLAIN or x.layout is not torch.strided:
+            raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_frame())
+        number = self._number(x)
+        self.captures[number] = x
+        self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
+        return number
+
+    def _number(self, x: Tensor) -> int:
+        number = self._numbers[id(x)] = len(self._tensors)
+        self._tensors.append(x)
+        return number
+
+    def _made(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            number = self._numbers.get(id(out))  # an operation in place gives its argument
+            if number is None:
+                number = self._number(out)
+                self._own.add(_storage(out)) if _storage(out) not in self._foreign() else None
+            return Ref(number)
+        return [self._made(x) for x in out] if isinstance(out, (list, tuple)) else None
+
+    def _foreign(self) -> set[int]:
+        return {_storage(x) for x in self.captures.values()}
+
+    def _check_writes(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.writes = True
+        written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
+        foreign = self._foreign()
+        for x in written:
+            for y in x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(y, Tensor):
+                    if _storage(y) in foreign:
+                        raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_frame())
+                    if traits.fills:
+                        self._empty.discard(self._numbers[id(y)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traits:
+    name: str
+    reason: str | None
+    writes: tuple[int, ...]  # places of the arguments that it writes to
+    named: tuple[str, ...]
+    empty: bool
+    fills: bool
+
+
+_TRAITS: dict[Any, _Traits] = {}
+
+
+def _traits(func: Any) -> _Traits:
+    schema = func._schema
+    writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    reason = _REASONS.get(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        reason = "draws random numbers"
+    elif torch.Tag.data_dependent_output in func.tags:
+        reason = "reads a value in Python"
+    elif torch.Tag.dynamic_output_shape in func.tags:
+        reason = "has a result whose shape depends on values"
+    elif func.namespace not in ("aten", "prims"):
+        reason = "is an operation of its own, whose gradient a graph does not have"
+    fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes)
+    found = _Traits(
+        schema.name.split("::")[1], reason, tuple(i for i, _ in writes), tuple(n for _, n in writes), func in _EMPTY, fills
+    )
+    return _TRAITS.setdefault(func, found)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _flat(x: Any) -> list[Ref]:
+    if isinstance(x, Ref):
+        return [x]
+    return [r for y in x for r in _flat(y)] if isinstance(x, list) else []
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop"):
+        frame = frame.f_back
+    return frame
+
+
+def where(frame: FrameType | None) -> str:
+    """A frame's line in a few words."""
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
