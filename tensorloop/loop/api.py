@@ -17,6 +17,8 @@ from tensorloop.loop import zero_steps
 from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint import node
 from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.loop import Loop, run
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.parallel import associative_scan, map_in_chunks
@@ -49,6 +51,7 @@ def scan(
     until: None = None,
     context: Any = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Any]: ...
 @overload
@@ -63,6 +66,7 @@ def scan(
     until: Callable[..., Condition] | None = None,
     context: Any = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @overload
@@ -77,6 +81,7 @@ def scan(
     until: Callable[[C], Condition] | None = None,
     context: None = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @overload
@@ -91,6 +96,7 @@ def scan(
     until: Callable[[C, Context], Condition] | None = None,
     context: Context,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @called_eagerly
@@ -105,6 +111,7 @@ def scan(
     until: Callable[..., Condition] | None = None,
     context: Any = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> tuple[Any, Any]:
@@ -159,7 +166,7 @@ def scan(
     loop.functions = ("body_fn", body_fn, ("carry", "x", *more)), ("until", until, ("carry", *more))
     if isinstance(slices, PackedSlices):
         loop.known_rows(slices.rows(), loop.init)
-    carry = run_loop(loop, checkpoints, progress)
+    carry = run_loop(loop, checkpoints, progress, compile=compile)
     if loop.taken:
         return carry, loop.outputs.stack(slices.reverse)
     loop.rows = None
@@ -177,6 +184,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[False] = False,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> C: ...
 @overload
@@ -190,6 +198,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[False] = False,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> C: ...
 @overload
@@ -203,6 +212,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Tensor | Any]: ...
 @overload
@@ -216,6 +226,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Tensor | Any]: ...
 @overload
@@ -229,6 +240,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, int | Any]: ...
 @overload
@@ -242,6 +254,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, int | Any]: ...
 @called_eagerly
@@ -255,6 +268,7 @@ def while_loop(
     compact: bool = False,
     return_steps: bool = False,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> Any:
@@ -299,7 +313,7 @@ def while_loop(
     loop.cond, loop.compact = cond_fn, compact
     more = ("carry",) if context is None else ("carry", "context")
     loop.functions = ("cond_fn", cond_fn, more), ("body_fn", body_fn, more)
-    carry = run_loop(loop, checkpoints, progress, known=False)
+    carry = run_loop(loop, checkpoints, progress, known=False, compile=compile)
     return (carry, loop.steps()) if return_steps else carry
 
 
@@ -311,6 +325,7 @@ def fori_loop(
     init: C,
     *,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> C:
@@ -334,7 +349,7 @@ def fori_loop(
 
     loop = Loop(name, body, init, max(last - first, 0))
     loop.functions = (("body_fn", body_fn, ("i", "carry")),)
-    return run_loop(loop, checkpoints, progress)
+    return run_loop(loop, checkpoints, progress, compile=compile)
 
 
 @called_eagerly
@@ -345,6 +360,7 @@ def map(
     dim: int = 0,
     batch_size: int | None = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> Y:
@@ -379,15 +395,21 @@ def map(
     loop = Loop(name, body, (), slices.length)
     loop.slices, loop.outputs = slices, slices.outputs()
     loop.functions = (("fn", fn, ("x",)),)
-    run_loop(loop, checkpoints, progress)
+    run_loop(loop, checkpoints, progress, compile=compile)
     return loop.outputs.stack(False) if loop.taken else zero_steps.empty_outputs(loop)
 
 
-def run_loop(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True) -> Any:
+def run_loop(
+    loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True, compile: Compile = False
+) -> Any:
     """Runs a loop with or without checkpoints, and gives the carry. The length of a `known` one is no mere bound."""
     length = loop.length if known and loop.until is None else None
     plan = node.plan_of(checkpoints, loop.name)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
+        if compile:
+            done, carry = front.run(loop, compile, plan, known)
+            if done:
+                return carry
         if plan is None or not node.applies(loop):
             return run(loop, bar)
         return node.run(loop, plan, length, bar)

@@ -83,7 +83,11 @@ class Traced:
 
 def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
     """The step without writes and without gradients."""
-    replay = without_writes(step.replay) if step.writes else step.replay
+
+    def copied(*tensors: Tensor) -> list[Tensor]:
+        return step.replay(*(x.clone() for x in tensors))
+
+    replay = without_writes(copied) if step.writes else step.replay
     return traced(replay, [x.detach() for x in examples], before_autograd())
 
 

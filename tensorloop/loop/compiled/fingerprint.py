@@ -10,6 +10,7 @@ Python, writes to tensors from outside, random numbers, blocks under another gra
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -36,6 +37,8 @@ _REASONS = {
     _aten.resize_.default: "replaces the memory of a tensor",
 }
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
+_MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -80,7 +83,7 @@ class Recorder(OperationMode):
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
         self._own = {_storage(x) for x in arguments}
         self._empty: set[int] = set()
-        self._grad = torch.is_grad_enabled()
+        self.grad = torch.is_grad_enabled()  # what the body is called under
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,12 +92,14 @@ class Recorder(OperationMode):
         traits = _TRAITS.get(func) or _traits(func)
         if traits.reason is not None:
             raise Refused(f"{traits.name} {traits.reason}", user_frame())
-        if torch.is_grad_enabled() is not self._grad:
+        if torch.is_grad_enabled() is not self.grad:
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_frame())
         key = self.key
         key.append(func)
         noted = [self._noted(x) for x in args]
         named = {name: self._noted_as(name, x) for name, x in kwargs.items()} if kwargs else None
+        if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
+            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_frame())
         if traits.writes:
             self._check_writes(traits, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
@@ -124,6 +129,13 @@ class Recorder(OperationMode):
             if _storage(x) in self._own:
                 raise Refused("a tensor was taken out of its graph by .data or the like")
         return noted
+
+    def let_go(self) -> list[weakref.ref[Tensor]]:
+        """Holds no tensor of the step any more; gives those that operations made, weakly."""
+        made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
+        self._tensors.clear()
+        self._numbers.clear()
+        return made
 
     def _noted_as(self, name: str, x: Any) -> Any:
         self.key.append(name)
@@ -188,6 +200,7 @@ class _Traits:
     writes: tuple[int, ...]  # places of the arguments that it writes to
     named: tuple[str, ...]
     empty: bool
+    masks: bool
     fills: bool
 
 
@@ -202,14 +215,13 @@ def _traits(func: Any) -> _Traits:
         reason = "draws random numbers"
     elif torch.Tag.data_dependent_output in func.tags:
         reason = "reads a value in Python"
-    elif torch.Tag.dynamic_output_shape in func.tags:
+    elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
         reason = "has a result whose shape depends on values"
     elif func.namespace not in ("aten", "prims"):
         reason = "is an operation of its own, whose gradient a graph does not have"
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes)
-    found = _Traits(
-        schema.name.split("::")[1], reason, tuple(i for i, _ in writes), tuple(n for _, n in writes), func in _EMPTY, fills
-    )
+    places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
+    found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills)
     return _TRAITS.setdefault(func, found)
 
 

@@ -1,5 +1,6 @@
 """A graph of one step with fewer kinds of operations, and none done twice."""
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -31,8 +32,8 @@ def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if target is operator.getitem:
         return _part(graph, node)
-    if target in _IDENTITIES:
-        return _node(args[0])
+    if target in _IDENTITIES or (target is aten.clone.default and _node(args[0]).op == "placeholder"):
+        return _node(args[0])  # a loop's inputs are contiguous as they are
     if not isinstance(value, Tensor):
         return None
     before = args[0].meta.get("val") if args and isinstance(args[0], fx.Node) else None
@@ -140,3 +141,62 @@ def _hashable(x: Any) -> Any:
     if isinstance(x, float):
         return "float", repr(x)
     return x if isinstance(x, fx.Node | torch.dtype | torch.device) else (type(x).__name__, x)
+
+
+def without_grads(traced: Any, saved: list[fx.Node], missing: frozenset[int]) -> tuple[Any, list[fx.Node]]:
+    """A copy of a step with gradients in which those of these ys are zero, and the saved nodes in it."""
+    graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
+    zero: set[fx.Node] = set()
+    gone = {traced.y_grads[k] for k in missing}
+    coming = [*traced.carry_grads.values(), *traced.y_grads.values()]
+    linear = _linear(traced.graph.nodes, coming)
+    for n in traced.graph.nodes:
+        if n.op == "output":
+            break
+        moved = [a for a in n.all_input_nodes if a in linear]
+        if n in gone or (moved and all(a in zero for a in moved) and isinstance(n.meta["val"], Tensor)):
+            zero.add(n)
+            found[n] = _zeros(graph, n.meta["val"]) if n.op != "placeholder" else graph.placeholder(n.name)
+        elif n.target is aten.add.Tensor and any(a in zero for a in moved) and len(moved) == 2:
+            (rest,) = (a for a in moved if a not in zero)
+            same = rest.meta["val"].shape == n.meta["val"].shape and rest.meta["val"].dtype == n.meta["val"].dtype
+            found[n] = found[rest] if same else graph.node_copy(n, lambda a: found[a])
+        else:
+            found[n] = graph.node_copy(n, lambda a: found[a])
+        found[n].meta = dict(n.meta) if found[n].meta.get("val") is None else found[n].meta
+    for n in gone:  # placeholders stand first; what was made of them is zero, and here are those that are asked for
+        zeros = _zeros(graph, n.meta["val"])
+        found[n].replace_all_uses_with(zeros)
+        _early(graph, zeros)
+    one = {name: {k: found[g] for k, g in grads.items() if g not in zero} for name, grads in traced.found.items()}
+    graph.output(tuple(g for grads in one.values() for g in grads.values()))
+    copy = dataclasses.replace(
+        traced,
+        graph=graph,
+        carry=[found[n] for n in traced.carry],
+        xs=[found[n] for n in traced.xs],
+        captures=[found[n] for n in traced.captures],
+        carry_grads={i: found[n] for i, n in traced.carry_grads.items()},
+        y_grads={k: found[n] for k, n in traced.y_grads.items() if k not in missing},
+        found=one,
+    )
+    return copy, [found[n] for n in saved]
+
+
+def _linear(nodes: Any, roots: Any) -> set[fx.Node]:
+    found = set(roots)
+    for n in nodes:
+        if any(a in found for a in n.all_input_nodes):
+            found.add(n)
+    return found
+
+
+def _zeros(graph: fx.Graph, value: Tensor) -> fx.Node:
+    options = {"dtype": value.dtype, "device": value.device}
+    return _made(graph, aten.full.default, (list(value.shape), 0), options, value)
+
+
+def _early(graph: fx.Graph, node: fx.Node) -> None:
+    """Puts a node that needs nothing behind the placeholders."""
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    last.append(node)
