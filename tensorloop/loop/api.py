@@ -348,6 +348,7 @@ def fori_loop(
         return body_fn(first + t, carry), None
 
     loop = Loop(name, body, init, max(last - first, 0))
+    loop.lower, loop.numbered = first, body_fn
     loop.functions = (("body_fn", body_fn, ("i", "carry")),)
     return run_loop(loop, checkpoints, progress, compile=compile)
 

@@ -40,6 +40,8 @@ class Loop:
         self.cond: Callable[..., Any] | None = None  # asked before each step
         self.until: Callable[..., Any] | None = None  # asked after each step
         self.functions: tuple[advice.Called, ...] = ()  # the user's, for advice
+        self.lower = 0  # the number of the first step, and the function that takes the numbers
+        self.numbered: Callable[..., Any] | None = None
         self.compact = False
         self.rows: Rows | None = None
         self.cut = 0  # after how many cuts the carry is checked against

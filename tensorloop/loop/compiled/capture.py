@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
-from tensorloop.loop.compiled.fingerprint import Operation, Ref
+from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.loop.compiled.simplify import simplified
 
@@ -44,14 +44,28 @@ class Step:
         found = dict(zip(self.inputs, tensors, strict=True))
         for o in self.operations:
             args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
-            _store(found, o.results, o.function(*args, **kwargs))
+            _store(found, o.results, _called(o, args, kwargs))
         return [found[n] for n in self.outputs]
 
 
 def _read(found: dict[int, Tensor], x: Any) -> Any:
     if isinstance(x, Ref):
         return found[x.number]
+    if isinstance(x, Number):
+        return found[x.number] * x.scale + x.shift
     return [_read(found, y) for y in x] if isinstance(x, list) else x
+
+
+def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """An operation again; where it takes the number of the step, as a tensor of one."""
+    if not any(isinstance(x, Number) for x in o.args):
+        return o.function(*args, **kwargs)
+    if o.function is aten.select.int:
+        x, dim, index = args
+        return aten.index_select.default(x, dim, index.reshape(1)).squeeze(dim)
+    if o.function is aten.scalar_tensor.default:
+        return args[0].to(kwargs.get("dtype") or torch.get_default_dtype())
+    return o.function.overloadpacket(*args, **kwargs)
 
 
 def _store(found: dict[int, Tensor], results: Any, out: Any) -> None:

@@ -38,6 +38,11 @@ _REASONS = {
 }
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
+# Operations that may take the number of a step: they take a tensor of one number as well.
+_NUMBERED = {
+    *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
+    *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
+}
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -56,6 +61,15 @@ class Ref:
     """The number of a tensor of a step: its arguments first, then captures and results as they are met."""
 
     number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """`scale * i + shift`, where i is the number of the step: a tensor of the step has it."""
+
+    number: int
+    scale: int
+    shift: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +93,7 @@ class Recorder(OperationMode):
         self.captures: dict[int, Tensor] = {}  # number -> tensor
         self.lines = lines
         self.writes = False
+        self.number: Tensor | None = None  # of the step, where the body gets one
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
         self._own = {_storage(x) for x in arguments}
@@ -102,6 +117,8 @@ class Recorder(OperationMode):
             raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_frame())
         if traits.writes:
             self._check_writes(traits, args, kwargs or {})
+        if self.number is not None and _numbers(noted):
+            func, args = _with_numbers(func, args)
         out = func(*args, **(kwargs or {}))
         results = self._made(out)
         if traits.empty:
@@ -135,6 +152,7 @@ class Recorder(OperationMode):
         made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
         self._tensors.clear()
         self._numbers.clear()
+        self.number = None
         return made
 
     def _noted_as(self, name: str, x: Any) -> Any:
@@ -148,12 +166,21 @@ class Recorder(OperationMode):
         if isinstance(x, (list, tuple)):
             key.append(len(x))
             return [self._noted(y) for y in x]
+        if isinstance(x, torch.SymInt):
+            return self._numbered(x.node)
         if isinstance(x, (float, complex)):
             key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
         else:
             key.append(type(x))
             key.append(x)
         return x
+
+    def _numbered(self, node: Any) -> Any:
+        """The number of the step, or what was computed from it in Python."""
+        assert self.number is not None
+        number = Number(self.number_of(self.number).number, node.scale, node.shift)
+        self.key.append(number)
+        return number
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in _PLAIN or x.layout is not torch.strided:
@@ -233,6 +260,17 @@ def _flat(x: Any) -> list[Ref]:
     if isinstance(x, Ref):
         return [x]
     return [r for y in x for r in _flat(y)] if isinstance(x, list) else []
+
+
+def _numbers(noted: list[Any]) -> bool:
+    return any(isinstance(x, Number) for x in noted)
+
+
+def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The operation as it runs now: with this step's number."""
+    if func.overloadpacket not in _NUMBERED:
+        raise Refused(f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_frame())
+    return func, [x.node.value if isinstance(x, torch.SymInt) else x for x in args]
 
 
 def user_frame() -> FrameType | None:
