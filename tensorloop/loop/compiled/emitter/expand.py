@@ -1,0 +1,57 @@
+"""Operations that are not known here, taken apart by torch's own decompositions."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tensorloop.loop.compiled.emitter.arrays import Array
+from tensorloop.loop.compiled.emitter.lowering import Lowering
+from tensorloop.loop.compiled.recurrence import Unsupported
+
+
+def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """The node's decomposition, lowered in its place; Unsupported where torch has none, or one of random numbers."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise Unsupported("not an operation of aten", node)
+    table = torch._decomp.core_aten_decompositions()
+    if target not in table or torch.Tag.nondeterministic_seeded in target.tags:
+        raise Unsupported("not known, and torch does not take it apart", node)
+    arrays: list[Any] = []
+    fakes: list[Any] = []
+
+    def collect(one: fx.Node) -> Any:
+        arrays.append(low.values[one])
+        fakes.append(one.meta["val"])
+        return one
+
+    fx.map_arg((node.args, node.kwargs), collect)
+
+    def call(*tensors: Any) -> Any:
+        left = iter(tensors)
+        inner_args, inner_kwargs = fx.map_arg((node.args, node.kwargs), lambda one: next(left))
+        return target(*inner_args, **inner_kwargs)
+
+    decompositions = {key: value for key, value in table.items() if key is target}
+    traced = make_fx(call, decomposition_table=decompositions, tracing_mode="real")(*fakes)
+    return _inline(low, traced.graph, arrays, node)
+
+
+def _inline(low: Lowering, graph: fx.Graph, arrays: list[Any], node: fx.Node) -> Any:
+    from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
+
+    nodes = list(graph.nodes)
+    left = iter(arrays)
+    for one in nodes:
+        if one.op == "placeholder":
+            low.values[one] = next(left)
+        elif one.op == "get_attr":
+            raise Unsupported("a constant tensor in torch's decomposition", node)
+        elif one.target is node.target:
+            raise Unsupported("not known here", node)
+    low.run(nodes, HANDLERS, expand)
+    made = fx.map_arg(nodes[-1].args[0], lambda one: low.values[one])
+    return made if isinstance(made, Array | tuple | list) else made

@@ -1,0 +1,360 @@
+"""Arithmetic and elementary functions on vectors, in plain instructions: nothing is called from outside.
+
+Sources: the reductions and polynomials of Cephes and fdlibm; errors are a few units in the last place.
+"""
+
+from collections.abc import Sequence
+
+from tensorloop.loop.compiled.emitter.code import BITS, FLOATS, Code, Value
+
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+_EXP32 = [1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1]
+_EXP64 = [1.6059043836821613e-10, 2.08767569878681e-09, 2.505210838544172e-08, 2.755731922398589e-07,
+          2.7557319223985893e-06, 2.48015873015873e-05, 0.0001984126984126984, 0.001388888888888889,
+          0.008333333333333333, 0.041666666666666664, 0.16666666666666666, 0.5]  # fmt: skip
+_LOG64 = [1.479819860511658591e-1, 1.531383769920937332e-1, 1.818357216161805012e-1, 2.222219843214978396e-1,
+          2.857142874366239149e-1, 3.999999999940941908e-1, 6.666666666666735130e-1]  # fmt: skip
+_LOG32 = [0.24279078841, 0.28498786688, 0.40000972152, 0.66666662693]
+_SIN32 = [-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1]
+_COS32 = [2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2]
+_SIN64 = [1.58969099521155010221e-10, -2.50507602534068634195e-8, 2.75573137070700676789e-6,
+          -1.98412698298579493134e-4, 8.33333333332248946124e-3, -1.66666666666666324348e-1]  # fmt: skip
+_COS64 = [-1.13596475577881948265e-11, 2.08757232129817482790e-9, -2.75573143513906633035e-7,
+          2.48015872894767294178e-5, -1.38888888888741095749e-3, 4.16666666666666019037e-2]  # fmt: skip
+
+
+class Math:
+    """Functions of values of one width; operands are of one kind unless said."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+
+    # the ground
+
+    def like(self, a: Value, number: float) -> Value:
+        """A number in a's kind and width."""
+        return self.code.constant(a.kind, number, a.width)
+
+    def add(self, a: Value, b: Value) -> Value:
+        """a + b; of bools `or`."""
+        return self.code.binary("or" if a.kind == "i1" else "fadd" if a.floating else "add", a, b)
+
+    def sub(self, a: Value, b: Value) -> Value:
+        """a - b."""
+        return self.code.binary("fsub" if a.floating else "sub", a, b)
+
+    def mul(self, a: Value, b: Value) -> Value:
+        """a b; of bools `and`."""
+        return self.code.binary("and" if a.kind == "i1" else "fmul" if a.floating else "mul", a, b)
+
+    def div(self, a: Value, b: Value) -> Value:
+        """a / b of floats."""
+        return self.code.binary("fdiv", a, b)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a b + c, rounded once."""
+        return self.code.call("llvm.fma", a, b, c)
+
+    def neg(self, a: Value) -> Value:
+        """-a."""
+        if a.floating:
+            return self.code.op(f"fneg {a.type} {a.text}", a.kind, a.width)
+        return self.sub(self.like(a, 0), a)
+
+    def bit(self, name: str, a: Value, b: Value) -> Value:
+        """and, or, xor, shl, lshr, ashr."""
+        return self.code.binary(name, a, b)
+
+    def invert(self, a: Value) -> Value:
+        """Every bit the other way."""
+        return self.code.binary("xor", a, self.like(a, 1 if a.kind == "i1" else -1))
+
+    def compare(self, how: str, a: Value, b: Value) -> Value:
+        """eq, ne, lt, le, gt, ge; with NaN only ne holds."""
+        if a.floating:
+            return self.code.compare("une" if how == "ne" else f"o{how}", a, b)
+        signed = a.kind not in ("u8", "i1")
+        return self.code.compare(how if how in ("eq", "ne") else ("s" if signed else "u") + how, a, b)
+
+    def isnan(self, a: Value) -> Value:
+        """Whether a is none."""
+        return self.code.compare("uno", a, a) if a.floating else self.code.constant("i1", 0, a.width)
+
+    def where(self, condition: Value, a: Value, b: Value) -> Value:
+        """a where it holds, else b."""
+        return self.code.select(condition, a, b)
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger, NaN if either is."""
+        larger = self.where(self.compare("gt", a, b), a, b)
+        return self.where(self.isnan(a), a, larger) if a.floating else larger
+
+    def minimum(self, a: Value, b: Value) -> Value:
+        """The smaller, NaN if either is."""
+        smaller = self.where(self.compare("lt", a, b), a, b)
+        return self.where(self.isnan(a), a, smaller) if a.floating else smaller
+
+    def at_most(self, a: Value, number: float) -> Value:
+        """min(a, number), NaN kept."""
+        limit = self.like(a, number)
+        return self.where(self.compare("gt", a, limit), limit, a)
+
+    def at_least(self, a: Value, number: float) -> Value:
+        """max(a, number), NaN kept."""
+        limit = self.like(a, number)
+        return self.where(self.compare("lt", a, limit), limit, a)
+
+    def cast(self, a: Value, kind: str) -> Value:
+        """a in another kind, as torch's `to`; NaN and what does not fit may become any integer."""
+        code = self.code
+        if a.kind == kind:
+            return a
+        if kind == "i1":
+            return code.compare("une" if a.floating else "ne", a, self.like(self._wide(a), 0)) if a.kind != "bfloat" else (
+                self.cast(self._wide(a), kind))
+        if a.kind == "bfloat":
+            return self.cast(self._wide(a), kind)
+        if kind == "bfloat":
+            return self._to_bfloat(self.cast(a, "float"))
+        if a.floating and kind in FLOATS:
+            return code.convert("fpext" if BITS[kind] > BITS[a.kind] else "fptrunc", a, kind)
+        if a.floating:  # through 64 bits and saturating: what is out of range would be poison
+            return self.cast(self._to_integer(a), kind)
+        unsigned = a.kind in ("i1", "u8")
+        if kind in FLOATS:
+            return code.convert("uitofp" if unsigned else "sitofp", a, kind)
+        if BITS[kind] == BITS[a.kind]:
+            return a._replace(kind=kind)
+        return code.convert("trunc" if BITS[kind] < BITS[a.kind] else "zext" if unsigned else "sext", a, kind)
+
+    def _wide(self, a: Value) -> Value:
+        if a.kind != "bfloat":
+            return a
+        bits = a if a.text == "" else self.code.convert("bitcast", a, "i16")
+        shifted = self.code.convert("zext", bits, "i32")
+        return self.code.convert("bitcast", self.bit("shl", shifted, self.like(shifted, 16)), "float")
+
+    def _to_bfloat(self, a: Value) -> Value:
+        """Rounded to even in the upper half; NaN stays NaN."""
+        bits = self.code.convert("bitcast", a, "i32")
+        odd = self.bit("and", self.bit("lshr", bits, self.like(bits, 16)), self.like(bits, 1))
+        rounded = self.add(self.add(bits, odd), self.like(bits, 0x7FFF))
+        rounded = self.where(self.isnan(a), self.like(bits, 0x7FC00000), rounded)
+        upper = self.code.convert("trunc", self.bit("lshr", rounded, self.like(bits, 16)), "i16")
+        return self.code.convert("bitcast", upper, "bfloat")
+
+    def _to_integer(self, a: Value) -> Value:
+        known = self.where(self.isnan(a), self.like(a, 0), a)
+        limited = self.at_least(self.at_most(known, 9.223371487098962e18), -9.223371487098962e18)
+        return self.code.convert("fptosi", limited, "i64")
+
+    def poly(self, x: Value, coefficients: Sequence[float]) -> Value:
+        """The highest power's coefficient first."""
+        total = self.like(x, coefficients[0])
+        for number in coefficients[1:]:
+            total = self.fma(total, x, self.like(x, number))
+        return total
+
+    # bits of floats
+
+    def _bits(self, a: Value) -> Value:
+        return self.code.convert("bitcast", a, "i32" if a.kind == "float" else "i64")
+
+    def _float(self, bits: Value) -> Value:
+        return self.code.convert("bitcast", bits, "float" if bits.kind == "i32" else "double")
+
+    def abs(self, a: Value) -> Value:
+        """|a|."""
+        if a.floating:
+            return self.code.call("llvm.fabs", a)
+        return a if a.kind in ("u8", "i1") else self.where(self.compare("lt", a, self.like(a, 0)), self.neg(a), a)
+
+    def copysign(self, a: Value, sign: Value) -> Value:
+        """|a| with the sign of another."""
+        return self.code.call("llvm.copysign", a, sign)
+
+    def sign(self, a: Value) -> Value:
+        """-1, 0 or 1, and 0 for NaN."""
+        zero = self.like(a, 0)
+        up = self.cast(self.compare("gt", a, zero), a.kind)
+        return up if a.kind in ("u8", "i1") else self.sub(up, self.cast(self.compare("lt", a, zero), a.kind))
+
+    def sqrt(self, a: Value) -> Value:
+        """The square root."""
+        return self.code.call("llvm.sqrt", a)
+
+    def rounded(self, name: str, a: Value) -> Value:
+        """floor, ceil, trunc, or roundeven as `nearbyint`."""
+        return self.code.call(f"llvm.{name}", a) if a.floating else a
+
+    def _power(self, n: Value) -> Value:
+        """2 to an integer in the range of normal numbers."""
+        bias, shift = (127, 23) if n.kind == "i32" else (1023, 52)
+        return self._float(self.bit("shl", self.add(n, self.like(n, bias)), self.like(n, shift)))
+
+    # exponentials
+
+    def _reduced(self, x: Value) -> tuple[Value, Value, Value]:
+        """(r, 2^i, 2^j) with x = (i + j) ln 2 + r; x must lie within the range of exp."""
+        small = x.kind == "float"
+        magic = self.like(x, 1.5 * 2.0 ** (23 if small else 52))  # the sum's last bits are the integer
+        high, low = (0.693359375, -2.12194440e-4) if small else (6.93147180369123816490e-1, 1.90821492927058770002e-10)
+        shifted = self.fma(x, self.like(x, LOG2E), magic)
+        n = self.sub(shifted, magic)
+        r = self.fma(n, self.like(x, -low), self.fma(n, self.like(x, -high), x))
+        whole = self.sub(self._bits(shifted), self._bits(magic))
+        half = self.bit("ashr", whole, self.like(whole, 1))
+        return r, self._power(half), self._power(self.sub(whole, half))
+
+    def _exp_minus_one(self, r: Value) -> Value:
+        return self.fma(self.poly(r, _EXP32 if r.kind == "float" else _EXP64), self.mul(r, r), r)
+
+    def exp(self, x: Value) -> Value:
+        """e to the x."""
+        small = x.kind == "float"
+        x = self.at_least(self.at_most(x, 89.0 if small else 710.0), -105.0 if small else -746.0)
+        r, first, second = self._reduced(x)
+        return self.mul(self.mul(self.add(self._exp_minus_one(r), self.like(x, 1)), first), second)
+
+    def expm1(self, x: Value) -> Value:
+        """exp(x) - 1."""
+        small = x.kind == "float"
+        limited = self.at_least(self.at_most(x, 89.0 if small else 710.0), -20.0 if small else -40.0)
+        r, first, second = self._reduced(limited)
+        one = self.like(x, 1)
+        inner = self.sub(first, self.div(one, second))
+        made = self.mul(self.fma(self._exp_minus_one(r), first, inner), second)
+        return self.where(self.compare("eq", x, self.like(x, 0)), x, made)
+
+    def tanh(self, x: Value) -> Value:
+        """From expm1: t / (t + 2)."""
+        small = x.kind == "float"
+        edge = 9.2 if small else 19.5
+        limited = self.at_least(self.at_most(x, edge), -edge)
+        r, first, second = self._reduced(self.add(limited, limited))
+        power = self.mul(first, second)
+        t = self.fma(self._exp_minus_one(r), power, self.sub(power, self.like(x, 1)))
+        return self.div(t, self.add(t, self.like(x, 2)))
+
+    def sigmoid(self, x: Value) -> Value:
+        """1 / (1 + exp(-x))."""
+        one = self.like(x, 1)
+        return self.div(one, self.add(one, self.exp(self.neg(x))))
+
+    # logarithms
+
+    def _split(self, x: Value) -> tuple[Value, Value]:
+        """(k, f): a positive x = 2^k (1 + f), 1 + f around 1."""
+        small = x.kind == "float"
+        mantissa, tiny = (23, 1.1754943508222875e-38) if small else (52, 2.2250738585072014e-308)
+        subnormal = self.compare("lt", x, self.like(x, tiny))
+        x = self.where(subnormal, self.mul(x, self.like(x, 2.0**mantissa)), x)
+        bits = self._bits(x)
+        # from the bits of sqrt(1/2) on, the exponent counts up
+        start = self.like(bits, 0x3F3504F3 if small else 0x3FE6A09E667F3BCD)
+        above = self.sub(bits, start)
+        whole = self.bit("ashr", above, self.like(bits, mantissa))
+        rest = self.add(self.bit("and", above, self.like(bits, (1 << mantissa) - 1)), start)
+        k = self.cast(whole, x.kind) if small else self._small_integer(whole)
+        k = self.sub(k, self.where(subnormal, self.like(k, mantissa), self.like(k, 0)))
+        return k, self.sub(self._float(rest), self.like(x, 1))
+
+    def _small_integer(self, n: Value) -> Value:
+        """As a double; there is no such instruction for vectors of i64 before AVX-512."""
+        magic = self.like(n, 0x4338000000000000)
+        return self.sub(self._float(self.add(n, magic)), self.code.constant("double", 6755399441055744.0, n.width))
+
+    def _log_parts(self, x: Value) -> tuple[Value, Value]:
+        """(k ln2's high part, the rest): their sum is log x for 0 < x < inf."""
+        small = x.kind == "float"
+        k, f = self._split(x)
+        high, low = (0.69313812256, 9.0580006145e-6) if small else (6.93147180369123816490e-1, 1.90821492927058770002e-10)
+        s = self.div(f, self.add(f, self.like(x, 2)))
+        z = self.mul(s, s)
+        r = self.mul(z, self.poly(z, _LOG32 if small else _LOG64))
+        half = self.mul(self.mul(self.like(x, 0.5), f), f)
+        inner = self.fma(s, self.add(half, r), self.mul(k, self.like(x, low)))
+        return self.mul(k, self.like(x, high)), self.sub(f, self.sub(half, inner))
+
+    def log(self, x: Value) -> Value:
+        """The natural logarithm: -inf at 0, NaN below."""
+        high, rest = self._log_parts(x)
+        zero, infinity = self.like(x, 0), self.like(x, float("inf"))
+        made = self.where(self.compare("lt", x, infinity), self.add(high, rest), x)
+        made = self.where(self.compare("eq", x, zero), self.neg(infinity), made)
+        return self.where(self.compare("lt", x, zero), self.like(x, float("nan")), made)
+
+    def log1p(self, x: Value) -> Value:
+        """log(1 + x), what 1 + x loses put right."""
+        one = self.like(x, 1)
+        u = self.add(one, x)
+        lost = self.div(self.sub(x, self.sub(u, one)), u)
+        usual = self.code.binary("and", self.compare("gt", u, self.like(x, 0)), self.compare("lt", u, self.like(x, float("inf"))))
+        made = self.add(self.log(u), self.where(usual, lost, self.like(x, 0)))
+        return self.where(self.compare("eq", x, self.like(x, 0)), x, made)
+
+    def power(self, x: Value, y: Value) -> Value:
+        """x to the y, signs and the ends as C has them."""
+        if x.kind == "float":
+            return self.cast(self.power(self.cast(x, "double"), self.cast(y, "double")), "float")
+        code, zero, one, infinity = self.code, self.like(x, 0), self.like(x, 1), self.like(x, float("inf"))
+        base = self.abs(x)
+        a, b = self._log_parts(base)
+        high = self.add(a, b)
+        low = self.add(self.sub(a, high), b)
+        extreme = code.binary("or", self.compare("eq", base, zero), self.compare("eq", base, infinity))
+        ends = self.where(self.compare("eq", base, zero), self.neg(infinity), infinity)
+        high, low = self.where(extreme, ends, high), self.where(extreme, zero, low)
+        product = self.mul(y, high)
+        finite = self.compare("lt", self.abs(product), self.like(x, 800.0))
+        error = self.fma(y, low, self.fma(y, high, self.neg(product)))
+        grown = self.exp(product)
+        grown = self.where(finite, self.fma(grown, error, grown), grown)
+        whole = self.compare("eq", self.rounded("trunc", y), y)
+        half = self.mul(y, self.like(y, 0.5))
+        odd = code.binary("and", whole, self.compare("ne", self.rounded("trunc", half), half))
+        negative = code.compare("slt", self._bits(x), self.code.constant("i64", 0, x.width))
+        made = self.where(code.binary("and", negative, odd), self.neg(grown), grown)
+        below = code.binary("and", self.compare("lt", x, zero), self.compare("gt", x, self.neg(infinity)))
+        infinite = self.compare("eq", self.abs(y), infinity)
+        imaginary = code.binary("and", below, code.binary("and", self.invert(whole), self.invert(infinite)))
+        made = self.where(imaginary, self.like(x, float("nan")), made)
+        made = self.where(code.binary("or", self.isnan(x), self.isnan(y)), self.like(x, float("nan")), made)
+        ones = code.binary("or", self.compare("eq", x, one), self.compare("eq", y, zero))
+        ones = code.binary("or", ones, code.binary("and", infinite, self.compare("eq", base, one)))
+        return self.where(ones, one, made)
+
+    # circles
+
+    def _quarter(self, x: Value) -> tuple[Value, Value]:
+        """(r, n): x = n pi / 2 + r, in double; what is left of an x beyond 1e15 has no meaning."""
+        wide = self.cast(x, "double")
+        magic = self.like(wide, 1.5 * 2.0**52)
+        shifted = self.fma(wide, self.like(wide, 0.6366197723675814), magic)
+        n = self.sub(shifted, magic)
+        r = self.fma(n, self.like(wide, -1.5707963267948966), wide)
+        r = self.fma(n, self.like(wide, -6.123233995736766e-17), r)
+        return self.cast(r, x.kind), self.sub(self._bits(shifted), self._bits(magic))
+
+    def _sine(self, x: Value, turn: int) -> Value:
+        r, n = self._quarter(x)
+        n = self.add(n, self.like(n, turn))
+        small, one = x.kind == "float", self.like(x, 1)
+        z = self.mul(r, r)
+        sine = self.fma(self.mul(self.poly(z, _SIN32 if small else _SIN64), z), r, r)
+        half = self.mul(z, self.like(x, 0.5))
+        w = self.sub(one, half)  # 1 - z/2, and what this loses
+        rest = self.fma(self.mul(z, z), self.poly(z, _COS32 if small else _COS64), self.sub(self.sub(one, w), half))
+        cosine = self.add(w, rest)
+        swapped = self.compare("ne", self.bit("and", n, self.like(n, 1)), self.like(n, 0))
+        made = self.where(swapped, cosine, sine)
+        minus = self.compare("ne", self.bit("and", n, self.like(n, 2)), self.like(n, 0))
+        return self.where(minus, self.neg(made), made)
+
+    def sin(self, x: Value) -> Value:
+        """The sine."""
+        return self._sine(x, 0)
+
+    def cos(self, x: Value) -> Value:
+        """The cosine."""
+        return self._sine(x, 1)
