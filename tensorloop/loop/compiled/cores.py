@@ -14,4 +14,6 @@ def made(recurrence: Recurrence) -> tuple[Core, Unsupported | None]:
 
 def native(recurrence: Recurrence) -> Core:
     """The core as machine code."""
-    raise Unsupported("there is no emitter yet")
+    from tensorloop.loop.compiled.emitter import emit  # llvmlite is loaded when a plan is made
+
+    return emit(recurrence)

@@ -4,6 +4,7 @@ Two tables: one for the step as it was written down, below which autograd does n
 one with a matrix, whose gradients over all steps are a single product), and one for the step with its gradients.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -92,6 +93,8 @@ def after_autograd() -> Table:
         _aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
         _aten.select_backward.default: _select_backward,
         _aten.slice_backward.default: _slice_backward,
+        _aten.gelu.default: _gelu,
+        _aten.linalg_vector_norm.default: _vector_norm,
         _aten.square.default: lambda x: x * x,
         _aten.ones_like.default: lambda x, **options: _filled(x, 1, options),
         _aten.zeros_like.default: lambda x, **options: _filled(x, 0, options),
@@ -145,6 +148,29 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     scale = torch.rsqrt(_mean(x * x, dims, True, None) + eps)
     return x * scale if weight is None else x * scale * weight, scale
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return x * 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _vector_norm(x: Tensor, p: Any = 2, dim: Any = None, keep: bool = False, *, dtype: Any = None) -> Tensor:
+    if dtype is not None or x.is_complex() or not x.numel():
+        return NotImplemented
+    dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    if not dims:
+        return torch.abs(x)
+    if p in (math.inf, -math.inf):
+        return (torch.amax if p > 0 else torch.amin)(torch.abs(x), dims, keep)
+    if p == 0:
+        return (x != 0).to(x.dtype).sum(dims, keep)
+    if p == 1:
+        return torch.abs(x).sum(dims, keep)
+    if p == 2:
+        return torch.sqrt((x * x).sum(dims, keep))
+    return torch.pow(torch.pow(torch.abs(x), p).sum(dims, keep), 1 / p)
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
