@@ -1,5 +1,7 @@
 """Compiled loops give what eager loops give: values and gradients, for bodies of many kinds."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,12 +12,13 @@ from tests.support.compiled_cases import CASES, check_equal, outcome
 
 
 @pytest.fixture(params=["native", "eager"])
-def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The cores that are made: those of the emitter, or those that run torch's operations, taken for native."""
     plans.clear()
     if request.param == "eager":
         monkeypatch.setattr(cores, "native", EagerCore)
-        request.addfinalizer(plans.clear)
+    yield
+    plans.clear()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-4)], ids=["f64", "f32"])

@@ -309,9 +309,7 @@ def until(d: torch.dtype) -> Case:
         h = h @ U + x.abs() + 0.3
         return h, h
 
-    return Case(
-        body, torch.zeros(B, H, dtype=d), leaf(d, T, B, H), [U], options={"until": lambda h: h.norm() > 3.0}
-    )
+    return Case(body, torch.zeros(B, H, dtype=d), leaf(d, T, B, H), [U], options={"until": lambda h: h.norm() > 3.0})
 
 
 @case

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback
 
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
-from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
+from tensorloop.loop.compiled.fingerprint import Number, Operation, Place, Ref
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.loop.compiled.simplify import simplified
 
@@ -44,6 +45,7 @@ class Step:
         found = dict(zip(self.inputs, tensors, strict=True))
         for o in self.operations:
             args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
+            traceback.set_stack_trace(["" if o.place is None else "{}:{}".format(*o.place)])
             _store(found, o.results, _called(o, args, kwargs))
         return [found[n] for n in self.outputs]
 
@@ -102,7 +104,8 @@ def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
         return step.replay(*(x.clone() for x in tensors))
 
     replay = without_writes(copied) if step.writes else step.replay
-    return traced(replay, [x.detach() for x in examples], before_autograd())
+    with traceback.preserve_node_meta():
+        return traced(replay, [x.detach() for x in examples], before_autograd())
 
 
 def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[set[int], set[int]]:
@@ -147,7 +150,7 @@ def with_gradients(
     def joint(*tensors: Tensor) -> list[Any]:
         inputs, grads = tensors[: len(examples)], tensors[len(examples) :]
         inputs = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
-        with torch.enable_grad():
+        with torch.enable_grad(), traceback.preserve_node_meta():
             outputs = fx.Interpreter(module).run(*inputs)
         pairs = [(outputs[i], g) for i, g in zip(targets, grads, strict=True) if outputs[i].requires_grad]
         found: Sequence[Any] = [None] * len(wanted)
@@ -180,6 +183,12 @@ def with_gradients(
         dict(zip(sorted(flowing), rest[len(carried) :], strict=True)),
         {name: {i - low: g for i, g in grads.items() if low <= i < high} for name, (low, high) in bounds.items()},
     )
+
+
+def place_of(node: fx.Node) -> Place | None:
+    """The user's line that a node comes from; those of gradients have none."""
+    file, _, line = (node.meta.get("stack_trace") or "").rpartition(":")
+    return (file, int(line)) if file else None
 
 
 def _output(module: fx.GraphModule, i: int) -> Any:

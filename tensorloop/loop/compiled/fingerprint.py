@@ -45,15 +45,16 @@ _NUMBERED = {
 }
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
+Place = tuple[str, int]  # file and line
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class Refused(Exception):
-    """Why a body is not compiled, and the frame of the line that says so."""
+    """Why a body is not compiled, and the file and line that say so."""
 
-    def __init__(self, reason: str, frame: FrameType | None = None) -> None:
+    def __init__(self, reason: str, place: "Place | None" = None) -> None:
         super().__init__(reason)
-        self.reason, self.frame = reason, frame
+        self.reason, self.place = reason, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Operation:
     args: Any
     kwargs: Any
     results: Any
-    line: str
+    place: Place | None
 
 
 class Recorder(OperationMode):
@@ -106,15 +107,15 @@ class Recorder(OperationMode):
         """Runs one operation and writes it down."""
         traits = _TRAITS.get(func) or _traits(func)
         if traits.reason is not None:
-            raise Refused(f"{traits.name} {traits.reason}", user_frame())
+            raise Refused(f"{traits.name} {traits.reason}", user_place())
         if torch.is_grad_enabled() is not self.grad:
-            raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_frame())
+            raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
         key = self.key
         key.append(func)
         noted = [self._noted(x) for x in args]
         named = {name: self._noted_as(name, x) for name, x in kwargs.items()} if kwargs else None
         if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
-            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_frame())
+            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_place())
         if traits.writes:
             self._check_writes(traits, args, kwargs or {})
         if self.number is not None and _numbers(noted):
@@ -123,10 +124,10 @@ class Recorder(OperationMode):
         results = self._made(out)
         if traits.empty:
             self._empty.update(r.number for r in _flat(results))
-        line = where(user_frame()) if self.lines else ""
-        self.operations.append(Operation(func, noted, named, results, line))
+        place = user_place() if self.lines else None
+        self.operations.append(Operation(func, noted, named, results, place))
         if len(self.operations) > MOST_OPERATIONS:
-            raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_frame())
+            raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
         return out
 
     def number_of(self, x: Tensor) -> Ref:
@@ -135,7 +136,7 @@ class Recorder(OperationMode):
         if number is None:
             number = self._capture(x)
         elif number in self._empty:
-            raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_frame())
+            raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_place())
         self.key.append(number)
         return Ref(number)
 
@@ -184,7 +185,7 @@ class Recorder(OperationMode):
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in _PLAIN or x.layout is not torch.strided:
-            raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_frame())
+            raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
         number = self._number(x)
         self.captures[number] = x
         self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
@@ -215,7 +216,7 @@ class Recorder(OperationMode):
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
                     if _storage(y) in foreign:
-                        raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_frame())
+                        raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
                     if traits.fills:
                         self._empty.discard(self._numbers[id(y)])
 
@@ -269,18 +270,15 @@ def _numbers(noted: list[Any]) -> bool:
 def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The operation as it runs now: with this step's number."""
     if func.overloadpacket not in _NUMBERED:
-        raise Refused(f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_frame())
+        raise Refused(
+            f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_place()
+        )
     return func, [x.node.value if isinstance(x, torch.SymInt) else x for x in args]
 
 
-def user_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor ours."""
+def user_place() -> Place | None:
+    """The innermost line that runs now and is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop"):
         frame = frame.f_back
-    return frame
-
-
-def where(frame: FrameType | None) -> str:
-    """A frame's line in a few words."""
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -13,7 +12,8 @@ from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.carry import dtype_of_number, leading_rows
-from tensorloop.loop.compiled.fingerprint import Refused, user_frame
+from tensorloop.loop.compiled.capture import place_of
+from tensorloop.loop.compiled.fingerprint import Refused, user_place
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
@@ -49,24 +49,14 @@ def _surroundings(loop: Loop) -> bool:
 
 
 def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
-    text = f"{loop.name}: not compiled, {refusal.reason}"
-    frame = refusal.frame or user_frame()
+    """Raises or warns, as the user's line; Python says each warning once."""
+    file, line = refusal.place or user_place() or ("<unknown>", 0)
+    text = f"{loop.name}: not compiled: {refusal.reason} ({file}:{line})"
     if compile == "strict":
-        line = "" if frame is None else f' (File "{frame.f_code.co_filename}", line {frame.f_lineno})'
-        raise RuntimeError(f"{text}{line}; with compile=True it would run as an eager loop") from None
-    text += "; it runs as an eager loop (tl.explain says more)"
-    _warn(text, frame)
-
-
-def _warn(text: str, frame: FrameType | None) -> None:
-    """As the user's line: Python says each once."""
-    if frame is None:
-        warnings.warn(text, NotCompiledWarning, stacklevel=2)
-        return
-    names = frame.f_globals
-    registry = names.setdefault("__warningregistry__", {})
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(text, NotCompiledWarning, file, line, names.get("__name__"), registry)
+        raise RuntimeError(f"{text}; with compile=True it would run as an eager loop")
+    text += "; it runs as an eager loop"
+    registry = globals().setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, NotCompiledWarning, file, line, __name__, registry)
 
 
 def _compiled(loop: Loop, known: bool) -> tuple[bool, Any]:
@@ -84,7 +74,7 @@ def _compiled(loop: Loop, known: bool) -> tuple[bool, Any]:
     plan = plan_of(found)
     steps = loop.length if known or loop.until is not None or loop.cond is None else None
     if isinstance(plan, Refused):
-        raise Refused(plan.reason, plan.frame)
+        raise Refused(plan.reason, plan.place)
     return True, _run(found, plan, steps)
 
 
@@ -113,13 +103,15 @@ def _made(found: Recorded, grad: bool) -> Any:
     try:
         again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
     except Refused as refusal:
-        return Refused(refusal.reason)
+        return Refused(refusal.reason, refusal.place)
     inputs = [*found.carry, *found.xs, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
     plan = Plan(again.step, [*found.arguments, *found.captures], wants, grad=any(wants), reverse=reverse)
     if plan.lacking is not None and plan.forward.core is not None:
-        return Refused(f"the loop's core is not compiled: {plan.lacking.reason}")
+        node = plan.lacking.node
+        place = None if node is None else place_of(node)
+        return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", place)
     return plan
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tensorloop.loop.checkpoint.closures import Constants
-from tensorloop.loop.compiled.fingerprint import Refused, user_frame
+from tensorloop.loop.compiled.fingerprint import Refused, user_place
 
 _READS = {
     "numpy": "turns a tensor into an array",
@@ -39,9 +39,7 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _READS and func is getattr(Tensor, name, None):
-            frame = user_frame()
-            if frame is not None:
-                raise Refused(f"the body {_READS[name]} ({name})", frame)
+            raise Refused(f"the body {_READS[name]} ({name})", user_place())
         return func(*args, **(kwargs or {}))
 
 

@@ -34,7 +34,21 @@ _COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_
 # Dear to do twice: each is a dozen multiplications.
 _DEAR = frozenset(
     {
-        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "digamma", "erf", "erfc", "erfinv"),
+        *(
+            "acos",
+            "acosh",
+            "asin",
+            "asinh",
+            "atan",
+            "atan2",
+            "atanh",
+            "cos",
+            "cosh",
+            "digamma",
+            "erf",
+            "erfc",
+            "erfinv",
+        ),
         *("exp", "exp2", "expm1", "gelu", "lgamma", "log", "log10", "log1p", "log2", "logit", "mish", "pow", "sigmoid"),
         *("silu", "sin", "sinh", "softplus", "tan", "tanh", "elu", "celu", "logaddexp", "special_ndtr", "xlogy"),
     }

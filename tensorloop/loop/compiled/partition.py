@@ -191,5 +191,3 @@ def _recurrence(
     graph.lint()
     invariants, sequences, carry, stored = (tuple(nodes) for nodes in given)
     return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, (), parts.reverse, going)
-
-

@@ -157,5 +157,3 @@ class _Room:
         """The carry before each of the steps done."""
         shift = 1 if self.reverse else 0
         return self.memory[first + shift : first + done + shift]
-
-

@@ -1,6 +1,8 @@
 """One step of a loop, run and written down: what of the loop's own goes around the body, and the key of its plan."""
 
 import weakref
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -148,7 +150,26 @@ class Recorded:
         kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
         numbers = self.step.next_carry, self.step.ys, self.step.answer
         settings = grad, reverse, torch.get_default_dtype(), loop.cond is None, loop.until is None
-        return carry, xs, kinds, settings, str(numbers), tuple(self.recorder.key)
+        codes = tuple(_code(function) for _, function, _ in loop.functions)
+        return codes, carry, xs, kinds, settings, str(numbers), tuple(self.recorder.key)
+
+
+def _code(function: Any) -> Any:
+    """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return type(function)
+    inner = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
+    return (function.__code__, *(x.__code__ for x in inner))
+
+
+def _holds_function(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType)
+    except ValueError:  # it is still empty
+        return False
 
 
 def _own(x: Tensor) -> Tensor:

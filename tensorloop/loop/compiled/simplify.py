@@ -16,6 +16,7 @@ def simplified(graph: fx.Graph) -> fx.Graph:
     """The same values: splits as slices, transposes as permutations, equal nodes once, unused ones gone."""
     for node in list(graph.nodes):
         if node.op == "call_function" and (new := _instead(graph, node)) is not None:
+            new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
             node.replace_all_uses_with(new)
             graph.erase_node(node)
     _share(graph)

@@ -9,7 +9,7 @@ from typing import Any, Never
 
 import torch
 
-from tensorloop.loop.compiled.fingerprint import Refused, user_frame
+from tensorloop.loop.compiled.fingerprint import Refused, user_place
 
 
 class StepNumber:
@@ -73,7 +73,9 @@ class StepNumber:
 
 
 def _refuse(*_: Any) -> Never:
-    raise Refused("the body needs i, the number of the step, as a Python number; operations of torch take it", user_frame())
+    raise Refused(
+        "the body needs i, the number of the step, as a Python number; operations of torch take it", user_place()
+    )
 
 
 def symbol(value: int) -> Any:

@@ -48,7 +48,10 @@ class Sums:
         return self.found[n]
 
     def _through(self, n: fx.Node) -> Any:
-        """The arguments to sum in the place of a node; "product" where both factors move, "scattered" where values are added in places; None where it is no use."""
+        """The arguments to sum in the place of a node, or None where that is no use.
+
+        "product" where both factors move, "scattered" where a node adds values to zeros in places.
+        """
         moving, target = self.stage.moving, n.target
         if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS:
             return None

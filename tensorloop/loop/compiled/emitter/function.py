@@ -16,7 +16,7 @@ from tensorloop.loop.compiled.emitter.code import Code, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
 from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step, copied
-from tensorloop.loop.compiled.emitter.matmul import Panels, Product, pack, panels, turned
+from tensorloop.loop.compiled.emitter.matmul import Product, pack, panels, turned
 from tensorloop.loop.compiled.emitter.nest import Memory, Nest, Rows
 from tensorloop.loop.compiled.emitter.rows import Split, split
 from tensorloop.loop.compiled.emitter.target import Target

@@ -281,7 +281,7 @@ class Step:
         value = low.values[node]
         if value.buffer.kind == "scratch" and value.whole:
             value.buffer.kind, value.buffer.index = "next", index
-        if value.whole and value.buffer.kind == "out" or (value.buffer.kind, value.buffer.index) == ("next", index):
+        if (value.whole and value.buffer.kind == "out") or (value.buffer.kind, value.buffer.index) == ("next", index):
             return value
         return low.copy(value, contiguous(Buffer("next", index, value.numel, value.dtype), value.shape))
 

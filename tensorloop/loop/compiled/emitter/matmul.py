@@ -209,7 +209,7 @@ class Product:
         math = self.memory.math
         return math.fma(a, b, total) if a.floating else math.add(math.mul(a, b), total)
 
-    def _right(self, index: list[Index], vector: Index, column: Index, masks: list[Value | None]):  # noqa: ANN202
+    def _right(self, index: list[Index], vector: Index, column: Index, masks: list[Value | None]):
         """(where b's block begins, bytes to the next k, bytes to the next vector, a load)."""
         code, size, kind = self.code, self.kernel.out.dtype.itemsize, KINDS[self.kernel.out.dtype]
         if self.packed is not None:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tensorloop.loop.compiled.emitter.arrays import Array, dense
 from tensorloop.loop.compiled.emitter.kernels import Running, Scatter
