@@ -129,7 +129,8 @@ class Looped(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * (n + 1)
         kept = ctx.saved_tensors
-        if torch.is_grad_enabled() or transforms.maybe_level() is not None:
+        batched = transforms.maybe_level() is not None or any(g is not None and transforms.is_legacy_batched(g) for g in grads)
+        if torch.is_grad_enabled() or batched:
             return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
         _, _, captures = run.split(kept[:n])
         return (None, *run.backward(grads, captures, list(kept[n:])))

@@ -120,7 +120,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.RLock()
         self.made = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -130,7 +130,11 @@ class Plans:
             if found is not None:
                 self._plans.move_to_end(key)
                 return found
-        found = make()  # two threads may both make one: the same
+        with self._making:  # torch traces one graph at a time
+            with self._lock:
+                if (found := self._plans.get(key)) is not None:
+                    return found
+            found = make()
         with self._lock:
             self.made += 1
             self._plans[key] = found
