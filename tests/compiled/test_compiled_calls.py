@@ -1,4 +1,4 @@
-"""Compiled loops in the world around them: plans used again, backward passes of all kinds, transforms, threads, memory."""
+"""Compiled loops in the world around them: plans used again, backward passes, transforms, threads, memory."""
 
 import threading
 from collections.abc import Iterator
