@@ -35,7 +35,7 @@ def recurrence(
         return [one for part in parts.values() for one in part]
 
     examples = [*invariants, *(one[0].contiguous() for one in sequences), *carry]
-    traced = make_fx(flat, tracing_mode="fake", decomposition_table=decompositions or {})(*examples)
+    traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake", decomposition_table=decompositions or {})(*examples)
     graph = traced.graph
     graph.eliminate_dead_code()
     places = [node for node in graph.nodes if node.op == "placeholder"]

@@ -17,15 +17,16 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported("not an operation of aten", node)
-    table = torch._decomp.core_aten_decompositions()
+    table = torch._decomp.decomposition_table
     if target not in table or torch.Tag.nondeterministic_seeded in target.tags:
         raise Unsupported("not known, and torch does not take it apart", node)
     arrays: list[Any] = []
-    fakes: list[Any] = []
+    examples: list[Any] = []
 
     def collect(one: fx.Node) -> Any:
         arrays.append(low.values[one])
-        fakes.append(one.meta["val"])
+        fake = one.meta["val"]
+        examples.append(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype))
         return one
 
     fx.map_arg((node.args, node.kwargs), collect)
@@ -36,20 +37,20 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
         return target(*inner_args, **inner_kwargs)
 
     decompositions = {key: value for key, value in table.items() if key is target}
-    traced = make_fx(call, decomposition_table=decompositions, tracing_mode="real")(*fakes)
-    return _inline(low, traced.graph, arrays, node)
+    traced = make_fx(torch.func.functionalize(call), decomposition_table=decompositions, tracing_mode="fake")(*examples)
+    return _inline(low, traced, arrays, node)
 
 
-def _inline(low: Lowering, graph: fx.Graph, arrays: list[Any], node: fx.Node) -> Any:
+def _inline(low: Lowering, module: fx.GraphModule, arrays: list[Any], node: fx.Node) -> Any:
     from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
 
-    nodes = list(graph.nodes)
+    nodes = list(module.graph.nodes)
     left = iter(arrays)
     for one in nodes:
         if one.op == "placeholder":
             low.values[one] = next(left)
         elif one.op == "get_attr":
-            raise Unsupported("a constant tensor in torch's decomposition", node)
+            low.values[one] = low.constant(getattr(module, str(one.target)))
         elif one.target is node.target:
             raise Unsupported("not known here", node)
     low.run(nodes, HANDLERS, expand)

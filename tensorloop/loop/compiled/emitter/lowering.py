@@ -137,7 +137,10 @@ class Lowering:
         dtype = dtype or (torch.bool if how in ("any", "all") else torch.int64 if how.startswith("arg") else array.dtype)
         kept = tuple(1 if n in over else size for n, size in enumerate(array.shape))
         out = self.new(kept, dtype)
-        if out.numel and array.numel:
+        if out.numel and array.numel == out.numel:  # nothing to take together
+            source = self.number(0, dtype).expand(kept) if how.startswith("arg") else array
+            self.copy(source, out)
+        elif out.numel and array.numel:
             strides = tuple(0 if n in over else stride for n, stride in enumerate(out.strides))
             left = [n for n, size in enumerate(array.shape) if size != 1]
             target = Array(out.buffer, array.shape, strides)
@@ -184,6 +187,7 @@ class Lowering:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: self.values[one])  # pyright: ignore
             name = _name(node)
             try:
+                _known_elements(node)
                 if name in handlers:
                     self.values[node] = handlers[name](Call(self, node), *args, **kwargs)
                 else:
@@ -216,6 +220,13 @@ def _name(node: fx.Node) -> str:
         namespace, _, name = target._schema.name.partition("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     return getattr(target, "__name__", str(target))
+
+
+def _known_elements(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(one, Tensor) and one.dtype not in KINDS:
+            raise Unsupported(f"elements of {one.dtype}")
 
 
 def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:

@@ -1,5 +1,6 @@
 """Operations that move elements: views, concatenation, padding, indexing."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from tensorloop.loop.compiled.emitter.arrays import Array, dense
 from tensorloop.loop.compiled.emitter.kernels import Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Call
 from tensorloop.loop.compiled.emitter.pointwise import HANDLERS, handles
+from tensorloop.loop.compiled.emitter.vector_math import Math
 from tensorloop.loop.compiled.recurrence import Unsupported
 
 aten = torch.ops.aten
@@ -90,6 +92,21 @@ def flip(call: Call, x: Array, dims: Sequence[int]) -> Array:
     return x.flip([dim % len(x.shape) for dim in dims])
 
 
+@handles("repeat")
+def repeat(call: Call, x: Array, repeats: Sequence[int]) -> Array:
+    """The same elements again and again."""
+    low, missing = call.low, len(repeats) - len(x.shape)
+    shape, strides = (1,) * missing + x.shape, (0,) * missing + x.strides
+    pairs = [(times, size) for times, size in zip(repeats, shape, strict=True)]
+    wide = Array(
+        x.buffer,
+        tuple(one for pair in pairs for one in pair),
+        tuple(one for stride in strides for one in (0, stride)),
+        x.offset,
+    )
+    return low.reshape(low.copy(wide, low.new(wide.shape, x.dtype)), call.shape)
+
+
 @handles("roll")
 def roll(call: Call, x: Array, shifts: Any, dims: Any = ()) -> Array:
     """Two parts change places, dim after dim."""
@@ -151,7 +168,8 @@ def slice_scatter(call: Call, x: Array, source: Array, *args: Any, **kwargs: Any
     """A copy with a slice replaced."""
     low, out = call.low, call.low.new(call.shape, call.dtype)
     name = str(call.node.target)
-    view = {"slice": aten.slice.Tensor, "select": aten.select.int, "diago": aten.diagonal.default}[name[5:10]]
+    views = {"slice": aten.slice.Tensor, "select": aten.select.int, "diagonal": aten.diagonal.default}
+    view = views[name[5:].split("_scatter")[0]]
     part = out.view(view, *args, **kwargs)
     assert isinstance(part, Array)
     _around(low, x, out, part, source)
@@ -331,3 +349,52 @@ def running(call: Call, x: Array, dim: int, dtype: Any = None) -> Array:
         name = "sum" if "cumsum" in str(call.node.target) else "prod"
         low.kernels.append(Running(name, x, dim % len(x.shape), out))
     return out
+
+
+@handles("convolution")
+def convolution(
+    call: Call,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Array:
+    """What the kernel sees at every place, as rows of a matrix, times the kernel."""
+    if transposed or groups != 1:
+        raise Unsupported("transposed, or in groups")
+    low, rank = call.low, len(stride)
+    wide = [each for size in reversed(padding) for each in (size, size)]
+    shape = (*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)))
+    if any(padding):
+        out, piece = low.new(shape, x.dtype), object()
+        inner = [(0, n) for n in x.shape[:2]] + [(p, p + n) for n, p in zip(x.shape[2:], padding, strict=True)]
+        assert len(wide) == 2 * rank
+        low.copy(x, _frame(low, out, inner, low.number(0, x.dtype).expand(shape), piece), piece)
+        x = out
+    steps = x.strides[2:]
+    seen = Array(
+        x.buffer,
+        (x.shape[0], *call.shape[2:], x.shape[1], *weight.shape[2:]),
+        (
+            x.strides[0],
+            *(s * each for s, each in zip(steps, stride, strict=True)),
+            x.strides[1],
+            *(s * each for s, each in zip(steps, dilation, strict=True)),
+        ),
+        x.offset,
+    )
+    places, depth = math.prod(call.shape[2:]), weight.numel // max(1, weight.shape[0])
+    rows = low.reshape(low.copy(seen, low.new(seen.shape, x.dtype)), (x.shape[0] * places, depth))
+    flat = low.reshape(weight, (weight.shape[0], depth)).view(torch.t)
+    assert isinstance(flat, Array)
+    made = low.matmul(rows, flat)
+    if bias is not None:
+        made = low.compute("add", Math.add, (made, bias), call.dtype)
+    made = low.reshape(made, (x.shape[0], places, weight.shape[0])).view(torch.transpose, 1, 2)
+    assert isinstance(made, Array)
+    return low.reshape(made, call.shape)

@@ -1,5 +1,6 @@
 """A group of walks as loops: elementwise values in registers, reductions in accumulators, tails under a mask."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -94,12 +95,20 @@ class Memory:
         code.declare(name, "void", [value.type, pointer, "i32", mask.type])
         code.line(f"call void @{name}({value.type} {value.text}, {pointer} {where}, i32 {align}, {mask.type} {mask.text})")
 
-    def chosen(self, walk: Gather, index: Sequence[Index], lane_dim: int | None, width: int, mask: Value | None) -> Value:
+    def chosen(
+        self,
+        walk: Gather,
+        values: Sequence[Value],
+        index: Sequence[Index],
+        lane_dim: int | None,
+        width: int,
+        mask: Value | None,
+    ) -> Value:
         """Elements of `source` at indices that were read; one out of range is noted and reads the first."""
         code, math, size = self.code, self.math, walk.source.dtype.itemsize
         total: Value | None = None
-        for array, step, length in zip(walk.indices, walk.steps, walk.sizes, strict=True):
-            raw = math.cast(self.load(array, index, lane_dim, width, mask), "i64")
+        for value, step, length in zip(values, walk.steps, walk.sizes, strict=True):
+            raw = math.cast(value, "i64")
             wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, math.like(raw, length)), raw)
             good = code.compare("ult", wrapped, math.like(wrapped, length))
             self.note(good)
@@ -274,9 +283,11 @@ class Nest:
             if isinstance(walk, Point):
                 made = walk.function(self.math, *(value(a) for a in walk.ins))
             else:
-                view = {a: self.arrays[a] for a in walk.reads()}
-                near = Gather(view[walk.source], tuple(view[a] for a in walk.indices), walk.steps, walk.sizes, out)
-                made = self.memory.chosen(near, index, self.lane, self.width, mask)
+                near = dataclasses.replace(walk, source=self.arrays[walk.source])
+                places = [value(a) for a in walk.indices]
+                if mask is not None:  # what lies in lanes of no use may be anything
+                    places = [self.math.where(mask, one, self.math.like(one, 0)) for one in places]
+                made = self.memory.chosen(near, places, index, self.lane, self.width, mask)
             known[out] = made
             if out.buffer in self.stored:
                 self.memory.store(made, out, index, self.lane, mask)

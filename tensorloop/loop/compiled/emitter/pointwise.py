@@ -8,7 +8,7 @@ import torch
 from tensorloop.loop.compiled.emitter.arrays import Array
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.lowering import Call, Handler, computed_in
-from tensorloop.loop.compiled.emitter.vector_math import Math
+from tensorloop.loop.compiled.emitter.vector_math import LN2, Math
 from tensorloop.loop.compiled.recurrence import Unsupported
 
 HANDLERS: dict[str, Handler] = {}
@@ -52,6 +52,35 @@ def _cosh(m: Math, x: Value) -> Value:
     return m.add(half, m.mul(m.exp(m.sub(m.neg(m.abs(x)), m.like(x, 0.6931471805599453))), m.like(x, 1)))
 
 
+def _asinh(m: Math, x: Value) -> Value:
+    a, one = m.abs(x), m.like(x, 1)
+    usual = m.log1p(m.add(a, m.div(m.mul(a, a), m.add(one, m.sqrt(m.fma(a, a, one))))))
+    large = m.add(m.log(a), m.like(x, LN2))
+    return m.copysign(m.where(m.compare("gt", a, m.like(x, 1e8)), large, usual), x)
+
+
+def _acosh(m: Math, x: Value) -> Value:
+    t = m.sub(x, m.like(x, 1))
+    usual = m.log1p(m.add(t, m.sqrt(m.mul(t, m.add(t, m.like(x, 2))))))
+    return m.where(m.compare("gt", x, m.like(x, 1e8)), m.add(m.log(x), m.like(x, LN2)), usual)
+
+
+def _atanh(m: Math, x: Value) -> Value:
+    a = m.abs(x)
+    half = m.mul(m.like(x, 0.5), m.log1p(m.div(m.add(a, a), m.sub(m.like(x, 1), a))))
+    return m.copysign(half, x)
+
+
+def _hypot(m: Math, x: Value, y: Value) -> Value:
+    a, b = m.abs(x), m.abs(y)
+    large, small = m.maximum(a, b), m.minimum(a, b)
+    ratio = m.div(small, large)
+    usual = m.mul(large, m.sqrt(m.fma(ratio, ratio, m.like(x, 1))))
+    made = m.where(m.compare("eq", large, m.like(x, 0)), large, usual)
+    infinite = m.code.binary("or", *(m.compare("eq", v, m.like(x, float("inf"))) for v in (a, b)))
+    return m.where(infinite, m.like(x, float("inf")), made)
+
+
 # of floats (integers are cast before), the result in the same dtype
 FLOAT = {
     "exp": Math.exp,
@@ -72,6 +101,19 @@ FLOAT = {
     "rsqrt": lambda m, x: m.div(m.like(x, 1), m.sqrt(x)),
     "reciprocal": lambda m, x: m.div(m.like(x, 1), x),
     "silu": _silu,
+    "atan": Math.atan,
+    "atan2": Math.atan2,
+    "asin": lambda m, x: m.atan2(x, m.sqrt(m.mul(m.sub(m.like(x, 1), x), m.add(m.like(x, 1), x)))),
+    "acos": lambda m, x: m.atan2(m.sqrt(m.mul(m.sub(m.like(x, 1), x), m.add(m.like(x, 1), x))), x),
+    "asinh": _asinh,
+    "acosh": _acosh,
+    "atanh": _atanh,
+    "erf": Math.erf,
+    "erfc": Math.erfc,
+    "hypot": _hypot,
+    "xlogy": lambda m, x, y: m.where(
+        m.code.binary("and", m.compare("eq", x, m.like(x, 0)), m.invert(m.isnan(y))), m.like(x, 0), m.mul(x, m.log(y))
+    ),
     "tanh_backward": lambda m, g, y: m.mul(g, m.fma(m.neg(y), y, m.like(y, 1))),
     "sigmoid_backward": lambda m, g, y: m.mul(m.mul(g, y), m.sub(m.like(y, 1), y)),
 }
@@ -339,3 +381,17 @@ def lerp(call: Call, a: Array, b: Array, weight: Any) -> Array:
         return m.where(near, m.fma(w, apart, a), m.fma(m.neg(m.sub(m.like(w, 1), w)), apart, b))
 
     return call.low.compute("lerp", of, (a, b, weight), call.dtype, call.shape)
+
+
+@handles("gelu")
+def gelu(call: Call, x: Array, approximate: str = "none") -> Array:
+    """x times the normal distribution at x, or its approximation by tanh."""
+
+    def exact(m: Math, x: Value) -> Value:
+        return m.mul(m.mul(x, m.like(x, 0.5)), m.add(m.like(x, 1), m.erf(m.mul(x, m.like(x, 0.7071067811865476)))))
+
+    def by_tanh(m: Math, x: Value) -> Value:
+        inner = m.mul(m.like(x, 0.7978845608028654), m.fma(m.mul(m.mul(x, x), x), m.like(x, 0.044715), x))
+        return m.mul(m.mul(x, m.like(x, 0.5)), m.add(m.like(x, 1), m.tanh(inner)))
+
+    return call.low.compute("gelu", exact if approximate == "none" else by_tanh, (x,), call.dtype, call.shape)

@@ -71,6 +71,18 @@ def argmax(call: Call, x: Array, dim: int | None = None, keepdim: bool = False) 
     return low.reshape(place, call.shape)
 
 
+@handles("linalg_vector_norm")
+def vector_norm(call: Call, x: Array, order: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    """Of order 1, 2, or the largest element."""
+    low, dims, inner = call.low, _dims(x, dim), computed_in(call.dtype)
+    x = low.cast(x, inner)
+    sizes = low.compute("norm", (lambda m, v: m.mul(v, v)) if order == 2 else Math.abs, (x,), inner)
+    if order not in (1, 2, math.inf):
+        raise Unsupported(f"of order {order}")
+    made = low.reduce("amax" if order == math.inf else "sum", sizes, dims, keepdim)
+    return low.cast(low.compute("sqrt", Math.sqrt, (made,), inner) if order == 2 else made, call.dtype)
+
+
 @handles("var", "std", "var_mean")
 def variance(call: Call, x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None) -> Any:
     """From the differences to the mean."""
@@ -187,11 +199,9 @@ def _product(low: Lowering, a: Array, b: Array, dtype: torch.dtype, shape: Seque
     return low.cast(low.reshape(made, shape), dtype)
 
 
-@handles("addmm", "baddbmm", "addmv", "addbmm")
+@handles("addmm", "baddbmm", "addmv")
 def addmm(call: Call, x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any = 1) -> Array:
     """beta x + alpha (a @ b)."""
-    if "addbmm" in str(call.node.target):
-        raise Unsupported("a sum of products")
     low, inner = call.low, computed_in(call.dtype)
     product = _product(low, a, b, inner, call.shape)
 

@@ -22,6 +22,28 @@ _SIN64 = [1.58969099521155010221e-10, -2.50507602534068634195e-8, 2.755731370707
 _COS64 = [-1.13596475577881948265e-11, 2.08757232129817482790e-9, -2.75573143513906633035e-7,
           2.48015872894767294178e-5, -1.38888888888741095749e-3, 4.16666666666666019037e-2]  # fmt: skip
 
+_ATAN32 = [8.05374449538e-2, -1.38776856032e-1, 1.99777106478e-1, -3.33329491539e-1]
+_ATAN64_TOP = [-8.750608600031904122785e-1, -1.615753718733365076637e1, -7.500855792314704667340e1,
+               -1.228866684490136173410e2, -6.485021904942025371773e1]  # fmt: skip
+_ATAN64_BELOW = [1.0, 2.485846490142306297962e1, 1.650270098316988542046e2, 4.328810604912902668951e2,
+                 4.853903996359136964868e2, 1.945506571482613964425e2]  # fmt: skip
+# erf(x) / x in x squared below 1, and erfc(x) exp(x x) (1 + x) in (x - 2) / (x + 2) above: Chebyshev fits
+_ERF32 = [-9.667044571486996e-06, 0.00011265959025606609, -0.0008484080405535107, 0.005221031807858023,
+          -0.026865430727670243, 0.11283782495236845, -0.3761263846802871, 1.1283791670615435]  # fmt: skip
+_ERF64 = [5.957176147748911e-11, -1.1372848856791674e-09, 1.4659775274047436e-08, -1.6350312701054695e-07,
+          1.6461000484121368e-06, -1.4925595266831182e-05, 0.0001205533111164271, -0.000854832698083379,
+          0.0052239776248180145, -0.026866170645076792, 0.11283791670954879, -0.3761263890318375,
+          1.1283791670955126]  # fmt: skip
+_ERFC32 = [0.0001101488386888412, -4.0479201283535504e-05, -0.0007654027810175054, 0.000134577964865372,
+           0.0039520745878113385, -0.0005190404977484936, -0.025244707091704878, 0.04253644443508374,
+           0.03781393110343337, -0.2599748385382894, 0.7661870287703769]  # fmt: skip
+_ERFC64 = [-3.4212724964995674e-07, 1.9452436277577345e-06, -3.738694308982512e-06, 2.107092566185513e-06,
+           1.0137595794604019e-07, 1.6598399862676508e-06, 2.950740342218689e-06, -4.8875940715331765e-06,
+           -1.7606699934732126e-05, -7.710276554432033e-06, 6.173579124079435e-05, 0.00011694251523789261,
+           -0.0001399898769475149, -0.0007066289314350391, 0.0001446809558132274, 0.003937755304489943,
+           -0.0005182766709832682, -0.025243554293725826, 0.04253634950884578, 0.0378138983135877,
+           -0.2599748369998522, 0.7661870289315172]  # fmt: skip
+
 
 class Math:
     """Functions of values of one width; operands are of one kind unless said."""
@@ -358,3 +380,56 @@ class Math:
     def cos(self, x: Value) -> Value:
         """The cosine."""
         return self._sine(x, 1)
+
+    def atan(self, x: Value) -> Value:
+        """The angle of a tangent."""
+        small, one, a = x.kind == "float", self.like(x, 1), self.abs(x)
+        steep = self.compare("gt", a, self.like(x, 2.414213562373095))
+        middle = self.compare("gt", a, self.like(x, 0.4142135623730950 if small else 0.66))
+        shifted = self.div(self.sub(a, one), self.add(a, one))
+        r = self.where(steep, self.neg(self.div(one, a)), self.where(middle, shifted, a))
+        z = self.mul(r, r)
+        ratio = self.poly(z, _ATAN32) if small else self.div(self.poly(z, _ATAN64_TOP), self.poly(z, _ATAN64_BELOW))
+        bent = self.fma(self.mul(z, ratio), r, r)
+        zero, low = self.like(x, 0), 6.123233995736765886130e-17
+        high = self.where(steep, self.like(x, 1.5707963267948966), self.where(middle, self.like(x, 0.7853981633974483), zero))
+        rest = self.where(steep, self.like(x, low), self.where(middle, self.like(x, low / 2), zero))
+        return self.copysign(self.add(high, bent if small else self.add(bent, rest)), x)
+
+    def atan2(self, y: Value, x: Value) -> Value:
+        """The angle of a point."""
+        a, b, pi = self.abs(y), self.abs(x), 3.141592653589793
+        both = self.code.binary("and", *(self.compare("eq", v, self.like(v, float("inf"))) for v in (a, b)))
+        none = self.code.binary("and", *(self.compare("eq", v, self.like(v, 0)) for v in (a, b)))
+        ratio = self.where(both, self.like(x, 1), self.where(none, self.like(x, 0), self.div(a, b)))
+        angle = self.atan(ratio)
+        left = self.compare("lt", self.copysign(self.like(x, 1), x), self.like(x, 0))
+        return self.copysign(self.where(left, self.sub(self.like(x, pi), angle), angle), y)
+
+    # the normal distribution
+
+    def _erf_near(self, x: Value) -> Value:
+        return self.mul(x, self.poly(self.mul(x, x), _ERF32 if x.kind == "float" else _ERF64))
+
+    def _erfc_far(self, a: Value) -> Value:
+        """erfc of 1 and more."""
+        a = self.at_most(a, 30.0)
+        two, square = self.like(a, 2), self.mul(a, a)
+        lost = self.fma(a, a, self.neg(square))  # what the square was rounded by
+        t = self.div(self.sub(a, two), self.add(a, two))
+        scaled = self.div(self.poly(t, _ERFC32 if a.kind == "float" else _ERFC64), self.add(a, self.like(a, 1)))
+        power = self.exp(self.neg(square))
+        return self.mul(self.sub(power, self.mul(power, lost)), scaled)
+
+    def erf(self, x: Value) -> Value:
+        """The error function."""
+        a, one = self.abs(x), self.like(x, 1)
+        far = self.copysign(self.sub(one, self._erfc_far(a)), x)
+        return self.where(self.compare("lt", a, one), self._erf_near(x), far)
+
+    def erfc(self, x: Value) -> Value:
+        """1 - erf(x), exact where that is small."""
+        a, one = self.abs(x), self.like(x, 1)
+        far = self._erfc_far(a)
+        far = self.where(self.compare("lt", x, self.like(x, 0)), self.sub(self.like(x, 2), far), far)
+        return self.where(self.compare("lt", a, one), self.sub(one, self._erf_near(x)), far)
