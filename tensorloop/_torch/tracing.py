@@ -1,11 +1,12 @@
 """Graphs of aten operations: how torch writes them down, and the decompositions it has.
 
 Names that torch describes for extension writers but keeps out of its public modules, tried with 2.11 and 2.13:
-`torch.fx.experimental.proxy_tensor.make_fx`, `torch._decomp.get_decompositions`, `torch.func.functionalize`. Their
-first use imports sympy and more, a second or so, so they are imported only then.
+`torch.fx.experimental.proxy_tensor.make_fx`, `torch._decomp.get_decompositions`, `torch.func.functionalize`,
+`torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`. The first two's first use imports sympy and more, a second or so, so they are imported only then.
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ def traced(
     """The aten operations of `function(*examples)`, below autograd, on tensors without numbers."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_hooks():
         warnings.simplefilter("ignore")
         return make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=False)(
             *examples
@@ -41,3 +42,10 @@ def without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
 def dispatched() -> bool:
     """Whether a dispatch mode is around the caller, which would not see what a compiled function does."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_hooks() -> AbstractContextManager[object]:
+    """Hooks of the caller's on what autograd saves do not see what runs inside, which is only looked at."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)  # detached: else it is a cycle

@@ -1,7 +1,6 @@
 """One step of a loop, run and written down: what of the loop's own goes around the body, and the key of its plan."""
 
 import weakref
-from contextlib import AbstractContextManager
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
+from tensorloop._torch.tracing import without_hooks
 from tensorloop.loop.compiled.capture import Step
 from tensorloop.loop.compiled.fingerprint import Recorder, Ref, Refused
 from tensorloop.loop.compiled.step_number import symbol
@@ -53,7 +53,7 @@ class Recorded:
             carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
         self.arguments = [*carry, *rows]
         self.recorder = r = Recorder(self.arguments, lines=lines)
-        with r, _no_hooks():
+        with r, without_hooks():
             new, self.leaves, self.ys, self.answer = self._step(carry, rows)
         n, m = len(carry), len(rows)
         tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
@@ -171,15 +171,6 @@ def _holds_function(cell: CellType) -> bool:
         return isinstance(cell.cell_contents, FunctionType)
     except ValueError:  # it is still empty
         return False
-
-
-def _no_hooks() -> AbstractContextManager[None]:
-    """Hooks of the caller's on what autograd saves do not see a step that is only looked at."""
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _own(x: Tensor) -> Tensor:
