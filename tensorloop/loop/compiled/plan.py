@@ -103,9 +103,14 @@ class Plan:
         found = [g for grads in t.found.values() for g in grads.values()]
         needed = needed_for(found) & linear
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
+        forward = needed_for([*t.next_carry, *t.ys])
         price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2)
-        price |= {c: 3 for c, new in zip(t.carry, t.next_carry, strict=True) if new in t.ys}
-        return kept(order, moving, uses, price)
+        pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry]
+        price |= {c: 3 for c, new in pairs if new in t.ys}
+        first = set(kept(order, moving, forward, uses, price))
+        # States before the steps and after them are one memory: who keeps the ones has the others.
+        price |= {n: 3 for pair in pairs for n in pair if first & {*pair}}
+        return kept(order, moving, forward, uses, price)
 
     def bytes_a_step(self) -> int:
         """What a backward keeps of each step, beside xs and ys, which are there anyway."""

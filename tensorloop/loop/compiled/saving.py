@@ -38,20 +38,26 @@ def needed_for(targets: Iterable[fx.Node | None], stop: Iterable[fx.Node] = ()) 
 
 
 def kept(
-    order: Sequence[fx.Node], moving: set[fx.Node], uses: Iterable[fx.Node], free: Mapping[fx.Node, int]
+    order: Sequence[fx.Node],
+    moving: set[fx.Node],
+    forward: set[fx.Node],
+    uses: Iterable[fx.Node],
+    price: Mapping[fx.Node, int],
 ) -> list[fx.Node]:
-    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had. `free` have another price.
+    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
-    A node of `free` is given in some way already: an input, an output that the caller gets anyway.
+    What is not computed `forward` has to be computed backward anyway. A node with a `price` is there in some way
+    already: an input, an output that the caller gets.
     """
     uses = [n for n in uses if n in moving]
-    wanted = needed_for(uses, [n for n in moving if not _again(n)]) & moving
+    again = {n for n in moving if _again(n) or n not in forward}
+    wanted = needed_for(uses, moving - again) & moving
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
     for n, i in place.items():
-        edges.add(i, i + 1, free.get(n, bytes_of(n) * 8 + 1))
+        edges.add(i, i + 1, price.get(n, bytes_of(n) * 8 + (8 if is_view(n) else 1)))
         given = [a for a in n.all_input_nodes if a in place]
-        if not _again(n) or not given:
+        if n not in again or not given:
             edges.add(0, i, _FOREVER)
         else:
             for a in given:
@@ -63,7 +69,7 @@ def kept(
 
 
 def _again(n: fx.Node) -> bool:
-    """Whether a node's operation may be done twice."""
+    """Whether a node's operation is cheap enough to be done twice."""
     return is_view(n) or (is_pointwise(n) and not is_dear(n))
 
 
