@@ -28,3 +28,13 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torc
     found, grads = outcome(CASES[name], dtype, "strict")
     check_equal(found, expected, tolerance)
     check_equal(grads, expected_grads, tolerance)
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2, 3, 100])
+@pytest.mark.parametrize("name", ["lstm", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped"])
+def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)
+    expected, expected_grads = outcome(CASES[name], torch.float64, False)
+    found, grads = outcome(CASES[name], torch.float64, "strict", checkpoints=checkpoints)
+    check_equal(found, expected, 1e-12)
+    check_equal(grads, expected_grads, 1e-12)

@@ -426,10 +426,13 @@ def mapped(d: torch.dtype) -> Case:
     return Case(lambda x: (torch.tanh(x @ W), x.sum()), None, leaf(d, T, B, F), [W], "map")
 
 
-def outcome(make: Callable[[torch.dtype], Case], dtype: torch.dtype, compile: Any) -> tuple[list[Tensor], list[Any]]:
+def outcome(
+    make: Callable[[torch.dtype], Case], dtype: torch.dtype, compile: Any, **options: Any
+) -> tuple[list[Tensor], list[Any]]:
     """(what the loop gives, the gradients of a loss of it)."""
     torch.manual_seed(0)
     loop = make(dtype)
+    loop.options |= options
     carry, ys = loop.run(compile)
     asked = {"": (carry, ys), "carry": carry, "ys": ys}[loop.only]
     outputs = [x for x in tree_leaves(asked) if isinstance(x, Tensor)]

@@ -17,6 +17,8 @@ from tensorloop.loop.compiled.fingerprint import Refused, user_place
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled.segments import Segmented
 from tensorloop.loop.compiled.recorded import Recorded, recorded
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
@@ -33,12 +35,23 @@ def run(loop: Loop, compile: Compile, checkpoints: Any, known: bool) -> tuple[bo
     if not _surroundings(loop):
         return False, None
     try:
-        if checkpoints is not None:
-            raise Refused("checkpoints= is not compiled yet")
-        return _compiled(loop, known)
+        return _compiled(loop, known, _kept(loop, checkpoints))
     except Refused as refusal:
         _tell(loop, compile, refusal)
         return False, None
+
+
+def _kept(loop: Loop, checkpoints: Any) -> int | None:
+    """How many carries to keep, None for all that a backward needs."""
+    if checkpoints is None:
+        return None
+    if not isinstance(checkpoints, Checkpoints) or checkpoints.k is None:
+        raise Refused("checkpoints= as a schedule or a budget is not compiled; give a number")
+    if checkpoints.offload is not None or checkpoints.check:
+        raise Refused("Checkpoints with offload or check are not compiled")
+    if loop.cond is not None or loop.until is not None:
+        raise Refused("checkpoints of a loop of unknown length are not compiled")
+    return checkpoints.k
 
 
 def _surroundings(loop: Loop) -> bool:
@@ -59,7 +72,7 @@ def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
     warnings.warn_explicit(text, NotCompiledWarning, file, line, __name__, registry)
 
 
-def _compiled(loop: Loop, known: bool) -> tuple[bool, Any]:
+def _compiled(loop: Loop, known: bool, k: int | None) -> tuple[bool, Any]:
     first = None
     try:
         if loop.cond is not None:
@@ -75,7 +88,7 @@ def _compiled(loop: Loop, known: bool) -> tuple[bool, Any]:
     steps = loop.length if known or loop.until is not None or loop.cond is None else None
     if isinstance(plan, Refused):
         raise Refused(plan.reason, plan.place)
-    return True, _run(found, plan, steps)
+    return True, _run(found, plan, steps, k)
 
 
 def _first_answer(loop: Loop) -> Tensor | None:
@@ -115,15 +128,15 @@ def _made(found: Recorded, grad: bool) -> Any:
     return plan
 
 
-def _run(found: Recorded, plan: Plan, steps: int | None) -> Any:
+def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> Any:
     loop = found.loop
     tensors = [*(x.contiguous() for x in found.carry), *found.xs, *found.captures]
-    run = Run(plan, steps)
+    run = Run(plan, steps) if k is None or not plan.grad else Segmented(plan, steps, k=k)
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
         with torch.no_grad():
-            last, ys, _ = run.forward([x.detach() for x in tensors])
+            last, ys, _ =  run.forward([x.detach() for x in tensors])
         outputs = [*last, *ys]
     loop.taken = run.done
     n = len(found.carry)

@@ -34,17 +34,23 @@ class Run:
             xs = [x[part] for x in xs]
         return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs)
 
-    def backward(self, grads: Sequence[Tensor | None], captures: list[Tensor], saved: list[Tensor]) -> list[Any]:
+    def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
+        missing, carry, ys = self.coming(grads)
+        _, _, captures = self.split(tensors)
+        last, _, xs, sums = self.plan.backward(missing)(self.done, captures, [*saved, *ys], carry)
+        return self._placed(last, xs, sums, missing)
+
+    def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
+        """(the ys that got no gradient, the gradients of the carry, those of the other ys)."""
         plan = self.plan
         n = len(plan.step.carry)
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
-        program = plan.backward(missing)
-        comes = [zeros_like(plan.traced.carry[i]) if grads[i] is None else grads[i] for i in plan.flowing_carry]
-        ys = [grads[n + k] for k in plan.flowing_ys if k not in missing]
-        carry = [x.contiguous() for x in comes if x is not None]
-        last, _, xs, sums = program(self.done, captures, [*saved, *(g for g in ys if g is not None)], carry)
-        return self._placed(last, xs, sums, missing)
+        ys = [g for k in plan.flowing_ys if (g := grads[n + k]) is not None]
+        carry = [
+            zeros_like(plan.traced.carry[i]) if (g := grads[i]) is None else g.contiguous() for i in plan.flowing_carry
+        ]
+        return missing, carry, ys
 
     def _placed(self, last: Sequence[Tensor], xs: Sequence[Tensor], sums: Sequence[Tensor], missing: Any) -> list[Any]:
         plan, step = self.plan, self.plan.step
@@ -132,5 +138,4 @@ class Looped(torch.autograd.Function):
         batched = transforms.maybe_level() is not None or any(g is not None and transforms.is_legacy_batched(g) for g in grads)
         if torch.is_grad_enabled() or batched:
             return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
-        _, _, captures = run.split(kept[:n])
-        return (None, *run.backward(grads, captures, list(kept[n:])))
+        return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))

@@ -40,6 +40,7 @@ class Plan:
         parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse)
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
+        self._lights: dict[bool, Program] = {}
         self._backward: dict[frozenset[int], tuple[Program, Traced]] = {}
         self._lock = threading.Lock()
 
@@ -58,9 +59,29 @@ class Plan:
         """The ys that carry one."""
         return sorted(self.traced.y_grads)
 
-    def ys_of(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """The ys among what the program forward gave."""
-        return [wanted[self._places[n]] for n in self.traced.ys]
+    @property
+    def light(self) -> Program:
+        """The program forward that keeps nothing for a backward."""
+        return self._light(True)
+
+    @property
+    def bare(self) -> Program:
+        """That gives the last carry alone."""
+        return self._light(False)
+
+    def _light(self, outputs: bool) -> Program:
+        t = self.traced
+        with self._lock:
+            if outputs not in self._lights:
+                wanted = list(dict.fromkeys(t.ys)) if outputs else []
+                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, self.reverse)
+                self._lights[outputs] = Program(t.graph, parts)
+            return self._lights[outputs]
+
+    def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
+        """The ys among what the program forward gave, or the light one."""
+        places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places
+        return [wanted[places[n]] for n in self.traced.ys]
 
     def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
         """What the backward keeps, of that and of xs."""
