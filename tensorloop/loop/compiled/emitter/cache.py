@@ -1,5 +1,6 @@
 """Object code kept in the user's cache folder: nothing is loaded from where others can write."""
 
+import functools
 import hashlib
 import os
 import stat
@@ -69,7 +70,12 @@ def _ours(found: os.stat_result) -> bool:
     return found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
 
 
-def user_folder() -> Path:
-    """Where a user's cache is."""
+def user_folder() -> Folder:
+    """The user's: one object for each path, so that what is wrong with it is said once."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "tensorloop"
+    return _folder(os.path.join(base, "tensorloop"))
+
+
+@functools.cache
+def _folder(path: str) -> Folder:
+    return Folder(Path(path))

@@ -30,7 +30,7 @@ def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: 
     """One native function for a recurrence; Unsupported where an operation or this machine is not known."""
     target = target or host()
     step, text = text_of(recurrence, target)
-    code = machine_code(text.module, target, folder or cache.Folder(cache.user_folder()))
+    code = machine_code(text.module, target, folder or cache.user_folder())
     return NativeCore(recurrence, step, text, Loaded(code, target))
 
 

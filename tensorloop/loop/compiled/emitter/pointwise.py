@@ -40,16 +40,22 @@ def _silu(m: Math, x: Value) -> Value:
     return m.div(x, m.add(m.like(x, 1), m.exp(m.neg(x))))
 
 
+def _half_power(m: Math, a: Value) -> Value:
+    """exp(a) / 2 up to where that ends, not exp(a)."""
+    root = m.exp(m.mul(a, m.like(a, 0.5)))
+    return m.mul(m.mul(root, m.like(a, 0.5)), root)
+
+
 def _sinh(m: Math, x: Value) -> Value:
-    t = m.expm1(m.abs(x))
-    made = m.mul(m.like(x, 0.5), m.add(t, m.div(t, m.add(t, m.like(x, 1)))))
-    large = m.exp(m.sub(m.abs(x), m.like(x, 0.6931471805599453)))
-    return m.copysign(m.where(m.compare("gt", m.abs(x), m.like(x, 30)), large, made), x)
+    a = m.abs(x)
+    t = m.expm1(a)
+    usual = m.mul(m.like(x, 0.5), m.add(t, m.div(t, m.add(t, m.like(x, 1)))))
+    return m.copysign(m.where(m.compare("gt", a, m.like(x, 30)), _half_power(m, a), usual), x)
 
 
 def _cosh(m: Math, x: Value) -> Value:
-    half = m.exp(m.sub(m.abs(x), m.like(x, 0.6931471805599453)))
-    return m.add(half, m.mul(m.exp(m.sub(m.neg(m.abs(x)), m.like(x, 0.6931471805599453))), m.like(x, 1)))
+    half = _half_power(m, m.abs(x))
+    return m.add(half, m.div(m.like(x, 0.25), half))
 
 
 def _asinh(m: Math, x: Value) -> Value:
@@ -62,7 +68,8 @@ def _asinh(m: Math, x: Value) -> Value:
 def _acosh(m: Math, x: Value) -> Value:
     t = m.sub(x, m.like(x, 1))
     usual = m.log1p(m.add(t, m.sqrt(m.mul(t, m.add(t, m.like(x, 2))))))
-    return m.where(m.compare("gt", x, m.like(x, 1e8)), m.add(m.log(x), m.like(x, LN2)), usual)
+    made = m.where(m.compare("gt", x, m.like(x, 1e8)), m.add(m.log(x), m.like(x, LN2)), usual)
+    return m.where(m.compare("lt", x, m.like(x, 1)), m.like(x, float("nan")), made)
 
 
 def _atanh(m: Math, x: Value) -> Value:
