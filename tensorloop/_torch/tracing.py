@@ -1,13 +1,14 @@
 """Graphs of aten operations: how torch writes them down, and the decompositions it has.
 
 Names that torch describes for extension writers but keeps out of its public modules, tried with 2.11 and 2.13:
-`torch.fx.experimental.proxy_tensor.make_fx`, `torch._decomp.get_decompositions`, `torch.func.functionalize`,
-`torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`. The first two's first use imports sympy and more, a second or so, so they are imported only then.
+`torch.fx.experimental.proxy_tensor.make_fx`, `torch._decomp.get_decompositions`, `torch._C._len_torch_dispatch_stack`,
+`torch._C._autograd._top_saved_tensors_default_hooks`. The first two import sympy and more, a second or so, so they are
+imported only then.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch

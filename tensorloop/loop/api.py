@@ -18,6 +18,7 @@ from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint import node
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.loop import Loop, run
 from tensorloop.loop.packed_scan import PackedSlices
@@ -29,7 +30,7 @@ from tensorloop.packed.tensor import PackedTensor
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 
-__all__ = ["Checkpoints", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
+__all__ = ["Checkpoints", "associative_scan", "explain", "fori_loop", "map", "scan", "while_loop"]
 
 C = TypeVar("C")
 X = TypeVar("X")
@@ -400,9 +401,7 @@ def map(
     return loop.outputs.stack(False) if loop.taken else zero_steps.empty_outputs(loop)
 
 
-def run_loop(
-    loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True, compile: Compile = False
-) -> Any:
+def run_loop(loop: Loop, checkpoints: Plan, progress: bool, *, known: bool = True, compile: Compile = False) -> Any:
     """Runs a loop with or without checkpoints, and gives the carry. The length of a `known` one is no mere bound."""
     length = loop.length if known and loop.until is None else None
     plan = node.plan_of(checkpoints, loop.name)
@@ -427,3 +426,18 @@ def _not_a_pair(out: Any) -> tuple[Any, Any]:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
     raise TypeError(f"scan: body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")
+
+
+def explain(
+    body_fn: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
+) -> Explanation:
+    """What `scan(body_fn, init, xs, length, compile=True, **options)` would do, as text; nothing runs but one step.
+
+    It says what runs once, for all steps at once and step by step, forward and backward, what is kept for backward,
+    and where a loop is not compiled, why and by which line. `.compiled` is a bool.
+
+    Example:
+        >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled
+        False
+    """
+    return asked(lambda ask: scan(body_fn, init, xs, length, compile=ask, **options))  # pyright: ignore[reportArgumentType, reportCallIssue]

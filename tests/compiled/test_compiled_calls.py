@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.loop.compiled.plan import plans
@@ -33,6 +35,11 @@ def rnn(U: Tensor, xs: Tensor, h: Tensor | None = None, *, compile: Any = "stric
         return h, h * 2
 
     return tl.scan(body, torch.zeros(2, 4, dtype=xs.dtype) if h is None else h, xs, compile=compile)
+
+
+def cell_step(cell: nn.GRUCell, h: Tensor, x: Tensor) -> Any:
+    h = cell(x, h)
+    return h, h
 
 
 def loss(result: Any) -> Tensor:
@@ -79,7 +86,7 @@ def test_weights_that_an_optimizer_changes_in_place():
         xs = torch.randn(6, 2, 4, dtype=D)
         for _ in range(4):
             optimizer.zero_grad()
-            h, _ = tl.scan(lambda h, x: ((h := cell(x, h)), h), torch.zeros(2, 4, dtype=D), xs, compile=compile)
+            h, _ = tl.scan(partial(cell_step, cell), torch.zeros(2, 4, dtype=D), xs, compile=compile)
             (h - 1).square().sum().backward()
             optimizer.step()
         runs.append([p.detach().clone() for p in cell.parameters()])
@@ -129,7 +136,7 @@ def test_second_derivatives(name: str):
         if name == "while_one":
             loop.options["cond"] = lambda state: state[1] < 6
         carry, ys = loop.run(compile)
-        outputs = [x for x in torch.utils._pytree.tree_leaves((carry, ys)) if isinstance(x, Tensor) and x.requires_grad]
+        outputs = [x for x in tree_leaves((carry, ys)) if isinstance(x, Tensor) and x.requires_grad]
         total = torch.stack([x.square().sum() for x in outputs]).sum()
         leaves = loop.leaves()
         first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
@@ -140,20 +147,20 @@ def test_second_derivatives(name: str):
 
 
 def test_second_derivatives_where_one_capture_comes_from_another():
-    found = []
-    for compile in (False, "strict"):
+    def run(compile: Any) -> list[Tensor]:
         torch.manual_seed(0)
         a = leaf(D, 4, 4)
         b = a.sin()
-        _, ys = tl.scan(
-            lambda h, x: ((h := torch.sin(h @ a + x @ b)), h),
-            torch.ones(2, 4, dtype=D),
-            torch.ones(3, 2, 4, dtype=D),
-            compile=compile,
-        )
+
+        def body(h: Tensor, x: Tensor) -> Any:
+            h = torch.sin(h @ a + x @ b)
+            return h, h
+
+        _, ys = tl.scan(body, torch.ones(2, 4, dtype=D), torch.ones(3, 2, 4, dtype=D), compile=compile)
         (first,) = torch.autograd.grad(ys.square().sum(), a, create_graph=True)
-        found.append((first.detach(), *torch.autograd.grad(first.square().sum(), a)))
-    check_equal(found[1], found[0], 1e-10)
+        return [first.detach(), *torch.autograd.grad(first.square().sum(), a)]
+
+    check_equal(run("strict"), run(False), 1e-10)
 
 
 def test_many_gradients_at_once():
@@ -168,14 +175,16 @@ def test_many_gradients_at_once():
 
 def test_transforms_get_the_eager_loop():
     U, xs, h = rotation(D).detach(), leaf(D, 5, 2, 4).detach(), leaf(D, 2, 4).detach()
-    grads = [torch.func.grad(lambda u: loss(rnn(u, xs, h, compile=c)))(U) for c in (False, "strict")]
-    check_equal(grads[1], grads[0], 1e-12)
-    each = [torch.func.vmap(lambda x: rnn(U, x, h, compile=c)[0])(torch.stack([xs, xs * 2])) for c in (False, "strict")]
-    check_equal(each[1], each[0], 1e-12)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(U, torch.ones_like(U))
-        tangents = [forward_ad.unpack_dual(rnn(dual, xs, h, compile=c)[0]).tangent for c in (False, "strict")]
-    check_equal(tangents[1], tangents[0], 1e-12)
+
+    def results(compile: Any) -> list[Any]:
+        grad = torch.func.grad(lambda u: loss(rnn(u, xs, h, compile=compile)))(U)
+        each = torch.func.vmap(lambda x: rnn(U, x, h, compile=compile)[0])(torch.stack([xs, xs * 2]))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(U, torch.ones_like(U))
+            tangent = forward_ad.unpack_dual(rnn(dual, xs, h, compile=compile)[0]).tangent
+        return [grad, each, tangent]
+
+    check_equal(results("strict"), results(False), 1e-12)
 
 
 def test_no_grad_keeps_nothing_and_records_nothing():
@@ -268,7 +277,7 @@ def test_a_loop_in_the_body_of_another():
         return h + x, h
 
     start = torch.ones(2, 4, dtype=D)
-    results = [tl.scan(lambda h, x: body(h, x, c), start, xs, compile=c) for c in (False, "strict")]
+    results = [tl.scan(partial(body, compile=c), start, xs, compile=c) for c in (False, "strict")]
     check_equal(results[1], results[0], 1e-12)
     grads = [torch.autograd.grad(loss(r), (U, xs)) for r in results]
     check_equal(grads[1], grads[0], 1e-12)
@@ -276,11 +285,13 @@ def test_a_loop_in_the_body_of_another():
 
 def test_a_loop_in_a_step_of_a_checkpointed_one():
     U, xs = rotation(D), leaf(D, 4, 3, 2, 4)
+
+    def body(h: Tensor, x: Tensor, compile: Any) -> Any:
+        return rnn(U, x, h, compile=compile)[0], None
+
     grads = []
     for compile in (False, "strict"):
-        h, _ = tl.scan(
-            lambda h, x: (rnn(U, x, h, compile=compile)[0], None), torch.ones(2, 4, dtype=D), xs, checkpoints=2
-        )
+        h, _ = tl.scan(partial(body, compile=compile), torch.ones(2, 4, dtype=D), xs, checkpoints=2)
         grads.append(torch.autograd.grad(h.square().sum(), (U, xs)))
     check_equal(grads[1], grads[0], 1e-12)
 
@@ -311,7 +322,7 @@ def test_no_more_is_kept_than_by_the_eager_loop(name: str):
         loop = CASES[name](D)
         kept.append(bytes_kept(loop, compile))
     # The states of a compiled loop are one tensor that begins with a copy of init.
-    init = sum(x.nbytes for x in torch.utils._pytree.tree_leaves(loop.init))
+    init = sum(x.nbytes for x in tree_leaves(loop.init))
     assert 0 < kept[1] <= kept[0] + init
 
 

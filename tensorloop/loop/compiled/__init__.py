@@ -1,1 +1,1 @@
-"""Compiled loops: one step traced, split into what runs once, batched, and in the loop; the loop emitted as one function."""
+"""Compiled loops: one step traced and split into what runs once, for all steps at once, and in a native loop."""

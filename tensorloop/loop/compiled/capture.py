@@ -17,9 +17,7 @@ from tensorloop.loop.compiled.simplify import simplified
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step did, as numbers: `carry`, `xs` and `captures` go in, `outputs` come out (others than Refs are no
-    tensors). The first `len(carry)` outputs are the next carry, the last is the answer of the condition, if there is
-    one."""
+    """What one step did, its tensors as numbers: what goes in and comes out, and a condition's answer."""
 
     operations: Sequence[Operation]
     carry: Sequence[int]
@@ -121,9 +119,9 @@ def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[se
     while True:
         live = {n for i, n in enumerate(inputs) if wants[i] or i in carried}
         for n in nodes:
-            if n.op == "call_function" and n.target not in (aten.detach.default,) and _differentiable(n):
-                if any(a in live for a in n.all_input_nodes):
-                    live.add(n)
+            passes = n.op == "call_function" and n.target is not aten.detach.default and _differentiable(n)
+            if passes and any(a in live for a in n.all_input_nodes):
+                live.add(n)
         found = carried | {i for i in range(len(step.carry)) if outputs[i] in live and _differentiable(inputs[i])}
         if found == carried:
             first = len(step.next_carry)

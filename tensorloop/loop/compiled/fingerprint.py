@@ -267,13 +267,13 @@ def _numbers(noted: list[Any]) -> bool:
     return any(isinstance(x, Number) for x in noted)
 
 
-def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, list[Any]]:
+def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """The operation as it runs now: with this step's number."""
     if func.overloadpacket not in _NUMBERED:
         raise Refused(
             f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_place()
         )
-    return func, [x.node.value if isinstance(x, torch.SymInt) else x for x in args]
+    return func, tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
 
 
 def user_place() -> Place | None:

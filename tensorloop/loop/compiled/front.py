@@ -12,14 +12,15 @@ from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.carry import dtype_of_number, leading_rows
+from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.capture import place_of
+from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Refused, user_place
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
-from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled.segments import Segmented
 from tensorloop.loop.compiled.recorded import Recorded, recorded
+from tensorloop.loop.compiled.segments import Segmented
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 
@@ -30,13 +31,18 @@ class NotCompiledWarning(UserWarning):
     """A loop that was to be compiled runs as an eager one; it says why, and by which line."""
 
 
-def run(loop: Loop, compile: Compile, checkpoints: Any, known: bool) -> tuple[bool, Any]:
+def run(loop: Loop, compile: Compile | Asked, checkpoints: Any, known: bool) -> tuple[bool, Any]:
     """(whether the loop has run compiled, its carry). What cannot be compiled is left to the caller."""
+    if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
+        raise TypeError(f'{loop.name}: compile must be True, False or "strict", got {describe(compile)}')
     if not _surroundings(loop):
         return False, None
     try:
-        return _compiled(loop, known, _kept(loop, checkpoints))
+        return _compiled(loop, known, _kept(loop, checkpoints), compile)
     except Refused as refusal:
+        if isinstance(compile, Asked):
+            compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
+            raise Told from None
         _tell(loop, compile, refusal)
         return False, None
 
@@ -72,7 +78,7 @@ def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
     warnings.warn_explicit(text, NotCompiledWarning, file, line, __name__, registry)
 
 
-def _compiled(loop: Loop, known: bool, k: int | None) -> tuple[bool, Any]:
+def _compiled(loop: Loop, known: bool, k: int | None, compile: Compile | Asked) -> tuple[bool, Any]:
     first = None
     try:
         if loop.cond is not None:
@@ -88,6 +94,9 @@ def _compiled(loop: Loop, known: bool, k: int | None) -> tuple[bool, Any]:
     steps = loop.length if known or loop.until is not None or loop.cond is None else None
     if isinstance(plan, Refused):
         raise Refused(plan.reason, plan.place)
+    if isinstance(compile, Asked):
+        compile.found = of_plan(loop.name, plan)
+        raise Told
     return True, _run(found, plan, steps, k)
 
 
@@ -136,7 +145,7 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> Any:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
         with torch.no_grad():
-            last, ys, _ =  run.forward([x.detach() for x in tensors])
+            last, ys, _ = run.forward([x.detach() for x in tensors])
         outputs = [*last, *ys]
     loop.taken = run.done
     n = len(found.carry)

@@ -135,7 +135,9 @@ class Looped(torch.autograd.Function):
         if all(g is None for g in grads):
             return (None,) * (n + 1)
         kept = ctx.saved_tensors
-        batched = transforms.maybe_level() is not None or any(g is not None and transforms.is_legacy_batched(g) for g in grads)
+        batched = transforms.maybe_level() is not None or any(
+            g is not None and transforms.is_legacy_batched(g) for g in grads
+        )
         if torch.is_grad_enabled() or batched:
             return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
         return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))

@@ -187,7 +187,7 @@ def _recurrence(
             following.append(found[new])
     given = [[found[n] for n in nodes] for nodes in (pulled.invariants, pulled.sequences, parts.carry, outs)]
     going = None if parts.going is None else found[parts.going]
-    graph.output(tuple([*following, *given[3], *([] if going is None else [going])]))
+    graph.output((*following, *given[3], *([] if going is None else [going])))
     graph.lint()
     invariants, sequences, carry, stored = (tuple(nodes) for nodes in given)
     return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, (), parts.reverse, going)

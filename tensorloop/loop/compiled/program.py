@@ -11,6 +11,7 @@ from tensorloop.loop.compiled.cores import made
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.partition import Parts, Split, split
 from tensorloop.loop.compiled.recurrence import Core, Unsupported
+from tensorloop.loop.compiled.saving import needed_for
 from tensorloop.loop.compiled.sums import Sums
 
 FIRST_ROOM = 64  # steps, where nobody knows how many there will be
@@ -34,7 +35,9 @@ class Program:
         after = Stage([*given, *self._made, *s.after_loop], s.moving)
         sums = Sums(after)
         after.compute(self.order, [*parts.wanted, *(leaf for n in parts.sums for leaf in sums.leaves(n))])
-        self.after_graph = after.graph
+        asked = needed_for([*parts.next_carry, parts.going, *parts.wanted, *parts.sums], {*given, *parts.carry})
+        self.needed = [n for n in self.order if n in asked]
+        self.early = set(before.found)
         self._after = after.finished([*(after.whole(n) for n in parts.wanted), *(sums.of(n) for n in parts.sums)])
         self._going = None if parts.going is None else s.outs.index(parts.going)
 
@@ -116,7 +119,7 @@ class Program:
             for b in buffers:
                 b.grow(room, done)
         first = (steps or room) - done if self.parts.reverse else 0
-        states = {n: b for n, b in zip(self.split.outs, buffers, strict=True)}
+        states = dict(zip(self.split.outs, buffers, strict=True))
         before = [states[n].before(first, done) for n in self.split.states.values()]
         return last, done, [b.after(first, done) for b in buffers], before
 

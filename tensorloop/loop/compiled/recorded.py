@@ -74,6 +74,7 @@ class Recorded:
             return self._masked(carry, state)
         row: list[Any] = []
         if loop.name == "fori_loop":
+            assert loop.numbered is not None
             self.recorder.number = rows[-1]
             leaves = loop._checked(loop.numbered(symbol(loop.lower), loop.tree_of(state)), 0)
             y = None

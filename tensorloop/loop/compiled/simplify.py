@@ -59,7 +59,8 @@ def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         if target is aten._to_copy.default and before is not None and before.dtype == value.dtype:
             return _node(args[0])
         if target is aten.sum.default:
-            return _made(graph, aten.sum.dim_IntList, (args[0], list(range(before.dim()))), dict(node.kwargs), value)
+            dims = list(range(_node(args[0]).meta["val"].dim()))
+            return _made(graph, aten.sum.dim_IntList, (args[0], dims), dict(node.kwargs), value)
     return None
 
 
