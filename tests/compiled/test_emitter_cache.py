@@ -29,6 +29,11 @@ def runs(folder: Folder | None) -> None:
     assert_same(emit(rec, folder=folder), rec, 4, *GIVEN)
 
 
+def twice(folder: Folder) -> None:
+    runs(folder)
+    runs(folder)
+
+
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
@@ -56,7 +61,9 @@ def test_the_users_folder_is_below_xdg_cache_home(tmp_path: Path, monkeypatch: p
     assert len(list((tmp_path / "tensorloop").iterdir())) == 1
 
 
-@pytest.mark.parametrize("spoil", [lambda b: b"", lambda b: b[:-10], lambda b: b[:200] + b"x" + b[201:], lambda b: b[::-1]])
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b"", lambda b: b[:-10], lambda b: b[:200] + b"x" + b[201:], lambda b: b[::-1]]
+)
 def test_a_spoiled_entry_is_made_again(spoil, tmp_path: Path, compiles: list[str]) -> None:
     runs(Folder(tmp_path))
     (entry,) = tmp_path.iterdir()
@@ -80,9 +87,7 @@ def test_a_folder_that_others_can_write_is_not_used(mode: int, tmp_path: Path, c
     runs(Folder(tmp_path))
     tmp_path.chmod(mode)
     with pytest.warns(RuntimeWarning, match=r"compiled loops are not kept.*chmod 700") as said:
-        folder = Folder(tmp_path)
-        runs(folder)
-        runs(folder)
+        twice(Folder(tmp_path))
     assert len(compiles) == 3
     assert len(said) == 1
 
@@ -119,8 +124,7 @@ def test_a_full_or_read_only_folder_is_slow_and_says_so_once(
     monkeypatch.setattr(cache.tempfile if call == "mkstemp" else cache.os, call, refuse)
     folder = Folder(tmp_path)
     with pytest.warns(RuntimeWarning, match="cannot be written: .*No space left") as said:
-        runs(folder)
-        runs(folder)
+        twice(folder)
     assert len(compiles) == 2
     assert len(said) == 1
     assert not list(tmp_path.iterdir())
@@ -140,7 +144,10 @@ def test_two_processes_that_compile_the_same(tmp_path: Path) -> None:
         f"for _ in range(3): runs(Folder(Path({str(tmp_path)!r})))\n"
     )
     root = str(Path(__file__).parents[2])
-    team = [subprocess.Popen([sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": root}) for _ in range(2)]
+    team = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": root})
+        for _ in range(2)
+    ]
     assert [one.wait(120) for one in team] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 1
 

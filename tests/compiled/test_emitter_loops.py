@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows, features", SIZES)
+@pytest.mark.parametrize(("rows", "features"), SIZES)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_runs_as_its_graph_says(name: str, rows: int, features: int, dtype: torch.dtype, folder: Folder) -> None:
     cell = CELLS[name]
@@ -42,7 +42,7 @@ def counting(invariants: Sequence[Tensor], slices: Sequence[Tensor], carry: Sequ
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_carries_outs_and_sums_of_all_kinds(reverse: bool, folder: Folder) -> None:
-    given = (), [torch.randn(6, 3, 5)], [torch.randn(3, 5), torch.tensor(4)]
+    given = [], [torch.randn(6, 3, 5)], [torch.randn(3, 5), torch.tensor(4)]
     rec = recurrence(counting, *given, reverse=reverse)
     core = emit(rec, folder=folder)
     for steps in (0, 1, 6):
@@ -135,7 +135,11 @@ def test_a_right_operand_that_the_loop_carries(folder: Folder) -> None:
         return {"carry": [moved / moved.norm(), q @ p.t() / 4], "outs": [p @ q]}
 
     for n in (2, 4, 9, 33):
-        given = [torch.randn(n, n).double()], [torch.randn(4, n, n).double()], [torch.randn(n, n).double() for _ in "pq"]
+        given = (
+            [torch.randn(n, n).double()],
+            [torch.randn(4, n, n).double()],
+            [torch.randn(n, n).double() for _ in "pq"],
+        )
         rec = recurrence(step, *given)
         assert_same(emit(rec, folder=folder), rec, 4, *given, **TOLERANCE[torch.float64])
 
@@ -188,7 +192,9 @@ def test_calls_from_several_python_threads(folder: Folder) -> None:
     def work() -> None:
         for _ in range(20):
             last, _ = core(50, *given, *places(rec, 50))
-            wrong.extend(a for a, b in zip(last, expected, strict=True) if not torch.allclose(a, b, rtol=1e-4, atol=1e-5))
+            wrong.extend(
+                a for a, b in zip(last, expected, strict=True) if not torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            )
 
     team = [threading.Thread(target=work) for _ in range(4)]
     for one in team:

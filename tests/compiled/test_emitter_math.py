@@ -51,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def native(function: Function, folder: Folder, *xs: Tensor) -> Tensor:
     """The function by the emitter, on one step's slices."""
     sequences = [x[None] for x in xs]
-    rec = recurrence(lambda inv, slices, carry: {"carry": carry, "outs": [function(*slices)]}, (), sequences, [torch.ones(())])
+    rec = recurrence(
+        lambda inv, slices, carry: {"carry": carry, "outs": [function(*slices)]}, (), sequences, [torch.ones(())]
+    )
     outs, sums = places(rec, 1)
     emit(rec, folder=folder)(1, (), sequences, [torch.ones(())], outs, sums)
     return outs[0][0]
@@ -99,7 +101,9 @@ def test_powers(dtype: torch.dtype, folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("function", [torch.maximum, torch.minimum, torch.remainder, torch.fmod, torch.atan2, torch.copysign, torch.hypot])
+@pytest.mark.parametrize(
+    "function", [torch.maximum, torch.minimum, torch.remainder, torch.fmod, torch.atan2, torch.copysign, torch.hypot]
+)
 def test_pairs_at_the_ends(function: Function, dtype: torch.dtype, folder: Folder) -> None:
     numbers = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 7.25, 1e10, math.inf, -math.inf, math.nan], dtype=dtype)
     x, y = (one.reshape(-1).contiguous() for one in torch.meshgrid(numbers, numbers, indexing="ij"))
@@ -137,4 +141,6 @@ def test_floats_of_two_bytes_are_rounded_after_every_operation(dtype: torch.dtyp
         return ((x * y + 0.1).tanh() * x).where(x > -2, y) / y
 
     torch.testing.assert_close(native(body, folder, x, y), body(x, y), rtol=2e-2, atol=1e-3)
-    torch.testing.assert_close(native(lambda x, y: (x * y).sum() + x.amax(), folder, x, y), (x * y).sum() + x.amax(), rtol=3e-2, atol=1e-1)
+    torch.testing.assert_close(
+        native(lambda x, y: (x * y).sum() + x.amax(), folder, x, y), (x * y).sum() + x.amax(), rtol=3e-2, atol=1e-1
+    )

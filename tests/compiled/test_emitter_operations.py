@@ -161,7 +161,7 @@ FLOAT: dict[str, Body] = {
     "permute": lambda x, y: x.view(3, 17, 1).permute(2, 0, 1) + y,
     "expand": lambda x, y: x[:, None, :].expand(3, 2, 17) * y[:, :2, None],
     "split": lambda x, y: torch.split(x + y, [3, 5, 9], 1)[2] * 2,
-    "split pieces": lambda x, y: sum((x + y)[:, :15].split(5, 1)),  # pyright: ignore[reportReturnType]
+    "split pieces": lambda x, y: torch.stack((x + y)[:, :15].split(5, 1)).sum(0),
     "chunk": lambda x, y: torch.cat([c * n for n, c in enumerate((x * y)[:, :16].chunk(4, 1))][::-1], 1),
     "unbind": lambda x, y: x.unbind(0)[1] * y.unbind(1)[2][0],
     "select": lambda x, y: x[1] + y[:, 3].sum(),
@@ -206,6 +206,10 @@ FLOAT: dict[str, Body] = {
     "int division": lambda x, y: (10 * x).long() / (1 + (10 * y).long().abs()),
     "int extremes": lambda x, y: torch.maximum((10 * x).long(), (10 * y).int()).amax(1) - (9 * x).long().sum(1),
     "conv1d": lambda x, y: F.conv1d(x[:, None, :], y[:1, None, :3]),
+    "conv of each channel": lambda x, y: F.conv1d(x[None], y[:, None, :4], groups=3, padding=3),
+    "conv2d": lambda x, y: F.conv2d(
+        (x * 1.0).expand(2, 4, 3, 17), y.reshape(-1)[:48].view(6, 2, 2, 2), y[0, :6], (1, 2), (1, 2), (2, 1), 2
+    ),
 }
 
 
@@ -216,7 +220,9 @@ def _places(y: Tensor, size: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FLOAT)
-def test_an_operation_gives_what_torch_gives(name: str, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_an_operation_gives_what_torch_gives(
+    name: str, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     torch.manual_seed(0)
     body = FLOAT[name]
     x, ys = torch.randn(3, 17, dtype=dtype), torch.randn(2, 3, 17, dtype=dtype)
@@ -228,3 +234,21 @@ def test_an_operation_gives_what_torch_gives(name: str, dtype: torch.dtype, tmp_
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
     tolerance = {"rtol": 3e-5, "atol": 3e-6} if dtype == torch.float32 else {"rtol": 2e-13, "atol": 1e-14}
     assert_same(core, rec, 2, (), [ys], [x], **tolerance)
+
+
+_X, _YS = (torch.randn(shape, generator=torch.Generator().manual_seed(3)).double() for shape in ((3, 17), (2, 3, 17)))
+DIFFERENTIABLE = [name for name, body in FLOAT.items() if body(_X, _YS[0]).is_floating_point()]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_what_torchs_gradients_are_made_of_is_known_too(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    body = FLOAT[name]
+
+    def step(invariants, slices, carry):
+        y, back = torch.func.vjp(body, carry[0], slices[0])
+        return {"carry": [carry[0] * 1.5], "outs": back(1 + y.detach().nan_to_num().sin())}
+
+    rec = recurrence(step, (), [_YS], [_X])
+    core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
+    # torch's own hardsigmoid has a sixth in float32
+    assert_same(core, rec, 2, (), [_YS], [_X], rtol=1e-7, atol=1e-9)

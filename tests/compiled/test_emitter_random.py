@@ -20,7 +20,7 @@ STEPS = [
     lambda a, b, w: torch.where(b > 0.1, a, -b),
     lambda a, b, w: torch.cat([a[:, 4:], b[:, :4]], 1),
     lambda a, b, w: a.roll(3, 1) * b.cos(),
-    lambda a, b, w: sum(c.sin() for c in (a + b).chunk(4, 1)).repeat(1, 4),
+    lambda a, b, w: torch.stack([c.sin() for c in (a + b).chunk(4, 1)]).sum(0).repeat(1, 4),
     lambda a, b, w: torch.stack([a, b], 2).reshape(B, 2 * H)[:, ::2] + b,
     lambda a, b, w: a.softmax(1) + b,
     lambda a, b, w: a - a.mean(1, keepdim=True) * b.amax(1, keepdim=True),
@@ -59,7 +59,11 @@ def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_fact
         return {"carry": [pool[-1], pool[draw.randrange(len(pool))]], "outs": chosen, "terms": [pool[n] for n in adds]}
 
     torch.manual_seed(seed)
-    given = [torch.randn(H, H).double() / 3], [torch.randn(3, B, H).double()], [torch.randn(B, H).double() for _ in "ab"]
+    given = (
+        [torch.randn(H, H).double() / 3],
+        [torch.randn(3, B, H).double()],
+        [torch.randn(B, H).double() for _ in "ab"],
+    )
     rec = recurrence(body, *given, reverse=seed % 2 == 1)
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
     assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)

@@ -16,7 +16,9 @@ OTHERS = {
     "neon": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32),
     "apple": Target("arm64-apple-darwin", "apple-m1", "+neon", 128, 32),
     "avx2": Target("x86_64-unknown-linux-gnu", "haswell", "+avx2,+fma", 256, 16),
-    "avx512": Target("x86_64-unknown-linux-gnu", "skylake-avx512", "+avx512f,+avx512vl,+avx512dq,+avx512bw,+fma", 512, 32),
+    "avx512": Target(
+        "x86_64-unknown-linux-gnu", "skylake-avx512", "+avx512f,+avx512vl,+avx512dq,+avx512bw,+fma", 512, 32
+    ),
 }
 OUTSIDE = (b"exp", b"log", b"tanh", b"fma", b"sqrt", b"floor", b"memcpy", b"memset", b"__ext", b"__trunc")
 
@@ -26,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(tmp_path_factory.getbasetemp() / "cache")
 
 
-@pytest.mark.parametrize("bits, dtype", [(128, torch.float32), (256, torch.float64), (512, torch.float32)])
+@pytest.mark.parametrize(("bits", "dtype"), [(128, torch.float32), (256, torch.float64), (512, torch.float32)])
 @pytest.mark.parametrize("name", CELLS)
 def test_every_width_gives_the_same(name: str, bits: int, dtype: torch.dtype, folder: Folder) -> None:
     cell, here = CELLS[name], host()

@@ -35,7 +35,9 @@ def recurrence(
         return [one for part in parts.values() for one in part]
 
     examples = [*invariants, *(one[0].contiguous() for one in sequences), *carry]
-    traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake", decomposition_table=decompositions or {})(*examples)
+    traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake", decomposition_table=decompositions or {})(
+        *examples
+    )
     graph = traced.graph
     graph.eliminate_dead_code()
     places = [node for node in graph.nodes if node.op == "placeholder"]
@@ -103,7 +105,8 @@ def assert_same(
     invariants: Sequence[Tensor] = (),
     sequences: Sequence[Tensor] = (),
     carry: Sequence[Tensor] = (),
-    **tolerance: float,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """A core and the interpreter agree in all that they give."""
     mine, sums = places(rec, steps)
@@ -114,4 +117,7 @@ def assert_same(
     assert done == count
     for name, a, b in (("carry", last, expected), ("outs", mine, theirs), ("sums", sums, totals)):
         for n, (one, other) in enumerate(zip(a, b, strict=True)):
-            torch.testing.assert_close(one, other, equal_nan=True, msg=lambda m, w=f"{name}[{n}]": f"{w}: {m}", **tolerance)
+            where = f"{name}[{n}]"
+            torch.testing.assert_close(
+                one, other, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, w=where: f"{w}: {m}"
+            )

@@ -67,7 +67,9 @@ class Folder:
 def _ours(found: os.stat_result) -> bool:
     """Owned by this user, and nobody else may write it."""
     owner = getattr(os, "getuid", lambda: found.st_uid)()
-    return found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
+    return (
+        found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
+    )
 
 
 def user_folder() -> Folder:

@@ -128,7 +128,9 @@ class Code:
         vector = llvm_type(value.kind, width)
         one = self.op(f"insertelement {vector} poison, {value.type} {value.text}, i64 0", value.kind, width)
         zeros = "zeroinitializer"
-        return self.op(f"shufflevector {vector} {one.text}, {vector} poison, <{width} x i32> {zeros}", value.kind, width)
+        return self.op(
+            f"shufflevector {vector} {one.text}, {vector} poison, <{width} x i32> {zeros}", value.kind, width
+        )
 
     def extract(self, value: Value, lane: int) -> Value:
         """One lane."""
@@ -145,7 +147,9 @@ class Code:
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         """a where the condition holds, else b."""
-        return self.op(f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", a.kind, a.width)
+        return self.op(
+            f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", a.kind, a.width
+        )
 
     def convert(self, how: str, value: Value, kind: str) -> Value:
         """A cast instruction."""
@@ -158,7 +162,9 @@ class Code:
         full = f"{name}.{suffix if first.width == 1 else f'v{first.width}{suffix}'}"
         self.declare(full, first.type, [value.type for value in values])
         arguments = ", ".join(f"{value.type} {value.text}" for value in values)
-        return self.op(f"call {FLAGS + ' ' if first.floating else ''}{first.type} @{full}({arguments})", first.kind, first.width)
+        return self.op(
+            f"call {FLAGS + ' ' if first.floating else ''}{first.type} @{full}({arguments})", first.kind, first.width
+        )
 
     def declare(self, name: str, result: str, arguments: Sequence[str]) -> None:
         """An intrinsic's type, once a module."""

@@ -14,7 +14,9 @@ def machine_code(module: str, target: Target, folder: cache.Folder | None) -> by
     """The object file for a module; taken from the folder where it is there."""
     binding = llvm()
     versions = ".".join(map(str, binding.llvm_version_info))
-    key = hashlib.sha256("\0".join((module, target.triple, target.cpu, target.features, versions, str(LEVEL))).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\0".join((module, target.triple, target.cpu, target.features, versions, str(LEVEL))).encode()
+    ).hexdigest()
     found = None if folder is None else folder.get(key)
     if found is None:
         found = compiled(module, target)
@@ -38,7 +40,9 @@ def machine(target: Target) -> Any:
         binding.initialize_all_targets()
         binding.initialize_all_asmprinters()
     made = binding.Target.from_triple(target.triple)
-    return made.create_target_machine(target.cpu, target.features, opt=LEVEL, reloc="default", codemodel="jitdefault", jit=True)
+    return made.create_target_machine(
+        target.cpu, target.features, opt=LEVEL, reloc="default", codemodel="jitdefault", jit=True
+    )
 
 
 class Loaded:

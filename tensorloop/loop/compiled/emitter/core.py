@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.emitter import cache, movement, reductions, threads
+from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, threads
 from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
 from tensorloop.loop.compiled.emitter.expand import expand
 from tensorloop.loop.compiled.emitter.function import Function, Text
@@ -17,7 +17,7 @@ from tensorloop.loop.compiled.emitter.target import Target, host
 from tensorloop.loop.compiled.recurrence import Recurrence
 
 LINE = 64
-ROOMS = (movement, reductions)  # they put themselves into the table of handlers
+ROOMS = (convolution, indexing, movement, numbers, reductions)  # they put themselves into the table of handlers
 
 
 def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
@@ -72,7 +72,9 @@ class NativeCore:
             threads.run(self._loaded.member, ctypes.addressof(table), steps, place, self.text.rows, parts)
         self._idle.append((parts, memory))
         if status[1]:
-            raise IndexError("index out of range in a compiled loop: an index that a step reads or writes is not in its dim")
+            raise IndexError(
+                "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
+            )
         return last, status[0]
 
     def _take(self, parts: int) -> list:

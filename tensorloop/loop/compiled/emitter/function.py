@@ -17,7 +17,8 @@ from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, j
 from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step, copied
 from tensorloop.loop.compiled.emitter.matmul import Product, pack, panels, turned
-from tensorloop.loop.compiled.emitter.nest import Memory, Nest, Rows
+from tensorloop.loop.compiled.emitter.memory import Memory, Rows
+from tensorloop.loop.compiled.emitter.nest import Nest
 from tensorloop.loop.compiled.emitter.rows import Split, split
 from tensorloop.loop.compiled.emitter.target import Target
 
@@ -126,7 +127,9 @@ class Function:
         self._run(run, [len(part) for part in tables])
         self._prepare(prepare, [len(part) for part in tables])
         declared = sorted({*run.declared.values(), *prepare.declared.values()})
-        attributes = f'nounwind "prefer-vector-width"="{self.target.bits}" "min-legal-vector-width"="{self.target.bits}"'
+        attributes = (
+            f'nounwind "prefer-vector-width"="{self.target.bits}" "min-legal-vector-width"="{self.target.bits}"'
+        )
         parts = [
             f'target triple = "{self.target.triple}"',
             *declared,

@@ -46,7 +46,9 @@ def join_additions(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Ke
     products = {kernel.out.buffer: kernel for kernel in kernels if isinstance(kernel, Matmul)}
     made: list[Kernel] = []
     for kernel in kernels:
-        product, other = _addition(kernel, products) if isinstance(kernel, Point) and kernel.name == "add" else (None, None)
+        product, other = (
+            _addition(kernel, products) if isinstance(kernel, Point) and kernel.name == "add" else (None, None)
+        )
         usable = product is not None and product.addend is None and product in made
         if usable and readers[product.out.buffer] == 1 and product.out.buffer not in kept:
             assert isinstance(kernel, Point)
@@ -140,7 +142,14 @@ def stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
     partial = Counter(array.buffer for unit in units for array in unit.writes())
     found.update(buffer for buffer, writers in partial.items() if writers > 1)
     found.update(a.buffer for unit in units if not isinstance(unit, Group) for a in unit.writes())
-    found.update(a.buffer for unit in units if isinstance(unit, Group) for w in unit.walks if isinstance(w, Reduce) for a in w.writes())
+    found.update(
+        a.buffer
+        for unit in units
+        if isinstance(unit, Group)
+        for w in unit.walks
+        if isinstance(w, Reduce)
+        for a in w.writes()
+    )
     found.update(array.buffer for unit in units for array in unit.writes() if array.buffer.kind != "scratch")
     return found
 

@@ -2,7 +2,7 @@
 
 from tensorloop.loop.compiled.emitter.code import KINDS, Index
 from tensorloop.loop.compiled.emitter.kernels import Running, Scatter
-from tensorloop.loop.compiled.emitter.nest import Memory, Rows
+from tensorloop.loop.compiled.emitter.memory import Memory, Rows
 
 
 def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | None) -> None:

@@ -84,7 +84,9 @@ class Lowering:
             self.kernels.append(Point(name, function, tuple(map(_squeezed(shape), kept)), out.squeeze(), piece))
         return out
 
-    def compute(self, name: str, function: Elementwise, ins: Sequence[Any], dtype: torch.dtype, shape: Any = None) -> Array:
+    def compute(
+        self, name: str, function: Elementwise, ins: Sequence[Any], dtype: torch.dtype, shape: Any = None
+    ) -> Array:
         """The same, operands cast to the output's dtype before."""
         inner = computed_in(dtype)
         kind, last = KINDS[inner], KINDS[dtype]
@@ -130,11 +132,15 @@ class Lowering:
         """The same elements in another shape."""
         return self.view(array, Tensor.view, tuple(shape))
 
-    def reduce(self, how: str, array: Array, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Array:
+    def reduce(
+        self, how: str, array: Array, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None
+    ) -> Array:
         """sum, prod, amax, amin, argmax, argmin, any, all over dims; of no elements, what it begins with."""
         rank = len(array.shape)
         over = sorted({dim % rank for dim in dims}) if rank else []
-        dtype = dtype or (torch.bool if how in ("any", "all") else torch.int64 if how.startswith("arg") else array.dtype)
+        dtype = dtype or (
+            torch.bool if how in ("any", "all") else torch.int64 if how.startswith("arg") else array.dtype
+        )
         kept = tuple(1 if n in over else size for n, size in enumerate(array.shape))
         out = self.new(kept, dtype)
         if out.numel and array.numel == out.numel:  # nothing to take together
@@ -152,7 +158,9 @@ class Lowering:
         shape = kept if keepdim else tuple(size for n, size in enumerate(array.shape) if n not in over)
         return Array(out.buffer, shape, dense(shape))
 
-    def gather(self, source: Array, dims: Sequence[int], indices: Sequence[Array], shape: Sequence[int], free: Array) -> Array:
+    def gather(
+        self, source: Array, dims: Sequence[int], indices: Sequence[Array], shape: Sequence[int], free: Array
+    ) -> Array:
         """source at indices: `free` is source broadcast to `shape` with stride 0 at what `indices` choose."""
         if source.buffer.kind == "value":
             return self.number(source.buffer.value, source.dtype).expand(shape)

@@ -11,7 +11,7 @@ from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
 from tensorloop.loop.compiled.emitter.code import KINDS, Index, Value, llvm_type
 from tensorloop.loop.compiled.emitter.fuse import Unit
 from tensorloop.loop.compiled.emitter.kernels import Matmul
-from tensorloop.loop.compiled.emitter.nest import Memory, Rows
+from tensorloop.loop.compiled.emitter.memory import Memory, Rows
 from tensorloop.loop.compiled.emitter.target import Target
 
 UNROLLED = 4  # steps along K in one turn
@@ -90,7 +90,9 @@ def panels(units: Sequence[Unit], target: Target) -> dict[Array, Panels]:
 class Product:
     """Emits one product."""
 
-    def __init__(self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: Rows | None, row_dim: int | None) -> None:
+    def __init__(
+        self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: Rows | None, row_dim: int | None
+    ) -> None:
         self.memory, self.code, self.kernel, self.packed = memory, memory.code, kernel, packed
         self.rows, self.row_dim = rows, row_dim
         self.width = lanes(kernel, memory.target)
@@ -111,7 +113,10 @@ class Product:
                     continue
                 cost = 0.0
                 for height, times in ((tall, rows // tall), (rows % tall, 1 if rows % tall else 0)):
-                    for breadth, repeats in ((wide, self.vectors // wide), (self.vectors % wide, 1 if self.vectors % wide else 0)):
+                    for breadth, repeats in (
+                        (wide, self.vectors // wide),
+                        (self.vectors % wide, 1 if self.vectors % wide else 0),
+                    ):
                         cost += times * repeats * max(height * breadth, height + breadth, 8)
                 best = min(best, (cost, -tall * wide, tall, wide))
         return best[2], best[3]
@@ -168,7 +173,9 @@ class Product:
         column = code.times(vector, self.width)
         last = code.lanes("i1", [n < self.n % self.width for n in range(self.width)]) if ragged else None
         masks = [last if n == wide - 1 else None for n in range(wide)]
-        places = [[(*index, code.add(row, r), code.add(column, n * self.width)) for n in range(wide)] for r in range(tall)]
+        places = [
+            [(*index, code.add(row, r), code.add(column, n * self.width)) for n in range(wide)] for r in range(tall)
+        ]
         dim = len(kernel.out.shape) - 1
         zero = code.constant(kind, 0, self.width)
         held = [zero] * (tall * wide)
@@ -265,4 +272,3 @@ def pack(memory: Memory, packed: Panels) -> None:
 
     if packed.buffer.numel:
         matrix([], list(packed.batch), 0)
-

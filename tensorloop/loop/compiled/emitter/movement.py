@@ -1,25 +1,21 @@
 """Operations that move elements: views, concatenation, padding, indexing."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tensorloop.loop.compiled.emitter.arrays import Array, dense
-from tensorloop.loop.compiled.emitter.kernels import Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Call
 from tensorloop.loop.compiled.emitter.pointwise import HANDLERS, handles
-from tensorloop.loop.compiled.emitter.vector_math import Math
 from tensorloop.loop.compiled.recurrence import Unsupported
 
 aten = torch.ops.aten
 VIEWS = (
     "view", "_unsafe_view", "permute", "t", "transpose", "expand", "unsqueeze", "squeeze", "slice", "select",
-    "split", "split_with_sizes", "unbind", "diagonal", "unfold", "movedim", "swapaxes", "chunk", "narrow", "numpy_T",
+    "split", "split_with_sizes", "unbind", "diagonal", "unfold", "movedim", "swapaxes", "chunk", "narrow",
     "unsafe_split", "unsafe_split_with_sizes", "view_as", "expand_as", "mT", "matrix_H", "mH", "adjoint",
 )  # fmt: skip
-COPIED_VIEWS = {f"{name}_copy" for name in VIEWS}
 
 
 def _view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +30,7 @@ def _view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-HANDLERS.update(dict.fromkeys(VIEWS, _view))
+HANDLERS.update({f"{name}{end}": _view for name in VIEWS for end in ("", "_copy")})
 
 
 @handles("reshape", "flatten", "unflatten", "_reshape_alias", "ravel", "reshape_as")
@@ -131,19 +127,20 @@ def _part(low: Any, x: Array, dim: int, at: int, length: int, out: Array, start:
         low.copy(source, Array(out.buffer, shape, out.strides, out.offset + start * out.strides[dim]), piece)
 
 
-def _frame(low: Any, out: Array, inner: Sequence[tuple[int, int]], fill: Any, piece: object) -> Array:
+def framed(low: Any, out: Array, inner: Sequence[tuple[int, int]], fill: Any, piece: object) -> Array:
     """Fills (or copies, where `fill` is an array of out's shape) around a box; gives the box's view of `out`."""
     for dim, (start, stop) in enumerate(inner):
         size = out.shape[dim]
         for first, last in ((0, start), (stop, size)):
             if last > first:
-                slab = _box(out, dim, first, last)
-                low.copy(_box(fill, dim, first, last), slab, piece)
-        out, fill = _box(out, dim, start, stop), _box(fill, dim, start, stop)
+                slab = box(out, dim, first, last)
+                low.copy(box(fill, dim, first, last), slab, piece)
+        out, fill = box(out, dim, start, stop), box(fill, dim, start, stop)
     return out
 
 
-def _box(x: Array, dim: int, start: int, stop: int) -> Array:
+def box(x: Array, dim: int, start: int, stop: int) -> Array:
+    """A part along one dim."""
     shape = (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
     return Array(x.buffer, shape, x.strides, x.offset + start * x.strides[dim])
 
@@ -155,11 +152,11 @@ def constant_pad(call: Call, x: Array, pad: Sequence[int], value: Any = 0) -> Ar
     for dim in range(rank):
         n = rank - 1 - dim
         before, after = (pad[2 * n], pad[2 * n + 1]) if 2 * n < len(pad) else (0, 0)
-        x = _box(x, dim, max(0, -before), x.shape[dim] - max(0, -after))
+        x = box(x, dim, max(0, -before), x.shape[dim] - max(0, -after))
         inner.append((max(0, before), max(0, before) + x.shape[dim]))
     out, piece = low.new(call.shape, call.dtype), object()
-    box = _frame(low, out, inner, low.number(value, call.dtype).expand(out.shape), piece)
-    low.copy(x, box, piece)
+    inside = framed(low, out, inner, low.number(value, call.dtype).expand(out.shape), piece)
+    low.copy(x, inside, piece)
     return out
 
 
@@ -189,7 +186,7 @@ def _around(low: Any, x: Array, out: Array, part: Array, source: Array) -> None:
             offset -= first * out.strides[dim]
             inner.append((first, first + shape[dim]))
         piece = object()
-        low.copy(source, _frame(low, out, inner, x, piece), piece)
+        low.copy(source, framed(low, out, inner, x, piece), piece)
     else:
         low.copy(x, out)
         low.copy(source.expand(shape), part)
@@ -200,10 +197,10 @@ def select_backward(call: Call, grad: Array, sizes: Sequence[int], dim: int, ind
     """Zero but for one slice."""
     low, out = call.low, call.low.new(call.shape, call.dtype)
     dim, index = dim % len(sizes), index % sizes[dim]
-    box = _box(out, dim, index, index + 1)
+    slot = box(out, dim, index, index + 1)
     shape = (*grad.shape[:dim], 1, *grad.shape[dim:])
     source = Array(grad.buffer, shape, (*grad.strides[:dim], 0, *grad.strides[dim:]), grad.offset)
-    _around(low, low.number(0, call.dtype).expand(out.shape), out, box, source)
+    _around(low, low.number(0, call.dtype).expand(out.shape), out, slot, source)
     return out
 
 
@@ -217,7 +214,18 @@ def slice_backward(call: Call, grad: Array, sizes: Sequence[int], dim: int, star
     return out
 
 
-@handles("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "scalar_tensor")
+@handles(
+    "full",
+    "full_like",
+    "new_full",
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "scalar_tensor",
+)
 def full(call: Call, *args: Any, **kwargs: Any) -> Array:
     """One number everywhere, without memory."""
     name = str(call.node.target)[5:].split(".")[0]
@@ -235,10 +243,12 @@ def empty(call: Call, *args: Any, **kwargs: Any) -> Array:
 @handles("fill")
 def fill(call: Call, x: Array, value: Any) -> Array:
     """A number, or a tensor of one element, everywhere."""
-    return call.low.cast(value.expand(()) if isinstance(value, Array) else call.low.number(value, call.dtype), call.dtype).expand(call.shape)
+    return call.low.cast(
+        value.expand(()) if isinstance(value, Array) else call.low.number(value, call.dtype), call.dtype
+    ).expand(call.shape)
 
 
-@handles("copy", "expand_copy")
+@handles("copy")
 def copy(call: Call, x: Array, source: Array, *args: Any) -> Array:
     """The source in x's shape and dtype."""
     return call.low.cast(source, call.dtype).expand(call.shape)
@@ -249,152 +259,3 @@ def known(call: Call, *args: Any, **kwargs: Any) -> Array:
     """Made once, by torch."""
     kwargs["device"] = "cpu"
     return call.low.constant(call.node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
-
-
-@handles("index_select", "embedding")
-def index_select(call: Call, x: Array, *args: Any) -> Array:
-    """Slices chosen by a vector of indices, or rows by any tensor of them."""
-    if "embedding" in str(call.node.target):
-        dim, index = 0, args[0]
-    else:
-        dim, index = args[0] % max(1, len(x.shape)), args[1]
-    return _index(call, x, {dim: index}, index.shape, dim)
-
-
-def _index(call: Call, x: Array, chosen: dict[int, Array], shape: Sequence[int], at: int) -> Array:
-    """x[chosen dims]: the dims of the indices, broadcast to `shape`, stand at `at` in the result."""
-    rest = [dim for dim in range(len(x.shape)) if dim not in chosen]
-    before, after = [d for d in rest if d < at], [d for d in rest if d >= at]
-    full = (*(x.shape[d] for d in before), *shape, *(x.shape[d] for d in after))
-    strides = (*(x.strides[d] for d in before), *((0,) * len(shape)), *(x.strides[d] for d in after))
-    free = Array(x.buffer, full, strides, x.offset)
-    indices = []
-    for index in chosen.values():
-        wide = index.expand(shape)
-        ones = (0,) * len(before), (0,) * len(after)
-        indices.append(Array(wide.buffer, full, (*ones[0], *wide.strides, *ones[1]), wide.offset))
-    return call.low.gather(x, list(chosen), indices, full, free)
-
-
-@handles("index", "_unsafe_index")
-def index(call: Call, x: Array, indices: Sequence[Array | None]) -> Array:
-    """x[i, :, j]: tensors of integers, together."""
-    chosen = {dim: one for dim, one in enumerate(indices) if one is not None}
-    if any(one.dtype in (torch.bool, torch.uint8) for one in chosen.values()):
-        raise Unsupported("with a mask: how many there are is not known before")
-    dims = list(chosen)
-    adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
-    shape = torch.broadcast_shapes(*(one.shape for one in chosen.values()))
-    return _index(call, x, chosen, shape, dims[0] if adjacent else 0)
-
-
-@handles("gather")
-def gather(call: Call, x: Array, dim: int, index: Array, sparse_grad: bool = False) -> Array:
-    """out[i, j] = x[i, index[i, j]]."""
-    if not x.shape:
-        return x
-    dim %= len(x.shape)
-    strides = tuple(0 if n == dim else stride for n, stride in enumerate(x.strides))
-    return call.low.gather(x, [dim], [index], index.shape, Array(x.buffer, index.shape, strides, x.offset))
-
-
-@handles("scatter", "scatter_add", "index_add", "index_copy")
-def scatter(call: Call, x: Array, dim: int, index: Array, source: Any, reduce: str | None = None, alpha: Any = 1) -> Array:
-    """A copy of x, then element after element."""
-    name = str(call.node.target)
-    if reduce not in (None, "add") or alpha != 1 or not x.shape:
-        raise Unsupported(f"reduce={reduce}, alpha={alpha}, of {len(x.shape)} dims")
-    low, dim = call.low, dim % len(x.shape)
-    out = low.copy(x, low.new(x.shape, x.dtype))
-    if isinstance(source, Array) and "index_" in name:
-        strides = tuple(index.strides[0] if n == dim and index.shape else 0 for n in range(len(x.shape)))
-        index = Array(index.buffer, source.shape, strides, index.offset)
-    shape = index.shape
-    source = low.cast(low.array(source, x.dtype), x.dtype)
-    taken = Array(source.buffer, shape, source.strides if source.shape else (0,) * len(shape), source.offset)
-    if out.numel and index.numel:
-        low.kernels.append(Scatter(index, taken, out, dim, "add" in name or reduce == "add"))
-    return out
-
-
-@handles("index_put", "_unsafe_index_put")
-def index_put(call: Call, x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
-    """x[:, i] = values with one tensor of integers."""
-    chosen = [(dim, one) for dim, one in enumerate(indices) if one is not None]
-    if len(chosen) != 1 or chosen[0][1].dtype == torch.bool:
-        raise Unsupported("with more than one tensor of indices, or a mask")
-    low, (dim, index) = call.low, chosen[0]
-    shape = (*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
-    flat = (*x.shape[:dim], index.numel, *x.shape[dim + 1 :])
-    source = low.reshape(low.cast(values, x.dtype).expand(shape), flat)
-    one = low.reshape(index, (index.numel,))
-    wide = Array(one.buffer, flat, tuple(one.strides[0] if n == dim else 0 for n in range(len(flat))), one.offset)
-    out = low.copy(x, low.new(x.shape, x.dtype))
-    if out.numel and wide.numel:
-        low.kernels.append(Scatter(wide, source, out, dim, accumulate))
-    return out
-
-
-@handles("cumsum", "cumprod")
-def running(call: Call, x: Array, dim: int, dtype: Any = None) -> Array:
-    """Sums or products of all elements so far."""
-    low = call.low
-    x = low.cast(x, call.dtype)
-    if not x.shape:
-        return x
-    out = low.new(call.shape, call.dtype)
-    if call.dtype in (torch.bfloat16, torch.float16):
-        raise Unsupported(f"of {call.dtype}")
-    if out.numel:
-        name = "sum" if "cumsum" in str(call.node.target) else "prod"
-        low.kernels.append(Running(name, x, dim % len(x.shape), out))
-    return out
-
-
-@handles("convolution")
-def convolution(
-    call: Call,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Array:
-    """What the kernel sees at every place, as rows of a matrix, times the kernel."""
-    if transposed or groups != 1:
-        raise Unsupported("transposed, or in groups")
-    low, rank = call.low, len(stride)
-    wide = [each for size in reversed(padding) for each in (size, size)]
-    shape = (*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)))
-    if any(padding):
-        out, piece = low.new(shape, x.dtype), object()
-        inner = [(0, n) for n in x.shape[:2]] + [(p, p + n) for n, p in zip(x.shape[2:], padding, strict=True)]
-        assert len(wide) == 2 * rank
-        low.copy(x, _frame(low, out, inner, low.number(0, x.dtype).expand(shape), piece), piece)
-        x = out
-    steps = x.strides[2:]
-    seen = Array(
-        x.buffer,
-        (x.shape[0], *call.shape[2:], x.shape[1], *weight.shape[2:]),
-        (
-            x.strides[0],
-            *(s * each for s, each in zip(steps, stride, strict=True)),
-            x.strides[1],
-            *(s * each for s, each in zip(steps, dilation, strict=True)),
-        ),
-        x.offset,
-    )
-    places, depth = math.prod(call.shape[2:]), weight.numel // max(1, weight.shape[0])
-    rows = low.reshape(low.copy(seen, low.new(seen.shape, x.dtype)), (x.shape[0] * places, depth))
-    flat = low.reshape(weight, (weight.shape[0], depth)).view(torch.t)
-    assert isinstance(flat, Array)
-    made = low.matmul(rows, flat)
-    if bias is not None:
-        made = low.compute("add", Math.add, (made, bias), call.dtype)
-    made = low.reshape(made, (x.shape[0], places, weight.shape[0])).view(torch.transpose, 1, 2)
-    assert isinstance(made, Array)
-    return low.reshape(made, call.shape)

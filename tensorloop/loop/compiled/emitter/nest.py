@@ -1,142 +1,15 @@
 """A group of walks as loops: elementwise values in registers, reductions in accumulators, tails under a mask."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
-from tensorloop.loop.compiled.emitter.code import BITS, KINDS, Code, Index, Value, llvm_type
+from tensorloop.loop.compiled.emitter.code import KINDS, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group
-from tensorloop.loop.compiled.emitter.kernels import Gather, Point, Reduce
-from tensorloop.loop.compiled.emitter.lowering import computed_in
-from tensorloop.loop.compiled.emitter.target import Target
-from tensorloop.loop.compiled.emitter.vector_math import Math
-
-Key = tuple[Buffer, int, tuple[int, ...]]
-
-
-class Rows(NamedTuple):
-    """The rows of dim 0 that a call works on: names of two i64, of `count` in all."""
-
-    low: str
-    high: str
-    count: int
-
-
-class Memory:
-    """Where buffers lie in this function, and reading and writing elements of them."""
-
-    def __init__(self, code: Code, target: Target, pointers: dict[Buffer, str], error: str) -> None:
-        self.code, self.target, self.pointers, self.error = code, target, pointers, error
-        self.math = Math(code)
-
-    def address(self, array: Array, index: Sequence[Index]) -> str:
-        """Of one element."""
-        code, size = self.code, array.dtype.itemsize
-        offset = code.add(array.offset * size, *(code.times(i, s * size) for i, s in zip(index, array.strides, strict=True)))
-        return code.pointer(self.pointers[array.buffer], offset)
-
-    def load(self, array: Array, index: Sequence[Index], lane_dim: int | None, width: int, mask: Value | None) -> Value:
-        """The elements at an index and those after it along one dim."""
-        code, kind = self.code, KINDS[array.dtype]
-        if array.buffer.kind == "value":
-            wide = code.constant(KINDS[computed_in(array.dtype)], array.buffer.value, width)
-            return self.math.cast(wide, kind)
-        memory = "i8" if kind == "i1" else kind
-        stride = 0 if lane_dim is None or width == 1 else array.strides[lane_dim]
-        base, align = self.address(array, index), array.dtype.itemsize
-        if stride == 0:
-            one = code.op(f"load {llvm_type(memory)}, ptr {base}, align {align}", memory)
-            return code.splat(self._from_memory(one, kind), width)
-        if stride == 1 and mask is None:
-            made = code.op(f"load {llvm_type(memory, width)}, ptr {base}, align {align}", memory, width)
-        elif stride == 1:
-            made = self._masked("load", memory, width, base, align, mask)
-        else:
-            made = self._masked("gather", memory, width, self._lanes(base, stride * align, width), align, mask)
-        return self._from_memory(made, kind)
-
-    def _from_memory(self, value: Value, kind: str) -> Value:
-        return self.math.compare("ne", value, self.math.like(value, 0)) if kind == "i1" else value
-
-    def _lanes(self, base: str, step: int, width: int) -> str:
-        offsets = self.code.lanes("i64", [n * step for n in range(width)])
-        return self.code.op(f"getelementptr i8, ptr {base}, {offsets.type} {offsets.text}", "ptr", width).text
-
-    def _masked(self, how: str, kind: str, width: int, where: str, align: int, mask: Value | None) -> Value:
-        vector = llvm_type(kind, width)
-        suffix = f"v{width}{ {'float': 'f32', 'double': 'f64', 'half': 'f16', 'bfloat': 'bf16', 'u8': 'i8'}.get(kind, kind)}"
-        many = how == "gather"
-        pointer = f"<{width} x ptr>" if many else "ptr"
-        name = f"llvm.masked.{how}.{suffix}.{f'v{width}p0' if many else 'p0'}"
-        mask = mask or self.code.constant("i1", 1, width)
-        self.code.declare(name, vector, [pointer, "i32", mask.type, vector])
-        call = f"call {vector} @{name}({pointer} {where}, i32 {align}, {mask.type} {mask.text}, {vector} zeroinitializer)"
-        return self.code.op(call, kind, width)
-
-    def store(self, value: Value, array: Array, index: Sequence[Index], lane_dim: int | None, mask: Value | None) -> None:
-        """The other way."""
-        code = self.code
-        if value.kind == "i1":
-            value = self.math.cast(value, "u8")
-        width = value.width
-        stride = 1 if lane_dim is None or width == 1 else array.strides[lane_dim]
-        base, align = self.address(array, index), array.dtype.itemsize
-        if stride == 1 and (mask is None or width == 1):
-            code.line(f"store {value.type} {value.text}, ptr {base}, align {align}")
-            return
-        suffix = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "u8": "i8"}.get(value.kind, value.kind)
-        mask = mask or code.constant("i1", 1, width)
-        many = stride != 1
-        where, pointer = (self._lanes(base, stride * align, width), f"<{width} x ptr>") if many else (base, "ptr")
-        name = f"llvm.masked.{'scatter' if many else 'store'}.v{width}{suffix}.{f'v{width}p0' if many else 'p0'}"
-        code.declare(name, "void", [value.type, pointer, "i32", mask.type])
-        code.line(f"call void @{name}({value.type} {value.text}, {pointer} {where}, i32 {align}, {mask.type} {mask.text})")
-
-    def chosen(
-        self,
-        walk: Gather,
-        values: Sequence[Value],
-        index: Sequence[Index],
-        lane_dim: int | None,
-        width: int,
-        mask: Value | None,
-    ) -> Value:
-        """Elements of `source` at indices that were read; one out of range is noted and reads the first."""
-        code, math, size = self.code, self.math, walk.source.dtype.itemsize
-        total: Value | None = None
-        for value, step, length in zip(values, walk.steps, walk.sizes, strict=True):
-            raw = math.cast(value, "i64")
-            wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, math.like(raw, length)), raw)
-            good = code.compare("ult", wrapped, math.like(wrapped, length))
-            self.note(good)
-            wrapped = math.where(good, wrapped, math.like(wrapped, 0))
-            part = math.mul(wrapped, math.like(wrapped, step * size))
-            total = part if total is None else math.add(total, part)
-        assert total is not None
-        base, kind = self.address(walk.source, index), KINDS[walk.source.dtype]
-        stride = 0 if lane_dim is None or width == 1 else walk.source.strides[lane_dim] * size
-        memory = "i8" if kind == "i1" else kind
-        if width == 1:
-            where = code.pointer(base, total.text)
-            return self._from_memory(code.op(f"load {llvm_type(memory)}, ptr {where}, align {size}", memory), kind)
-        if stride:
-            total = math.add(total, code.lanes("i64", [n * stride for n in range(width)]))
-        where = code.op(f"getelementptr i8, ptr {base}, {total.type} {total.text}", "ptr", width).text
-        return self._from_memory(self._masked("gather", memory, width, where, size, mask), kind)
-
-    def note(self, good: Value) -> None:
-        """An index out of range: the call raises when the loop is over."""
-        code = self.code
-        bad = self.math.invert(good)
-        if bad.width > 1:
-            bits = code.op(f"bitcast {bad.type} {bad.text} to i{bad.width}", f"i{bad.width}")
-            bad = code.op(f"icmp ne i{bad.width} {bits.text}, 0", "i1")
-        with code.when(bad):
-            code.line(f"store i64 1, ptr {self.error}, align 8")
-
+from tensorloop.loop.compiled.emitter.kernels import Point, Reduce
+from tensorloop.loop.compiled.emitter.memory import Memory, Rows
 
 IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 
@@ -144,7 +17,9 @@ IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 class Nest:
     """Emits one group."""
 
-    def __init__(self, memory: Memory, group: Group, stored: set[Buffer], rows: Rows | None, row_dim: int | None) -> None:
+    def __init__(
+        self, memory: Memory, group: Group, stored: set[Buffer], rows: Rows | None, row_dim: int | None
+    ) -> None:
         self.memory, self.code, self.math = memory, memory.code, memory.math
         self.walks, self.stored, self.rows = group.walks, stored, rows
         self.order = _order(group)
@@ -224,8 +99,14 @@ class Nest:
         if not self.over:
             self._lanes(index, lambda mask: self._body(index, mask))
         elif self.lane in self.over:
-            self._finish(self._reduced([d for d in reduced if d != self.lane], index, self._begin(), None, True), index, None, True)
+            self._finish(
+                self._reduced([d for d in reduced if d != self.lane], index, self._begin(), None, True),
+                index,
+                None,
+                True,
+            )
         else:
+
             def column(mask: Value | None) -> None:
                 for d in reduced:
                     index[d] = 0
@@ -308,7 +189,9 @@ class Nest:
                 made.append(self.code.constant("i64", -1, self.width))
         return made
 
-    def _reduced(self, dims: list[int], index: list[Index], held: list[Value], mask: Value | None, lanes: bool) -> list[Value]:
+    def _reduced(
+        self, dims: list[int], index: list[Index], held: list[Value], mask: Value | None, lanes: bool
+    ) -> list[Value]:
         code = self.code
         if dims:
             with code.loop(0, self.space[dims[0]], 1, held) as loop:
@@ -352,7 +235,11 @@ class Nest:
         place = Value(str(index[dim]), "i64")
         wide = self.code.splat(place, self.width) if isinstance(index[dim], str) else None
         wide = wide or self.code.constant("i64", int(index[dim]), self.width)
-        return self.math.add(wide, self.code.lanes("i64", range(self.width))) if along is not None and self.width > 1 else wide
+        return (
+            self.math.add(wide, self.code.lanes("i64", range(self.width)))
+            if along is not None and self.width > 1
+            else wide
+        )
 
     def _better(self, how: str, value: Value, before: Value, where: Value) -> Value:
         """Beyond what is held, or the first to come, or the first NaN."""
@@ -382,7 +269,9 @@ class Nest:
                 value, where = self._across(walk.how, value, where)
             made = value if where is None else where
             kind = KINDS[walk.out.dtype]
-            self.memory.store(self.math.cast(made, kind), self.arrays[walk.out], index, None if lanes else self.lane, mask)
+            self.memory.store(
+                self.math.cast(made, kind), self.arrays[walk.out], index, None if lanes else self.lane, mask
+            )
 
     def _across(self, how: str, value: Value, where: Value | None) -> tuple[Value, Value | None]:
         code, width = self.code, value.width
@@ -437,7 +326,9 @@ def _order(group: Group) -> list[int]:
     """Dims with the output's strides falling, so that lanes run along memory; reduced ones last among equals."""
     weight = []
     for dim in range(len(group.space)):
-        strides = [abs(a.strides[dim]) for walk in group.walks for a in (*walk.writes(), *walk.reads()) if a.strides[dim]]
+        strides = [
+            abs(a.strides[dim]) for walk in group.walks for a in (*walk.writes(), *walk.reads()) if a.strides[dim]
+        ]
         weight.append(min(strides, default=1 << 60) if dim not in group.over else 0)
     inner = sorted((d for d in range(len(group.space)) if d in group.over), key=lambda d: -_least(group, d))
     outer = sorted((d for d in range(len(group.space)) if d not in group.over), key=lambda d: -weight[d])
@@ -447,6 +338,3 @@ def _order(group: Group) -> list[int]:
 def _least(group: Group, dim: int) -> int:
     reads = [abs(a.strides[dim]) for walk in group.walks for a in walk.reads() if a.strides[dim]]
     return min(reads, default=1 << 60)
-
-
-__all__ = ["BITS", "Memory", "Nest", "Rows"]

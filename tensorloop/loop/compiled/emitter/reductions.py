@@ -72,7 +72,9 @@ def argmax(call: Call, x: Array, dim: int | None = None, keepdim: bool = False) 
 
 
 @handles("linalg_vector_norm")
-def vector_norm(call: Call, x: Array, order: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
+def vector_norm(
+    call: Call, x: Array, order: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Array:
     """Of order 1, 2, or the largest element."""
     low, dims, inner = call.low, _dims(x, dim), computed_in(call.dtype)
     x = low.cast(x, inner)
@@ -84,7 +86,9 @@ def vector_norm(call: Call, x: Array, order: float = 2, dim: Any = None, keepdim
 
 
 @handles("var", "std", "var_mean")
-def variance(call: Call, x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None) -> Any:
+def variance(
+    call: Call, x: Array, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None
+) -> Any:
     """From the differences to the mean."""
     low, name = call.low, _name(call)
     if isinstance(dim, bool):
@@ -96,7 +100,9 @@ def variance(call: Call, x: Array, dim: Any = None, unbiased: Any = None, keepdi
     count = math.prod(x.shape[d] for d in dims)
     if count == 0:
         raise Unsupported("of no elements")
-    average = low.compute("div", lambda m, v: m.mul(v, m.like(v, 1 / count)), (low.reduce("sum", x, dims, True),), x.dtype)
+    average = low.compute(
+        "div", lambda m, v: m.mul(v, m.like(v, 1 / count)), (low.reduce("sum", x, dims, True),), x.dtype
+    )
     apart = low.compute("sub", Math.sub, (x, average), x.dtype)
     squares = low.reduce("sum", low.compute("square", lambda m, v: m.mul(v, v), (apart,), x.dtype), dims, keepdim)
     divisor = max(0.0, count - correction)
@@ -210,7 +216,9 @@ def addmm(call: Call, x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any
         return p if beta == 0 else m.add(p, x if beta == 1 else m.mul(x, m.like(x, beta)))
 
     plain = alpha == 1 and beta == 1
-    return low.compute("add" if plain else "scaled", Math.add if plain else scaled, (product, x), call.dtype, call.shape)
+    return low.compute(
+        "add" if plain else "scaled", Math.add if plain else scaled, (product, x), call.dtype, call.shape
+    )
 
 
 @handles("linear")
@@ -241,7 +249,9 @@ def layer_norm(call: Call, x: Array, shape: Sequence[int], weight: Array | None,
     average = low.compute("mean", over, (low.reduce("sum", x, dims, True),), inner)
     squares = low.compute("square", lambda m, v, a: m.mul(m.sub(v, a), m.sub(v, a)), (x, average), inner)
     total = low.reduce("sum", squares, dims, True)
-    scale = low.compute("rsqrt", lambda m, v: m.div(m.like(v, 1), m.sqrt(m.add(over(m, v), m.like(v, eps)))), (total,), inner)
+    scale = low.compute(
+        "rsqrt", lambda m, v: m.div(m.like(v, 1), m.sqrt(m.add(over(m, v), m.like(v, eps)))), (total,), inner
+    )
     affine = [one for one in (weight, bias) if one is not None]
 
     def normalized(m: Math, v: Any, a: Any, s: Any, *rest: Any) -> Any:

@@ -32,7 +32,9 @@ def llvm() -> Any:
     except ImportError as error:
         raise Unsupported(f"llvmlite cannot be imported: {error}") from None
     if binding.llvm_version_info[0] < OLDEST_LLVM:
-        raise Unsupported(f"llvmlite stands on LLVM {binding.llvm_version_info[0]}, {OLDEST_LLVM} is the oldest for this")
+        raise Unsupported(
+            f"llvmlite stands on LLVM {binding.llvm_version_info[0]}, {OLDEST_LLVM} is the oldest for this"
+        )
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding
