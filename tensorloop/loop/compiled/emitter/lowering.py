@@ -296,7 +296,7 @@ class Step:
         return low.copy(value, contiguous(Buffer("out", index, value.numel, value.dtype), value.shape))
 
     def _next(self, low: Lowering, index: int, node: fx.Node) -> Array:
-        """What a step computes and stores is the next carry where it lies; anything else is put into two buffers in turn."""
+        """What a step stores is the next carry where it lies; anything else is put into two buffers in turn."""
         value = low.values[node]
         if value.buffer.kind == "scratch" and value.whole:
             value.buffer.kind, value.buffer.index = "next", index
