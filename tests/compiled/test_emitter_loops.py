@@ -11,7 +11,7 @@ from tensorloop.loop.compiled.emitter import emit, threads
 from tensorloop.loop.compiled.emitter.cache import Folder
 from tensorloop.loop.compiled.emitter.core import NativeCore
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
-from tests.support.recurrences import assert_same, interpreted, places, recurrence
+from tests.support.recurrences import Given, assert_same, interpreted, places, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
@@ -42,7 +42,7 @@ def counting(invariants: Sequence[Tensor], slices: Sequence[Tensor], carry: Sequ
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_carries_outs_and_sums_of_all_kinds(reverse: bool, folder: Folder) -> None:
-    given = [], [torch.randn(6, 3, 5)], [torch.randn(3, 5), torch.tensor(4)]
+    given: Given = [], [torch.randn(6, 3, 5)], [torch.randn(3, 5), torch.tensor(4)]
     rec = recurrence(counting, *given, reverse=reverse)
     core = emit(rec, folder=folder)
     for steps in (0, 1, 6):
@@ -51,7 +51,7 @@ def test_carries_outs_and_sums_of_all_kinds(reverse: bool, folder: Folder) -> No
 
 def test_the_carry_given_is_not_written_and_the_last_is_new(folder: Folder) -> None:
     c = torch.randn(3, 5)
-    given = (), [torch.randn(2, 3, 5)], [c, torch.tensor(0)]
+    given: Given = (), [torch.randn(2, 3, 5)], [c, torch.tensor(0)]
     core = emit(recurrence(counting, *given), folder=folder)
     before = c.clone()
     first, _ = core(2, *given, *places(recurrence(counting, *given), 2))
@@ -65,7 +65,7 @@ def test_carries_that_change_places(folder: Folder) -> None:
         a, b, c = carry
         return {"carry": [b, c, a + slices[0]], "outs": [a, c]}
 
-    given = (), [torch.randn(7, 3)], [torch.randn(3), torch.randn(3), torch.randn(3)]
+    given: Given = (), [torch.randn(7, 3)], [torch.randn(3), torch.randn(3), torch.randn(3)]
     rec = recurrence(step, *given)
     assert_same(emit(rec, folder=folder), rec, 7, *given)
 
@@ -75,7 +75,7 @@ def test_a_carry_that_is_a_slice_an_invariant_or_itself(folder: Folder) -> None:
         (w,), (x,) = invariants, slices
         return {"carry": [x, w, carry[2]], "outs": [carry[0] + carry[1] + carry[2]]}
 
-    given = [torch.randn(4)], [torch.randn(3, 4)], [torch.randn(4), torch.randn(4), torch.randn(4)]
+    given: Given = [torch.randn(4)], [torch.randn(3, 4)], [torch.randn(4), torch.randn(4), torch.randn(4)]
     rec = recurrence(step, *given)
     assert_same(emit(rec, folder=folder), rec, 3, *given)
 
@@ -86,7 +86,7 @@ def test_a_loop_ends_after_the_step_that_says_so(limit: int, folder: Folder) -> 
         x, n = carry
         return {"carry": [x * 1.5, n + 1], "outs": [x], "going": n + 1 < invariants[0]}
 
-    given = [torch.tensor(limit)], (), [torch.randn(3, 4), torch.tensor(0)]
+    given: Given = [torch.tensor(limit)], (), [torch.randn(3, 4), torch.tensor(0)]
     rec = recurrence(step, *given)
     assert_same(emit(rec, folder=folder), rec, 10, *given)
 
@@ -111,7 +111,7 @@ def test_integers_and_bools_in_the_carry(folder: Folder) -> None:
             "terms": [n],
         }
 
-    given = (), [torch.randint(0, 9, (8, 5), dtype=torch.int32)], [
+    given: Given = (), [torch.randint(0, 9, (8, 5), dtype=torch.int32)], [
         torch.arange(5), torch.tensor([True, False, True, False, True]), torch.zeros(5, dtype=torch.int32)
     ]  # fmt: skip
     rec = recurrence(step, *given)
@@ -149,7 +149,7 @@ def test_an_index_out_of_range_is_refused(wrong: int, folder: Folder) -> None:
     def step(invariants, slices, carry):
         return {"carry": [carry[0] + 1], "outs": [carry[0].index_select(0, slices[0])]}
 
-    given = (), [torch.tensor([[0, 2], [1, 1]])], [torch.randn(3, 4)]
+    given: Given = (), [torch.tensor([[0, 2], [1, 1]])], [torch.randn(3, 4)]
     rec = recurrence(step, *given)
     core = emit(rec, folder=folder)
     assert_same(core, rec, 2, *given)

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tensorloop.loop.compiled.recurrence import Recurrence
 
 Step = Callable[..., dict[str, Any]]
+Given = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # invariants, sequences, carry
 
 
 def recurrence(
@@ -17,6 +18,7 @@ def recurrence(
     invariants: Sequence[Tensor] = (),
     sequences: Sequence[Tensor] = (),
     carry: Sequence[Tensor] = (),
+    *,
     reverse: bool = False,
     decompositions: Any = None,
 ) -> Recurrence:
@@ -105,6 +107,7 @@ def assert_same(
     invariants: Sequence[Tensor] = (),
     sequences: Sequence[Tensor] = (),
     carry: Sequence[Tensor] = (),
+    *,
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:

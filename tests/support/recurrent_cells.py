@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Shapes = dict[str, list[tuple[Any, ...]]]
+from tests.support.recurrences import Given
 
 
 class Cell(NamedTuple):
@@ -20,7 +20,7 @@ class Cell(NamedTuple):
     apart: bool = True
 
 
-def inputs(cell: Cell, steps: int, rows: int, features: int, dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+def inputs(cell: Cell, steps: int, rows: int, features: int, dtype: torch.dtype) -> Given:
     """Random ones, weights small enough that nothing is chaotic."""
     torch.manual_seed(1)
 

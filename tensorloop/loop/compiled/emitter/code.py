@@ -53,6 +53,11 @@ def llvm_type(kind: str, width: int = 1) -> str:
     return scalar if width == 1 else f"<{width} x {scalar}>"
 
 
+def suffix_of(kind: str) -> str:
+    """A kind in the name of an intrinsic."""
+    return {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "u8": "i8"}.get(kind, kind)
+
+
 def literal(kind: str, value: float) -> str:
     """A number as LLVM reads it: floats as the bits of a double, so that none is rounded twice."""
     if kind == "i1":
@@ -158,7 +163,7 @@ class Code:
     def call(self, name: str, *values: Value) -> Value:
         """An intrinsic of one type throughout, such as `llvm.fma`."""
         first = values[0]
-        suffix = {"float": "f32", "double": "f64", "u8": "i8"}.get(first.kind, first.kind)
+        suffix = suffix_of(first.kind)
         full = f"{name}.{suffix if first.width == 1 else f'v{first.width}{suffix}'}"
         self.declare(full, first.type, [value.type for value in values])
         arguments = ", ".join(f"{value.type} {value.text}" for value in values)

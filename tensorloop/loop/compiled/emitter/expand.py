@@ -5,20 +5,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from tensorloop.loop.compiled.emitter.arrays import Array
 from tensorloop.loop.compiled.emitter.lowering import Lowering
 from tensorloop.loop.compiled.recurrence import Unsupported
 
 
 def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """The node's decomposition, lowered in its place; Unsupported where torch has none, or one of random numbers."""
+    from torch._decomp import decomposition_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported("not an operation of aten", node)
-    table = torch._decomp.decomposition_table
-    if target not in table or torch.Tag.nondeterministic_seeded in target.tags:
+    if target not in decomposition_table or torch.Tag.nondeterministic_seeded in target.tags:
         raise Unsupported("not known, and torch does not take it apart", node)
     arrays: list[Any] = []
     examples: list[Any] = []
@@ -36,7 +35,7 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
         inner_args, inner_kwargs = fx.map_arg((node.args, node.kwargs), lambda one: next(left))
         return target(*inner_args, **inner_kwargs)
 
-    decompositions = {key: value for key, value in table.items() if key is target}
+    decompositions = {key: value for key, value in decomposition_table.items() if key is target}
     traced = make_fx(torch.func.functionalize(call), decomposition_table=decompositions, tracing_mode="fake")(*examples)
     return _inline(low, traced, arrays, node)
 
@@ -54,5 +53,4 @@ def _inline(low: Lowering, module: fx.GraphModule, arrays: list[Any], node: fx.N
         elif one.target is node.target:
             raise Unsupported("not known here", node)
     low.run(nodes, HANDLERS, expand)
-    made = fx.map_arg(nodes[-1].args[0], lambda one: low.values[one])
-    return made if isinstance(made, Array | tuple | list) else made
+    return fx.map_arg(nodes[-1].args[0], lambda one: low.values[one])

@@ -1,6 +1,7 @@
 """Kernels put together: what nobody reads is dropped, additions join products, walks over one space share one nest."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -46,32 +47,30 @@ def join_additions(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Ke
     products = {kernel.out.buffer: kernel for kernel in kernels if isinstance(kernel, Matmul)}
     made: list[Kernel] = []
     for kernel in kernels:
-        product, other = (
-            _addition(kernel, products) if isinstance(kernel, Point) and kernel.name == "add" else (None, None)
-        )
-        usable = product is not None and product.addend is None and product in made
-        if usable and readers[product.out.buffer] == 1 and product.out.buffer not in kept:
-            assert isinstance(kernel, Point)
-            assert other is not None
-            assert product is not None
-            made.remove(product)
-            shape, out = product.out.shape, kernel.out
-            joined = Matmul(product.a, product.b, _unsqueezed(out, shape), _unsqueezed(other, shape))
-            products[out.buffer] = joined
-            made.append(joined)
-        else:
+        found = _addition(kernel, products) if isinstance(kernel, Point) and kernel.name == "add" else None
+        if found is None or found[0].addend is not None or found[0] not in made:
             made.append(kernel)
+            continue
+        product, other = found
+        if readers[product.out.buffer] != 1 or product.out.buffer in kept:
+            made.append(kernel)
+            continue
+        made.remove(product)
+        (out,), shape = kernel.writes(), product.out.shape
+        joined = Matmul(product.a, product.b, _unsqueezed(out, shape), _unsqueezed(other, shape))
+        products[out.buffer] = joined
+        made.append(joined)
     return made
 
 
-def _addition(kernel: Point, products: dict[Buffer, Matmul]) -> tuple[Matmul | None, Array | None]:
+def _addition(kernel: Point, products: dict[Buffer, Matmul]) -> tuple[Matmul, Array] | None:
     for n, one in enumerate(kernel.ins):
         product, other = products.get(one.buffer), kernel.ins[1 - n]
         if product is None or other.buffer is one.buffer or kernel.out.dtype != product.out.dtype:
             continue
         if other.dtype == product.out.dtype and one == product.out.squeeze() and one.buffer.kind == "scratch":
             return product, other
-    return None, None
+    return None
 
 
 def _unsqueezed(array: Array, shape: Sequence[int]) -> Array:
@@ -118,10 +117,7 @@ def _meeting(kernel: Walk, unit: Unit) -> tuple[bool, bool]:
     out = kernel.out
     if out.buffer in written:
         needs = True
-        pieces = isinstance(unit, Group) and isinstance(kernel, Point) and kernel.piece is not None and all(
-            isinstance(walk, Point) and walk.piece is kernel.piece for walk in unit.walks if walk.out.buffer is out.buffer
-        )  # fmt: skip
-        aligned = aligned and pieces
+        aligned = aligned and isinstance(unit, Group) and isinstance(kernel, Point) and _one_piece(kernel, unit)
     if any(array.buffer is out.buffer for array in unit.reads()):
         needs, aligned = True, False
     if not isinstance(unit, Group) or unit.space != kernel.space:
@@ -129,6 +125,12 @@ def _meeting(kernel: Walk, unit: Unit) -> tuple[bool, bool]:
     if isinstance(kernel, Reduce) and any(isinstance(walk, Reduce) for walk in unit.walks) and unit.over != kernel.over:
         return False, needs
     return aligned, needs
+
+
+def _one_piece(kernel: Point, group: Group) -> bool:
+    """Whether all that write the kernel's buffer here are pieces of one thing with it."""
+    others = [walk for walk in group.walks if walk.out.buffer is kernel.out.buffer]
+    return kernel.piece is not None and all(isinstance(w, Point) and w.piece is kernel.piece for w in others)
 
 
 def stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
@@ -155,7 +157,7 @@ def stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
 
 
 def split_by_readers(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
-    """An elementwise kernel that is only read in slices is made slice by slice, so that each joins its readers' nest."""
+    """A kernel that is only read in slices is made slice by slice, so that each joins its readers' nest."""
     kernels, kept = list(kernels), set(kept)
     readers: dict[Buffer, list[Array]] = {}
     writers = Counter(kernel.out.buffer for kernel in kernels)
@@ -201,5 +203,5 @@ def _slices(kernel: Point, views: Sequence[Array]) -> list[Point] | None:
         ins = tuple(Array(a.buffer, view.shape, a.strides, a.offset + start * a.strides[dim]) for a in kernel.ins)
         found.append(Point(kernel.name, kernel.function, ins, view))
     cuts.sort()
-    apart = all(a[0] == b[0] and a[2] <= b[1] for a, b in zip(cuts, cuts[1:], strict=False))
+    apart = all(a[0] == b[0] and a[2] <= b[1] for a, b in itertools.pairwise(cuts))
     return found if apart else None

@@ -39,7 +39,7 @@ class Point:
 
 @dataclasses.dataclass(eq=False)
 class Gather:
-    """out[i] = source[i, with indices[k][i] at a dim of stride steps[k] and size sizes[k]]; source's own stride there is 0."""
+    """out[i] = source[i, at indices[k][i]]: of a dim of stride steps[k] and size sizes[k], where source's stride is 0."""
 
     source: Array
     indices: tuple[Array, ...]
@@ -109,7 +109,7 @@ class Matmul:
 
 @dataclasses.dataclass(eq=False)
 class Scatter:
-    """out[i, with index[i] at `dim`] = or += source[i], element after element; `out` holds the values beneath already."""
+    """out[i, with index[i] at `dim`] = or += source[i], element after element; `out` holds what is beneath."""
 
     index: Array
     source: Array

@@ -282,6 +282,9 @@ class Step:
         self.invariants = [low.values[node] for node in recurrence.invariants]
         self.carry = [low.values[node] for node in recurrence.carry]
         self.sequences = [low.values[node] for node in recurrence.sequences]
+        for node in (*recurrence.outs, *recurrence.next_carry, *recurrence.terms):
+            if not isinstance(low.values[node], Array):
+                raise Unsupported("several tensors at once as one out", node)
         self.outs = [self._out(low, n, node) for n, node in enumerate(recurrence.outs)]
         self.next = [self._next(low, n, node) for n, node in enumerate(recurrence.next_carry)]
         self.sums = [self._sum(low, n, node) for n, node in enumerate(recurrence.terms)]
@@ -296,7 +299,7 @@ class Step:
         return low.copy(value, contiguous(Buffer("out", index, value.numel, value.dtype), value.shape))
 
     def _next(self, low: Lowering, index: int, node: fx.Node) -> Array:
-        """What a step computes and stores is the next carry where it lies; anything else is put into two buffers in turn."""
+        """What a step stores is the next carry where it lies; anything else is put into two buffers in turn."""
         value = low.values[node]
         if value.buffer.kind == "scratch" and value.whole:
             value.buffer.kind, value.buffer.index = "next", index

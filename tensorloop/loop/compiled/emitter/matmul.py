@@ -109,7 +109,7 @@ class Product:
             rows = max(1, -(-self.m // 2))  # a thread's share, of two
         for tall in range(1, 13 if room > 16 else 7):
             for wide in range(1, 9 if tall < 4 else 4):
-                if tall * wide + min(tall, wide) + 1 > room or tall > rows or wide > self.vectors:
+                if tall * wide + wide + 1 > room or tall > rows or wide > self.vectors:
                     continue
                 cost = 0.0
                 for height, times in ((tall, rows // tall), (rows % tall, 1 if rows % tall else 0)):

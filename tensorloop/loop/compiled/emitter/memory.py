@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
-from tensorloop.loop.compiled.emitter.code import KINDS, Code, Index, Value, llvm_type
+from tensorloop.loop.compiled.emitter.code import KINDS, Code, Index, Value, llvm_type, suffix_of
 from tensorloop.loop.compiled.emitter.kernels import Gather
 from tensorloop.loop.compiled.emitter.lowering import computed_in
 from tensorloop.loop.compiled.emitter.target import Target
@@ -12,11 +12,11 @@ from tensorloop.loop.compiled.emitter.vector_math import Math
 
 
 class Rows(NamedTuple):
-    """The rows of dim 0 that a call works on: names of two i64, of `count` in all."""
+    """The rows of dim 0 that a call works on: names of two i64, of `total` in all."""
 
     low: str
     high: str
-    count: int
+    total: int
 
 
 class Memory:
@@ -63,7 +63,7 @@ class Memory:
 
     def _masked(self, how: str, kind: str, width: int, where: str, align: int, mask: Value | None) -> Value:
         vector = llvm_type(kind, width)
-        suffix = f"v{width}{ {'float': 'f32', 'double': 'f64', 'half': 'f16', 'bfloat': 'bf16', 'u8': 'i8'}.get(kind, kind) }"
+        suffix = f"v{width}{suffix_of(kind)}"
         many = how == "gather"
         pointer = f"<{width} x ptr>" if many else "ptr"
         name = f"llvm.masked.{how}.{suffix}.{f'v{width}p0' if many else 'p0'}"

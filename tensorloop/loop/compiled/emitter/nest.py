@@ -114,7 +114,7 @@ class Nest:
 
             self._lanes(index, column)
 
-    def _lanes(self, index: list[Index], body: Callable[[Value | None], None]) -> None:
+    def _lanes(self, index: list[Index], body: Callable[[Value | None], object]) -> None:
         """The body for whole vectors along the lanes' dim, then for what is left."""
         code, lane, width = self.code, self.lane, self.width
         if lane is None:
@@ -214,7 +214,7 @@ class Nest:
         return held
 
     def _step(self, index: list[Index], held: list[Value], mask: Value | None, along: int | None) -> list[Value]:
-        """The accumulators after one more vector; lanes outside of the mask stay as they were where lanes are reduced."""
+        """The accumulators after one more vector; reduced lanes outside of the mask stay as they were."""
         taken, left, made = self._body(index, mask), iter(held), []
         for walk in self._reductions():
             value, before = taken[walk.array], next(left)

@@ -21,7 +21,7 @@ class Target:
     registers: int
 
     def lanes(self, dtypes: "set[torch.dtype]") -> int:
-        """Elements worked on at once: as many as 4-byte ones fill a register, where there are such, else 8-byte ones."""
+        """Elements worked on at once: 4-byte ones fill a register where there are such, else 8-byte ones."""
         return self.bits // (64 if all(dtype.itemsize == 8 for dtype in dtypes) else 32)
 
 

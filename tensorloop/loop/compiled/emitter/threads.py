@@ -30,7 +30,7 @@ def run(member: int, table: int, steps: int, scratch: int, rows: int, count: int
 
 @functools.cache
 def _parallel(process: int) -> Any:
-    """GOMP_parallel of the library that torch loaded; None where there is none, and in a forked process, whose team is gone."""
+    """GOMP_parallel of the library that torch loaded; None without one, and in a forked process, whose team is gone."""
     if process != _BORN[0]:
         return None
     assert torch.__file__

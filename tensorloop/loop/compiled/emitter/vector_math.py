@@ -57,17 +57,20 @@ class Math(Arithmetic):
 
     # exponentials
 
-    def _reduced(self, x: Value) -> tuple[Value, Value, Value]:
-        """(r, 2^i, 2^j) with x = (i + j) ln 2 + r; x must lie within the range of exp."""
+    def _reduced(self, x: Value) -> tuple[Value, Value]:
+        """(r, n) with x = n ln 2 + r, n as an integer; x must lie within the range of exp."""
         small = x.kind == "float"
         magic = self.like(x, 1.5 * 2.0 ** (23 if small else 52))  # the sum's last bits are the integer
         high, low = (0.693359375, -2.12194440e-4) if small else (6.93147180369123816490e-1, 1.90821492927058770002e-10)
         shifted = self.fma(x, self.like(x, LOG2E), magic)
         n = self.sub(shifted, magic)
         r = self.fma(n, self.like(x, -low), self.fma(n, self.like(x, -high), x))
-        whole = self.sub(self._bits(shifted), self._bits(magic))
-        half = self.bit("ashr", whole, self.like(whole, 1))
-        return r, self._power(half), self._power(self.sub(whole, half))
+        return r, self.sub(self._bits(shifted), self._bits(magic))
+
+    def _halves(self, n: Value) -> tuple[Value, Value]:
+        """Two powers of 2 whose product is 2^n, where that itself may be out of range."""
+        half = self.bit("ashr", n, self.like(n, 1))
+        return self._power(half), self._power(self.sub(n, half))
 
     def _exp_minus_one(self, r: Value) -> Value:
         return self.fma(self.poly(r, _EXP32 if r.kind == "float" else _EXP64), self.mul(r, r), r)
@@ -76,33 +79,37 @@ class Math(Arithmetic):
         """e to the x."""
         small = x.kind == "float"
         x = self.at_least(self.at_most(x, 89.0 if small else 710.0), -105.0 if small else -746.0)
-        r, first, second = self._reduced(x)
+        r, n = self._reduced(x)
+        first, second = self._halves(n)
         return self.mul(self.mul(self.add(self._exp_minus_one(r), self.like(x, 1)), first), second)
 
     def expm1(self, x: Value) -> Value:
         """exp(x) - 1."""
         small = x.kind == "float"
         limited = self.at_least(self.at_most(x, 89.0 if small else 710.0), -20.0 if small else -40.0)
-        r, first, second = self._reduced(limited)
-        one = self.like(x, 1)
-        inner = self.sub(first, self.div(one, second))
+        r, n = self._reduced(limited)
+        first, second = self._halves(n)
+        inner = self.sub(first, self.div(self.like(x, 1), second))
         made = self.mul(self.fma(self._exp_minus_one(r), first, inner), second)
         return self.where(self.compare("eq", x, self.like(x, 0)), x, made)
 
     def tanh(self, x: Value) -> Value:
         """From expm1: t / (t + 2)."""
-        small = x.kind == "float"
-        edge = 9.2 if small else 19.5
+        edge = 9.2 if x.kind == "float" else 19.5
         limited = self.at_least(self.at_most(x, edge), -edge)
-        r, first, second = self._reduced(self.add(limited, limited))
-        power = self.mul(first, second)
+        r, n = self._reduced(self.add(limited, limited))
+        power = self._power(n)
         t = self.fma(self._exp_minus_one(r), power, self.sub(power, self.like(x, 1)))
         return self.div(t, self.add(t, self.like(x, 2)))
 
     def sigmoid(self, x: Value) -> Value:
-        """1 / (1 + exp(-x))."""
-        one = self.like(x, 1)
-        return self.div(one, self.add(one, self.exp(self.neg(x))))
+        """1 / (1 + exp(-x)); 0 where that is no normal number."""
+        small, one = x.kind == "float", self.like(x, 1)
+        lowest = -87.3 if small else -708.3
+        r, n = self._reduced(self.neg(self.at_least(self.at_most(x, -lowest), lowest)))
+        power = self._power(n)
+        made = self.div(one, self.add(one, self.fma(self._exp_minus_one(r), power, power)))
+        return self.where(self.compare("lt", x, self.like(x, lowest)), self.like(x, 0), made)
 
     # logarithms
 
