@@ -85,68 +85,68 @@ class Operation:
 
 
 class Recorder(OperationMode):
-    """Writes down what one step does with its arguments."""
+    """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
     def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False) -> None:
         super().__init__()
         self.key: list[Any] = []
+        self.functions: list[Any] = []
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
         self.lines = lines
         self.writes = False
         self.number: Tensor | None = None  # of the step, where the body gets one
-        self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
-        self._numbers = {id(x): i for i, x in enumerate(arguments)}
-        self._own = {_storage(x) for x in arguments}
-        self._empty: set[int] = set()
         self.grad = torch.is_grad_enabled()  # what the body is called under
+        self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
+        self._given = len(arguments)
+        self._numbers = {id(x): i for i, x in enumerate(arguments)}
+        self._foreign: set[int] = set()  # the memory of captures
+        self._empty: set[int] = set()
+        self._fills = False  # whether the operation at hand fills what was empty
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs one operation and writes it down."""
-        traits = _TRAITS.get(func) or _traits(func)
+        traits = _TRAITS.get(id(func)) or _traits(func)
         if traits.reason is not None:
             raise Refused(f"{traits.name} {traits.reason}", user_place())
         if torch.is_grad_enabled() is not self.grad and func is not _aten.detach.default:  # autograd's own are
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
-        key = self.key
-        key.append(func)
-        noted = [self._noted(x) for x in args]
-        named = {name: self._noted_as(name, x) for name, x in kwargs.items()} if kwargs else None
-        if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
-            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_place())
-        if traits.writes:
-            self._check_writes(traits, args, kwargs or {})
-        if self.number is not None and _numbers(noted):
-            func, args = _with_numbers(func, args)
-        out = func(*args, **(kwargs or {}))
-        results = self._made(out)
+        self.functions.append(func)
+        self._fills = traits.fills
+        key, note = self.key, self._note
+        key.append(id(func))  # what hashes quickly
+        for x in args:
+            note(x)
+        if kwargs:
+            for name, x in kwargs.items():
+                key.append(name)
+                note(x)
+        if traits.writes or traits.named or traits.masks:
+            self._check(traits, args, kwargs or {})
+        noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
+        if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
+            args = _with_numbers(func, args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._made(out)
         if traits.empty:
-            self._empty.update(r.number for r in _flat(results))
-        place = user_place() if self.lines else None
-        self.operations.append(Operation(func, noted, named, results, place))
-        if len(self.operations) > MOST_OPERATIONS:
+            self._empty.add(self._numbers[id(out)])
+        if self.lines:
+            self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
+        if len(self.functions) > MOST_OPERATIONS:
             raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
         return out
 
-    def number_of(self, x: Tensor) -> Ref:
-        """The number of a tensor that the step uses or gives."""
-        number = self._numbers.get(id(x))
-        if number is None:
-            number = self._capture(x)
-        elif number in self._empty:
-            raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_place())
-        self.key.append(number)
-        return Ref(number)
-
-    def finish(self, leaves: Sequence[Any]) -> list[Any]:
-        """The numbers of what the step gave, other things as they are; checks what only shows at the end."""
-        noted = [self._noted(x) for x in leaves]
-        for x in self.captures.values():
-            if _storage(x) in self._own:
+    def finish(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The numbers of what the step gave; checks what only shows at the end."""
+        for x in tensors:
+            self._note(x)
+        if self.lines:
+            own = {_storage(x) for x in self._tensors[: self._given]}
+            if any(_storage(x) in own for x in self.captures.values()):
                 raise Refused("a tensor was taken out of its graph by .data or the like")
-        return noted
+        return [self._numbers[id(x)] for x in tensors]
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds no tensor of the step any more; gives those that operations made, weakly."""
@@ -156,66 +156,70 @@ class Recorder(OperationMode):
         self.number = None
         return made
 
-    def _noted_as(self, name: str, x: Any) -> Any:
-        self.key.append(name)
-        return self._noted(x)
-
-    def _noted(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self.number_of(x)
+    def _note(self, x: Any) -> None:
+        """Adds an argument to the key."""
         key = self.key
-        if isinstance(x, (list, tuple)):
+        if isinstance(x, Tensor):
+            number = self._numbers.get(id(x))
+            if number is None:
+                number = self._capture(x)
+            elif number in self._empty and not self._fills:
+                raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_place())
+            key.append(number)
+        elif isinstance(x, (list, tuple)):
             key.append(len(x))
-            return [self._noted(y) for y in x]
-        if isinstance(x, torch.SymInt):
-            return self._numbered(x.node)
-        if isinstance(x, (float, complex)):
+            for y in x:
+                self._note(y)
+        elif isinstance(x, torch.SymInt):
+            assert self.number is not None
+            key.append((self._numbers[id(self.number)], x.node.scale, x.node.shift))
+        elif isinstance(x, (float, complex)):
             key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
         else:
             key.append(type(x))
             key.append(x)
-        return x
 
-    def _numbered(self, node: Any) -> Any:
-        """The number of the step, or what was computed from it in Python."""
-        assert self.number is not None
-        number = Number(self.number_of(self.number).number, node.scale, node.shift)
-        self.key.append(number)
-        return number
+    def _structure(self, x: Any) -> Any:
+        """Arguments or results with numbers in the place of tensors."""
+        if isinstance(x, Tensor):
+            return Ref(self._numbers[id(x)])
+        if isinstance(x, (list, tuple)):
+            return [self._structure(y) for y in x]
+        if isinstance(x, dict):
+            return {name: self._structure(y) for name, y in x.items()}
+        if isinstance(x, torch.SymInt):
+            return Number(self._numbers[id(self.number)], x.node.scale, x.node.shift)
+        return x
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in _PLAIN or x.layout is not torch.strided:
             raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
-        number = self._number(x)
+        number = self._numbers[id(x)] = len(self._tensors)
+        self._tensors.append(x)
         self.captures[number] = x
+        self._foreign.add(_storage(x))
         self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
         return number
 
-    def _number(self, x: Tensor) -> int:
-        number = self._numbers[id(x)] = len(self._tensors)
-        self._tensors.append(x)
-        return number
-
-    def _made(self, out: Any) -> Any:
+    def _made(self, out: Any) -> None:
         if isinstance(out, Tensor):
-            number = self._numbers.get(id(out))  # an operation in place gives its argument
-            if number is None:
-                number = self._number(out)
-                self._own.add(_storage(out)) if _storage(out) not in self._foreign() else None
-            return Ref(number)
-        return [self._made(x) for x in out] if isinstance(out, (list, tuple)) else None
+            if id(out) not in self._numbers:  # an operation in place gives its argument
+                self._numbers[id(out)] = len(self._tensors)
+                self._tensors.append(out)
+        elif isinstance(out, (list, tuple)):
+            for x in out:
+                self._made(x)
 
-    def _foreign(self) -> set[int]:
-        return {_storage(x) for x in self.captures.values()}
-
-    def _check_writes(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.writes = True
+    def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses masks as indices and writes to memory from outside."""
+        if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
+            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_place())
         written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
-        foreign = self._foreign()
         for x in written:
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
-                    if _storage(y) in foreign:
+                    self.writes = True
+                    if _storage(y) in self._foreign:
                         raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
                     if traits.fills:
                         self._empty.discard(self._numbers[id(y)])
@@ -232,7 +236,7 @@ class _Traits:
     fills: bool
 
 
-_TRAITS: dict[Any, _Traits] = {}
+_TRAITS: dict[int, _Traits] = {}  # by the id of an operation, which lives for ever
 
 
 def _traits(func: Any) -> _Traits:
@@ -250,30 +254,20 @@ def _traits(func: Any) -> _Traits:
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes)
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
     found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills)
-    return _TRAITS.setdefault(func, found)
+    return _TRAITS.setdefault(id(func), found)
 
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _flat(x: Any) -> list[Ref]:
-    if isinstance(x, Ref):
-        return [x]
-    return [r for y in x for r in _flat(y)] if isinstance(x, list) else []
-
-
-def _numbers(noted: list[Any]) -> bool:
-    return any(isinstance(x, Number) for x in noted)
-
-
-def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """The operation as it runs now: with this step's number."""
     if func.overloadpacket not in _NUMBERED:
         raise Refused(
             f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_place()
         )
-    return func, tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
+    return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
 
 
 def user_place() -> Place | None:

@@ -65,7 +65,7 @@ def inspect(found: Any, again: Callable[[], Any]) -> Any:
 
 def _functions(recorded: Any) -> list[Any]:
     """What a step calls, beside the detaching that autograd does for itself: the second look has more gradients."""
-    return [o.function for o in recorded.step.operations if o.function is not torch.ops.aten.detach.default]
+    return [f for f in recorded.recorder.functions if f is not torch.ops.aten.detach.default]
 
 
 def _numpys_state() -> Any:

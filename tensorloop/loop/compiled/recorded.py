@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._torch.tracing import without_hooks
 from tensorloop.loop.compiled.capture import Step
-from tensorloop.loop.compiled.fingerprint import Recorder, Ref, Refused
+from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.step_number import symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import Rows, first_inputs, spread
@@ -57,12 +57,11 @@ class Recorded:
             new, self.leaves, self.ys, self.answer = self._step(carry, rows)
         n, m = len(carry), len(rows)
         tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
-        noted = r.finish([*tensors, *([] if self.answer is None else [self.answer])])
-        numbers = [x.number for x in noted if isinstance(x, Ref)]
+        numbers = r.finish([*tensors, *([] if self.answer is None else [self.answer])])
         self.captures = list(r.captures.values())
         answer = None if self.answer is None else numbers[-1]
-        outputs = numbers[:n], numbers[n : len(tensors)]
-        self.step = Step(r.operations, range(n), range(n, n + m), list(r.captures), *outputs, answer, r.writes)
+        self.outputs = numbers[:n], numbers[n : len(tensors)], answer
+        self.step = Step(r.operations, range(n), range(n, n + m), list(r.captures), *self.outputs, r.writes)
 
     def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """(the next carry, the body's leaves, ys, the condition's answer)."""
@@ -150,10 +149,9 @@ class Recorded:
         xs = tuple((x.shape[1:], x.dtype, x.requires_grad) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
         kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
-        numbers = self.step.next_carry, self.step.ys, self.step.answer
         settings = grad, reverse, torch.get_default_dtype(), loop.cond is None, loop.until is None
         codes = tuple(_code(function) for _, function, _ in loop.functions)
-        return codes, carry, xs, kinds, settings, str(numbers), tuple(self.recorder.key)
+        return codes, carry, xs, kinds, settings, str(self.outputs), tuple(self.recorder.key)
 
 
 def _code(function: Any) -> Any:
