@@ -135,6 +135,9 @@ def scan(
     Cost: `checkpoints=None` keeps what body_fn's operations save for each step. `checkpoints=K` keeps at most K carries
     and recomputes the steps between them in backward (`tensorloop.schedule` has the counts); TensorArrays in the carry
     take O(1) for each. No device sync of its own, one a step with `until` on a device.
+    `compile=True` looks at one step and runs the loop as native code, with the same results up to rounding; what cannot
+    be compiled runs as without it, with one warning, or raises under `compile="strict"` (`tl.explain`, and the page on
+    compiled loops).
     Raises: TypeError (structure, dtype, what a y or xs leaf is), ValueError (lengths, shapes of xs), RuntimeError (a
     tensor changed in place that the loop still needs, a write to an array made outside).
     Source: jax.lax.scan for the surface.

@@ -64,7 +64,7 @@ def _surroundings(loop: Loop) -> bool:
     """Whether where the loop runs lets it be compiled: not under transforms, which the eager loop is for."""
     if loop.length == 0 or transforms.maybe_level() is not None or transforms.forward_mode() or dispatched():
         return False
-    return here.notes is None and not torch.is_inference_mode_enabled()
+    return here.notes is None and here.nodes is None and not torch.is_inference_mode_enabled()
 
 
 def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
