@@ -3,6 +3,8 @@
 W1, W3 and ring: as in workloads.py.
 W2, an LSTM: z = x_t Wx + h Wh + b in the order i, f, g, o; c = sigmoid(f) c + sigmoid(i) tanh(g);
   h = sigmoid(o) tanh(c); the loss is sum(h**2) / T over all steps.
+W2s: W2, small. RNN and RNNs: h = tanh(x_t Wx + h Wh) where the row's first feature is above -0.5, else h as it was;
+  the loss is that of W2.
 W4, a loop of unknown length: x = 0.9 tanh(x W + b) + 0.1 x0 from x = x0, while n < N, where N is data; the loss is
   sum(x**2) at the end.
 W5, rows that stop on their own: h = tanh(x_t Wx + h Wh) while t < lens[b], frozen after; the loss is the sum of h**2
@@ -15,6 +17,7 @@ Arrays = dict[str, np.ndarray]
 
 # (B, F) of a step
 SEQUENCES = {"W1": (10, 5), "W2": (32, 256), "W3": (8, 64), "W4": (64, 256), "W5": (32, 128), "ring": (8, 64)}
+SEQUENCES |= {"W2s": (4, 32), "RNN": (32, 256), "RNNs": (4, 32)}
 WEIGHTS: dict[str, dict[str, tuple[int, ...]]] = {
     "W1": {},
     "W2": {"Wx": (256, 1024), "Wh": (256, 1024), "b": (1024,)},
@@ -22,6 +25,9 @@ WEIGHTS: dict[str, dict[str, tuple[int, ...]]] = {
     "W4": {"W": (256, 256), "b": (256,)},
     "W5": dict.fromkeys(("Wx", "Wh"), (128, 128)),
     "ring": dict.fromkeys(("W", "U"), (64, 64)),
+    "W2s": {"Wx": (32, 128), "Wh": (32, 128), "b": (128,)},
+    "RNN": dict.fromkeys(("Wx", "Wh"), (256, 256)),
+    "RNNs": dict.fromkeys(("Wx", "Wh"), (32, 32)),
 }
 
 

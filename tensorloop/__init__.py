@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tensorloop import testing as testing
     from tensorloop.attention import attention
     from tensorloop.beam import beam_search
-    from tensorloop.loop import Checkpoints, associative_scan, fori_loop, map, scan, while_loop
+    from tensorloop.loop import Checkpoints, associative_scan, explain, fori_loop, map, scan, while_loop
     from tensorloop.packed import Dim, PackedTensor, pack_padded
     from tensorloop.regroup import RegroupPlan, regroup
     from tensorloop.risk import edit_distance, leave_one_out, minimum_risk, mwer, sentence_bleu
@@ -32,6 +32,7 @@ __all__ = [
     "attention",
     "beam_search",
     "edit_distance",
+    "explain",
     "fori_loop",
     "leave_one_out",
     "map",
@@ -49,7 +50,7 @@ __version__ = "0.1.0"
 _LATER = {
     "attention": ("attention",),
     "beam": ("beam_search",),
-    "loop": ("Checkpoints", "associative_scan", "fori_loop", "map", "scan", "while_loop"),
+    "loop": ("Checkpoints", "associative_scan", "explain", "fori_loop", "map", "scan", "while_loop"),
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),

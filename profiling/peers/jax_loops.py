@@ -45,6 +45,18 @@ def w2(scan: Callable[..., Any], p: Arrays, T: int) -> Any:
     return jnp.sum(hs**2) / T
 
 
+# ---- RNN ----
+
+
+def rnn(p: Arrays, T: int) -> Any:
+    def step(h: Any, x: Any) -> Any:
+        h = jnp.where(x[:, :1] > -0.5, jnp.tanh(x @ p["Wx"] + h @ p["Wh"]), h)
+        return h, h
+
+    _, hs = lax.scan(step, jnp.zeros((p["xs"].shape[1], p["Wh"].shape[0]), p["xs"].dtype), p["xs"])
+    return jnp.sum(hs**2) / T
+
+
 # ---- W3 ----
 
 
@@ -120,6 +132,9 @@ def w5_masked(p: Arrays, T: int) -> Any:
 LOOPS: dict[str, dict[str, Callable[[Arrays, int], Any]]] = {
     "W1": {"lax_scan": w1},
     "W2": {"lax_scan": partial(w2, lax.scan), "eqx_scan": partial(w2, partial(eqxi.scan, kind="checkpointed"))},
+    "W2s": {"lax_scan": partial(w2, lax.scan)},
+    "RNN": {"lax_scan": rnn},
+    "RNNs": {"lax_scan": rnn},
     "W3": {"eqx_buffers": w3_buffers, "lax_scan": w3_carried},
     "W4": {"lax_scan": w4_told, **{f"eqx_{K}": partial(w4_checkpointed, K) for K in (8, 32, 128)}},
     "W5": {"lax_scan": w5_masked},

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
+    from tensorloop.loop.api import explain as explain
     from tensorloop.loop.api import fori_loop as fori_loop
     from tensorloop.loop.api import map as map
     from tensorloop.loop.api import scan as scan
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoints",
     "associative_scan",
+    "explain",
     "fori_loop",
     "map",
     "scan",
@@ -25,7 +27,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__ = face(
         __name__,
         {
-            "loop.api": ("fori_loop", "map", "scan", "while_loop"),
+            "loop.api": ("explain", "fori_loop", "map", "scan", "while_loop"),
             "loop.checkpoint.options": ("Checkpoints",),
             "loop.associative": ("associative_scan",),
         },

@@ -17,6 +17,8 @@ from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
+from tensorloop.loop.compiled.explain import Explanation, asked
+from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import ConditionalLoop, with_known_rows
@@ -28,7 +30,7 @@ from tensorloop.packed.tensor import PackedTensor
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 
-__all__ = ["Checkpoints", "associative_scan", "fori_loop", "map", "scan", "while_loop"]
+__all__ = ["Checkpoints", "associative_scan", "explain", "fori_loop", "map", "scan", "while_loop"]
 
 C = TypeVar("C")
 X = TypeVar("X")
@@ -50,6 +52,7 @@ def scan(
     until: None = None,
     context: Any = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Any]: ...
 @overload
@@ -64,6 +67,7 @@ def scan(
     until: Callable[..., Condition] | None = None,
     context: Any = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @overload
@@ -78,6 +82,7 @@ def scan(
     until: Callable[[C], Condition] | None = None,
     context: None = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @overload
@@ -92,6 +97,7 @@ def scan(
     until: Callable[[C, Context], Condition] | None = None,
     context: Context,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
 @called_eagerly
@@ -107,6 +113,7 @@ def scan(
     until: Callable[..., Condition] | None = None,
     context: Any = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> tuple[Any, Any]:
@@ -129,6 +136,9 @@ def scan(
     Cost: `checkpoints=None` keeps what body_fn's operations save for each step. `checkpoints=K` keeps at most K carries
     and recomputes the steps between them in backward (`tensorloop.schedule` has the counts); TensorArrays in the carry
     take O(1) for each. No device sync of its own, one a step with `until` on a device.
+    `compile=True` looks at one step and runs the loop as native code, with the same results up to rounding; what cannot
+    be compiled runs as without it, with one warning, or raises under `compile="strict"` (`tl.explain`, and the page on
+    compiled loops).
     Raises: TypeError (structure, dtype, what a y or xs leaf is), ValueError (lengths, shapes of xs), RuntimeError (a
     tensor changed in place that the loop still needs, a write to an array made outside).
     Source: jax.lax.scan for the surface.
@@ -152,7 +162,7 @@ def scan(
     functions = Called("body_fn", body_fn, ("carry", "x", *more)), Called("until", until, ("carry", *more))
     loop = Loop("scan", body, init, slices.length, context, slices=slices, until=until, functions=functions)
     begun = with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
-    ended, carry = run_loop(begun, checkpoints, progress)
+    ended, carry = run_loop(begun, checkpoints, progress, compile)
     outputs = ended.outputs
     assert outputs is not None
     return carry, outputs.stack(reverse) if ended.taken else outputs.of_no_steps(zero_steps.empty_outputs(loop))
@@ -187,6 +197,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[False] = False,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> C: ...
 @overload
@@ -200,6 +211,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[False] = False,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> C: ...
 @overload
@@ -213,6 +225,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Tensor | Any]: ...
 @overload
@@ -226,6 +239,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Tensor | Any]: ...
 @overload
@@ -239,6 +253,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, int | Any]: ...
 @overload
@@ -252,6 +267,7 @@ def while_loop(
     compact: bool = False,
     return_steps: Literal[True],
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, int | Any]: ...
 @called_eagerly
@@ -266,6 +282,7 @@ def while_loop(
     compact: bool = False,
     return_steps: bool = False,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> Any:
@@ -310,7 +327,7 @@ def while_loop(
     loop = ConditionalLoop(
         "while_loop", body, init, max_steps, context, cond=cond_fn, compact=compact, functions=functions
     )
-    ended, carry = run_loop(loop, checkpoints, progress)
+    ended, carry = run_loop(loop, checkpoints, progress, compile)
     return (carry, ended.steps()) if return_steps else carry
 
 
@@ -323,6 +340,7 @@ def fori_loop(
     init: C,
     *,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> C:
@@ -345,7 +363,8 @@ def fori_loop(
 
     functions = (Called("body_fn", body_fn, ("i", "carry")),)
     loop = Loop("fori_loop", body, init, max(last - first, 0), functions=functions)
-    return run_loop(loop, checkpoints, progress)[1]
+    loop.lower, loop.numbered = first, body_fn
+    return run_loop(loop, checkpoints, progress, compile)[1]
 
 
 @called_eagerly
@@ -357,6 +376,7 @@ def map(
     dim: int = 0,
     batch_size: int | None = None,
     checkpoints: Plan = None,
+    compile: Compile = False,
     progress: bool = False,
     **unknown: Never,
 ) -> Y:
@@ -389,7 +409,7 @@ def map(
         return (), fn(slices.tree.unflatten(row))
 
     loop = Loop("map", body, (), slices.length, slices=slices, functions=(Called("fn", fn, ("x",)),))
-    ended, _ = run_loop(loop, checkpoints, progress)
+    ended, _ = run_loop(loop, checkpoints, progress, compile)
     outputs = ended.outputs
     assert outputs is not None
     return outputs.stack(False) if ended.taken else zero_steps.empty_outputs(loop)
@@ -400,3 +420,18 @@ def _not_a_pair(out: Any) -> tuple[Any, Any]:
         return out[0], out[1]
     got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
     raise WrongType(f"body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")
+
+
+def explain(
+    body_fn: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
+) -> Explanation:
+    """What `scan(body_fn, init, xs, length, compile=True, **options)` would do, as text; nothing runs but one step.
+
+    It says what runs once, for all steps at once and step by step, forward and backward, what is kept for backward,
+    and where a loop is not compiled, why and by which line. `.compiled` is a bool.
+
+    Example:
+        >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled
+        False
+    """
+    return asked(lambda ask: scan(body_fn, init, xs, length, compile=ask, **options))  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -51,6 +51,8 @@ class Loop:
         self.compact = compact  # whether rows that have stopped leave the batch
         self.functions = functions  # the user's, for advice
         self.outputs = None if slices is None else slices.outputs()
+        self.lower = 0  # the number of the first step, and the function that takes the numbers
+        self.numbered: Callable[..., Any] | None = None
         self.carry = Carry(init, lambda: name_of_carry(functions))
         leaves = self.carry.tree.flatten(init)
         assert leaves is not None

@@ -32,7 +32,7 @@ class ConditionalLoop(Loop):
         if self.length is not None and self.taken >= self.length:
             self.going = False
             return self
-        answer = self._answer(self.taken, state)
+        answer = self.answer(self.taken, state)
         if not _is_by_row(answer):
             self.before = None if transforms.maybe_level() is None else state
             self.going = self.truth(answer, "cond_fn")
@@ -47,11 +47,11 @@ class ConditionalLoop(Loop):
 
     def steps(self) -> Any:
         """As of every loop; of no steps at all, what the condition would have said decides."""
-        if self.length == 0 and _is_by_row(answer := self._answer(0, self.init)):
+        if self.length == 0 and _is_by_row(answer := self.answer(0, self.init)):
             return torch.zeros_like(answer, dtype=torch.int64)
         return self.taken
 
-    def _answer(self, t: int, state: State) -> Any:
+    def answer(self, t: int, state: State) -> Any:
         """What the condition says: one bool in whatever shape as a 0-d one, or a row's if the carry has one row.
 
         The latter is no more than to choose what `return_steps` gives: the row stops when the loop does.

@@ -6,14 +6,17 @@ from tensorloop._common import scope
 from tensorloop._common.progress import Progress
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint import node
+from tensorloop.loop.compiled import front
 from tensorloop.loop.loop import Loop
 
 
-def run_loop(loop: Loop, checkpoints: Any, progress: bool) -> tuple[Loop, Any]:
-    """Runs a loop with or without checkpoints: (the loop as it ended, the carry)."""
+def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: Any = False) -> tuple[Loop, Any]:
+    """Runs a loop, compiled or not, with or without checkpoints: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints, loop.name)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
+        if compile and (done := front.run(loop, compile, plan)) is not None:
+            return done
         if plan is None or not node.applies(loop):
             return _run(loop, bar)
         return node.run(loop, plan, length, bar)

@@ -59,6 +59,7 @@ LATE_DOORS = {
 }
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
+EMITTER = {"llvmlite"}  # where loops become machine code; numba brings it
 PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
 
 
@@ -78,7 +79,9 @@ def _faults(module: str, here: str, found: Import, known: Mapping[str, str]) -> 
     elif name.startswith("."):
         yield f"{module} imports {name}; write the import with its full name"
     elif name.split(".")[0] != "tensorloop":
-        allowed = sys.stdlib_module_names | THIRD_PARTY | (COMPILERS if here == "kernels" else set())
+        emits = module.startswith("loop.compiled.emitter")
+        compilers = COMPILERS if here == "kernels" else EMITTER if emits else set()
+        allowed = sys.stdlib_module_names | THIRD_PARTY | compilers
         if name.split(".")[0] not in allowed:
             yield f"{module} imports {name}, which is neither the standard library nor torch"
     else:
@@ -209,6 +212,8 @@ def test_the_tables_name_what_there_is() -> None:
         ("packed.dim", "def late():\n    from tensorloop import scan", "packed.dim imports __init__; inside"),
         ("packed.dim", "import tensorloop", "packed.dim imports __init__; inside"),
         ("packed.dim", "import numba", "packed.dim imports numba, which is neither"),
+        ("loop.compiled.plan", "import llvmlite", "loop.compiled.plan imports llvmlite, which is neither"),
+        ("loop.compiled.emitter.core", "import numba", "loop.compiled.emitter.core imports numba, which is neither"),
         ("packed.dim", "import_module('tensorloop.loop')", "packed.dim loads 'tensorloop.loop' when first needed"),
         ("packed.dim", "late('loop.api', 'scan')", "packed.dim loads 'loop.api' when first needed"),
         ("packed.time_first", "import_module(f'tensorloop.{x}')", "packed.time_first loads f'tensorloop.{x}' when"),

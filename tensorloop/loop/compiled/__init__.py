@@ -1,0 +1,1 @@
+"""Compiled loops: one step traced and split into what runs once, for all steps at once, and in a native loop."""

@@ -1,0 +1,199 @@
+"""From what one step did to graphs without writes: the step, and the step with its gradients."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx import traceback
+
+from tensorloop._torch.tracing import traced, without_writes
+from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
+from tensorloop.loop.compiled.fingerprint import Number, Operation, Place, Ref
+from tensorloop.loop.compiled.operations import aten
+from tensorloop.loop.compiled.simplify import simplified
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step did, its tensors as numbers: what goes in and comes out, and a condition's answer."""
+
+    operations: Sequence[Operation]
+    carry: Sequence[int]
+    xs: Sequence[int]
+    captures: Sequence[int]
+    next_carry: Sequence[int]
+    ys: Sequence[int]
+    answer: int | None
+    writes: bool
+
+    @property
+    def inputs(self) -> list[int]:
+        """The numbers of all that goes in."""
+        return [*self.carry, *self.xs, *self.captures]
+
+    @property
+    def outputs(self) -> list[int]:
+        """The numbers of all that comes out."""
+        return [*self.next_carry, *self.ys, *([] if self.answer is None else [self.answer])]
+
+    def replay(self, *tensors: Tensor) -> list[Tensor]:
+        """Does the operations again, with other tensors."""
+        found = dict(zip(self.inputs, tensors, strict=True))
+        for o in self.operations:
+            args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
+            traceback.set_stack_trace(["" if o.place is None else "{}:{}".format(*o.place)])
+            _store(found, o.results, _called(o, args, kwargs))
+        return [found[n] for n in self.outputs]
+
+
+def _read(found: dict[int, Tensor], x: Any) -> Any:
+    if isinstance(x, Ref):
+        return found[x.number]
+    if isinstance(x, Number):
+        return found[x.number] * x.scale + x.shift
+    return [_read(found, y) for y in x] if isinstance(x, list) else x
+
+
+def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """An operation again; where it takes the number of the step, as a tensor of one."""
+    if not any(isinstance(x, Number) for x in o.args):
+        return o.function(*args, **kwargs)
+    if o.function is aten.select.int:
+        x, dim, index = args
+        return aten.index_select.default(x, dim, index.reshape(1)).squeeze(dim)
+    if o.function is aten.scalar_tensor.default:
+        return args[0].to(kwargs.get("dtype") or torch.get_default_dtype())
+    return o.function.overloadpacket(*args, **kwargs)
+
+
+def _store(found: dict[int, Tensor], results: Any, out: Any) -> None:
+    if isinstance(results, Ref):
+        found[results.number] = out
+    elif results is not None:
+        for ref, x in zip(results, out, strict=True):
+            _store(found, ref, x)
+
+
+@dataclasses.dataclass
+class Traced:
+    """A step as a graph without writes, and which of its values have gradients.
+
+    `grads` are those that come (of the next carry, by place, then of ys), `found` those that go: carry, xs, captures.
+    """
+
+    graph: fx.Graph
+    carry: list[fx.Node]
+    xs: list[fx.Node]
+    captures: list[fx.Node]
+    next_carry: list[fx.Node]
+    ys: list[fx.Node]
+    answer: fx.Node | None
+    carry_grads: dict[int, fx.Node]
+    y_grads: dict[int, fx.Node]
+    found: dict[str, dict[int, fx.Node]]  # "carry", "xs", "captures" -> place -> gradient
+
+
+def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The step without writes and without gradients."""
+
+    def copied(*tensors: Tensor) -> list[Tensor]:
+        return step.replay(*(x.clone() for x in tensors))
+
+    replay = without_writes(copied) if step.writes else step.replay
+    with traceback.preserve_node_meta():
+        return traced(replay, [x.detach() for x in examples], before_autograd())
+
+
+def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[set[int], set[int]]:
+    """Through which leaves of the carry a gradient may flow, and to which ys it may come.
+
+    `wants` says so of each input before the first step; a leaf that gets a gradient from any of them has one after it.
+    """
+    nodes = list(module.graph.nodes)
+    inputs = [n for n in nodes if n.op == "placeholder"]
+    (output,) = (n for n in nodes if n.op == "output")
+    outputs = output.args[0]
+    carried = {i for i in range(len(step.carry)) if wants[i]}
+    while True:
+        live = {n for i, n in enumerate(inputs) if wants[i] or i in carried}
+        for n in nodes:
+            passes = n.op == "call_function" and n.target is not aten.detach.default and _differentiable(n)
+            if passes and any(a in live for a in n.all_input_nodes):
+                live.add(n)
+        found = carried | {i for i in range(len(step.carry)) if outputs[i] in live and _differentiable(inputs[i])}
+        if found == carried:
+            first = len(step.next_carry)
+            return carried, {k for k in range(len(step.ys)) if outputs[first + k] in live}
+        carried = found
+
+
+def _differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in values)
+
+
+def with_gradients(
+    step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool
+) -> Traced:
+    """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
+    carried, flowing = flows(step, module, wants) if grad else (set[int](), set[int]())
+    n, m = len(step.carry), len(step.xs)
+    wanted = sorted({i for i, w in enumerate(wants) if w and grad} | carried)
+    targets = [*sorted(carried), *(n + k for k in sorted(flowing))]  # of the outputs, whose gradients come
+    places: dict[str, Any] = {}
+
+    def joint(*tensors: Tensor) -> list[Any]:
+        inputs, grads = tensors[: len(examples)], tensors[len(examples) :]
+        inputs = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
+        with torch.enable_grad(), traceback.preserve_node_meta():
+            outputs = fx.Interpreter(module).run(*inputs)
+        pairs = [(outputs[i], g) for i, g in zip(targets, grads, strict=True) if outputs[i].requires_grad]
+        found: Sequence[Any] = [None] * len(wanted)
+        if pairs and wanted:
+            outs, gs = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outs, [inputs[i] for i in wanted], gs, allow_unused=True)
+        places["found"] = [i for i, g in zip(wanted, found, strict=True) if g is not None]
+        return [*(x.detach() for x in outputs), *(g for g in found if g is not None)]
+
+    fakes = [x.detach() for x in examples]
+    # An output's gradient is like the output; of the carry, like the carry.
+    comes = [_empty(_output(module, i)) for i in targets]
+    graph = simplified(traced(joint, [*fakes, *comes], after_autograd()).graph)
+    inputs = [p for p in graph.nodes if p.op == "placeholder"]
+    (output,) = (p for p in graph.nodes if p.op == "output")
+    outputs: Any = output.args[0]
+    k = len(step.outputs)
+    grads = dict(zip(places["found"], outputs[k:], strict=True))
+    bounds = {"carry": (0, n), "xs": (n, n + m), "captures": (n + m, len(examples))}
+    rest = inputs[len(examples) :]
+    return Traced(
+        graph,
+        inputs[:n],
+        inputs[n : n + m],
+        inputs[n + m : len(examples)],
+        list(outputs[:n]),
+        list(outputs[n : n + len(step.ys)]),
+        None if step.answer is None else outputs[k - 1],
+        dict(zip(sorted(carried), rest, strict=False)),
+        dict(zip(sorted(flowing), rest[len(carried) :], strict=True)),
+        {name: {i - low: g for i, g in grads.items() if low <= i < high} for name, (low, high) in bounds.items()},
+    )
+
+
+def place_of(node: fx.Node) -> Place | None:
+    """The user's line that a node comes from; those of gradients have none."""
+    file, _, line = (node.meta.get("stack_trace") or "").rpartition(":")
+    return (file, int(line)) if file else None
+
+
+def _output(module: fx.GraphModule, i: int) -> Any:
+    (output,) = (p for p in module.graph.nodes if p.op == "output")
+    outputs: Any = output.args[0]
+    return outputs[i].meta["val"]
+
+
+def _empty(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

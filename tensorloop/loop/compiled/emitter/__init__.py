@@ -1,0 +1,13 @@
+"""Recurrences as native functions: LLVM IR written as text, compiled through llvmlite."""
+
+from typing import TYPE_CHECKING
+
+from tensorloop._common.faces import face
+
+if TYPE_CHECKING:
+    from tensorloop.loop.compiled.emitter.core import emit as emit
+
+__all__ = ["emit"]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = face(__name__, {"loop.compiled.emitter.core": ("emit",)})

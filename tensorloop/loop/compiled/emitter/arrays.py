@@ -1,0 +1,106 @@
+"""Where values lie: buffers, and arrays that look at them through strides."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """Memory of one kind. `kind` says whose, `index` which of them:
+
+    invariant, constant: the same at every step; sequence, out: one slice a step; carry: the state before the step;
+    next: the state after it; sum: added to; scratch: this step's own; value: no memory at all, one number.
+    """
+
+    kind: str
+    index: int
+    numel: int
+    dtype: torch.dtype
+    value: Any = None
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def written(self) -> bool:
+        """Whether the step writes it."""
+        return self.kind in ("scratch", "next", "out", "sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """A buffer's elements at offset + sum(index * stride)."""
+
+    buffer: Buffer
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The buffer's."""
+        return self.buffer.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is its buffer, element by element."""
+        return self.offset == 0 and self.numel == self.buffer.numel and self.strides == dense(self.shape, self.strides)
+
+    def expand(self, shape: Sequence[int]) -> "Array":
+        """Broadcast: dims of stride 0."""
+        missing = len(shape) - len(self.shape)
+        strides = (0,) * missing + tuple(
+            0 if here == 1 and size != 1 else stride
+            for here, size, stride in zip(self.shape, shape[missing:], self.strides, strict=True)
+        )
+        return Array(self.buffer, tuple(shape), strides, self.offset)
+
+    def squeeze(self) -> "Array":
+        """Without dims of one element; a stride of no use is 0 in none that is left."""
+        kept = [n for n, size in enumerate(self.shape) if size != 1]
+        return Array(self.buffer, tuple(self.shape[n] for n in kept), tuple(self.strides[n] for n in kept), self.offset)
+
+    def view(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Array | tuple[Array, ...]":
+        """What a view of torch makes of it; RuntimeError where the strides do not allow it."""
+        with torch.no_grad():
+            base = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+            made = function(base, *args, **kwargs)
+        if isinstance(made, torch.Tensor):
+            return self._like(made)
+        return tuple(self._like(one) for one in made)
+
+    def _like(self, meta: torch.Tensor) -> "Array":
+        return Array(self.buffer, tuple(meta.shape), tuple(meta.stride()), self.offset + int(meta.storage_offset()))
+
+    def flip(self, dims: Sequence[int]) -> "Array":
+        """Read from the other end."""
+        offset, strides = self.offset, list(self.strides)
+        for dim in dims:
+            offset += strides[dim] * max(0, self.shape[dim] - 1)
+            strides[dim] = -strides[dim]
+        return Array(self.buffer, self.shape, tuple(strides), offset)
+
+
+def dense(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Strides of a contiguous tensor; those of dims of one element are taken from `strides`, as they do not matter."""
+    made, step = [0] * len(shape), 1
+    for n in reversed(range(len(shape))):
+        made[n] = strides[n] if strides is not None and shape[n] == 1 else step
+        step *= max(shape[n], 1)
+    return tuple(made)
+
+
+def contiguous(buffer: Buffer, shape: Sequence[int]) -> Array:
+    """All of a buffer, in order."""
+    return Array(buffer, tuple(shape), dense(shape))

@@ -1,0 +1,83 @@
+"""Object code kept in the user's cache folder: nothing is loaded from where others can write."""
+
+import functools
+import hashlib
+import os
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+MARK = b"tensorloop object 1\n"
+
+
+class Folder:
+    """Entries by key: each with its own hash, put into place in one move."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._usable: bool | None = None
+
+    def get(self, key: str) -> bytes | None:
+        """An entry; None where there is none, or not what was put."""
+        if not self._safe():
+            return None
+        place = self.path / f"{key}.o"
+        try:
+            if not _ours(place.lstat()):
+                return None
+            data = place.read_bytes()
+        except OSError:
+            return None
+        head = len(MARK) + 32
+        body = data[head:]
+        return body if data[:head] == MARK + hashlib.sha256(key.encode() + body).digest() else None
+
+    def put(self, key: str, body: bytes) -> None:
+        """Keeps an entry; where that fails, one warning, and later ones are compiled again."""
+        if not self._safe():
+            return
+        name = None
+        try:
+            handle, name = tempfile.mkstemp(dir=self.path, suffix=".part")
+            with os.fdopen(handle, "wb") as file:
+                file.write(MARK + hashlib.sha256(key.encode() + body).digest() + body)
+            os.replace(name, self.path / f"{key}.o")
+        except OSError as error:
+            if name is not None and os.path.exists(name):
+                os.unlink(name)
+            self._refuse(f"cannot be written: {error}")
+
+    def _safe(self) -> bool:
+        if self._usable is None:
+            self._usable = True
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not (_ours(self.path.lstat()) and self.path.is_dir()):
+                    self._refuse("is not yours alone; `chmod 700` it or name another in XDG_CACHE_HOME")
+            except OSError as error:
+                self._refuse(f"cannot be made: {error}")
+        return self._usable
+
+    def _refuse(self, why: str) -> None:
+        self._usable = False
+        warnings.warn(f"compiled loops are not kept: the folder {self.path} {why}", RuntimeWarning, stacklevel=2)
+
+
+def _ours(found: os.stat_result) -> bool:
+    """Owned by this user, and nobody else may write it."""
+    owner = getattr(os, "getuid", lambda: found.st_uid)()
+    return (
+        found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
+    )
+
+
+def user_folder() -> Folder:
+    """The user's: one object for each path, so that what is wrong with it is said once."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return _folder(os.path.join(base, "tensorloop"))
+
+
+@functools.cache
+def _folder(path: str) -> Folder:
+    return Folder(Path(path))

@@ -1,0 +1,105 @@
+"""A compiled recurrence as something to call."""
+
+import collections
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, threads
+from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
+from tensorloop.loop.compiled.emitter.expand import expand
+from tensorloop.loop.compiled.emitter.function import Function, Text
+from tensorloop.loop.compiled.emitter.lowering import Step, lower
+from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
+from tensorloop.loop.compiled.emitter.target import Target, host
+from tensorloop.loop.compiled.recurrence import Recurrence
+
+LINE = 64
+ROOMS = (convolution, indexing, movement, numbers, reductions)  # they put themselves into the table of handlers
+
+
+def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
+    """The step's kernels, and the module's text."""
+    step = lower(recurrence, HANDLERS, expand)
+    return step, Function(step, target, recurrence.reverse).text()
+
+
+def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
+    """One native function for a recurrence; Unsupported where an operation or this machine is not known."""
+    target = target or host()
+    step, text = text_of(recurrence, target)
+    code = machine_code(text.module, target, folder or cache.user_folder())
+    return NativeCore(recurrence, step, text, Loaded(code, target))
+
+
+class NativeCore:
+    """Runs a loop; scratch memory is kept from call to call, each call has its own."""
+
+    def __init__(self, recurrence: Recurrence, step: Step, text: Text, loaded: Loaded) -> None:
+        self.text, self._loaded, self._constants = text, loaded, step.constants
+        self._layouts = [(array.shape, array.strides) for array in step.invariants]
+        self._carry = [(array.shape, array.dtype) for array in step.carry]
+        self._idle: collections.deque[tuple[int, list[Tensor]]] = collections.deque(maxlen=8)
+
+    def __call__(
+        self,
+        steps: int,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        sums: Sequence[Tensor],
+    ) -> tuple[list[Tensor], int]:
+        """Runs at most `steps` steps: (the last carry, how many were done)."""
+        last = [torch.empty(shape, dtype=dtype) for shape, dtype in self._carry]
+        if steps <= 0:
+            return [new.copy_(old) for new, old in zip(last, carry, strict=True)], 0
+        parts = threads.parts(self.text.rows, steps * self.text.work)
+        scratch, packed = memory = self._take(parts)
+        laid = [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
+        status = (ctypes.c_int64 * 2)()
+        tensors = [*laid, *self._constants, *packed, *sequences, *carry, *outs, *sums, *last]
+        addresses = [one.data_ptr() for one in tensors]
+        table = (ctypes.c_int64 * (len(addresses) + 1))(*addresses, ctypes.addressof(status))
+        place = scratch.data_ptr()
+        if packed:
+            self._loaded.prepare(ctypes.addressof(table))
+        if parts == 1:
+            self._loaded.run(ctypes.addressof(table), steps, 0, self.text.rows, place)
+        else:
+            threads.run(self._loaded.member, ctypes.addressof(table), steps, place, self.text.rows, parts)
+        self._idle.append((parts, memory))
+        if status[1]:
+            raise IndexError(
+                "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
+            )
+        return last, status[0]
+
+    def _take(self, parts: int) -> list:
+        """(scratch, *panels) from an earlier call that is over, or new."""
+        try:
+            had, memory = self._idle.pop()
+            if had >= parts:
+                return memory
+        except IndexError:
+            pass
+        scratch = _aligned(parts * self.text.scratch)
+        return [scratch, [_aligned(size) for size in self.text.packed]]
+
+
+def _aligned(size: int) -> Tensor:
+    whole = torch.empty(size + LINE, dtype=torch.uint8)
+    start = -whole.data_ptr() % LINE
+    return whole[start : start + size]
+
+
+def _laid(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """A tensor in the layout that the code was made for."""
+    if tuple(tensor.stride()) == tuple(strides) or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype).copy_(tensor)
+
+
+__all__ = ["NativeCore", "emit", "fx", "text_of"]

@@ -1,0 +1,326 @@
+"""The whole loop as one function's text.
+
+    void prepare(i64* table)                                  packs what stays the same
+    void run(i64* table, i64 steps, i64 low, i64 high, char* scratch)     rows low to high of every step
+    void member(i64* job)                                     a thread: claims parts of the rows until none is left
+
+The table holds addresses: invariants, constants, packed panels, sequences, carry, outs, sums, last carry, status.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from tensorloop.loop.compiled.emitter import loops
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous
+from tensorloop.loop.compiled.emitter.code import Code, Index, Value
+from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
+from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Running, Scatter
+from tensorloop.loop.compiled.emitter.lowering import Step, copied
+from tensorloop.loop.compiled.emitter.matmul import Product, pack, panels, turned
+from tensorloop.loop.compiled.emitter.memory import Memory, Rows
+from tensorloop.loop.compiled.emitter.nest import Nest
+from tensorloop.loop.compiled.emitter.rows import Split, split
+from tensorloop.loop.compiled.emitter.target import Target
+
+LINE = 64  # bytes; buffers begin at such
+MEMBER = """define void @member(ptr %job) nounwind {
+entry:
+  %parts.p = getelementptr i8, ptr %job, i64 8
+  %parts = load i64, ptr %parts.p, align 8
+  %table.p = getelementptr i8, ptr %job, i64 16
+  %table = load ptr, ptr %table.p, align 8
+  %steps.p = getelementptr i8, ptr %job, i64 24
+  %steps = load i64, ptr %steps.p, align 8
+  %scratch.p = getelementptr i8, ptr %job, i64 32
+  %scratch = load ptr, ptr %scratch.p, align 8
+  br label %claim
+claim:
+  %mine = atomicrmw add ptr %job, i64 1 seq_cst
+  %left = icmp slt i64 %mine, %parts
+  br i1 %left, label %work, label %done
+work:
+  %place = mul i64 %mine, 8
+  %bounds = getelementptr i8, ptr %job, i64 40
+  %low.p = getelementptr i8, ptr %bounds, i64 %place
+  %low = load i64, ptr %low.p, align 8
+  %high.p = getelementptr i8, ptr %low.p, i64 8
+  %high = load i64, ptr %high.p, align 8
+  %offset = mul i64 %mine, SCRATCH
+  %own = getelementptr i8, ptr %scratch, i64 %offset
+  call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %own)
+  br label %claim
+done:
+  ret void
+}
+"""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """A module, and what a caller must know of it."""
+
+    module: str
+    scratch: int  # bytes a thread
+    packed: tuple[int, ...]  # bytes of each
+    rows: int  # how many can be shared out among threads; 0 for none
+    work: int  # operations a step, roughly
+
+
+class Function:
+    """A step's kernels put together, and their text."""
+
+    def __init__(self, step: Step, target: Target, reverse: bool) -> None:
+        self.step, self.target, self.reverse = step, target, reverse
+        kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
+        kept |= {step.going.buffer} if step.going is not None else set()
+        kernels = alive(step.kernels, kept)
+        kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
+        kernels = split_by_readers(join_additions(kernels, kept), kept)
+        self.units: list[Unit] = grouped(kernels)
+        self.stored = stored(self.units, kept)
+        self.packed = panels(self.units, target)
+        self.work = sum(_operations(unit) for unit in self.units)
+        self.split: Split | None = split(step, self.units, self.packed)
+        self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
+        self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
+        self.offsets, self.scratch = self._place()
+
+    def _place(self) -> tuple[dict[Buffer, int], int]:
+        """Offsets of scratch buffers: those that are not needed at one time share memory."""
+        lives: dict[Buffer, tuple[int, int]] = {}
+        for n, unit in enumerate(self.units):
+            arrays = [*unit.reads(), *unit.writes()]
+            moved = [self.packed[a].buffer for a in arrays if a in self.packed]
+            for buffer in (*(a.buffer for a in arrays), *moved):
+                if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
+                    lives[buffer] = lives.get(buffer, (n, n))[0], n
+        if self.step.going is not None and self.step.going.buffer in lives:
+            lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
+        end = sum(2 * _line(self.step.next[n].buffer.bytes) for n in self.pairs)
+        places: dict[Buffer, int] = {}
+        for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
+            busy = sorted(
+                (places[other], places[other] + _line(other.bytes))
+                for other, (a, b) in lives.items()
+                if other in places and a <= last and first <= b
+            )
+            at = end
+            for low, high in busy:
+                if at + _line(buffer.bytes) <= low:
+                    break
+                at = max(at, high)
+            places[buffer] = at
+        total = max((place + _line(buffer.bytes) for buffer, place in places.items()), default=end)
+        return places, max(total, LINE)
+
+    # text
+
+    def text(self) -> Text:
+        """The module."""
+        step = self.step
+        tables: list[list[Buffer]] = [
+            [array.buffer for array in step.invariants],
+            [Buffer("constant", n, one.numel(), one.dtype) for n, one in enumerate(step.constants)],
+            [one.buffer for one in self.fixed],
+        ]
+        run, prepare = Code(), Code()
+        self._run(run, [len(part) for part in tables])
+        self._prepare(prepare, [len(part) for part in tables])
+        declared = sorted({*run.declared.values(), *prepare.declared.values()})
+        attributes = (
+            f'nounwind "prefer-vector-width"="{self.target.bits}" "min-legal-vector-width"="{self.target.bits}"'
+        )
+        parts = [
+            f'target triple = "{self.target.triple}"',
+            *declared,
+            f"define void @prepare(ptr %table) {attributes} {{\nentry:",
+            *prepare.lines,
+            "  ret void\n}",
+            f"define void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch) {attributes} {{\nentry:",
+            *run.lines,
+            "  ret void\n}",
+            MEMBER.replace("SCRATCH", str(self.scratch)),
+        ]
+        rows = self.split.count if self.split else 0
+        sizes = tuple(one.buffer.bytes for one in self.fixed)
+        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work)
+
+    def _fixed_pointers(self, code: Code, sizes: list[int]) -> tuple[dict[tuple[str, int], str], Callable[[int], str]]:
+        """Names of what stays where it is, by kind and index, and a reader of the table."""
+
+        def entry(place: int) -> str:
+            return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
+
+        names, place = {}, 0
+        for kind, size in zip(("invariant", "constant", "packed"), sizes, strict=True):
+            for n in range(size):
+                names[kind, n] = entry(place)
+                place += 1
+        return names, entry
+
+    def _prepare(self, code: Code, sizes: list[int]) -> None:
+        names, _ = self._fixed_pointers(code, sizes)
+        memory = Memory(code, self.target, _Pointers(names), "poison")
+        for n, one in enumerate(self.fixed):
+            one.buffer.index = n
+            pack(memory, one)
+
+    def _run(self, code: Code, sizes: list[int]) -> None:
+        step = self.step
+        for n, one in enumerate(self.fixed):
+            one.buffer.index = n
+        names, entry = self._fixed_pointers(code, sizes)
+        place = sum(sizes)
+        tables = []
+        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
+            tables.append([entry(place + n) for n in range(len(part))])
+            place += len(part)
+        sequences, first, outs, sums, last = tables
+        status = entry(place)
+        rows = Rows("%low", "%high", self.split.count) if self.split else None
+        leading = code.op("icmp eq i64 %low, 0", "i1") if self.split else None
+        pairs = self._pairs(code)
+        names |= {("sum", n): name for n, name in enumerate(sums)}
+        before = code.block
+        code.line("br label %step")
+        code.label("step")
+        turn = len(code.lines)
+        code.lines += [""] * (1 + len(step.carry) + len(pairs))
+        here = [code.name("carry") for _ in step.carry]
+        there = {n: code.name("next") for n in pairs}
+        index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
+        for kind, bases, arrays in (("sequence", sequences, step.sequences), ("out", outs, step.outs)):
+            for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
+                names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
+        names |= {("carry", n): name for n, name in enumerate(here)}
+        names |= {("next", n): name for n, name in there.items()}
+        pointers = _Pointers(names)
+        for buffer, offset in self.offsets.items():
+            pointers.own[buffer] = code.pointer("%scratch", offset)
+        memory = Memory(code, self.target, pointers, code.pointer(status, 8))
+        for n, unit in enumerate(self.units):
+            self._unit(memory, unit, rows, None if self.split is None else self.split.dims[n], leading)
+        after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
+        swapped = {}
+        for n, (one, other) in pairs.items():
+            same = code.op(f"icmp eq ptr {there[n]}, {one}", "i1").text
+            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
+        code.op("add nsw i64 %turn, 1", "i64")
+        done = code.lines[-1].split()[0]
+        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
+        if step.going is not None:
+            going = memory.load(step.going.squeeze(), (), None, 1, None)
+            more = code.binary("and", more, going)
+        latch = code.block
+        code.line(f"br i1 {more.text}, label %step, label %finish")
+        code.lines[turn] = f"  %turn = phi i64 [ 0, %{before} ], [ {done}, %{latch} ]"
+        for n, (name, begin, end) in enumerate(zip(here, first, after, strict=True), turn + 1):
+            code.lines[n] = f"  {name} = phi ptr [ {begin}, %{before} ], [ {end}, %{latch} ]"
+        for n, (k, (one, _)) in enumerate(pairs.items(), turn + 1 + len(here)):
+            code.lines[n] = f"  {there[k]} = phi ptr [ {one}, %{before} ], [ {swapped[k]}, %{latch} ]"
+        code.label("finish")
+        self._finish(memory, after, last, rows, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
+
+    def _pairs(self, code: Code) -> dict[int, tuple[str, str]]:
+        """Two places for each carry that has none in an output."""
+        if self.reverse:
+            code.line("%last.step = sub i64 %steps, 1")
+        made, offset = {}, 0
+        for n in self.pairs:
+            size = _line(self.step.next[n].buffer.bytes)
+            made[n] = code.pointer("%scratch", offset), code.pointer("%scratch", offset + size)
+            if offset == 0:
+                made[n] = "%scratch", made[n][1]
+            offset += 2 * size
+        return made
+
+    def _unit(self, memory: Memory, unit: Unit, rows: Rows | None, dim: int | None, leading: Value | None) -> None:
+        adds = any(array.buffer.kind == "sum" for array in unit.writes())
+        if rows is not None and dim is None and adds:
+            assert leading is not None
+            with memory.code.when(leading):
+                self._emit(memory, unit, None, None)
+        else:
+            self._emit(memory, unit, rows if dim is not None else None, dim)
+
+    def _emit(self, memory: Memory, unit: Unit, rows: Rows | None, dim: int | None) -> None:
+        if isinstance(unit, Group):
+            Nest(memory, unit, self.stored, rows, dim).emit()
+        elif isinstance(unit, Matmul):
+            packed = self.packed.get(unit.b)
+            if packed is not None and packed.buffer.kind == "scratch":
+                pack(memory, packed)
+            Product(memory, unit, packed, rows, dim).emit()
+        elif isinstance(unit, Scatter):
+            loops.scatter(memory, unit, rows, dim)
+        else:
+            loops.running(memory, unit, rows, dim)
+
+    def _finish(
+        self,
+        memory: Memory,
+        after: list[str],
+        last: list[str],
+        rows: Rows | None,
+        leading: Value | None,
+        count: Callable[[], None],
+    ) -> None:
+        """The last carry into the caller's memory."""
+        shared: list[Group] = []
+        for array, source, place in zip(self.step.carry, after, last, strict=True):
+            a, b = (Buffer("last", n, array.buffer.numel, array.dtype) for n in range(2))
+            memory.pointers[a], memory.pointers[b] = source, place
+            if not array.numel:
+                continue
+            x, y = contiguous(a, array.shape), contiguous(b, array.shape)
+            group = Group(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
+            if self.split is not None and self.split.buffers[array.buffer]:
+                Nest(memory, group, {b}, rows, 0).emit()
+            else:
+                shared.append(group)
+
+        def rest() -> None:
+            count()
+            for group in shared:
+                Nest(memory, group, {array.buffer for array in group.writes()}, None, None).emit()
+
+        if leading is None:
+            rest()
+        else:
+            with memory.code.when(leading):
+                rest()
+
+
+class _Pointers(dict[Buffer, str]):
+    """Names by buffer: of those with a place of their own, else by kind and index."""
+
+    def __init__(self, names: dict[tuple[str, int], str]) -> None:
+        super().__init__()
+        self.names, self.own = names, self
+
+    def __missing__(self, buffer: Buffer) -> str:
+        if buffer.kind == "value":
+            return "poison"
+        return self.names[buffer.kind, buffer.index]
+
+
+def _like(array: Array) -> Array:
+    return array.squeeze()
+
+
+def _line(size: int) -> int:
+    return -(-max(size, 1) // LINE) * LINE
+
+
+def _operations(unit: Unit) -> int:
+    if isinstance(unit, Matmul):
+        return 2 * unit.out.numel * unit.a.shape[-1]
+    if isinstance(unit, Group):
+        size = 1
+        for one in unit.space:
+            size *= one
+        return 8 * size * len(unit.walks)
+    return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel
+
+
+__all__ = ["Function", "Index", "Running", "Text"]

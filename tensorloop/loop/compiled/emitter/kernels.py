@@ -1,0 +1,148 @@
+"""What one step is lowered to: a list of kernels over arrays.
+
+Each says what it reads and writes; nothing else passes between them. Shapes are without dims of one element.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
+
+
+@dataclasses.dataclass(eq=False)
+class Point:
+    """out[i] = function(math, ins[i]...): `name` tells additions and copies apart for what is merged into others.
+
+    Pieces of one concatenation have one `piece`: they write the same buffer and never meet.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    ins: tuple[Array, ...]
+    out: Array
+    piece: object = None
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that is walked."""
+        return self.out.shape
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return self.ins
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+@dataclasses.dataclass(eq=False)
+class Gather:
+    """out[i] = source[i, at indices[k][i]]: of a dim of stride steps[k] and size sizes[k] (source has stride 0 there)."""
+
+    source: Array
+    indices: tuple[Array, ...]
+    steps: tuple[int, ...]
+    sizes: tuple[int, ...]
+    out: Array
+    piece: object = None
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that is walked."""
+        return self.out.shape
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.source, *self.indices)
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+@dataclasses.dataclass(eq=False)
+class Reduce:
+    """out[kept] = the elements of `array` over the dims `over`, taken together by `how`: sum, prod, amax, argmax...
+
+    `out` has `array`'s dims, with stride 0 at those reduced.
+    """
+
+    how: str
+    array: Array
+    over: tuple[int, ...]
+    out: Array
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that is walked."""
+        return self.array.shape
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.array,)
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+@dataclasses.dataclass(eq=False)
+class Matmul:
+    """out = a @ b (+ addend): (*batch, M, K), (*batch, K, N), (*batch, M, N)."""
+
+    a: Array
+    b: Array
+    out: Array
+    addend: Array | None = None
+    packed: Buffer | None = None  # b as panels, where it was packed once a loop
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.a, self.b, *(() if self.addend is None else (self.addend,)))
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+@dataclasses.dataclass(eq=False)
+class Scatter:
+    """out[i, with index[i] at `dim`] = or += source[i], element after element; `out` holds what is beneath."""
+
+    index: Array
+    source: Array
+    out: Array
+    dim: int
+    add: bool
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.index, self.source, self.out)
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """out[.., i, ..] = array[.., 0, ..] + ... + array[.., i, ..] along `dim`, or the product, or the maximum."""
+
+    how: str
+    array: Array
+    dim: int
+    out: Array
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.array,)
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+Kernel = Point | Gather | Reduce | Matmul | Scatter | Running
+Walk = Point | Gather | Reduce  # those that share a nest of loops where their spaces are the same

@@ -1,0 +1,113 @@
+"""Whether the rows of dim 0 stay apart: every kernel then makes row i from row i, and threads share them out.
+
+What is only read may be read across rows. It is enough to look at addresses, whatever the operation.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
+from tensorloop.loop.compiled.emitter.fuse import Group, Unit
+from tensorloop.loop.compiled.emitter.kernels import Gather, Matmul, Running, Scatter
+from tensorloop.loop.compiled.emitter.lowering import Step
+from tensorloop.loop.compiled.emitter.matmul import Panels
+
+
+class Mixed(Exception):
+    """Rows meet."""
+
+
+class Split:
+    """The dim of rows in every unit; None where each thread computes the same for itself."""
+
+    def __init__(self, count: int, dims: dict[int, int | None], buffers: dict[Buffer, bool]) -> None:
+        self.count, self.dims, self.buffers = count, dims, buffers
+
+
+def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
+    """How rows are told apart; None where they meet."""
+    sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape]
+    count = max(sizes, default=(0, 0))[1]
+    if count < 2:
+        return None
+    try:
+        return _Search(step, units, packed, count).run()
+    except Mixed:
+        return None
+
+
+class _Search:
+    def __init__(self, step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels], count: int) -> None:
+        self.step, self.units, self.packed, self.count = step, units, packed, count
+        self.known: dict[Buffer, bool] = {}
+        for array in step.carry:
+            self.known[array.buffer] = bool(array.shape) and array.shape[0] == count
+
+    def run(self) -> Split:
+        dims = {n: self._unit(unit) for n, unit in enumerate(self.units)}
+        for carry, after in zip(self.step.carry, self.step.next, strict=True):
+            if self.known.get(after.buffer, False) != self.known[carry.buffer]:
+                raise Mixed
+        going = self.step.going
+        if going is not None and self.known.get(going.buffer, False):
+            raise Mixed
+        return Split(self.count, dims, self.known)
+
+    def _unit(self, unit: Unit) -> int | None:
+        dims = None
+        for array in unit.reads():
+            if self.known.get(array.buffer, False) and array.buffer.kind != "sum":
+                here = set(self._aligned(array))
+                dims = here if dims is None else dims & here
+        fresh = dims is None
+        for array in unit.writes():
+            here = set(self._aligned(array))
+            dims = here if dims is None else dims & here
+        dims = {d for d in dims or () if self._usable(unit, d)}
+        if not dims:
+            if not fresh:
+                raise Mixed
+            return self._mark(unit, None)
+        return self._mark(unit, min(dims))
+
+    def _mark(self, unit: Unit, dim: int | None) -> int | None:
+        for array in unit.writes():
+            if self.known.setdefault(array.buffer, dim is not None) != (dim is not None):
+                raise Mixed
+        return dim
+
+    def _usable(self, unit: Unit, dim: int) -> bool:
+        """Whether the unit's loops can be cut at this dim."""
+        if isinstance(unit, Group):
+            gathers = [walk for walk in unit.walks if isinstance(walk, Gather)]
+            return dim not in unit.over and all(self._inside(walk) for walk in gathers)
+        if isinstance(unit, Scatter | Running):
+            return dim != unit.dim
+        if not isinstance(unit, Matmul) or dim == len(unit.out.shape) - 1:
+            return False
+        if self.known.get(unit.b.buffer, False):
+            return dim < len(unit.out.shape) - 2 and unit.b not in self.packed
+        return True
+
+    def _inside(self, walk: Gather) -> bool:
+        """Whether what is gathered from a row lies in that row."""
+        if not self.known.get(walk.source.buffer, False):
+            return True
+        reach = sum((size - 1) * abs(step) for size, step in zip(walk.sizes, walk.steps, strict=True))
+        return bool(list(self._aligned(walk.source, reach)))
+
+    def _aligned(self, array: Array, more: int = 0) -> list[int]:
+        """The dims along which this is the buffer's rows, each within itself."""
+        stride, rest = divmod(array.buffer.numel, self.count)
+        if rest:
+            return []
+        found = []
+        for dim, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
+            if size == self.count and step == stride:
+                others = [
+                    (n - 1) * s for d, (n, s) in enumerate(zip(array.shape, array.strides, strict=True)) if d != dim
+                ]
+                low = array.offset + sum(min(0, one) for one in others)
+                high = array.offset + more + sum(max(0, one) for one in others)
+                if low >= 0 and high < stride:
+                    found.append(dim)
+        return found

@@ -1,0 +1,107 @@
+"""What became of a loop's body: which parts run once, for all steps together, and step by step, or why it is eager."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from torch import fx
+
+from tensorloop.loop.compiled.operations import value_of, values_of
+from tensorloop.loop.compiled.plan import Plan
+from tensorloop.loop.compiled.program import Program
+
+
+class Explanation:
+    """Text about one loop; `compiled` says whether it runs compiled."""
+
+    def __init__(self, text: str, compiled: bool) -> None:
+        self.text, self.compiled = text, compiled
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Asked:
+    """Given as `compile=`, it takes the explanation instead of a run."""
+
+    def __init__(self) -> None:
+        self.found: Explanation | None = None
+
+
+class Told(Exception):
+    """The explanation is there: the loop does not run."""
+
+
+def of_plan(name: str, plan: Plan) -> Explanation:
+    """The explanation of a compiled loop."""
+    lines = [f"{name}: compiled", *_program("forward", plan.forward)]
+    if plan.grad:
+        lines += _program("backward", plan.backward(frozenset()))
+        kept = [_named(n) for n in plan.saved if n not in plan.traced.xs]
+        lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
+    else:
+        lines.append("no backward: nothing wants a gradient")
+    return Explanation("\n".join(line for line in lines if line), True)
+
+
+def of_refusal(name: str, reason: str, place: tuple[str, int] | None) -> Explanation:
+    """The explanation of a loop that stays eager."""
+    where = "" if place is None else f"\n  at {place[0]}:{place[1]}"
+    return Explanation(f"{name}: not compiled: {reason}{where}", False)
+
+
+def _program(name: str, program: Program) -> list[str]:
+    s = program.split
+    given = {*program.parts.invariants, *program.parts.sequences, *program.parts.carry}
+    inside = set(s.inside)
+    rest = [n for n in program.needed if n not in given and n not in inside]
+    once = [n for n in rest if n not in s.moving]
+    before = [n for n in rest if n in s.moving and n in program.early]
+    after = [n for n in rest if n in s.moving and n not in program.early]
+    core = "no loop" if program.core is None else "one native function" if program.native else "torch, step by step"
+    lines = [f"{name}: {core}"]
+    for what, nodes in (
+        ("once", once),
+        ("before the loop, all steps at once", before),
+        ("in the loop", s.inside),
+        ("after the loop, all steps at once", after),
+    ):
+        if nodes:
+            lines += [f"  {what}:", _wrapped(_counted(nodes))]
+    if program.lacking is not None:
+        lines.append(f"  not native: {program.lacking.reason}")
+    return lines
+
+
+def _counted(nodes: Iterable[fx.Node]) -> list[str]:
+    """Operations with the shapes of one step's results, and how many there are of each."""
+    names = Counter(_named(n) for n in nodes)
+    return [name if k == 1 else f"{k} x {name}" for name, k in names.items()]
+
+
+def _named(n: fx.Node) -> str:
+    operation = getattr(n.target, "_opname", "state") if n.op == "call_function" else "state"
+    values = values_of(n)
+    return f"{operation} {list(value_of(n).shape)}" if len(values) == 1 else operation
+
+
+def _wrapped(words: list[str], width: int = 110) -> str:
+    lines, line = [], "   "
+    for i, word in enumerate(words):
+        word = word if i == len(words) - 1 else f"{word},"
+        if len(line) + len(word) >= width:
+            lines.append(line)
+            line = "   "
+        line += f" {word}"
+    return "\n".join([*lines, line]) if words else ""
+
+
+def asked(run: Callable[[Asked], Any]) -> Explanation:
+    """What `run`, a loop called with `compile=` what it is given, has to say."""
+    ask = Asked()
+    with suppress(Told):
+        run(ask)
+    if ask.found is None:
+        return Explanation("not compiled: there is no step to do, or a transform or another mode is around", False)
+    return ask.found

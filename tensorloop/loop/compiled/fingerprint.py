@@ -1,0 +1,278 @@
+"""What a body does in one step: its operations, constants and captures, written down while the step runs.
+
+That is done on every call and costs some microseconds an operation. So a closure that is made again, a branch in
+Python, another weight under the same name need no rule: what the step did is the key of the plan. A tensor that is
+neither an argument nor a result of the step is a capture, whatever way it came.
+
+What makes a step more than its operations is refused (`Refused`), and the loop runs as an eager one: values read in
+Python, writes to tensors from outside, random numbers, blocks under another grad mode (a custom Function's among them).
+"""
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch.dispatch import OperationMode
+
+MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
+
+_aten = torch.ops.aten
+# Operations that say something about a step which a graph of it would not.
+_REASONS = {
+    _aten._local_scalar_dense.default: "reads a value in Python",
+    _aten.item.default: "reads a value in Python",
+    _aten.is_nonzero.default: "reads a value in Python",
+    _aten.equal.default: "reads a value in Python",
+    _aten.nonzero.default: "has a result whose shape depends on values",
+    _aten.masked_select.default: "has a result whose shape depends on values",
+    _aten.unique_consecutive.default: "has a result whose shape depends on values",
+    _aten._unique2.default: "has a result whose shape depends on values",
+    _aten.set_.source_Storage: "replaces the memory of a tensor",
+    _aten.resize_.default: "replaces the memory of a tensor",
+}
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
+# Operations that may take the number of a step: they take a tensor of one number as well.
+_NUMBERED = {
+    *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
+    *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
+}
+_MASKS = (torch.bool, torch.uint8)
+_FILL = {"fill_", "zero_", "copy_"}
+Place = tuple[str, int]  # file and line
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class Refused(Exception):
+    """Why a body is not compiled, and the file and line that say so."""
+
+    def __init__(self, reason: str, place: "Place | None" = None) -> None:
+        super().__init__(reason)
+        self.reason, self.place = reason, place
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The number of a tensor of a step: its arguments first, then captures and results as they are met."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """`scale * i + shift`, where i is the number of the step: a tensor of the step has it."""
+
+    number: int
+    scale: int
+    shift: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a step. `results` are the numbers of its tensors, in order."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: Any
+    place: Place | None
+
+
+class Recorder(OperationMode):
+    """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
+
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False) -> None:
+        super().__init__()
+        self.key: list[Any] = []
+        self.functions: list[Any] = []
+        self.operations: list[Operation] = []
+        self.captures: dict[int, Tensor] = {}  # number -> tensor
+        self.lines = lines
+        self.writes = False
+        self.number: Tensor | None = None  # of the step, where the body gets one
+        self.grad = torch.is_grad_enabled()  # what the body is called under
+        self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
+        self._given = len(arguments)
+        self._numbers = {id(x): i for i, x in enumerate(arguments)}
+        self._foreign: set[int] = set()  # the memory of captures
+        self._empty: set[int] = set()
+        self._fills = False  # whether the operation at hand fills what was empty
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation and writes it down."""
+        traits = _TRAITS.get(id(func)) or _traits(func)
+        if traits.reason is not None:
+            raise Refused(f"{traits.name} {traits.reason}", user_place())
+        if torch.is_grad_enabled() is not self.grad and func is not _aten.detach.default:  # autograd's own are
+            raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
+        self.functions.append(func)
+        self._fills = traits.fills
+        key, note = self.key, self._note
+        key.append(id(func))  # what hashes quickly
+        for x in args:
+            note(x)
+        if kwargs:
+            for name, x in kwargs.items():
+                key.append(name)
+                note(x)
+        if traits.writes or traits.named or traits.masks:
+            self._check(traits, args, kwargs or {})
+        noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
+        if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
+            args = _with_numbers(func, args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._made(out)
+        if traits.empty:
+            self._empty.add(self._numbers[id(out)])
+        if self.lines:
+            self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
+        if len(self.functions) > MOST_OPERATIONS:
+            raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
+        return out
+
+    def finish(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The numbers of what the step gave; checks what only shows at the end."""
+        for x in tensors:
+            self._note(x)
+        if self.lines:
+            own = {_storage(x) for x in self._tensors[: self._given]}
+            if any(_storage(x) in own for x in self.captures.values()):
+                raise Refused("a tensor was taken out of its graph by .data or the like")
+        return [self._numbers[id(x)] for x in tensors]
+
+    def let_go(self) -> list[weakref.ref[Tensor]]:
+        """Holds no tensor of the step any more; gives those that operations made, weakly."""
+        made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
+        self._tensors.clear()
+        self._numbers.clear()
+        self.number = None
+        return made
+
+    def _note(self, x: Any) -> None:
+        """Adds an argument to the key."""
+        key = self.key
+        if isinstance(x, Tensor):
+            number = self._numbers.get(id(x))
+            if number is None:
+                number = self._capture(x)
+            elif number in self._empty and not self._fills:
+                raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_place())
+            key.append(number)
+        elif isinstance(x, (list, tuple)):
+            key.append(len(x))
+            for y in x:
+                self._note(y)
+        elif isinstance(x, torch.SymInt):
+            assert self.number is not None
+            key.append((self._numbers[id(self.number)], x.node.scale, x.node.shift))
+        elif isinstance(x, (float, complex)):
+            key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
+        else:
+            key.append(type(x))
+            key.append(x)
+
+    def _structure(self, x: Any) -> Any:
+        """Arguments or results with numbers in the place of tensors."""
+        if isinstance(x, Tensor):
+            return Ref(self._numbers[id(x)])
+        if isinstance(x, (list, tuple)):
+            return [self._structure(y) for y in x]
+        if isinstance(x, dict):
+            return {name: self._structure(y) for name, y in x.items()}
+        if isinstance(x, torch.SymInt):
+            return Number(self._numbers[id(self.number)], x.node.scale, x.node.shift)
+        return x
+
+    def _capture(self, x: Tensor) -> int:
+        if type(x) not in _PLAIN or x.layout is not torch.strided:
+            raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
+        number = self._numbers[id(x)] = len(self._tensors)
+        self._tensors.append(x)
+        self.captures[number] = x
+        self._foreign.add(_storage(x))
+        self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
+        return number
+
+    def _made(self, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if id(out) not in self._numbers:  # an operation in place gives its argument
+                self._numbers[id(out)] = len(self._tensors)
+                self._tensors.append(out)
+        elif isinstance(out, (list, tuple)):
+            for x in out:
+                self._made(x)
+
+    def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses masks as indices and writes to memory from outside."""
+        if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
+            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_place())
+        written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
+        for x in written:
+            for y in x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(y, Tensor):
+                    self.writes = True
+                    if _storage(y) in self._foreign:
+                        raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
+                    if traits.fills:
+                        self._empty.discard(self._numbers[id(y)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traits:
+    name: str
+    reason: str | None
+    writes: tuple[int, ...]  # places of the arguments that it writes to
+    named: tuple[str, ...]
+    empty: bool
+    masks: bool
+    fills: bool
+
+
+_TRAITS: dict[int, _Traits] = {}  # by the id of an operation, which lives for ever
+
+
+def _traits(func: Any) -> _Traits:
+    schema = func._schema
+    writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    reason = _REASONS.get(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        reason = "draws random numbers"
+    elif torch.Tag.data_dependent_output in func.tags:
+        reason = "reads a value in Python"
+    elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
+        reason = "has a result whose shape depends on values"
+    elif func.namespace not in ("aten", "prims"):
+        reason = "is an operation of its own, whose gradient a graph does not have"
+    fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes)
+    places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
+    found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills)
+    return _TRAITS.setdefault(id(func), found)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The operation as it runs now: with this step's number."""
+    if func.overloadpacket not in _NUMBERED:
+        raise Refused(
+            f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_place()
+        )
+    return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
+
+
+def user_place() -> Place | None:
+    """The innermost line that runs now and is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop"):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

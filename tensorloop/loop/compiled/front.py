@@ -1,0 +1,169 @@
+"""From a loop that asks to be compiled to its result: by a plan where there is one, else as an eager loop."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse, WrongType
+from tensorloop._common.scope import here
+from tensorloop._torch import transforms
+from tensorloop._torch.tracing import dispatched
+from tensorloop.loop.carry import dtype_of_number
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled.capture import place_of
+from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
+from tensorloop.loop.compiled.fingerprint import Refused, user_place
+from tensorloop.loop.compiled.inspection import inspect
+from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.recorded import Recorded, recorded
+from tensorloop.loop.compiled.segments import Segmented
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.outputs import place
+from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
+
+Compile = bool | Literal["strict"]
+
+
+class NotCompiledWarning(UserWarning):
+    """A loop that was to be compiled runs as an eager one; it says why, and by which line."""
+
+
+def run(loop: Loop, compile: Compile | Asked, checkpoints: Any) -> tuple[Loop, Any] | None:
+    """(the loop as it ended, its carry), or None: what cannot be compiled is left to the caller."""
+    if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
+        raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
+    if not _surroundings(loop):
+        return None
+    try:
+        return _compiled(loop, _kept(loop, checkpoints), compile)
+    except Refused as refusal:
+        if isinstance(compile, Asked):
+            compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
+            raise Told from None
+        _tell(loop, compile, refusal)
+        return None
+
+
+def _kept(loop: Loop, checkpoints: Any) -> int | None:
+    """How many carries to keep, None for all that a backward needs."""
+    if checkpoints is None:
+        return None
+    if not isinstance(checkpoints, Checkpoints) or checkpoints.k is None:
+        raise Refused("checkpoints= as a schedule or a budget is not compiled; give a number")
+    if checkpoints.offload is not None or checkpoints.check:
+        raise Refused("Checkpoints with offload or check are not compiled")
+    if loop.cond is not None or loop.until is not None:
+        raise Refused("checkpoints of a loop of unknown length are not compiled")
+    return checkpoints.k
+
+
+def _surroundings(loop: Loop) -> bool:
+    """Whether where the loop runs lets it be compiled: not under transforms, which the eager loop is for."""
+    if loop.length == 0 or transforms.maybe_level() is not None or transforms.forward_mode() or dispatched():
+        return False
+    return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
+
+
+def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
+    """Raises or warns, as the user's line; Python says each warning once."""
+    file, line = refusal.place or user_place() or ("<unknown>", 0)
+    text = f"not compiled: {refusal.reason} ({file}:{line})"
+    if compile == "strict":
+        raise Misuse(f"{text}; with compile=True it would run as an eager loop")
+    text = f"{loop.name}: {text}; it runs as an eager loop"
+    registry = globals().setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, NotCompiledWarning, file, line, __name__, registry)
+
+
+def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop, Any] | None:
+    first = None
+    try:
+        if isinstance(loop, ConditionalLoop):
+            first = _first_answer(loop)
+            if first is None:  # no step to do, or an error
+                return None
+        found = recorded(loop, first)
+    except Refused:
+        raise
+    except Exception:  # the eager loop meets it too, and says in which step
+        return None
+    plan = plan_of(found)
+    steps = loop.length
+    if isinstance(plan, Refused):
+        raise Refused(plan.reason, plan.place)
+    if isinstance(compile, Asked):
+        compile.found = of_plan(loop.name, plan)
+        raise Told
+    return _run(found, plan, steps, k)
+
+
+def _first_answer(loop: ConditionalLoop) -> Tensor | None:
+    """What the condition says before the first step, None where the eager loop has to look at it."""
+    answer = loop.answer(0, loop.begin())
+    if not isinstance(answer, Tensor):
+        raise Refused(f"the condition gave {describe(answer)}, no tensor")
+    if answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
+        return None
+    if answer.dim():
+        loop.carry.need_rows(loop.init, len(answer), "")
+    return answer
+
+
+def plan_of(found: Recorded) -> Any:
+    """The plan of a recorded step, or the reason why it has none."""
+    grad = torch.is_grad_enabled()
+    return plans.get(found.key(grad), lambda: _made(found, grad))
+
+
+def _made(found: Recorded, grad: bool) -> Any:
+    loop = found.loop
+    try:
+        again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
+    except Refused as refusal:
+        return Refused(refusal.reason, refusal.place)
+    inputs = [*found.carry, *found.xs, *found.captures]
+    wants = [grad and x.requires_grad for x in inputs]
+    reverse = loop.slices is not None and loop.slices.reverse
+    plan = Plan(again.step, [*found.arguments, *found.captures], wants, grad=any(wants), reverse=reverse)
+    if plan.lacking is not None and plan.forward.core is not None:
+        node = plan.lacking.node
+        place = None if node is None else place_of(node)
+        return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", place)
+    return plan
+
+
+def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
+    loop = found.loop
+    tensors = [*(x.contiguous() for x in found.carry), *found.xs, *found.captures]
+    run = Run(plan, steps) if k is None or not plan.grad else Segmented(plan, steps, k=k)
+    if plan.grad:
+        outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
+    else:
+        with torch.no_grad():
+            last, ys, _ = run.forward([x.detach() for x in tensors])
+        outputs = [*last, *ys]
+    loop.taken = run.done
+    n = len(found.carry)
+    carry = list(loop.init)
+    for i, x in zip(found.places, outputs[:n], strict=False):
+        carry[i] = x
+    if found.rows is not None:
+        found.rows.steps = outputs[n - 1]
+        loop = RowsLoop(loop, found.rows, None)
+    if loop.outputs is not None:
+        left = iter(outputs[n:])
+        loop.outputs.stacked = [_column(y, left, loop) for y in found.ys]
+    return loop, loop.carry.tree.unflatten(carry)
+
+
+def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:
+    """One of the ys of all steps: steps go where the eager loop stacks them."""
+    if isinstance(y, Tensor):
+        assert loop.outputs is not None
+        return next(left).movedim(0, place(loop.outputs.dim, y.dim()))
+    return None if y is None else torch.full((loop.taken,), y, dtype=dtype_of_number(y))

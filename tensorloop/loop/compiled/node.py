@@ -1,0 +1,143 @@
+"""A compiled loop as one autograd node: (carry, xs, captures) -> (carry, ys)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop._torch import transforms
+from tensorloop.loop.compiled.plan import Plan, zeros_like
+
+
+@dataclasses.dataclass
+class Run:
+    """One loop that runs by a plan. `steps` is None, until it is known, where a condition ends the loop."""
+
+    plan: Plan
+    steps: int | None
+    done: int = 0
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """(carry, xs, captures) of all inputs."""
+        n, m = len(self.plan.step.carry), len(self.plan.step.xs)
+        return list(tensors[:n]), list(tensors[n : n + m]), list(tensors[n + m :])
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """(the last carry, ys, what a backward keeps)."""
+        carry, xs, captures = self.split(tensors)
+        plan = self.plan
+        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry)
+        if self.done != self.steps and self.steps is not None:
+            part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
+            xs = [x[part] for x in xs]
+        return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs)
+
+    def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
+        """The gradients of the inputs, None where there is none."""
+        missing, carry, ys = self.coming(grads)
+        _, _, captures = self.split(tensors)
+        last, _, xs, sums = self.plan.backward(missing)(self.done, captures, [*saved, *ys], carry)
+        return self._placed(last, xs, sums, missing)
+
+    def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
+        """(the ys that got no gradient, the gradients of the carry, those of the other ys)."""
+        plan = self.plan
+        n = len(plan.step.carry)
+        missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
+        ys = [g for k in plan.flowing_ys if (g := grads[n + k]) is not None]
+        carry = [
+            zeros_like(plan.traced.carry[i]) if (g := grads[i]) is None else g.contiguous() for i in plan.flowing_carry
+        ]
+        return missing, carry, ys
+
+    def _placed(self, last: Sequence[Tensor], xs: Sequence[Tensor], sums: Sequence[Tensor], missing: Any) -> list[Any]:
+        plan, step = self.plan, self.plan.step
+        found: list[Any] = [None] * len(step.inputs)
+        n, m = len(step.carry), len(step.xs)
+        for i, g in zip(plan.flowing_carry, last, strict=True):
+            found[i] = g if plan.wants[i] else None
+        grads = plan.gradients(missing)
+        for k, g in zip(sorted(grads["xs"]), xs, strict=True):
+            found[n + k] = g if self.done == self.steps or self.steps is None else self._all_steps(g)
+        for k, g in zip(sorted(grads["captures"]), sums, strict=True):
+            found[n + m + k] = g
+        return found
+
+    def _all_steps(self, grad: Tensor) -> Tensor:
+        """The gradient of a sequence of which only the steps done were seen."""
+        assert self.steps is not None
+        whole = grad.new_zeros((self.steps, *grad.shape[1:]))
+        whole[slice(self.steps - self.done, None) if self.plan.reverse else slice(self.done)] = grad
+        return whole
+
+    def differentiable(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], create: bool) -> list[Any]:
+        """The same gradients with graphs of their own: the step's graph, run once for each step under autograd."""
+        wants = [i for i, want in enumerate(self.plan.wants) if want]
+        with torch.enable_grad():
+            inputs = list(tensors)
+            for i in wants:  # a capture may be computed from another: what follows stops at these
+                inputs[i] = inputs[i].view_as(inputs[i])
+            outputs = self._unrolled(inputs)
+            pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad]
+            ys, gs = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ys, [inputs[i] for i in wants], gs, allow_unused=True, create_graph=create)
+        by_place = dict(zip(wants, found, strict=True))
+        return [by_place.get(i) for i in range(len(tensors))]
+
+    def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        carry, xs, captures = self.split(tensors)
+        n, k = len(carry), len(self.plan.step.ys)
+        ys: list[list[Tensor]] = []
+        length = self.done if self.steps is None else self.steps
+        run = fx.Interpreter(self.plan.module).run
+        for t in range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done):
+            found = run(*carry, *(x[t] for x in xs), *captures)
+            carry = list(found[:n])
+            ys.append(list(found[n : n + k]))
+        ys = ys[::-1] if self.plan.reverse else ys
+        return [*carry, *(torch.stack([y[j] for y in ys]) for j in range(k))]
+
+
+def _apart(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that share memory neither with each other nor with an input."""
+    met = {x.untyped_storage()._cdata for x in inputs}
+    found = []
+    for y in ys:
+        storage = y.untyped_storage()._cdata
+        found.append(y.clone(memory_format=torch.contiguous_format) if storage in met or not y.is_contiguous() else y)
+        met.add(storage)
+    return found
+
+
+class Looped(torch.autograd.Function):
+    """The node. Its first input is the run."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs the loop."""
+        ctx.set_materialize_grads(False)
+        last, ys, saved = run.forward(tensors)
+        ctx.run = run
+        ctx.save_for_backward(*tensors, *saved)
+        plan = run.plan
+        flowing = {*plan.flowing_carry, *(len(last) + k for k in plan.flowing_ys)}
+        outputs = tuple(x.detach() for x in (*last, *ys))  # those that are kept hold no graph
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in flowing))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs the loop backward."""
+        run: Run = ctx.run
+        n = len(run.plan.step.inputs)
+        if all(g is None for g in grads):
+            return (None,) * (n + 1)
+        kept = ctx.saved_tensors
+        batched = transforms.maybe_level() is not None or any(
+            g is not None and transforms.is_legacy_batched(g) for g in grads
+        )
+        if torch.is_grad_enabled() or batched:
+            return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
+        return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))

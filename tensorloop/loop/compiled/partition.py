@@ -1,0 +1,193 @@
+"""Splits a step into what runs once, what runs for all steps together, and what must run step by step.
+
+Every node depends on nothing that moves, on sequences, or on the carry. In the loop stays only what the next carry
+needs from the carry, with the views and pointwise operations that feed it: they cost less there than a pass over
+memory. The rest runs before the loop or after it, for all steps at once (`batched`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of
+from tensorloop.loop.compiled.recurrence import Recurrence
+from tensorloop.loop.compiled.saving import depends_on, needed_for
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """What a step is given, and what is asked of it, as nodes of one graph.
+
+    `next_carry` goes by `carry`; None stands for zeros. `wanted` are asked for at each step, `sums` over all steps.
+    """
+
+    invariants: Sequence[fx.Node]
+    sequences: Sequence[fx.Node]
+    carry: Sequence[fx.Node]
+    next_carry: Sequence[fx.Node | None]
+    wanted: Sequence[fx.Node]
+    sums: Sequence[fx.Node] = ()
+    going: fx.Node | None = None
+    reverse: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """The loop, and what it is given and gives, as nodes of the whole graph.
+
+    A carry whose state before each step is asked for is stored as the state after it: the same values, a step on.
+    """
+
+    parts: Parts
+    loop: Recurrence | None
+    loop_invariants: list[fx.Node]
+    loop_sequences: list[fx.Node]
+    outs: list[fx.Node]
+    states: dict[int, fx.Node]  # place in the carry -> the out that is this carry one step later
+    moving: set[fx.Node]  # other at each step
+    inside: list[fx.Node]  # of the whole graph, computed in the loop
+
+    @property
+    def after_loop(self) -> list[fx.Node]:
+        """What there is at each step when the loop is over: outs, and states before the steps."""
+        return [*self.outs, *(self.parts.carry[i] for i in self.states)]
+
+
+def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Split:
+    """The loop of a step. Operations in `hoisted` are kept out of it where the carry does not need them."""
+    order = list(graph.nodes)
+    given = {*parts.invariants, *parts.sequences, *parts.carry}
+    roots = [*parts.next_carry, parts.going]
+    every = needed_for([*roots, *parts.wanted, *parts.sums], given)
+    order = [n for n in order if n in every]
+    moving = depends_on((n for n in order if n not in given), [*parts.sequences, *parts.carry])
+    carried = depends_on((n for n in order if n not in given), parts.carry)
+    inner = needed_for(roots, given) & carried
+    pulled = _Pulled(parts, given, moving, hoisted)
+    for n in order:
+        if n in inner and n not in given:
+            for a in n.all_input_nodes:
+                pulled.need(a, inner)
+    for n in roots:
+        if n is not None and n not in inner:
+            pulled.need(n, inner)
+    sunk, outs, states = _stored(order, parts, given, moving, inner, carried, pulled)
+    inside = [n for n in order if n not in given and (n in inner or n in sunk or n in pulled.inside)]
+    loop = _recurrence(order, parts, pulled, inside, outs) if parts.carry else None
+    return Split(parts, loop, pulled.invariants, pulled.sequences, outs, states, moving, inside)
+
+
+class _Pulled:
+    """What the nodes of a loop need that does not depend on its carry: computed there too, or given to it."""
+
+    def __init__(self, parts: Parts, given: set[fx.Node], moving: set[fx.Node], hoisted: frozenset) -> None:
+        self.parts, self.given, self.moving, self.hoisted = parts, given, moving, hoisted
+        self.inside: set[fx.Node] = set()
+        self.invariants: list[fx.Node] = []
+        self.sequences: list[fx.Node] = []
+        self._met: set[fx.Node] = set()
+
+    def need(self, n: fx.Node, inner: set[fx.Node]) -> None:
+        """Sees to a node that the loop uses."""
+        left = [n]
+        while left:
+            n = left.pop()
+            if n in self._met or n in inner or n in self.parts.carry:
+                continue
+            self._met.add(n)
+            if n not in self.given and self._cheap(n):
+                self.inside.add(n)
+                left += n.all_input_nodes
+            elif n in self.moving:
+                self.sequences.append(n)
+            else:
+                self.invariants.append(n)
+
+    def _cheap(self, n: fx.Node) -> bool:
+        if n.target in self.hoisted:
+            return False
+        if is_constant(n) or is_view(n):
+            return True
+        return n in self.moving and is_pointwise(n)
+
+
+def _stored(
+    order: list[fx.Node],
+    parts: Parts,
+    given: set[fx.Node],
+    moving: set[fx.Node],
+    inner: set[fx.Node],
+    carried: set[fx.Node],
+    pulled: _Pulled,
+) -> tuple[set[fx.Node], list[fx.Node], dict[int, fx.Node]]:
+    """(nodes behind the loop that move into it, its outs, states)."""
+    inner = inner | {n for n in pulled.inside if n in moving}
+    asked = {*parts.wanted, *parts.sums, *([] if parts.going is None else [parts.going])}
+    outside = [n for n in order if n in carried and n not in inner and n not in given]
+    sunk: set[fx.Node] = set()
+    if parts.carry:
+        for n in outside:
+            within = [a for a in n.all_input_nodes if a in carried]
+            ready = all(a in inner or a in sunk or a in parts.carry for a in within)
+            if ready and n in parts.wanted and is_pointwise(n) and n.target not in pulled.hoisted:
+                sunk.add(n)
+                for a in n.all_input_nodes:
+                    pulled.need(a, inner | sunk)
+    users = [n for n in outside if n not in sunk]
+    asks = [a for n in users for a in n.all_input_nodes] + [n for n in order if n in asked]
+    available = (inner & carried) | sunk | set(parts.carry)
+    outs: list[fx.Node] = []
+    for n in dict.fromkeys(asks):
+        if n in available:
+            n = n if n in asked else _base(n, available)
+            if n not in outs:
+                outs.append(n)
+    states: dict[int, fx.Node] = {}
+    for i, (c, new) in enumerate(zip(parts.carry, parts.next_carry, strict=True)):
+        if c in outs and new is not None and new not in parts.carry and new not in states.values():
+            outs.remove(c)
+            states[i] = new
+            if new not in outs:
+                outs.append(new)
+    return sunk, outs, states
+
+
+def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
+    """What a node is a view of all of, as far as the loop has that."""
+    while is_view(n):
+        (before,) = n.all_input_nodes
+        if before not in available or value_of(before).numel() != value_of(n).numel():
+            break
+        n = before
+    return n
+
+
+def _recurrence(
+    order: list[fx.Node], parts: Parts, pulled: _Pulled, inside: list[fx.Node], outs: list[fx.Node]
+) -> Recurrence:
+    """The loop as a graph of its own."""
+    graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
+    for kind, nodes in (("inv", pulled.invariants), ("seq", pulled.sequences), ("carry", parts.carry)):
+        for i, n in enumerate(nodes):
+            found[n] = graph.placeholder(f"{kind}_{i}")
+            found[n].meta = dict(n.meta)
+    for n in inside:
+        found[n] = graph.node_copy(n, lambda a: found[a])
+        found[n].meta = dict(n.meta)
+    following: list[fx.Node] = []
+    for c, new in zip(parts.carry, parts.next_carry, strict=True):
+        if new is None:
+            value = value_of(c)
+            options = {"dtype": value.dtype, "device": value.device}
+            zeros = graph.call_function(aten.full.default, (list(value.shape), 0), options)
+            zeros.meta["val"] = value
+            following.append(zeros)
+        else:
+            following.append(found[new])
+    given = [[found[n] for n in nodes] for nodes in (pulled.invariants, pulled.sequences, parts.carry, outs)]
+    going = None if parts.going is None else found[parts.going]
+    graph.output((*following, *given[3], *([] if going is None else [going])))
+    graph.lint()
+    invariants, sequences, carry, stored = (tuple(nodes) for nodes in given)
+    return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, (), parts.reverse, going)

@@ -1,0 +1,183 @@
+"""What is made of a step once and used for every loop whose step is the same: its programs, forward and backward.
+
+The number of steps is no part of it. A plan holds no tensor of the caller's; plans are kept, the least used ones let go
+first.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
+from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.partition import Parts
+from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.recurrence import Unsupported
+from tensorloop.loop.compiled.saving import depends_on, kept, needed_for
+from tensorloop.loop.compiled.simplify import without_grads
+
+MOST_PLANS = 128
+
+
+class Plan:
+    """The programs of one step."""
+
+    def __init__(
+        self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], *, grad: bool, reverse: bool
+    ) -> None:
+        self.step, self.reverse = step, reverse
+        self.module = functional(step, examples)
+        self.traced = t = with_gradients(step, self.module, examples, wants, grad)
+        self.wants = tuple(wants)
+        self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
+        self.saved: list[fx.Node] = self._saved() if self.grad else []
+        new = [n for n in self.saved if n not in t.xs and n not in t.ys]
+        wanted = list(dict.fromkeys([*t.ys, *new]))
+        parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse)
+        self.forward = Program(t.graph, parts)
+        self._places = {n: i for i, n in enumerate(wanted)}
+        self._lights: dict[bool, Program] = {}
+        self._backward: dict[frozenset[int], tuple[Program, Traced]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def lacking(self) -> Unsupported | None:
+        """What the loop forward lacks to be native."""
+        return self.forward.lacking
+
+    @property
+    def flowing_carry(self) -> list[int]:
+        """The leaves of the carry that carry a gradient."""
+        return sorted(self.traced.carry_grads)
+
+    @property
+    def flowing_ys(self) -> list[int]:
+        """The ys that carry one."""
+        return sorted(self.traced.y_grads)
+
+    @property
+    def light(self) -> Program:
+        """The program forward that keeps nothing for a backward."""
+        return self._light(True)
+
+    @property
+    def bare(self) -> Program:
+        """That gives the last carry alone."""
+        return self._light(False)
+
+    def _light(self, outputs: bool) -> Program:
+        t = self.traced
+        with self._lock:
+            if outputs not in self._lights:
+                wanted = list(dict.fromkeys(t.ys)) if outputs else []
+                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, self.reverse)
+                self._lights[outputs] = Program(t.graph, parts)
+            return self._lights[outputs]
+
+    def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
+        """The ys among what the program forward gave, or the light one."""
+        places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places
+        return [wanted[places[n]] for n in self.traced.ys]
+
+    def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+        """What the backward keeps, of that and of xs."""
+        given = dict(zip(self.traced.xs, xs, strict=True))
+        return [given[n] if n in given else wanted[self._places[n]] for n in self.saved]
+
+    def backward(self, missing: frozenset[int]) -> Program:
+        """The program backward where these ys got no gradient."""
+        return self._without(missing)[0]
+
+    def gradients(self, missing: frozenset[int]) -> dict[str, dict[int, fx.Node]]:
+        """Which gradients that program gives."""
+        return self._without(missing)[1].found
+
+    def _without(self, missing: frozenset[int]) -> tuple[Program, Traced]:
+        with self._lock:
+            if missing not in self._backward:
+                t, saved = without_grads(self.traced, self.saved, missing)
+                self._backward[missing] = self._reversed(t, saved), t
+            return self._backward[missing]
+
+    def _reversed(self, t: Traced, saved: list[fx.Node]) -> Program:
+        flowing = sorted(t.carry_grads)
+        parts = Parts(
+            t.captures,
+            [*saved, *(t.y_grads[k] for k in sorted(t.y_grads))],
+            [t.carry_grads[i] for i in flowing],
+            [t.found["carry"].get(i) for i in flowing],
+            [t.found["xs"][k] for k in sorted(t.found["xs"])],
+            [t.found["captures"][k] for k in sorted(t.found["captures"])],
+            reverse=not self.reverse,
+        )
+        return Program(t.graph, parts)
+
+    def _saved(self) -> list[fx.Node]:
+        t = self.traced
+        order = list(t.graph.nodes)
+        linear = depends_on(order, [*t.carry_grads.values(), *t.y_grads.values()])
+        moving = depends_on((n for n in order if n not in linear), [*t.carry, *t.xs]) - linear
+        found = [g for grads in t.found.values() for g in grads.values()]
+        needed = needed_for(found) & linear
+        uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
+        forward = needed_for([*t.next_carry, *t.ys])
+        price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2)
+        pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry]
+        price |= {c: 3 for c, new in pairs if new in t.ys}
+        first = set(kept(order, moving, forward, uses, price))
+        # States before the steps and after them are one memory: who keeps the ones has the others.
+        price |= {n: 3 for pair in pairs for n in pair if first & {*pair}}
+        return kept(order, moving, forward, uses, price)
+
+    def bytes_a_step(self) -> int:
+        """What a backward keeps of each step, beside xs and ys, which are there anyway."""
+        t = self.traced
+        states = {c for c, new in zip(t.carry, t.next_carry, strict=True) if new in t.ys or new in self.saved}
+        new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in states]
+        return sum(value_of(n).numel() * value_of(n).element_size() for n in new)
+
+
+class Plans:
+    """Plans by key, and those whose making failed by their reason; the ones used last are kept."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock, self._making = threading.Lock(), threading.RLock()
+        self.made = 0
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The plan of a key."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+                return found
+        with self._making:  # torch traces one graph at a time
+            with self._lock:
+                if (found := self._plans.get(key)) is not None:
+                    return found
+            found = make()
+        with self._lock:
+            self.made += 1
+            self._plans[key] = found
+            while len(self._plans) > MOST_PLANS:
+                self._plans.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        """Lets all plans go."""
+        with self._lock:
+            self._plans.clear()
+
+
+plans = Plans()
+
+
+def zeros_like(node: fx.Node) -> Tensor:
+    """Zeros as the node's value at one step."""
+    value = value_of(node)
+    return torch.zeros(value.shape, dtype=value.dtype)

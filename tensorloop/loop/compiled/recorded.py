@@ -1,0 +1,203 @@
+"""One step of a loop, run and written down: what of the loop's own goes around the body, and the key of its plan."""
+
+import weakref
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.arguments import describe
+from tensorloop._torch.tracing import without_hooks
+from tensorloop.loop.compiled.capture import Step
+from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.step_number import symbol
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.rows_loop import RowsLoop
+from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
+
+_NUMBERS = bool, int, float, complex, str
+
+
+class Recorded:
+    """One step of a loop.
+
+    `carry` are the tensors of the loop's carry and, where rows stop on their own, what the loop adds to them: the
+    inputs that stopped rows get, which rows run, and how many steps each has taken. `xs` have the steps first.
+    """
+
+    def __init__(self, loop: Loop, first: Tensor | None = None, *, lines: bool = False) -> None:
+        self.loop, self.first = loop, first
+        self.places = [i for i, x in enumerate(loop.init) if isinstance(x, Tensor)]
+        self.carry: list[Tensor] = [loop.init[i] for i in self.places]
+        self.rows = ActiveRows(first, False) if first is not None and first.dim() else None
+        self.held = [] if self.rows is None else [i for i in self.places if self.rows.holds(loop.init[i])]
+        if self.rows is not None and first is not None:
+            self.rows.mask_at(0)
+            self.rows.active = first
+            lasts = make_first_inputs(self.rows, loop.init)
+            taken = torch.zeros(first.shape, dtype=torch.int64)
+            self.carry += [*(lasts[i] for i in self.held), first, taken]
+        self.xs = [] if loop.slices is None else [x.movedim(d, 0) for x, d in loop.slices.tensors if x is not None]
+        if loop.name == "fori_loop":
+            assert loop.length is not None
+            self.xs.append(torch.arange(loop.lower, loop.lower + loop.length))
+        self._record(lines)
+
+    def _record(self, lines: bool) -> None:
+        loop = self.loop
+        carry = [_own(x) for x in self.carry]
+        t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
+        rows = [_own(x[t]) for x in self.xs]
+        if lines and torch.is_grad_enabled():  # the second look is at custom Functions too
+            carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
+        self.arguments = [*carry, *rows]
+        self.recorder = r = Recorder(self.arguments, lines=lines)
+        with r, without_hooks():
+            new, self.leaves, self.ys, self.answer = self._step(carry, rows)
+        n, m = len(carry), len(rows)
+        tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
+        numbers = r.finish([*tensors, *([] if self.answer is None else [self.answer])])
+        self.captures = list(r.captures.values())
+        answer = None if self.answer is None else numbers[-1]
+        self.outputs = numbers[:n], numbers[n : len(tensors)], answer
+        self.step = Step(r.operations, range(n), range(n, n + m), list(r.captures), *self.outputs, r.writes)
+
+    def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
+        """(the next carry, the body's leaves, ys, the condition's answer)."""
+        loop = self.loop
+        state = list(loop.init)
+        for i, x in zip(self.places, carry, strict=False):
+            state[i] = x
+        if self.rows is not None:
+            return self._masked(carry, state)
+        row: list[Any] = []
+        if loop.name == "fori_loop":
+            assert loop.numbered is not None
+            self.recorder.number = rows[-1]
+            leaves = loop.checked(loop.numbered(symbol(loop.lower), loop.tree_of(state)), 0)
+            y = None
+        else:
+            left = iter(rows)
+            row = [] if loop.slices is None else [None if x is None else next(left) for x, _ in loop.slices.tensors]
+            leaves, y = loop.step(0, state, row)
+        ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
+        self._check_others(leaves)
+        return [leaves[i] for i in self.places], leaves, ys, self._ask(leaves)
+
+    def _masked(self, carry: list[Tensor], state: list[Any]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
+        """A step in which rows that have stopped keep their carry."""
+        loop, n, k = self.loop, len(self.places), len(self.held)
+        lasts, active, taken = carry[n : n + k], carry[n + k], carry[n + k + 1]
+        fed = list(state)
+        for i, last in zip(self.held, lasts, strict=True):
+            fed[i] = torch.where(spread(active, last), state[i], last.detach())
+        returned, _ = loop.body(0, loop.carry.tree.unflatten(fed), [], loop.context_at(0))
+        leaves = list(loop.checked(returned, 0))
+        self._check_others(leaves)
+        lasts = [fed[i].detach() for i in self.held]
+        for i in self.held:
+            leaves[i] = torch.where(spread(active, leaves[i]), leaves[i], state[i])
+        with torch.no_grad():
+            self.recorder.grad = False
+            asked = self._asked(leaves)
+            if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
+                raise Refused("the condition changes its shape")
+            going = active & asked
+            new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
+            return new, leaves, [], going.any()
+
+    def _ask(self, leaves: list[Any]) -> Tensor | None:
+        """Whether the loop goes on, as a tensor; None where nobody asks."""
+        loop = self.loop
+        if loop.cond is None and loop.until is None:
+            return None
+        with torch.no_grad():
+            self.recorder.grad = False
+            answer = self._asked(leaves)
+            if not isinstance(answer, Tensor):
+                raise Refused(f"the condition gave {describe(answer)}, no tensor")
+            if answer.numel() != 1 or answer.dtype is not torch.bool:
+                raise Refused("the condition gives more than one bool")
+            answer = answer.reshape(())
+            return torch.logical_not(answer) if loop.until is not None else answer
+
+    def _asked(self, leaves: list[Any]) -> Any:
+        loop = self.loop
+        ask = loop.cond or loop.until
+        assert ask is not None
+        return ask(loop.carry.tree.unflatten(leaves), *loop.context_at(0))
+
+    def _check_others(self, leaves: list[Any]) -> None:
+        """What is no tensor in the carry must stay what it is."""
+        loop = self.loop
+        for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
+            if not isinstance(old, Tensor) and not (old is new or (isinstance(old, _NUMBERS) and old == new)):
+                path, kind = f"carry{loop.carry.tree.paths[i]}", type(old).__name__
+                raise Refused(f"{path} is a Python {kind} that changes; carry a tensor instead")
+
+    def let_go(self) -> list[weakref.ref[Tensor]]:
+        """Holds nothing of the step but what it did; gives its tensors, weakly."""
+        self.leaves, self.ys, self.answer, self.arguments = [], [], None, []
+        self.loop.last_tree = (None, None)
+        return self.recorder.let_go()
+
+    def key(self, grad: bool) -> tuple[Any, ...]:
+        """All that a plan depends on."""
+        loop = self.loop
+        carry = tuple((x.shape, x.dtype, x.requires_grad) for x in self.carry)
+        xs = tuple((x.shape[1:], x.dtype, x.requires_grad) for x in self.xs)
+        reverse = loop.slices is not None and loop.slices.reverse
+        kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
+        settings = grad, reverse, torch.get_default_dtype(), loop.cond is None, loop.until is None
+        codes = tuple(_code(function) for function in (called.function for called in loop.functions))
+        return codes, carry, xs, kinds, settings, str(self.outputs), tuple(self.recorder.key)
+
+
+def _code(function: Any) -> Any:
+    """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return type(function)
+    inner = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
+    return (function.__code__, *(x.__code__ for x in inner))
+
+
+def _holds_function(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType)
+    except ValueError:  # it is still empty
+        return False
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that a body may change, as a loop's core will give it."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _live(x: Tensor) -> Tensor:
+    """The same, with a graph."""
+    return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
+
+
+def recorded(loop: Loop, first: Tensor | None) -> Recorded:
+    """One step of a loop, recorded, or why it cannot be. `first` is the condition's answer before the loop."""
+    wrong = [x for x in loop.init if not (isinstance(x, Tensor) or x is None or isinstance(x, _NUMBERS))]
+    if wrong:
+        raise Refused(f"the carry holds a {type(wrong[0]).__name__}")
+    if isinstance(loop, RowsLoop) or (loop.slices is not None and type(loop.slices).__name__ != "Slices"):
+        raise Refused("xs are packed")
+    if first is not None and first.dim() and loop.compact:
+        raise Refused("with compact=True rows leave the batch")
+    tensors = [x for x in loop.init if isinstance(x, Tensor)]
+    tensors += [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
+    if any(x.device.type != "cpu" for x in tensors):
+        raise Refused("only loops on the CPU are compiled")
+    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
+        raise Refused("a tensor of another class is in the carry or in xs")
+    if torch.is_autocast_enabled("cpu"):
+        raise Refused("autocast is on")
+    return Recorded(loop, first)

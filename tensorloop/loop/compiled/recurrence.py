@@ -1,0 +1,64 @@
+"""What one native loop does, and what a back end makes of it.
+
+One object serves the forward loop and the reversed backward one:
+
+    (invariants, sequences[t], carry) -> (next carry, outs[t], terms)
+
+`outs[t]` are stored, `terms` are added into sums, and all of it is a graph of aten operations on fake tensors.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, fx
+
+
+class Unsupported(Exception):
+    """What a back end lacks: the reason in a few words, and the node that showed it."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.node = reason, node
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recurrence:
+    """A step as a graph. Placeholders stand in the order invariants, sequences, carry.
+
+    Every node is a placeholder, the output, or a call of an aten overload without side effects; `meta["val"]` holds its
+    fake value: a tensor, or a tuple of them. Nothing has gradients. A sequence's placeholder is one step's slice. An
+    out may be any node: a placeholder of the carry stores the state before the step. `going`, where there is one, is a
+    bool tensor of one element, computed from this step's *next* carry: the loop ends after a step that gives false.
+    """
+
+    graph: fx.Graph
+    invariants: tuple[fx.Node, ...]
+    sequences: tuple[fx.Node, ...]
+    carry: tuple[fx.Node, ...]
+    next_carry: tuple[fx.Node, ...]
+    outs: tuple[fx.Node, ...]
+    terms: tuple[fx.Node, ...]
+    reverse: bool = False
+    going: fx.Node | None = None
+
+
+class Core(Protocol):
+    """A recurrence made runnable. It may be called from several threads at once."""
+
+    def __call__(
+        self,
+        steps: int,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        sums: Sequence[Tensor],
+    ) -> tuple[list[Tensor], int]:
+        """Runs at most `steps` steps: (the last carry in new memory, how many steps were done).
+
+        `sequences[k]` are (at least `steps`, *shape), `outs[k]` are (at least `steps`, *shape) to be filled, `sums[k]`
+        are added to in place; all are contiguous. Under `reverse` step 0 is the one at index steps - 1. 0 steps give
+        the carry again.
+        """
+        ...

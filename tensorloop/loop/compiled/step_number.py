@@ -1,0 +1,83 @@
+"""The number of a step, as `fori_loop` gives it to a body, standing for a number that is another one at each step.
+
+To a body it is a `torch.SymInt`, which torch's operations take as they take an int. In what is written down it is
+`scale * i + shift`; asked for its value in Python, it refuses. Private name of torch, tried with 2.11 and 2.13:
+the methods that `torch.SymInt` asks of its node.
+"""
+
+from typing import Any, Never
+
+import torch
+
+from tensorloop.loop.compiled.fingerprint import Refused, user_place
+
+
+class StepNumber:
+    """What is behind such a SymInt: `scale * i + shift`, now `value`. Without a scale it is a plain number."""
+
+    def __init__(self, value: int, scale: int = 1, shift: int = 0) -> None:
+        self.value, self.scale, self.shift = value, scale, shift
+
+    def is_int(self) -> bool:
+        return True
+
+    def is_float(self) -> bool:
+        return False
+
+    def is_bool(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return bool(self.scale)
+
+    def is_constant(self) -> bool:
+        return not self.scale
+
+    def maybe_as_int(self) -> int | None:
+        return None if self.scale else self.value
+
+    def has_hint(self) -> bool:
+        return True
+
+    def wrap_int(self, value: int) -> "StepNumber":
+        return StepNumber(value, 0, value)
+
+    def clone(self) -> "StepNumber":
+        return self
+
+    def add(self, other: "StepNumber") -> "StepNumber":
+        return StepNumber(self.value + other.value, self.scale + other.scale, self.shift + other.shift)
+
+    def sub(self, other: "StepNumber") -> "StepNumber":
+        return self.add(other.neg())
+
+    def neg(self) -> "StepNumber":
+        return StepNumber(-self.value, -self.scale, -self.shift)
+
+    def mul(self, other: "StepNumber") -> "StepNumber":
+        if self.scale and other.scale:
+            return _refuse()
+        a, b = (other, self) if other.scale else (self, other)
+        return StepNumber(a.value * b.value, a.scale * b.shift, a.shift * b.shift)
+
+    def guard_int(self, file: str, line: int) -> int:
+        return self.value if not self.scale else _refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _refuse
+
+
+def _refuse(*_: Any) -> Never:
+    raise Refused(
+        "the body needs i, the number of the step, as a Python number; operations of torch take it", user_place()
+    )
+
+
+def symbol(value: int) -> Any:
+    """The number of a step, for a body."""
+    return torch.SymInt(StepNumber(value))

@@ -1,0 +1,135 @@
+"""The sum over all steps of a step's value, without the values: sums are pushed through linear operations.
+
+A weight's gradient, the sum of products x[t]^T g[t], becomes one product over all steps and rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.loop.compiled.batched import Stage
+from tensorloop.loop.compiled.operations import aten, value_of
+
+# Linear in their first argument, whatever the others are.
+_LINEAR = {
+    *(aten.view.default, aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.select.int),
+    *(aten.slice.Tensor, aten.constant_pad_nd.default, aten.neg.default, aten.flip.default, aten.clone.default),
+    *(aten.sum.dim_IntList, aten.diagonal.default, aten.cumsum.default),
+}
+_FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Sums:
+    """Sums over all steps, as further nodes of a stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.found: dict[fx.Node, fx.Node] = {}
+
+    def leaves(self, n: fx.Node) -> list[fx.Node]:
+        """The nodes whose values at all steps the sum of a node needs."""
+        if n not in self.stage.moving:
+            return []
+        if (parts := self._through(n)) is None:
+            return [n]
+        if parts == "product":
+            return [a for a in n.args if isinstance(a, fx.Node)]
+        if parts == "scattered":
+            return n.all_input_nodes
+        return [leaf for a in parts for leaf in self.leaves(a)] + [
+            a for a in n.all_input_nodes if a not in parts and a not in self.stage.moving
+        ]
+
+    def of(self, n: fx.Node) -> fx.Node:
+        """The sum of a node over all steps. Its leaves are in the stage."""
+        if n not in self.found:
+            self.found[n] = self._made(n)
+        return self.found[n]
+
+    def _through(self, n: fx.Node) -> Any:
+        """The arguments to sum in the place of a node, or None where that is no use.
+
+        "product" where both factors move, "scattered" where a node adds values to zeros in places.
+        """
+        moving, target = self.stage.moving, n.target
+        if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS:
+            return None
+        args = [a for a in n.args if isinstance(a, fx.Node)]
+        inner = [a for a in args if a in moving]
+        if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
+            return None
+        if target in (aten.mm.default, aten.bmm.default):
+            return "product" if len(inner) == 2 else inner
+        if target in _LINEAR:
+            return inner
+        if _scatters(n):
+            return "scattered"
+        if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
+            return inner
+        if target is aten.mul.Tensor and len(inner) == 1:
+            return inner
+        if target is aten.div.Tensor and inner == args[:1]:
+            return inner
+        return None
+
+    def _made(self, n: fx.Node) -> fx.Node:
+        s = self.stage
+        if n not in s.moving:
+            return s.call(_times, s.found[n], s.steps)
+        parts = self._through(n)
+        if parts is None:
+            return s.call(_over_steps, s.found[n])
+        if parts == "product":
+            a, b = (s.found[a] for a in n.args)  # pyright: ignore[reportArgumentType]
+            return s.call(_products if n.target is aten.mm.default else _batches_of_products, a, b)
+        if parts == "scattered":
+            return s.call(n.target, *fx.map_arg(n.args, lambda a: s.found[a] if _constant(a) else s.whole(a)))  # pyright: ignore[reportArgumentType]
+        if n.target in (aten.add.Tensor, aten.sub.Tensor):
+            args: Any = fx.map_arg(n.args, self.of)
+        else:
+            args = fx.map_arg(n.args, lambda a: self.of(a) if a in parts else s.found[a])
+        if n.target is aten.view.default:
+            return s.call(torch.reshape, *args)
+        return s.call(n.target, *args, **n.kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def _scatters(n: fx.Node) -> bool:
+    """Whether a node adds values to zeros: of many steps at once, it does so with the values of all."""
+    if n.target is aten.embedding_dense_backward.default:
+        return not n.args[4]
+    if n.target is not aten.index_put.default or len(n.args) < 4 or not n.args[3]:
+        return False
+    base, indices, values = n.args[:3]
+    if not isinstance(base, fx.Node) or not _constant(base) or base.args[1] != 0 or not isinstance(indices, list):
+        return False
+    if any(i is None or value_of(i).dtype is torch.bool for i in indices):  # pyright: ignore[reportArgumentType]
+        return False
+    ranks = {value_of(i).dim() for i in indices}  # pyright: ignore[reportArgumentType]
+    rest = value_of(base).dim() - len(indices)
+    return len(ranks) == 1 and isinstance(values, fx.Node) and value_of(values).dim() == ranks.pop() + rest
+
+
+def _constant(n: fx.Node) -> bool:
+    return n.target is aten.full.default
+
+
+def _times(x: Tensor, steps: int) -> Tensor:
+    return x * steps
+
+
+def _over_steps(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a[t] @ b[t], as one product: (M, T K) by (T K, N)."""
+    rows = a.transpose(1, 2).reshape(-1, a.shape[1])
+    return rows.t() @ b.reshape(-1, b.shape[2])
+
+
+def _batches_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of bmm(a[t], b[t]), as one bmm."""
+    steps, batch, m, k = a.shape
+    left = a.permute(1, 2, 0, 3).reshape(batch, m, steps * k)
+    return torch.bmm(left, b.transpose(0, 1).reshape(batch, steps * k, b.shape[3]))

@@ -1,0 +1,224 @@
+"""What cannot be compiled runs as the eager loop: right, with one warning that names the line, or refused by strict."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensorloop as tl
+from tensorloop.loop.compiled.front import NotCompiledWarning
+
+SEEN: list[Any] = []
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * 3
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -grad
+
+
+def reads_an_item(h: Tensor, x: Tensor) -> Any:
+    return h * x.sum().item(), h
+
+
+def branches_on_a_value(h: Tensor, x: Tensor) -> Any:
+    return (h + x if x.sum() > 0 else h - x), h
+
+
+def prints(h: Tensor, x: Tensor) -> Any:
+    SEEN.append(f"{h}")
+    return h + x, h
+
+
+def turns_to_numpy(h: Tensor, x: Tensor) -> Any:
+    return h + float(x.detach().numpy().sum()), h
+
+
+def lists(h: Tensor, x: Tensor) -> Any:
+    return h + x.tolist()[0], h
+
+
+def draws(h: Tensor, x: Tensor) -> Any:
+    return h + torch.randn_like(x), h
+
+
+def drops(h: Tensor, x: Tensor) -> Any:
+    return nn.functional.dropout(h, 0.5) + x, h
+
+
+def draws_in_python(h: Tensor, x: Tensor) -> Any:
+    return h + x * random.random(), h
+
+
+def draws_in_numpy(h: Tensor, x: Tensor) -> Any:
+    return h + x * float(numpy.random.rand()), h
+
+
+def writes_outside(h: Tensor, x: Tensor) -> Any:
+    with torch.no_grad():
+        TOTAL.add_(x)
+    return h + TOTAL.sum(), h
+
+
+def writes_outside_with_gradients(h: Tensor, x: Tensor) -> Any:
+    TOTAL.add_(x.detach())
+    return h + x, h
+
+
+def holds(h: Tensor, x: Tensor) -> Any:
+    SEEN.append(h * 2)
+    return h + x, h
+
+
+def has_no_graph(h: Tensor, x: Tensor) -> Any:
+    with torch.no_grad():
+        y = h * 2
+    return h + x + y, h
+
+
+def has_a_function(h: Tensor, x: Tensor) -> Any:
+    return Doubled.apply(h) + x, h
+
+
+def has_a_function_of_views(h: Tensor, x: Tensor) -> Any:
+    return Same.apply(h) + x, h
+
+
+def hooks(h: Tensor, x: Tensor) -> Any:
+    y = h + x
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 2)
+    return y, h
+
+
+def has_a_shape_of_values(h: Tensor, x: Tensor) -> Any:
+    return h + x[x > 0].sum(), h
+
+
+def looks_behind(h: Tensor, x: Tensor) -> Any:
+    return h + x.data, h
+
+
+TOTAL = torch.zeros(3)
+BODIES: list[tuple[Callable[..., Any], str]] = [
+    (reads_an_item, "_local_scalar_dense reads a value in Python"),
+    (branches_on_a_value, "reads a value in Python"),
+    (prints, "the body prints a tensor"),
+    (turns_to_numpy, "the body turns a tensor into an array"),
+    (lists, "the body turns a tensor into a list"),
+    (draws, "randn_like draws random numbers"),
+    (drops, "draws random numbers"),
+    (draws_in_python, "random numbers of Python or NumPy"),
+    (draws_in_numpy, "random numbers of Python or NumPy"),
+    (writes_outside, "add_"),
+    (writes_outside_with_gradients, "add_ writes to a tensor from outside"),
+    (holds, "keeps a tensor of the step elsewhere"),
+    (has_no_graph, "mul runs under another grad mode"),
+    (has_a_function, "mul runs under another grad mode or in a custom Function"),
+    (has_a_function_of_views, "custom Function"),
+    (hooks, "registers a hook"),
+    (has_a_shape_of_values, "whose shape depends on values"),
+]
+
+
+def run(body: Callable[..., Any], compile: Any) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(3)
+    random.seed(3)
+    numpy.random.seed(3)
+    TOTAL.zero_()
+    SEEN.clear()
+    h, xs = torch.randn(3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    last, ys = tl.scan(body, h, xs, compile=compile)
+    grads = torch.autograd.grad(last.sum() + ys.square().sum(), (h, xs), allow_unused=True)
+    return [last, ys], [g for g in grads if g is not None]
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+@pytest.mark.parametrize(("body", "reason"), BODIES, ids=[body.__name__ for body, _ in BODIES])
+def test_a_body_that_is_more_than_its_operations_runs_eagerly(body: Callable[..., Any], reason: str):
+    expected = run(body, False)
+    with pytest.warns(
+        NotCompiledWarning, match=f"^scan: not compiled: .*{reason}.*; it runs as an eager loop$"
+    ) as told:
+        found = run(body, True)
+    assert len(told) == 1
+    assert "test_compiled_fallback.py:" in str(told[0].message)
+    # bodies that draw or write have done so for one step more
+    if body not in (draws, drops, draws_in_python, draws_in_numpy, writes_outside, writes_outside_with_gradients):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("body", "reason"), BODIES, ids=[body.__name__ for body, _ in BODIES])
+def test_strict_raises(body: Callable[..., Any], reason: str):
+    with pytest.raises(RuntimeError, match=f"^scan: not compiled: .*{reason}.*; with compile=True it would"):
+        run(body, "strict")
+
+
+def test_the_warning_names_the_line_and_comes_once():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            run(reads_an_item, True)
+    (warning,) = told
+    assert warning.filename.endswith("test_compiled_fallback.py")
+    assert warning.lineno == reads_an_item.__code__.co_firstlineno + 1
+
+
+def test_data_is_cut_from_the_graph():
+    torch.testing.assert_close(run(looks_behind, "strict"), run(looks_behind, False), rtol=0, atol=0)
+
+
+def test_a_python_number_that_changes_is_named():
+    with pytest.raises(RuntimeError, match=r"carry\['n'\] is a Python int that changes; carry a tensor instead"):
+        tl.scan(lambda c, x: ({"n": c["n"] + 1}, x), {"n": 0}, torch.zeros(3), compile="strict")
+
+
+def test_numbers_that_stay_are_no_trouble():
+    carry, ys = tl.scan(
+        lambda c, x: ((c[0] + x * c[1], c[1], None), 2), (torch.zeros(()), 3, None), torch.ones(4), compile="strict"
+    )
+    assert (carry[0].item(), carry[1:], torch.as_tensor(ys).tolist()) == (12, (3, None), [2, 2, 2, 2])
+
+
+def test_arrays_in_the_carry_run_eagerly():
+    with pytest.warns(NotCompiledWarning, match="the carry holds a TensorArray"):
+        array, _ = tl.scan(lambda a, x: (a.append(x), None), tl.TensorArray(), torch.arange(3.0), compile=True)
+    assert array.stack().tolist() == [0, 1, 2]
+
+
+def test_a_counter_in_the_closure_is_seen():
+    n = 0
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        nonlocal n
+        n += 1
+        return h + x * n, None
+
+    with pytest.raises(RuntimeError, match="the body changes n, a Python value outside of it"):
+        tl.scan(body, torch.zeros(()), torch.ones(4), compile="strict")
+
+
+def test_errors_of_a_body_are_those_of_the_eager_loop():
+    with pytest.raises(TypeError, match="the body changed the carry at step 0"):
+        tl.scan(lambda h, x: (h.double(), None), torch.zeros(3), torch.ones(4, 3), compile=True)
+    with pytest.raises(ZeroDivisionError):
+        tl.scan(lambda h, x: (h / (1 // 0), None), torch.zeros(3), torch.ones(4, 3), compile="strict")

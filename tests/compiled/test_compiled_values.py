@@ -1,0 +1,42 @@
+"""Compiled loops give what eager loops give: values and gradients, for bodies of many kinds."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tensorloop.loop.compiled import cores
+from tensorloop.loop.compiled.eager_core import EagerCore
+from tensorloop.loop.compiled.plan import plans
+from tests.support.compiled_cases import CASES, check_equal, outcome
+
+
+@pytest.fixture(params=["native", "eager"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cores that are made: those of the emitter, or those that run torch's operations, taken for native."""
+    plans.clear()
+    if request.param == "eager":
+        monkeypatch.setattr(cores, "native", EagerCore)
+    yield
+    plans.clear()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-4)], ids=["f64", "f32"])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torch.dtype, tolerance: float, core: None):
+    expected, expected_grads = outcome(CASES[name], dtype, False)
+    found, grads = outcome(CASES[name], dtype, "strict")
+    check_equal(found, expected, tolerance)
+    check_equal(grads, expected_grads, tolerance)
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    "name", ["lstm", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped"]
+)
+def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)
+    expected, expected_grads = outcome(CASES[name], torch.float64, False)
+    found, grads = outcome(CASES[name], torch.float64, "strict", checkpoints=checkpoints)
+    check_equal(found, expected, 1e-12)
+    check_equal(grads, expected_grads, 1e-12)

@@ -1,0 +1,126 @@
+"""Recurrences made of small step functions, and the same graph run node by node."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tensorloop.loop.compiled.recurrence import Recurrence
+
+Step = Callable[..., dict[str, Any]]
+Given = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # invariants, sequences, carry
+
+
+def recurrence(
+    step: Step,
+    invariants: Sequence[Tensor] = (),
+    sequences: Sequence[Tensor] = (),
+    carry: Sequence[Tensor] = (),
+    *,
+    reverse: bool = False,
+    decompositions: Any = None,
+) -> Recurrence:
+    """step(invariants, slices, carry) -> {"carry": [...], "outs": [...], "terms": [...], "going": bool tensor}, traced.
+
+    `sequences` have their steps in dim 0, at least one.
+    """
+    counts: dict[str, int] = {}
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        a, b = len(invariants), len(invariants) + len(sequences)
+        made = step(tensors[:a], tensors[a:b], tensors[b:])
+        parts = {name: list(made.get(name, ())) for name in ("carry", "outs", "terms")}
+        parts["going"] = [made["going"]] if "going" in made else []
+        counts.update({name: len(part) for name, part in parts.items()})
+        return [one for part in parts.values() for one in part]
+
+    examples = [*invariants, *(one[0].contiguous() for one in sequences), *carry]
+    traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake", decomposition_table=decompositions or {})(
+        *examples
+    )
+    graph = traced.graph
+    graph.eliminate_dead_code()
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    results = list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+    for node in graph.nodes:
+        assert node.op != "get_attr", "a constant tensor in a step: make it an invariant"
+    taken, start = {}, 0
+    for name, count in counts.items():
+        taken[name] = tuple(results[start : start + count])
+        start += count
+    a, b = len(invariants), len(invariants) + len(sequences)
+    return Recurrence(
+        graph,
+        tuple(places[:a]),
+        tuple(places[a:b]),
+        tuple(places[b:]),
+        taken["carry"],  # pyright: ignore[reportArgumentType]
+        taken["outs"],  # pyright: ignore[reportArgumentType]
+        taken["terms"],  # pyright: ignore[reportArgumentType]
+        reverse,
+        taken["going"][0] if taken["going"] else None,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def interpreted(
+    rec: Recurrence,
+    steps: int,
+    invariants: Sequence[Tensor],
+    sequences: Sequence[Tensor],
+    carry: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    sums: Sequence[Tensor],
+) -> tuple[list[Tensor], int]:
+    """What a core does, by torch."""
+    interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), rec.graph))
+    now, done = list(carry), 0
+    names = [*rec.next_carry, *rec.outs, *rec.terms, *([rec.going] if rec.going is not None else [])]
+    wanted = rec.graph.output_node().args[0]
+    assert len(names) == len(wanted)  # pyright: ignore[reportArgumentType]
+    for turn in range(steps):
+        t = steps - 1 - turn if rec.reverse else turn
+        made = list(interpreter.run(*invariants, *(one[t] for one in sequences), *now))
+        now, rest = made[: len(now)], made[len(now) :]
+        for place, value in zip(outs, rest, strict=False):
+            place[t].copy_(value)
+        for total, value in zip(sums, rest[len(outs) :], strict=False):
+            total.add_(value)
+        done += 1
+        if rec.going is not None and not bool(rest[-1]):
+            break
+    return [one.clone() for one in now], done
+
+
+def places(rec: Recurrence, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """(outs, sums) to fill: ones that show what was not written, and sums that are not zero before."""
+    outs = [torch.full((steps, *one.meta["val"].shape), 7).to(one.meta["val"].dtype) for one in rec.outs]
+    sums = [torch.ones(one.meta["val"].shape, dtype=one.meta["val"].dtype) for one in rec.terms]
+    return outs, sums
+
+
+def assert_same(
+    core: Any,
+    rec: Recurrence,
+    steps: int,
+    invariants: Sequence[Tensor] = (),
+    sequences: Sequence[Tensor] = (),
+    carry: Sequence[Tensor] = (),
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> None:
+    """A core and the interpreter agree in all that they give."""
+    mine, sums = places(rec, steps)
+    theirs, totals = places(rec, steps)
+    sequences = [one[:steps].contiguous() for one in sequences]
+    last, done = core(steps, invariants, sequences, carry, mine, sums)
+    expected, count = interpreted(rec, steps, invariants, sequences, carry, theirs, totals)
+    assert done == count
+    for name, a, b in (("carry", last, expected), ("outs", mine, theirs), ("sums", sums, totals)):
+        for n, (one, other) in enumerate(zip(a, b, strict=True)):
+            where = f"{name}[{n}]"
+            torch.testing.assert_close(
+                one, other, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, w=where: f"{w}: {m}"
+            )
