@@ -8,7 +8,7 @@ class Progress:
     """Counts the steps of a loop; shows them with tqdm if `shown`."""
 
     def __init__(self, shown: bool, name: str, total: int | None) -> None:
-        self.shown = shown
+        self.is_shown = shown
         self.bar: Any = _bar(name, total) if shown else None
 
     def update(self) -> None:

@@ -63,7 +63,7 @@ def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: 
         except BaseException as error:
             explain(sweep.loop, error)
             raise
-        return sweep.loop, _connected(sweep, state, progress.shown)
+        return sweep.loop, _connected(sweep, state, progress.is_shown)
 
 
 def _connected(sweep: Sweep, state: State, shown: bool) -> Any:
