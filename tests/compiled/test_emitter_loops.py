@@ -9,13 +9,21 @@ from torch import Tensor
 
 from tensorloop.loop.compiled.emitter import emit, threads
 from tensorloop.loop.compiled.emitter.cache import Folder
-from tensorloop.loop.compiled.emitter.core import NativeCore
+from tensorloop.loop.compiled.emitter.core import NativeCore, text_of
+from tensorloop.loop.compiled.emitter.target import host
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
 from tests.support.recurrences import Given, assert_same, interpreted, places, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 
 TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float64: {"rtol": 1e-12, "atol": 1e-12}}
-SIZES = [(1, 1), (3, 17), (4, 32), (17, 3), (7, 33)]
+SIZES = [
+    (1, 1, torch.float64),
+    (3, 17, torch.float64),
+    (4, 32, torch.float32),
+    (17, 3, torch.float32),
+    (7, 33, torch.float32),
+    (7, 33, torch.float64),
+]
 
 
 @pytest.fixture
@@ -23,8 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(tmp_path_factory.getbasetemp() / "cache")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "features"), SIZES)
+@pytest.mark.parametrize(("rows", "features", "dtype"), SIZES)
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_runs_as_its_graph_says(name: str, rows: int, features: int, dtype: torch.dtype, folder: Folder) -> None:
     cell = CELLS[name]
@@ -218,6 +225,23 @@ def test_what_is_lacking_is_refused_with_the_node(folder: Folder) -> None:
         with pytest.raises(Unsupported, match=words) as refusal:
             emit(recurrence(step, (), (), [torch.randn(3)]), folder=folder)
         assert refusal.value.node is not None
+
+
+def test_a_tensor_elsewhere_than_on_the_cpu_is_refused() -> None:
+    rec = recurrence(lambda inv, xs, carry: {"carry": [carry[0] + 1]}, (), (), [torch.randn(3)])
+    for node in rec.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = torch.empty(3, device="meta")
+    with pytest.raises(Unsupported, match="on meta"):
+        emit(rec)
+
+
+def test_products_of_one_shape_are_compiled_once() -> None:
+    cell = CELLS["kutta"]
+    given = inputs(cell, 2, 4, 8, torch.float32)
+    _, text = text_of(recurrence(cell.step, *given), host())
+    assert text.module.count("define internal void @product") == 1
+    assert text.module.count("call void @product0(") == 4
 
 
 def test_the_core_is_made_of_any_recurrence_with_its_places(folder: Folder) -> None:

@@ -421,6 +421,20 @@ def while_rows_near_a_pole(d: torch.dtype) -> Case:
 
 
 @case
+def while_rows_cut_short(d: torch.dtype) -> Case:
+    loop = while_rows(d)
+    loop.options["max_steps"] = 5
+    return loop
+
+
+@case
+def while_one_cut_short(d: torch.dtype) -> Case:
+    loop = while_one(d)
+    loop.options["max_steps"] = 70
+    return loop
+
+
+@case
 def mapped(d: torch.dtype) -> Case:
     W = leaf(d, F, H)
     return Case(lambda x: (torch.tanh(x @ W), x.sum()), None, leaf(d, T, B, F), [W], "map")

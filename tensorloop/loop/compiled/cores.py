@@ -10,6 +10,8 @@ def made(recurrence: Recurrence) -> tuple[Core, Unsupported | None]:
         return native(recurrence), None
     except Unsupported as lack:
         return EagerCore(recurrence), lack
+    except Exception as error:  # a compiler that fails costs speed, no result
+        return EagerCore(recurrence), Unsupported(f"the emitter failed, {type(error).__name__}: {error}")
 
 
 def native(recurrence: Recurrence) -> Core:

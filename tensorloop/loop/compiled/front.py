@@ -46,6 +46,7 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Any) -> tuple[Loop, A
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
         _tell(loop, compile, refusal)
+        _forget(loop)
         return None
 
 
@@ -91,15 +92,24 @@ def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop
     except Refused:
         raise
     except Exception:  # the eager loop meets it too, and says in which step
+        _forget(loop)
         return None
     plan = plan_of(found)
-    steps = loop.length
+    steps = loop.length if loop.cond is None else None
     if isinstance(plan, Refused):
         raise Refused(plan.reason, plan.place)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan)
         raise Told
     return _run(found, plan, steps, k)
+
+
+def _forget(loop: Loop) -> None:
+    """Lets the eager loop find everything as it was."""
+    loop.last_tree = (None, None)
+    if loop.outputs is not None:
+        loop.outputs.tree = None
+        loop.outputs.columns, loop.outputs.kinds = [], []
 
 
 def _first_answer(loop: ConditionalLoop) -> Tensor | None:
@@ -129,7 +139,12 @@ def _made(found: Recorded, grad: bool) -> Any:
     inputs = [*found.carry, *found.xs, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    plan = Plan(again.step, [*found.arguments, *found.captures], wants, grad=any(wants), reverse=reverse)
+    examples = [*found.arguments, *found.captures]
+    try:
+        plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+    except Exception as error:  # a body that torch cannot trace
+        text = str(error).strip().partition("\n")[0]
+        return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
     if plan.lacking is not None and plan.forward.core is not None:
         node = plan.lacking.node
         place = None if node is None else place_of(node)
@@ -140,7 +155,7 @@ def _made(found: Recorded, grad: bool) -> Any:
 def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
     loop = found.loop
     tensors = [*(x.contiguous() for x in found.carry), *found.xs, *found.captures]
-    run = Run(plan, steps) if k is None or not plan.grad else Segmented(plan, steps, k=k)
+    run = Run(plan, steps, most=loop.length) if k is None or not plan.grad else Segmented(plan, steps, k=k)
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:

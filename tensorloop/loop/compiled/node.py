@@ -18,6 +18,7 @@ class Run:
     plan: Plan
     steps: int | None
     done: int = 0
+    most: int | None = None  # steps, where only a condition knows them
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(carry, xs, captures) of all inputs."""
@@ -28,7 +29,7 @@ class Run:
         """(the last carry, ys, what a backward keeps)."""
         carry, xs, captures = self.split(tensors)
         plan = self.plan
-        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry)
+        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most)
         if self.done != self.steps and self.steps is not None:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]

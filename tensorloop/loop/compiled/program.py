@@ -1,5 +1,6 @@
 """A split step made runnable: the stage before the loop, the loop's core, the stage after it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,9 +71,14 @@ class Program:
         return sum(n.target == target for n in again.inside) < len(with_it)
 
     def __call__(
-        self, steps: int | None, invariants: Sequence[Tensor], sequences: Sequence[Tensor], carry: Sequence[Tensor]
+        self,
+        steps: int | None,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        most: int | None = None,
     ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
-        """Runs the loop; `steps` is None where only the condition knows."""
+        """Runs the loop; `steps` is None where only the condition knows: then there are `most` of them at most."""
         if self.core is None:
             assert steps is not None
             found = self._after(steps, *invariants, *sequences)
@@ -80,7 +86,7 @@ class Program:
         s = self.split
         fed = [x.contiguous() for x in self._before(0 if steps is None else steps, *invariants, *sequences)]
         loop_invariants, loop_sequences = fed[: len(s.loop_invariants)], fed[len(s.loop_invariants) :]
-        last, done, outs, states = self._loop(self.core, steps, loop_invariants, loop_sequences, carry)
+        last, done, outs, states = self._loop(self.core, steps, most, loop_invariants, loop_sequences, carry)
         made = dict(zip(self._fed, fed, strict=True))
         more = [made[n] for n in self._made]
         if steps is not None and done < steps:
@@ -101,21 +107,24 @@ class Program:
         self,
         core: Core,
         steps: int | None,
+        most: int | None,
         invariants: Sequence[Tensor],
         sequences: Sequence[Tensor],
         carry: Sequence[Tensor],
     ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
         """(the last carry, steps done, outs, states before the steps)."""
-        room = FIRST_ROOM if steps is None else steps
+        limit = math.inf if most is None else most
+        room = int(min(FIRST_ROOM, limit)) if steps is None else steps
         buffers = [_Room(self, n, room, carry) for n in self.split.outs]
         last, done = list(carry), 0
         while True:
             outs = [b.part(done, room) for b in buffers]
             last, n = core(room - done, invariants, [x[done:] for x in sequences], last, outs, ())
             done += n
-            if steps is not None or done < room or self._going is None or not bool(outs[self._going][-1]):
+            ended = done < room or self._going is None or not bool(outs[self._going][-1])
+            if steps is not None or ended or done >= limit:
                 break
-            room *= 2
+            room = int(min(2 * room, limit))
             for b in buffers:
                 b.grow(room, done)
         first = (steps or room) - done if self.parts.reverse else 0

@@ -16,7 +16,7 @@ from tensorloop.loop.compiled.emitter.code import Code, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
 from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step, copied
-from tensorloop.loop.compiled.emitter.matmul import Product, pack, panels, turned
+from tensorloop.loop.compiled.emitter.matmul import Panels, Product, pack, panels, turned
 from tensorloop.loop.compiled.emitter.memory import Memory, Rows
 from tensorloop.loop.compiled.emitter.nest import Nest
 from tensorloop.loop.compiled.emitter.rows import Split, split
@@ -84,6 +84,9 @@ class Function:
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.offsets, self.scratch = self._place()
+        bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
+        self.attributes = f"nounwind {bits}"
+        self.products: dict[str, str] = {}  # text -> name
 
     def _place(self) -> tuple[dict[Buffer, int], int]:
         """Offsets of scratch buffers: those that are not needed at one time share memory."""
@@ -127,18 +130,16 @@ class Function:
         self._run(run, [len(part) for part in tables])
         self._prepare(prepare, [len(part) for part in tables])
         declared = sorted({*run.declared.values(), *prepare.declared.values()})
-        attributes = (
-            f'nounwind "prefer-vector-width"="{self.target.bits}" "min-legal-vector-width"="{self.target.bits}"'
-        )
         parts = [
             f'target triple = "{self.target.triple}"',
             *declared,
-            f"define void @prepare(ptr %table) {attributes} {{\nentry:",
+            f"define void @prepare(ptr %table) {self.attributes} {{\nentry:",
             *prepare.lines,
             "  ret void\n}",
-            f"define void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch) {attributes} {{\nentry:",
+            f"define void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch) {self.attributes} {{\nentry:",
             *run.lines,
             "  ret void\n}",
+            *(f"define internal void @{name}{text}" for text, name in self.products.items()),
             MEMBER.replace("SCRATCH", str(self.scratch)),
         ]
         rows = self.split.count if self.split else 0
@@ -250,11 +251,27 @@ class Function:
             packed = self.packed.get(unit.b)
             if packed is not None and packed.buffer.kind == "scratch":
                 pack(memory, packed)
-            Product(memory, unit, packed, rows, dim).emit()
+            self._product(memory, unit, packed, rows, dim)
         elif isinstance(unit, Scatter):
             loops.scatter(memory, unit, rows, dim)
         else:
             loops.running(memory, unit, rows, dim)
+
+    def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: Rows | None, dim: int | None) -> None:
+        """A call of a function of its own: products of one shape share it, which is less to compile."""
+        right = unit.b.buffer if packed is None else packed.buffer
+        arrays = [unit.a, unit.out, *([] if unit.addend is None else [unit.addend])]
+        buffers = [one for one in dict.fromkeys([right, *(array.buffer for array in arrays)]) if one.kind != "value"]
+        inner = Code()
+        pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
+        pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
+        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, rows, dim).emit()
+        memory.code.declared |= inner.declared
+        arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
+        text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.lines) + "\n  ret void\n}"
+        name = self.products.setdefault(text, f"product{len(self.products)}")
+        given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), "i64 %low, i64 %high"])
+        memory.code.line(f"call void @{name}({given})")
 
     def _finish(
         self,

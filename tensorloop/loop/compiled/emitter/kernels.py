@@ -39,7 +39,7 @@ class Point:
 
 @dataclasses.dataclass(eq=False)
 class Gather:
-    """out[i] = source[i, at indices[k][i]]: of a dim of stride steps[k] and size sizes[k] (source has stride 0 there)."""
+    """out[i] = source[i, indices[k][i]]: of dims of stride steps[k] and size sizes[k], where source's stride is 0."""
 
     source: Array
     indices: tuple[Array, ...]

@@ -235,6 +235,8 @@ def _known_elements(node: fx.Node) -> None:
     for one in value if isinstance(value, list | tuple) else (value,):
         if isinstance(one, Tensor) and one.dtype not in KINDS:
             raise Unsupported(f"elements of {one.dtype}")
+        if isinstance(one, Tensor) and one.device.type != "cpu":
+            raise Unsupported(f"a tensor on {one.device}")
 
 
 def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:
@@ -261,8 +263,10 @@ def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callab
 
 def _placed(kind: str, index: int, node: fx.Node) -> Array:
     value = node.meta["val"]
-    if value.dtype not in KINDS:
-        raise Unsupported(f"elements of {value.dtype}", node)
+    try:
+        _known_elements(node)
+    except Unsupported as refusal:
+        raise Unsupported(refusal.reason, node) from None
     shape = tuple(value.shape)
     buffer = Buffer(kind, index, value.numel(), value.dtype)
     strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)

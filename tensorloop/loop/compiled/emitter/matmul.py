@@ -236,7 +236,7 @@ class Product:
             mask = masks[n]
             if mask is None:
                 return code.op(f"load {llvm_type(kind, self.width)}, ptr {pointer}, align {size}", kind, self.width)
-            return self.memory._masked("load", kind, self.width, pointer, size, mask)
+            return self.memory.masked("load", kind, self.width, pointer, size, mask)
 
         return base, b.strides[-2] * size, self.width * size, masked
 

@@ -49,9 +49,9 @@ class Memory:
         if stride == 1 and mask is None:
             made = code.op(f"load {llvm_type(memory, width)}, ptr {base}, align {align}", memory, width)
         elif stride == 1:
-            made = self._masked("load", memory, width, base, align, mask)
+            made = self.masked("load", memory, width, base, align, mask)
         else:
-            made = self._masked("gather", memory, width, self._lanes(base, stride * align, width), align, mask)
+            made = self.masked("gather", memory, width, self._lanes(base, stride * align, width), align, mask)
         return self._from_memory(made, kind)
 
     def _from_memory(self, value: Value, kind: str) -> Value:
@@ -61,7 +61,8 @@ class Memory:
         offsets = self.code.lanes("i64", [n * step for n in range(width)])
         return self.code.op(f"getelementptr i8, ptr {base}, {offsets.type} {offsets.text}", "ptr", width).text
 
-    def _masked(self, how: str, kind: str, width: int, where: str, align: int, mask: Value | None) -> Value:
+    def masked(self, how: str, kind: str, width: int, where: str, align: int, mask: Value | None) -> Value:
+        """A load, or a gather from addresses of lanes: zero outside of the mask."""
         vector = llvm_type(kind, width)
         suffix = f"v{width}{suffix_of(kind)}"
         many = how == "gather"
@@ -129,7 +130,7 @@ class Memory:
         if stride:
             total = math.add(total, code.lanes("i64", [n * stride for n in range(width)]))
         where = code.op(f"getelementptr i8, ptr {base}, {total.type} {total.text}", "ptr", width).text
-        return self._from_memory(self._masked("gather", memory, width, where, size, mask), kind)
+        return self._from_memory(self.masked("gather", memory, width, where, size, mask), kind)
 
     def note(self, good: Value) -> None:
         """An index out of range: the call raises when the loop is over."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-LEAST = 20_000_000  # operations that a thread should have: below, waking it costs more than it does
+LEAST = 100_000_000  # operations that a thread should have, some milliseconds: below, waking it costs more than it does
 
 
 def parts(rows: int, work: int) -> int:
