@@ -373,10 +373,10 @@ class TensorArray(Core):
 
     def _twin(self, store: Store | None) -> "TensorArray":
         """A new array with the facts of this one, before another store."""
-        twin = TensorArray()
-        for field in ("_given", "_capacity", "_shape", "_dtype", "_device", "_home", "_mask"):
-            setattr(twin, field, getattr(self, field))
-        twin._holes, twin._store = Holes(self._holes), store
+        twin = object.__new__(TensorArray)  # its arguments were checked: loops make one at every step
+        Core.__init__(twin, self._given, self._capacity)
+        twin._shape, twin._dtype, twin._device = self._shape, self._dtype, self._device
+        twin._home, twin._mask, twin._holes, twin._store = self._home, self._mask, Holes(self._holes), store
         return twin
 
     def _state(self) -> tuple[Any, ...]:

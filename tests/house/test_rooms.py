@@ -125,7 +125,7 @@ def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
     ]
     found = {node.name for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)}
     slots = [node for owner in classes for node in owner.body if isinstance(node, ast.Assign)]
-    found |= {name.value for node in slots for name in ast.walk(node) if isinstance(name, ast.Constant)}
+    found |= {str(name.value) for node in slots for name in ast.walk(node) if isinstance(name, ast.Constant)}
     return {name for name in found if name.startswith("_") and not name.endswith("__")}
 
 

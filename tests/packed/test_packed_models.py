@@ -199,8 +199,13 @@ def test_autocast_gives_one_dtype_whatever_the_rows(layer: Any, lens: list[int],
     x = torch.randn(2, 6, 4)
     p = pack_padded(x, lens)
     with torch.autocast("cpu", torch.bfloat16):
+        try:
+            padded, ended = model(x.to(dtype))
+        except RuntimeError:  # oneDNN has no such LSTM where the CPU has no instructions for bfloat16
+            with pytest.raises(RuntimeError):
+                model(p.to(dtype))
+            return
         out, states = model(p.to(dtype))
-        padded, ended = model(x.to(dtype))
     assert dtypes(out, states) == dtypes(padded, ended)
     precise, _ = model(p)
     torch.testing.assert_close(out.values.float(), precise.values, atol=0.05, rtol=0.05)

@@ -167,7 +167,7 @@ def test_under_transforms(name: str) -> None:
         ({"until": lambda c: False}, ValueError, "until= and packed xs do not go together"),
         ({"length": 3}, ValueError, "length is 3, but the longest row of packed xs has 2"),
         ({"dim": 2}, ValueError, "packed xs run over their ragged dim"),
-        ({"init": torch.zeros(3, 1)}, ValueError, r"packed xs have 2 rows, but carry is Tensor \(3, 1\)"),
+        ({"init": torch.zeros(3, 1)}, ValueError, r"packed xs have 2 rows, but c \(c is .* is Tensor \(3, 1\)"),
         ({"body": lambda c, x: (c, x.sum())}, ValueError, "an output has the rows of its step, here 2"),
     ],
 )
