@@ -330,3 +330,14 @@ def test_float32_and_float64_are_apart():
     for dtype in (torch.float32, D):
         _, grads = outcome(CASES["lstm"], dtype, "strict")
         assert {g.dtype for g in grads} == {dtype}
+
+
+def test_a_default_device_does_not_reach_inside():
+    U, xs = rotation(D), leaf(D, 5, 2, 4)
+    expected = torch.autograd.grad(loss(rnn(U, xs, compile=False)), (U, xs))
+    start = torch.zeros(2, 4, dtype=D)
+    with torch.device("meta"):
+        found = torch.autograd.grad(loss(rnn(U, xs, start)), (U, xs))
+        with torch.no_grad():
+            assert rnn(U, xs, start)[0].device.type == "cpu"
+    check_equal(found, expected, 1e-12)

@@ -11,6 +11,7 @@ from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
+from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
@@ -141,7 +142,8 @@ def _made(found: Recorded, grad: bool) -> Any:
     reverse = loop.slices is not None and loop.slices.reverse
     examples = [*found.arguments, *found.captures]
     try:
-        plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+        with unseen():
+            plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
@@ -159,7 +161,7 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
-        with torch.no_grad():
+        with torch.no_grad(), unseen():
             last, ys, _ = run.forward([x.detach() for x in tensors])
         outputs = [*last, *ys]
     loop.taken = run.done

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch import transforms
+from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.plan import Plan, zeros_like
 
 
@@ -119,7 +120,8 @@ class Looped(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop."""
         ctx.set_materialize_grads(False)
-        last, ys, saved = run.forward(tensors)
+        with unseen():  # a default device, or other modes of the caller's
+            last, ys, saved = run.forward(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
         plan = run.plan
@@ -141,4 +143,5 @@ class Looped(torch.autograd.Function):
         )
         if torch.is_grad_enabled() or batched:
             return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
-        return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
+        with unseen():
+            return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))

@@ -180,4 +180,4 @@ plans = Plans()
 def zeros_like(node: fx.Node) -> Tensor:
     """Zeros as the node's value at one step."""
     value = value_of(node)
-    return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")

@@ -145,7 +145,7 @@ class _Room:
         self.memory = self._made(room)
 
     def _made(self, room: int) -> Tensor:
-        memory = torch.empty((room + (self.first is not None), *self.shape), dtype=self.dtype)
+        memory = torch.empty((room + (self.first is not None), *self.shape), dtype=self.dtype, device="cpu")
         if self.first is not None:
             memory[-1 if self.reverse else 0].copy_(self.first)
         return memory

@@ -37,12 +37,12 @@ class Recorded:
             self.rows.mask_at(0)
             self.rows.active = first
             lasts = make_first_inputs(self.rows, loop.init)
-            taken = torch.zeros(first.shape, dtype=torch.int64)
+            taken = torch.zeros(first.shape, dtype=torch.int64, device="cpu")
             self.carry += [*(lasts[i] for i in self.held), first, taken]
         self.xs = [] if loop.slices is None else [x.movedim(d, 0) for x, d in loop.slices.tensors if x is not None]
         if loop.name == "fori_loop":
             assert loop.length is not None
-            self.xs.append(torch.arange(loop.lower, loop.lower + loop.length))
+            self.xs.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
         self._record(lines)
 
     def _record(self, lines: bool) -> None:

@@ -56,7 +56,7 @@ class Segmented(Run):
         state, _, _ = self.split(tensors)
         light = self.plan.light
         shapes = [(value_of(n).shape, value_of(n).dtype) for n in self.plan.traced.ys]
-        ys = [torch.empty((self.steps, *shape), dtype=dtype) for shape, dtype in shapes]
+        ys = [torch.empty((self.steps, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
         for action in schedule.of(self.k, self._blocks).sweep(self._blocks):
             if isinstance(action, schedule.Snapshot):
                 self.snapshots[action.step] = state
@@ -116,7 +116,7 @@ class _Total:
         assert run.steps is not None
         found = plan.gradients(self.missing)["xs"]
         values = [value_of(plan.traced.xs[k]) for k in sorted(found)]
-        self.xs = [torch.empty((run.steps, *x.shape), dtype=x.dtype) for x in values]
+        self.xs = [torch.empty((run.steps, *x.shape), dtype=x.dtype, device="cpu") for x in values]
         self.sums: list[Tensor] = []
 
     def add(self, sums: list[Tensor]) -> None:

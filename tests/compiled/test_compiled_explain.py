@@ -1,0 +1,105 @@
+"""What `explain` says: where each operation of a body ends up, and why a loop stays eager."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import tensorloop as tl
+from tensorloop.loop.compiled.front import NotCompiledWarning
+from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
+from tests.support.compiled_cases import CASES, check_equal, outcome
+
+
+def part(text: str, *headings: str) -> str:
+    """What stands below these headings, one in the other."""
+    for heading in headings:
+        text = text.split(f"{heading}:", 1)[1]
+    return re.split(r"\n *(?:once|before|in the|after|backward|kept)", text)[0]
+
+
+def test_products_with_xs_are_hoisted_and_weight_gradients_come_after():
+    loop = CASES["lstm"](torch.float32)
+    explanation = tl.explain(loop.body, loop.init, loop.xs)
+    text = str(explanation)
+    assert explanation.compiled
+    before, inside = "before the loop, all steps at once", "in the loop"
+    assert part(text, "forward", before).strip().endswith("mm [3, 16]")
+    assert part(text, "forward", inside).count("mm") == 1
+    assert part(text, "backward", inside).count("mm") == 1
+    assert part(text, "backward", "after the loop, all steps at once").count("mm") == 3
+    assert "forward: one native function" in text
+    assert "backward: one native function" in text
+
+
+def test_a_map_has_no_loop():
+    plans.clear()
+    outcome(CASES["mapped"], torch.float32, "strict")
+    (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
+    assert plan.forward.core is None
+    assert plan.backward(frozenset()).core is None
+
+
+def test_a_loop_that_stays_eager_says_why_and_where():
+    explanation = tl.explain(lambda h, x: (h * x.item(), h), torch.ones(2), torch.ones(3))
+    assert not explanation.compiled
+    assert re.search(
+        r"_local_scalar_dense reads a value in Python\n  at .*test_compiled_explain.py:\d+", str(explanation)
+    )
+
+
+def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: pytest.MonkeyPatch):
+    from tensorloop.loop.compiled import cores
+    from tensorloop.loop.compiled.eager_core import EagerCore
+
+    def without(name: str) -> Any:
+        def native(recurrence: Recurrence) -> EagerCore:
+            for node in recurrence.graph.nodes:
+                if getattr(node.target, "_opname", "") == name:
+                    raise Unsupported(f"{name}: not known", node)
+            return EagerCore(recurrence)
+
+        return native
+
+    for name, compiled in (("exp", True), ("tanh", False)):
+        plans.clear()
+        monkeypatch.setattr(cores, "native", without(name))
+
+        def body(h: torch.Tensor, x: torch.Tensor) -> Any:
+            h = torch.tanh(h + x.exp())
+            return h, None
+
+        init, xs = torch.ones(2, requires_grad=True), torch.ones(3, 2)
+        explanation = tl.explain(body, init, xs)
+        assert explanation.compiled is compiled
+        if compiled:
+            check_equal([tl.scan(body, init, xs, compile="strict")[0]], [tl.scan(body, init, xs)[0]], 1e-6)
+        else:
+            assert "lacks a native form, tanh: not known" in str(explanation)
+    plans.clear()
+
+
+def test_a_compiler_that_fails_costs_speed_alone(monkeypatch: pytest.MonkeyPatch):
+    from tensorloop.loop.compiled import cores
+
+    def fails(recurrence: Recurrence) -> Any:
+        raise OSError("no room on the device")
+
+    plans.clear()
+    monkeypatch.setattr(cores, "native", fails)
+    with pytest.warns(NotCompiledWarning, match="the emitter failed, OSError: no room"):
+        found = outcome(CASES["lstm"], torch.float64, True)
+    plans.clear()
+    check_equal(found[0], outcome(CASES["lstm"], torch.float64, False)[0], 0)
+
+
+@pytest.mark.parametrize("wrong", ["Strict", 1, None])
+def test_other_values_of_compile_are_refused_or_off(wrong: Any):
+    call = (lambda h, x: (h + x, None)), torch.zeros(2), torch.ones(3, 2)
+    if not wrong:
+        assert tl.scan(*call, compile=wrong)[0].tolist() == [3, 3]
+    else:
+        with pytest.raises(TypeError, match='scan: compile must be True, False or "strict", got'):
+            tl.scan(*call, compile=wrong)
