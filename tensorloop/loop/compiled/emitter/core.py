@@ -5,7 +5,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, threads
 from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
@@ -100,6 +100,3 @@ def _laid(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tenso
     if tuple(tensor.stride()) == tuple(strides) or tensor.numel() <= 1:
         return tensor
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-
-
-__all__ = ["NativeCore", "emit", "fx", "text_of"]
