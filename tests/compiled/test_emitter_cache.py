@@ -82,6 +82,17 @@ def test_an_entry_under_another_key_is_not_taken(tmp_path: Path) -> None:
     assert folder.get("a") == b"code"
 
 
+def test_a_folder_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST", 10)
+    folder = Folder(tmp_path)
+    for n in range(25):
+        folder.put(str(n), b"code")
+        os.utime(tmp_path / f"{n}.o", (n, n))
+    assert len(list(tmp_path.iterdir())) <= 10
+    assert folder.get("24") == b"code"
+    assert folder.get("0") is None
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_can_write_is_not_used(mode: int, tmp_path: Path, compiles: list[str]) -> None:
     runs(Folder(tmp_path))

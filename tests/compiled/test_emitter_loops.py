@@ -227,6 +227,24 @@ def test_what_is_lacking_is_refused_with_the_node(folder: Folder) -> None:
         assert refusal.value.node is not None
 
 
+def test_a_default_device_and_gradients_do_not_matter(folder: Folder) -> None:
+    cell = CELLS["layer norm"]
+    given = inputs(cell, 3, 2, 5, torch.float32)
+    rec = recurrence(cell.step, *given)
+    expected, _ = interpreted(rec, 3, *given, *places(rec, 3))
+    outs, sums = places(rec, 3)
+    for tensor in (*given[0], *given[2]):
+        tensor.requires_grad_()
+    with torch.device("meta"):
+        core = emit(rec, folder=folder)
+        none, _ = core(0, *given, outs, sums)
+        last, _ = core(3, *given, outs, sums)
+    torch.testing.assert_close(last[0], expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(none[0], given[2][0].detach(), rtol=0, atol=0)
+    assert not last[0].requires_grad
+    assert not none[0].requires_grad
+
+
 def test_a_tensor_elsewhere_than_on_the_cpu_is_refused() -> None:
     rec = recurrence(lambda inv, xs, carry: {"carry": [carry[0] + 1]}, (), (), [torch.randn(3)])
     for node in rec.graph.nodes:

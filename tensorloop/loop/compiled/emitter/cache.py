@@ -1,5 +1,6 @@
 """Object code kept in the user's cache folder: nothing is loaded from where others can write."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -9,6 +10,7 @@ import warnings
 from pathlib import Path
 
 MARK = b"tensorloop object 1\n"
+MOST = 2000  # entries, of some tens of kilobytes
 
 
 class Folder:
@@ -43,10 +45,21 @@ class Folder:
             with os.fdopen(handle, "wb") as file:
                 file.write(MARK + hashlib.sha256(key.encode() + body).digest() + body)
             os.replace(name, self.path / f"{key}.o")
+            self._trim()
         except OSError as error:
             if name is not None and os.path.exists(name):
                 os.unlink(name)
             self._refuse(f"cannot be written: {error}")
+
+    def _trim(self) -> None:
+        """Drops the older half where there are too many."""
+        with os.scandir(self.path) as found:
+            entries = [entry for entry in found if entry.name.endswith(".o")]
+        if len(entries) <= MOST:
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process does the same
+            for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime)[: MOST // 2]:
+                os.unlink(entry.path)
 
     def _safe(self) -> bool:
         if self._usable is None:

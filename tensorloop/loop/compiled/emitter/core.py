@@ -5,7 +5,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, threads
 from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
@@ -53,9 +53,9 @@ class NativeCore:
         sums: Sequence[Tensor],
     ) -> tuple[list[Tensor], int]:
         """Runs at most `steps` steps: (the last carry, how many were done)."""
-        last = [torch.empty(shape, dtype=dtype) for shape, dtype in self._carry]
+        last = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._carry]
         if steps <= 0:
-            return [new.copy_(old) for new, old in zip(last, carry, strict=True)], 0
+            return [new.copy_(old.detach()) for new, old in zip(last, carry, strict=True)], 0
         parts = threads.parts(self.text.rows, steps * self.text.work)
         scratch, packed = memory = self._take(parts)
         laid = [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
@@ -90,7 +90,7 @@ class NativeCore:
 
 
 def _aligned(size: int) -> Tensor:
-    whole = torch.empty(size + LINE, dtype=torch.uint8)
+    whole = torch.empty(size + LINE, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % LINE
     return whole[start : start + size]
 
@@ -99,7 +99,4 @@ def _laid(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tenso
     """A tensor in the layout that the code was made for."""
     if tuple(tensor.stride()) == tuple(strides) or tensor.numel() <= 1:
         return tensor
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype).copy_(tensor)
-
-
-__all__ = ["NativeCore", "emit", "fx", "text_of"]
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

@@ -25,7 +25,7 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     def collect(one: fx.Node) -> Any:
         arrays.append(low.values[one])
         fake = one.meta["val"]
-        examples.append(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype))
+        examples.append(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu"))
         return one
 
     fx.map_arg((node.args, node.kwargs), collect)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from tensorloop.loop.compiled.emitter import loops
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous
-from tensorloop.loop.compiled.emitter.code import Code, Index, Value
+from tensorloop.loop.compiled.emitter.code import Code, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
-from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Running, Scatter
+from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step, copied
 from tensorloop.loop.compiled.emitter.matmul import Panels, Product, pack, panels, turned
 from tensorloop.loop.compiled.emitter.memory import Memory, Rows
@@ -197,7 +197,7 @@ class Function:
         names |= {("next", n): name for n, name in there.items()}
         pointers = _Pointers(names)
         for buffer, offset in self.offsets.items():
-            pointers.own[buffer] = code.pointer("%scratch", offset)
+            pointers[buffer] = code.pointer("%scratch", offset)
         memory = Memory(code, self.target, pointers, code.pointer(status, 8))
         for n, unit in enumerate(self.units):
             self._unit(memory, unit, rows, None if self.split is None else self.split.dims[n], leading)
@@ -313,7 +313,7 @@ class _Pointers(dict[Buffer, str]):
 
     def __init__(self, names: dict[tuple[str, int], str]) -> None:
         super().__init__()
-        self.names, self.own = names, self
+        self.names = names
 
     def __missing__(self, buffer: Buffer) -> str:
         if buffer.kind == "value":
@@ -338,6 +338,3 @@ def _operations(unit: Unit) -> int:
             size *= one
         return 8 * size * len(unit.walks)
     return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel
-
-
-__all__ = ["Function", "Index", "Running", "Text"]
