@@ -5,7 +5,7 @@ import inspect
 import pytest
 from torch import Tensor
 
-from tensorloop.beam.arrays import Inherited
+from tensorloop.beam.arrays import AncestryStore
 from tensorloop.loop.checkpoint.array_versions import LoopBuffer
 from tensorloop.loop.shrunk_arrays import Picked, Shrunk
 from tensorloop.tensor_array.buffer import Buffer
@@ -14,7 +14,7 @@ from tensorloop.tensor_array.store import Store
 
 OPTIONAL = {"flush", "one", "attend"}
 PROMISED = {name for name in vars(Store) if not name.startswith("_")} - OPTIONAL
-STORES = [Buffer, Slots, LoopBuffer, Shrunk, Picked, Inherited]
+STORES = [Buffer, Slots, LoopBuffer, Shrunk, Picked, AncestryStore]
 
 
 def missing(store: type) -> set[str]:
