@@ -2,7 +2,7 @@
 
 The array checks arguments, counts holes and knows its elements; its store holds the slots. There are `Buffer` (plain
 autograd), `Slots` (under `torch.func`), `LoopBuffer` (in a checkpointed loop), `Shrunk` and `Picked` (in a batch that
-loses rows) and `Inherited` (in a beam search). What they promise:
+loses rows) and `AncestryStore` (in a beam search). What they promise:
 
 - Arguments fit and slots are in [0, length): nobody checks them again. What is given is never changed.
 - What was read stays what it was, whatever is written later.
