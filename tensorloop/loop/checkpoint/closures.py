@@ -108,15 +108,17 @@ def _values(function: Any, met: dict[int, FunctionType]) -> Iterator[_Held]:
         return
     met[id(function)] = function
     if _is_ours(function):
-        cells = [_contents(cell) for cell in function.__closure__ or ()]
-        for inner in (*cells, *getattr(owner, "__dict__", {}).values()):
-            if callable(inner):
-                yield from _values(inner, met)
+        found = [_contents(cell) for cell in function.__closure__ or ()]
+        found += getattr(owner, "__dict__", {}).values()
+        # A user's function may be held by an object of ours, as a search's model holds it.
+        held = [y for x in found if _is_ours(type(x)) and not callable(x) for y in getattr(x, "__dict__", {}).values()]
+        for inner in filter(callable, (*found, *held)):
+            yield from _values(inner, met)
     else:
         yield from _values_of(function, owner, met)
 
 
-def _is_ours(function: FunctionType) -> bool:
+def _is_ours(function: FunctionType | type) -> bool:
     return (function.__module__ or "").startswith("tensorloop.")
 
 
