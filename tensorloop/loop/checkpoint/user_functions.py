@@ -24,16 +24,17 @@ class Watched:
             self.on = True
 
     def __call__(self, *args: Any) -> Any:
+        # `user_code` by hand: at every step, a generator's context would cost as much as all the rest here.
+        in_library, here.in_library = here.in_library, False
         outer, nodes, here.nodes = here.recorder, here.nodes, self.captures.nodes
         try:
-            with user_code():
-                if not self.on:
-                    return self.body(*args)
-                here.recorder = self.captures
-                with self.captures:
-                    return self.body(*args)
+            if not self.on:
+                return self.body(*args)
+            here.recorder = self.captures
+            with self.captures:
+                return self.body(*args)
         finally:
-            here.recorder, here.nodes = outer, nodes
+            here.recorder, here.nodes, here.in_library = outer, nodes, in_library
 
 
 def as_users(condition: Any) -> Any:
