@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from tensorloop.loop.api import scan as scan
     from tensorloop.loop.api import while_loop as while_loop
     from tensorloop.loop.associative import associative_scan as associative_scan
+    from tensorloop.loop.checkpoint.leaving import HeldTensorWarning as HeldTensorWarning
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
+    from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
 
 __all__ = [
     "Checkpoints",
+    "HeldTensorWarning",
+    "NotCompiledWarning",
     "associative_scan",
     "explain",
     "fori_loop",
@@ -28,7 +32,9 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         __name__,
         {
             "loop.api": ("explain", "fori_loop", "map", "scan", "while_loop"),
+            "loop.checkpoint.leaving": ("HeldTensorWarning",),
             "loop.checkpoint.options": ("Checkpoints",),
+            "loop.compiled.front": ("NotCompiledWarning",),
             "loop.associative": ("associative_scan",),
         },
     )

@@ -1,4 +1,4 @@
-"""How a loop is run: as a Python loop under autograd, or as one node that keeps a few carries."""
+"""How a loop is run: as machine code, as a Python loop, or as one node of the graph that keeps a few carries."""
 
 from typing import Any
 
@@ -10,8 +10,10 @@ from tensorloop.loop.compiled import front
 from tensorloop.loop.loop import Loop
 
 
-def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: Any = False) -> tuple[Loop, Any]:
-    """Runs a loop, compiled or not, with or without checkpoints: (the loop as it ended, the carry)."""
+def run_loop(
+    loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile | front.Asked = False
+) -> tuple[Loop, Any]:
+    """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints, loop.name)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:

@@ -1,6 +1,7 @@
 """What the tests of compiled loops share: bodies of many kinds, and a comparison of each with the eager loop.
 
-A case is a function of a dtype that gives a `Case`: made anew, from the same numbers, for each run.
+One list, however long: every test draws from all of it. A case is a function of a dtype that gives a `Case`: made anew,
+from the same numbers, for each run.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ from tensorloop.loop.compiled.emitter.target import Target, host
 from tensorloop.loop.compiled.recurrence import Recurrence
 
 LINE = 64
-ROOMS = (convolution, indexing, movement, numbers, reductions)  # they put themselves into the table of handlers
+_HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
 
 
 def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:

@@ -10,8 +10,18 @@ from typing import Any
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
 
 
+class _ToOut:
+    """A kernel that writes one array."""
+
+    out: Array
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
 @dataclasses.dataclass(eq=False)
-class Point:
+class Point(_ToOut):
     """out[i] = function(math, ins[i]...): `name` tells additions and copies apart for what is merged into others.
 
     Pieces of one concatenation have one `piece`: they write the same buffer and never meet.
@@ -32,13 +42,9 @@ class Point:
         """What it reads."""
         return self.ins
 
-    def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
-        return (self.out,)
-
 
 @dataclasses.dataclass(eq=False)
-class Gather:
+class Gather(_ToOut):
     """out[i] = source[i, indices[k][i]]: of dims of stride steps[k] and size sizes[k], where source's stride is 0."""
 
     source: Array
@@ -57,13 +63,9 @@ class Gather:
         """What it reads."""
         return (self.source, *self.indices)
 
-    def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
-        return (self.out,)
-
 
 @dataclasses.dataclass(eq=False)
-class Reduce:
+class Reduce(_ToOut):
     """out[kept] = the elements of `array` over the dims `over`, taken together by `how`: sum, prod, amax, argmax...
 
     `out` has `array`'s dims, with stride 0 at those reduced.
@@ -83,13 +85,9 @@ class Reduce:
         """What it reads."""
         return (self.array,)
 
-    def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
-        return (self.out,)
-
 
 @dataclasses.dataclass(eq=False)
-class Matmul:
+class Matmul(_ToOut):
     """out = a @ b (+ addend): (*batch, M, K), (*batch, K, N), (*batch, M, N)."""
 
     a: Array
@@ -102,13 +100,9 @@ class Matmul:
         """What it reads."""
         return (self.a, self.b, *(() if self.addend is None else (self.addend,)))
 
-    def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
-        return (self.out,)
-
 
 @dataclasses.dataclass(eq=False)
-class Scatter:
+class Scatter(_ToOut):
     """out[i, with index[i] at `dim`] = or += source[i], element after element; `out` holds what is beneath."""
 
     index: Array
@@ -121,13 +115,9 @@ class Scatter:
         """What it reads."""
         return (self.index, self.source, self.out)
 
-    def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
-        return (self.out,)
-
 
 @dataclasses.dataclass(eq=False)
-class Running:
+class Running(_ToOut):
     """out[.., i, ..] = array[.., 0, ..] + ... + array[.., i, ..] along `dim`, or the product, or the maximum."""
 
     how: str
@@ -138,10 +128,6 @@ class Running:
     def reads(self) -> tuple[Array, ...]:
         """What it reads."""
         return (self.array,)
-
-    def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
-        return (self.out,)
 
 
 Kernel = Point | Gather | Reduce | Matmul | Scatter | Running
