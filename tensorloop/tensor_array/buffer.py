@@ -36,16 +36,15 @@ _R = TypeVar("_R")
 WAITING = 1024
 
 
-def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
+def _plainly(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Runs a writing method outside the caller's transforms: the values it gets are plain, and so must it be."""
 
     @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if transforms.maybe_level() is None:
-            method(*args, **kwargs)
-        else:
-            with transforms.outside_transforms():
-                method(*args, **kwargs)
+            return method(*args, **kwargs)
+        with transforms.outside_transforms():
+            return method(*args, **kwargs)
 
     return run
 
@@ -161,6 +160,26 @@ class Buffer(Store):
         self._reserve(self.length, length)
         self._fill(slice(self.length, length), self.block.zero)
         self._begin(length)
+
+    @records_use
+    @_plainly
+    def truncate(self, length: int) -> bool:
+        """Forgets the slots from `length` on; copies the others where views of those are handed out."""
+        filled = self.length - len(self.waiting)
+        kept, waits = min(length, filled), max(0, length - filled)
+        del self.waiting[waits:], self.versions[waits:]
+        self.masks = {slot: rows for slot, rows in self.masks.items() if slot < length}
+        self.length, self.rows, self.live = length, None, None
+        if self.token is not None and self.token.shape[0] > kept:
+            with recording():
+                self.token = self.token[:kept]
+        block = self.block
+        if kept < filled and block.owned:
+            if block.used == filled and block.exported[1] <= kept:
+                block.used = kept
+            else:  # as much room as what was forgotten took, twice: who takes back what he tried tries again
+                self._move(kept, 2 * filled - kept)
+        return True
 
     @records_use
     @_plainly

@@ -62,6 +62,9 @@ class LoopBuffer(Buffer):
         self.flush()
         return Buffer(_copied(self.block, self.length), self.length, self.token)
 
+    def truncate(self, length: int) -> bool:
+        return False
+
     def _fill(self, key: int | slice, values: Tensor) -> None:
         stop = key + 1 if isinstance(key, int) else key.stop
         if self.block.copies or stop > self.undo.filled:
