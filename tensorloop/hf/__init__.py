@@ -1,0 +1,15 @@
+"""Hugging Face models in loops: a cache to train through."""
+
+from typing import TYPE_CHECKING
+
+from tensorloop._common.faces import face
+
+if TYPE_CHECKING:
+    from tensorloop.hf.cache import TrainCache as TrainCache
+
+__all__ = [
+    "TrainCache",
+]
+
+if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    __getattr__, __dir__ = face(__name__, {"hf.cache": ("TrainCache",)})

@@ -1,0 +1,169 @@
+"""The layers of a cache that trains: keys and values as two TensorArrays of slots (B, heads, D), a slot a token.
+
+What a model gets of them are views (B, heads, n, D): a step keeps its own token for backward and nothing else, where a
+cache that concatenates keeps all tokens again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from tensorloop._common.errors import WrongValue
+from tensorloop.tensor_array import TensorArray
+
+
+class ArrayLayer(CacheLayerMixin):
+    """One layer. With a `window`, a query sees that many tokens, itself among them; all stay in the arrays."""
+
+    supports_early_init = False
+    is_croppable = True
+
+    def __init__(
+        self, arrays: tuple[TensorArray, TensorArray], window: int | None = None, capacity: int | None = None
+    ) -> None:
+        # Not the base's: it would set keys and values, which are properties here.
+        self.arrays, self.window, self.capacity = arrays, window, capacity
+
+    @classmethod
+    def empty(cls, capacity: int | None, window: int | None) -> "ArrayLayer":
+        """A layer that holds nothing, with room for `capacity` tokens."""
+        return cls((TensorArray(capacity=capacity), TensorArray(capacity=capacity)), window, capacity)
+
+    def __repr__(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        return f"{type(self).__name__}(tokens={len(self.arrays[0])}{window})"
+
+    # -- what transformers asks
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds a token."""
+        return len(self.arrays[0]) > 0
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether it has a window."""
+        return self.window is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """All keys that the next query may see, (B, heads, n, D)."""
+        return self._seen(0)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Their values."""
+        return self._seen(0)[1] if self.is_initialized else None
+
+    @property
+    def batch_size(self) -> int:
+        """B; an AttributeError before the first token, as transformers asks for it by `hasattr`."""
+        shape = self.arrays[0].element_shape
+        if shape is None or shape[0] is None:
+            raise AttributeError("batch_size: the layer holds no token")
+        return shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first token makes the arrays."""
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return len(self.arrays[0])
+
+    def get_max_length(self) -> int:
+        """The window, -1 without one."""
+        return -1 if self.window is None else self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys that `query_length` new tokens will see, the position of the first)."""
+        first = self._first(len(self.arrays[0]))
+        return len(self.arrays[0]) + query_length - first, first
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes in the keys and values (B, heads, t, D) of new tokens; gives those that they see, as views."""
+        new = key_states.shape[-2]
+        self.write(key_states, value_states)
+        return self._seen(new)
+
+    # -- the arrays
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
+        slots = [x.permute(2, 0, 1, 3) for x in _cast(keys, values)]
+        length = len(self.arrays[0])
+        if len(slots[0]) != len(slots[1]):
+            raise WrongValue(f"key_states has {len(slots[0])} tokens, value_states has {len(slots[1])}")
+        try:
+            for array, x in zip(self.arrays, slots, strict=True):
+                if len(x) == 1:
+                    array.append(x[0])
+                else:
+                    array.extend(x)
+        except BaseException:
+            for array in self.arrays:
+                array.truncate(min(length, len(array)))
+            raise
+
+    def _first(self, before: int) -> int:
+        """The first token that one sees which has so many before it."""
+        return 0 if self.window is None else max(0, before - self.window + 1)
+
+    def _seen(self, new: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of what the last `new` tokens see; with 0, what the next one will see."""
+        length = len(self.arrays[0])
+        first = self._first(length - new)
+        keys, values = (array[first:length].permute(1, 2, 0, 3) for array in self.arrays)
+        return keys, values
+
+    def _rows(self, pick: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the arrays by what `pick` makes of their slots (n, B, heads, D)."""
+        if self.is_initialized:
+            keys, values = (TensorArray.unstack(pick(array.stack())) for array in self.arrays)
+            self.arrays = keys, values
+
+    # -- changes of the batch and the length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens: their number, negative."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}"
+            )
+        for array in self.arrays:
+            array.truncate(max(0, len(array) + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        keys, values = (TensorArray(capacity=self.capacity) for _ in self.arrays)
+        self.arrays = keys, values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes a copy of row beam_idx[b]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._rows(lambda x: x.repeat_interleave(repeats, dim=1))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows."""
+        self._rows(lambda x: x[:, indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Refused: arrays stay where their tokens are made."""
+        raise NotImplementedError("TrainCache does not offload; use checkpoints= of a loop with Checkpoints(offload=)")
+
+    prefetch = offload
+
+
+def _cast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """As autocast would cast them in attention, at every step again: rotated keys come in float32."""
+    kind = keys.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return keys, values
+    dtype = torch.get_autocast_dtype(kind)
+    keys, values = (x.to(dtype) if x.dtype is torch.float32 else x for x in (keys, values))
+    return keys, values
