@@ -6,10 +6,12 @@ from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
+    from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
 
 __all__ = [
     "TrainCache",
+    "checkpoint_layers",
 ]
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(__name__, {"hf.cache": ("TrainCache",)})
+    __getattr__, __dir__ = face(__name__, {"hf.cache": ("TrainCache",), "hf.checkpointing": ("checkpoint_layers",)})
