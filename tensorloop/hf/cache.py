@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -19,7 +18,7 @@ from transformers.cache_utils import (
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.pytree import register
-from tensorloop.hf.layers import ArrayLayer
+from tensorloop.hf.layers import ArrayLayer, Kind
 from tensorloop.tensor_array import TensorArray
 
 _OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is made from them
@@ -52,12 +51,15 @@ class TrainCache(DynamicCache):
             raise WrongType(f"config must be a model's config, got {arguments.describe(config)}")
         if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
             raise WrongValue(f"capacity must be at least 0, got {capacity}")
-        kinds, options = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+        config = config.get_text_config(decoder=True)
+        kinds, options = get_layer_types_and_kwargs(config)
         layers: list[Any] = []
         for kind, given in zip(kinds, options, strict=True):
             layer = DYNAMIC_LAYER_TYPE_MAPPING[kind]
             ours = layer in _OURS
-            layers.append(ArrayLayer.empty(capacity, given.get("sliding_window")) if ours else layer(**given))
+            layers.append(
+                ArrayLayer.empty(Kind(config, given.get("sliding_window"), capacity)) if ours else layer(**given)
+            )
         Cache.__init__(self, layers=layers)
 
     @classmethod
@@ -115,21 +117,21 @@ def _layer_of(layer: Any) -> Any:
         return copy.copy(layer)
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
     if not layer.is_initialized or layer.keys is None:
-        return ArrayLayer.empty(None, window)
+        return ArrayLayer.empty(Kind(None, window))
     if window is not None and layer.get_seq_length() > layer.keys.shape[-2]:
         raise WrongValue(
             "cache has a sliding window that has let tokens go, so positions cannot be counted; fill a TrainCache "
             "from the start instead"
         )
     keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (layer.keys, layer.values))
-    return ArrayLayer((keys, values), window)
+    return ArrayLayer((keys, values), Kind(None, window))
 
 
 def _copied(layer: Any) -> Any:
     if not isinstance(layer, ArrayLayer):
         return copy.copy(layer)
     keys, values = layer.arrays
-    return ArrayLayer((copy.copy(keys), copy.copy(values)), layer.window, layer.capacity)
+    return ArrayLayer((copy.copy(keys), copy.copy(values)), layer.kind)
 
 
 def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
@@ -139,7 +141,7 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
     for layer in cache.layers:
         if isinstance(layer, ArrayLayer):
             leaves += layer.arrays
-            context.append(layer.window)
+            context.append(layer.kind)
         else:
             context.append(layer)
     return leaves, tuple(context)
@@ -147,7 +149,7 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
 
 def _unflatten(leaves: Iterable[Any], context: Any) -> TrainCache:
     left = iter(leaves)
-    layers = [x if isinstance(x, CacheLayerMixin) else ArrayLayer((next(left), next(left)), x) for x in context]
+    layers = [ArrayLayer((next(left), next(left)), x) if isinstance(x, Kind) else x for x in context]
     return TrainCache._made(layers)
 
 

@@ -15,7 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.hf.attention import stand_ins
 from tensorloop.hf.cache import TrainCache
+from tensorloop.hf.layers import ArrayLayer
+from tensorloop.tensor_array import TensorArray
 
 _NAMES = ("past_key_values", "layer_past")  # a cache's, in the layers of transformers
 
@@ -79,6 +82,7 @@ class _View(TrainCache):
         self.lengths = [layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0 for layer in cache.layers]
         self.read: list[tuple[Tensor, Tensor]] = []
         self.next = 0
+        self.reads_arrays = False
 
     def begin(self) -> None:
         """A run begins."""
@@ -99,10 +103,17 @@ class _View(TrainCache):
         if self.cache is None:
             keys, values = self.read[self.next]
             self.next += 1
-            return _leaf(keys, key_states.requires_grad), _leaf(values, value_states.requires_grad)
+            keys, values = _leaf(keys, key_states.requires_grad), _leaf(values, value_states.requires_grad)
+            if not self.reads_arrays:
+                return keys, values
+            arrays = TensorArray.unstack(keys.permute(2, 0, 1, 3)), TensorArray.unstack(values.permute(2, 0, 1, 3))
+            keys, values = stand_ins(arrays, 0, (key_states, value_states))
+            return keys, values
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # none of this is the layer's, to be recomputed
             keys, values = self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
-        self.read.append((keys.detach(), values.detach()))
+        layer: Any = self.cache.layers[layer_idx]
+        self.reads_arrays = isinstance(layer, ArrayLayer) and layer.kind.reads_arrays
+        self.read.append(layer.seen_now(key_states.shape[-2]) if self.reads_arrays else (keys.detach(), values.detach()))
         return keys, values
 
 

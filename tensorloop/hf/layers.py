@@ -12,7 +12,20 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tensorloop._common.errors import WrongValue
+from tensorloop.hf.attention import NAME, stand_ins
 from tensorloop.tensor_array import TensorArray
+
+
+class Kind:
+    """What all copies of a layer have in common."""
+
+    def __init__(self, config: Any, window: int | None = None, capacity: int | None = None) -> None:
+        self.config, self.window, self.capacity = config, window, capacity
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether the model's attention is ours, as it is set now."""
+        return self.config is not None and self.config._attn_implementation == NAME
 
 
 class ArrayLayer(CacheLayerMixin):
@@ -21,16 +34,19 @@ class ArrayLayer(CacheLayerMixin):
     supports_early_init = False
     is_croppable = True
 
-    def __init__(
-        self, arrays: tuple[TensorArray, TensorArray], window: int | None = None, capacity: int | None = None
-    ) -> None:
+    def __init__(self, arrays: tuple[TensorArray, TensorArray], kind: "Kind") -> None:
         # Not the base's: it would set keys and values, which are properties here.
-        self.arrays, self.window, self.capacity = arrays, window, capacity
+        self.arrays, self.kind = arrays, kind
 
     @classmethod
-    def empty(cls, capacity: int | None, window: int | None) -> "ArrayLayer":
-        """A layer that holds nothing, with room for `capacity` tokens."""
-        return cls((TensorArray(capacity=capacity), TensorArray(capacity=capacity)), window, capacity)
+    def empty(cls, kind: "Kind") -> "ArrayLayer":
+        """A layer that holds nothing."""
+        return cls((TensorArray(capacity=kind.capacity), TensorArray(capacity=kind.capacity)), kind)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees, None for all."""
+        return self.kind.window
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
@@ -86,6 +102,9 @@ class ArrayLayer(CacheLayerMixin):
         """Takes in the keys and values (B, heads, t, D) of new tokens; gives those that they see, as views."""
         new = key_states.shape[-2]
         self.write(key_states, value_states)
+        if self.kind.reads_arrays:
+            keys, values = stand_ins(self.arrays, self._first(len(self.arrays[0]) - new), (key_states, value_states))
+            return keys, values
         return self._seen(new)
 
     # -- the arrays
@@ -118,6 +137,13 @@ class ArrayLayer(CacheLayerMixin):
         keys, values = (array[first:length].permute(1, 2, 0, 3) for array in self.arrays)
         return keys, values
 
+    def seen_now(self, new: int) -> tuple[Tensor, Tensor]:
+        """What the last `new` tokens see, without its graph and as no array: values that stay."""
+        first = self._first(len(self.arrays[0]) - new)
+        with torch.no_grad():
+            keys, values = (array[first:].permute(1, 2, 0, 3) for array in self.arrays)
+        return keys, values
+
     def _rows(self, pick: Callable[[Tensor], Tensor]) -> None:
         """Replaces the arrays by what `pick` makes of their slots (n, B, heads, D)."""
         if self.is_initialized:
@@ -137,7 +163,7 @@ class ArrayLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens."""
-        keys, values = (TensorArray(capacity=self.capacity) for _ in self.arrays)
+        keys, values = (TensorArray(capacity=self.kind.capacity) for _ in self.arrays)
         self.arrays = keys, values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -231,6 +231,23 @@ class Buffer(Store):
         self.waiting, self.versions, self.masks = [], [], {}
         return view
 
+    @records_use
+    def settle(self) -> Tensor | None:
+        """Moves what waits into the block; one value alone is given back, and recorded by the caller in a node of his.
+
+        The token is then as long as the array was before that value.
+        """
+        if len(self.waiting) != 1 or self.masks or self._is_spoilt(self.length - 1):
+            self.flush()
+            self.whole_token()
+            return None
+        slot, x = self.length - 1, self.waiting[0]
+        self._reserve(slot, self.length)
+        self._fill(slot, x)
+        self._begin(self.length)
+        self.waiting, self.versions = [], []
+        return x
+
     def _waiting(self, slot: int) -> Tensor:
         x = self.waiting[slot - (self.length - len(self.waiting))]
         return _masked(x, self.masks[slot]) if slot in self.masks else x
