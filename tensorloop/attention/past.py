@@ -19,7 +19,7 @@ from tensorloop.kernels.eager.past import Sight, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.friends import kind_of, store_of
 from tensorloop.tensor_array.gradient import ArrayNode
 
 
@@ -30,7 +30,7 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
     Cost: time of the slots seen; kept: q, the output, a number for each query and head.
     """
     k, v = store_of(keys), store_of(values)
-    if not _can_read(q, k, v, sight):
+    if not (kind_of(keys)[:2] == kind_of(values)[:2] and keys.dtype is q.dtype and _can_read(k, v, q, sight)):
         return whole(q, keys[start:], values[start:], sight)[0]
     assert isinstance(k, Buffer)
     assert isinstance(v, Buffer)
@@ -47,15 +47,13 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
     return out
 
 
-def _can_read(q: Tensor, k: Any, v: Any, sight: Sight) -> bool:
+def _can_read(k: Any, v: Any, q: Tensor, sight: Sight) -> bool:
     """Whether both arrays are plain buffers that fit, and nothing but plain autograd is at work."""
     return (
-        type(k) is Buffer
-        and type(v) is Buffer
+        isinstance(k, Buffer)
+        and isinstance(v, Buffer)
         and k is not v
         and k.length == v.length > 0
-        and k.block.element_shape == v.block.element_shape
-        and k.block.data.dtype is v.block.data.dtype is q.dtype
         and transforms.maybe_level() is None
         and not transforms.forward_mode()
         and (sight.bias is None or sight.bias.dtype is q.dtype)

@@ -3,12 +3,14 @@
 from typing import TYPE_CHECKING
 
 from tensorloop._common.faces import face
+from tensorloop.hf.attention import NAME as ATTENTION  # registers it with transformers
 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
 
 __all__ = [
+    "ATTENTION",
     "TrainCache",
     "checkpoint_layers",
 ]

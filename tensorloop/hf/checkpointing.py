@@ -80,9 +80,8 @@ class _View(TrainCache):
         Cache.__init__(self, layers=cache.layers)
         self.cache: TrainCache | None = cache
         self.lengths = [layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0 for layer in cache.layers]
-        self.read: list[tuple[Tensor, Tensor]] = []
+        self.read: list[_Read] = []
         self.next = 0
-        self.reads_arrays = False
 
     def begin(self) -> None:
         """A run begins."""
@@ -101,19 +100,32 @@ class _View(TrainCache):
     ) -> tuple[Tensor, Tensor]:
         """As the cache's own at the first run."""
         if self.cache is None:
-            keys, values = self.read[self.next]
             self.next += 1
-            keys, values = _leaf(keys, key_states.requires_grad), _leaf(values, value_states.requires_grad)
-            if not self.reads_arrays:
-                return keys, values
-            arrays = TensorArray.unstack(keys.permute(2, 0, 1, 3)), TensorArray.unstack(values.permute(2, 0, 1, 3))
-            keys, values = stand_ins(arrays, 0, (key_states, value_states))
-            return keys, values
+            return self.read[self.next - 1].handed(key_states, value_states)
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # none of this is the layer's, to be recomputed
             keys, values = self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.cache.layers[layer_idx]
-        self.reads_arrays = isinstance(layer, ArrayLayer) and layer.kind.reads_arrays
-        self.read.append(layer.seen_now(key_states.shape[-2]) if self.reads_arrays else (keys.detach(), values.detach()))
+        if isinstance(layer, ArrayLayer) and layer.kind.reads_arrays:
+            self.read.append(_Read(*layer.now(), layer.first_seen(key_states.shape[-2])))
+        else:
+            self.read.append(_Read(keys.detach(), values.detach()))
+        return keys, values
+
+
+class _Read(NamedTuple):
+    """What a layer was handed: keys and values, or all slots of the arrays of which it was handed those from `start`."""
+
+    keys: Tensor
+    values: Tensor
+    start: int | None = None
+
+    def handed(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        """The same again, with the graph's shape as it was."""
+        keys, values = _leaf(self.keys, new_keys.requires_grad), _leaf(self.values, new_values.requires_grad)
+        if self.start is None:
+            return keys, values
+        arrays = TensorArray.unstack(keys), TensorArray.unstack(values)
+        keys, values = stand_ins(arrays, self.start, (new_keys, new_values))
         return keys, values
 
 

@@ -95,7 +95,7 @@ class ArrayLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that `query_length` new tokens will see, the position of the first)."""
-        first = self._first(len(self.arrays[0]))
+        first = self.first_seen(0)
         return len(self.arrays[0]) + query_length - first, first
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class ArrayLayer(CacheLayerMixin):
         new = key_states.shape[-2]
         self.write(key_states, value_states)
         if self.kind.reads_arrays:
-            keys, values = stand_ins(self.arrays, self._first(len(self.arrays[0]) - new), (key_states, value_states))
+            keys, values = stand_ins(self.arrays, self.first_seen(new), (key_states, value_states))
             return keys, values
         return self._seen(new)
 
@@ -126,22 +126,20 @@ class ArrayLayer(CacheLayerMixin):
                 array.truncate(min(length, len(array)))
             raise
 
-    def _first(self, before: int) -> int:
-        """The first token that one sees which has so many before it."""
-        return 0 if self.window is None else max(0, before - self.window + 1)
+    def first_seen(self, new: int) -> int:
+        """The first token that the last `new` ones see; with 0, that the next one will see."""
+        return 0 if self.window is None else max(0, len(self.arrays[0]) - new - self.window + 1)
 
     def _seen(self, new: int) -> tuple[Tensor, Tensor]:
-        """(keys, values) of what the last `new` tokens see; with 0, what the next one will see."""
-        length = len(self.arrays[0])
-        first = self._first(length - new)
-        keys, values = (array[first:length].permute(1, 2, 0, 3) for array in self.arrays)
+        """(keys, values) of what the last `new` tokens see."""
+        first = self.first_seen(new)
+        keys, values = (array[first:].permute(1, 2, 0, 3) for array in self.arrays)
         return keys, values
 
-    def seen_now(self, new: int) -> tuple[Tensor, Tensor]:
-        """What the last `new` tokens see, without its graph and as no array: values that stay."""
-        first = self._first(len(self.arrays[0]) - new)
+    def now(self) -> tuple[Tensor, Tensor]:
+        """All slots (n, B, heads, D) of keys and of values as they are now, without their graph and in no array."""
         with torch.no_grad():
-            keys, values = (array[first:].permute(1, 2, 0, 3) for array in self.arrays)
+            keys, values = (array.stack() for array in self.arrays)
         return keys, values
 
     def _rows(self, pick: Callable[[Tensor], Tensor]) -> None:
