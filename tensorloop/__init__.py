@@ -10,6 +10,7 @@ from tensorloop.tensor_array import TensorArray
 if TYPE_CHECKING:
     from tensorloop import beam as beam
     from tensorloop import cuda as cuda
+    from tensorloop import hf as hf
     from tensorloop import memory as memory
     from tensorloop import packed as packed
     from tensorloop import risk as risk
@@ -56,7 +57,7 @@ _LATER = {
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
 _HOMES = {name: module for module, names in _LATER.items() for name in names}
-_SUBMODULES = ("beam", "cuda", "memory", "packed", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "cuda", "hf", "memory", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):

@@ -7,7 +7,7 @@ from tensorloop._common.faces import face
 if TYPE_CHECKING:
     from tensorloop.attention.api import attention as attention
     from tensorloop.attention.past import attend_past as attend_past
-    from tensorloop.kernels.eager.past import Sight as Sight
+    from tensorloop.kernels.past import Sight as Sight
 
 __all__ = [
     "Sight",

@@ -15,7 +15,7 @@ from tensorloop._common import scope
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.kernels import find
-from tensorloop.kernels.eager.past import Sight, whole
+from tensorloop.kernels.past import Sight, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer

@@ -15,7 +15,7 @@ from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import pointer
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.eager.past import Sight
+from tensorloop.kernels.past import Sight
 from tensorloop.kernels.memory import address, lay_out
 
 BLOCK = 32  # slots that are gone through for all heads, while they are in the first cache
