@@ -14,6 +14,7 @@ from torch import Tensor
 from tensorloop._common import advice, arguments
 from tensorloop._common.errors import Misuse, WrongType, named
 from tensorloop._common.pytree import Tree, leaves_with_paths
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
@@ -117,4 +118,4 @@ def _interleave(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
 
 def _versions(xs: Leaves) -> list[int]:
     """How often each guarded tensor was changed in place: only no_grad can. None where torch.compile looks on."""
-    return [] if torch.compiler.is_compiling() else [x._version for x in xs if is_guarded(x)]
+    return [] if torch.compiler.is_compiling() else [read_version(x) for x in xs if is_guarded(x)]

@@ -22,6 +22,7 @@ from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import plain_mode, recording
+from tensorloop._torch.versions import read_version
 from tensorloop.tensor_array.block import Block, LiveBlock, allocate
 from tensorloop.tensor_array.checks import check_rows
 from tensorloop.tensor_array.gradient import ArrayNode, pin
@@ -117,7 +118,7 @@ class Buffer(Store):
     @records_use
     def append(self, x: Tensor) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version)
+            self._wait(x, read_version(x))
         elif self.waiting:
             self._wait(_constant(x), None)
         else:
@@ -130,7 +131,7 @@ class Buffer(Store):
         """Appends `x` in these rows, 0 in the others. What waits is masked when it is flushed: all at once, once."""
         check_rows(x, rows)
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version)
+            self._wait(x, read_version(x))
             self.masks[self.length - 1] = rows
         else:
             self.append(_masked(x, rows))
@@ -222,14 +223,14 @@ class Buffer(Store):
         if waits < 0 or (version := self.versions[waits]) is None:
             return False
         x = self.waiting[waits]
-        return x._version != version or not x.requires_grad
+        return read_version(x) != version or not x.requires_grad
 
     def _replace(self, slot: int, x: Tensor) -> None:
         recorded = x.requires_grad and torch.is_grad_enabled() and not x.is_inference()
         self.masks.pop(slot, None)
         waits = slot - (self.length - len(self.waiting))
         self.waiting[waits] = x if recorded else _constant(x)
-        self.versions[waits] = x._version if recorded else None
+        self.versions[waits] = read_version(x) if recorded else None
 
     def _record(self, key: Key, x: Tensor) -> None:
         if not x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
@@ -281,7 +282,7 @@ class Buffer(Store):
             x = self._waiting(i)
             return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
         block, rows = self.block, self.rows
-        if block.views._version != block.expected:
+        if read_version(block.views) != block.expected:
             block.check()
         if rows is not None and (row := rows.read(i)) is not None:
             return row

@@ -60,6 +60,7 @@ LATE_DOORS = {
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
 EMITTER = {"llvmlite"}  # where loops become machine code; numba brings it
+KEPT = {"next_functions": "_torch/graph", "_version": "_torch/versions"}  # what one module reads for all
 PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
 
 
@@ -113,6 +114,19 @@ def private_names(module: str, source: str) -> list[str]:
 
 def _private(name: str) -> bool:
     return any(name == private or name.startswith(f"{private}.") for private in PRIVATE)
+
+
+def kept_names(module: str, source: str) -> list[str]:
+    """Attributes of torch's that one module reads for all others, read elsewhere."""
+    if module.startswith(("_torch", "memory.counting")):
+        return []
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("getattr", "attrgetter"):
+            found |= {str(name.value) for name in node.args if isinstance(name, ast.Constant)}
+    return [f"{module} reads {name}; {KEPT[name]} does that for all" for name in sorted(found & KEPT.keys())]
 
 
 def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
@@ -170,6 +184,21 @@ def test_a_picture_shows_what_changed() -> None:
 def test_private_names_of_torch_have_one_home() -> None:
     wrong = [line for module, source in modules().items() for line in private_names(module, source)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_graphs_are_walked_and_versions_read_in_one_place() -> None:
+    wrong = [line for module, source in modules().items() for line in kept_names(module, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x.grad_fn.next_functions[0]", "if x._version != 2: pass", "getattr(x, '_version', 0)", "attrgetter('_version')"],
+)
+def test_a_walk_or_a_version_read_elsewhere_is_seen(source: str) -> None:
+    assert len(kept_names("loop.carry", source)) == 1
+    assert kept_names("_torch.graph", source) == []
+    assert kept_names("loop.carry", "version_of(x)\nnames = ('_version', 'next_functions')") == []
 
 
 def test_only_its_room_sees_into_an_array() -> None:

@@ -255,7 +255,7 @@ class Captures(TorchFunctionMode):
         for x in find_captures(outputs, StepGraph(self.step, arguments, numbers, use.made, known, use.seen.values())):
             if id(x) not in self.recorded:
                 self.recorded[id(x)] = x
-                version = next((v for y, v in use.candidates if y is x), x._version)
+                version = next((v for y, v in use.candidates if y is x), version_of(x))
                 self.met[id(x)] = Met(lambda x=x: x, version)
 
     def _look_for_left(self, returned: set[int]) -> None:
