@@ -140,7 +140,32 @@ def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
     found = {node.name for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)}
     slots = [node for owner in classes for node in owner.body if isinstance(node, ast.Assign)]
     found |= {str(name.value) for node in slots for name in ast.walk(node) if isinstance(name, ast.Constant)}
-    return {name for name in found if name.startswith("_") and not name.endswith("__")}
+    return set(filter(_is_private, found))
+
+
+def overridden_privates(known: Mapping[str, str]) -> list[str]:
+    """Private methods of a class that a class of another room, which is made from it, says otherwise."""
+    homes: dict[str, set[str]] = {}
+    classes: dict[str, ast.ClassDef] = {}
+    for module, source in known.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                classes[f"{module}.{node.name}"] = node
+    for name, owner in classes.items():
+        homes[name] = {node.name for node in owner.body if isinstance(node, ast.FunctionDef) and _is_private(node.name)}
+    wrong = []
+    for name, owner in classes.items():
+        module = name.rpartition(".")[0]
+        imported = {found.name.removeprefix("tensorloop.") for found in imports(known[module])}
+        bases = {ast.unparse(base) for base in owner.bases}
+        for base in sorted(imported & homes.keys()):
+            if base.rpartition(".")[2] in bases and room(base) != room(module):
+                wrong += [f"{name} overrides {base}.{method}" for method in sorted(homes[name] & homes[base])]
+    return wrong
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
 
 
 def _is_of_self(node: ast.AST) -> bool:
@@ -207,6 +232,15 @@ def test_only_its_room_sees_into_an_array() -> None:
     assert {"_store", "_shape", "_dtype", "_device", "_home", "_born", "_mask", "_holes", "_given", "_twin"} <= privates
     wrong = [line for module, source in known.items() for line in reaches_into_arrays(module, source, privates)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_overrides_what_is_private_in_another() -> None:
+    known = modules()
+    assert overridden_privates(known) == []
+    base = "class Buffer:\n    def _move(self): pass\n    def begin(self): pass"
+    heir = "from tensorloop.tensor_array.buffer import Buffer\nclass B(Buffer):\n" + base.partition("\n")[2]
+    found = overridden_privates({"tensor_array.buffer": base, "loop.b": heir, "tensor_array.c": heir})
+    assert found == ["loop.b.B overrides tensor_array.buffer.Buffer._move"]
 
 
 @pytest.mark.parametrize(
