@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._common.user_line import user_place
 from tensorloop._torch import graph
 from tensorloop.loop.checkpoint.closures import Constants
-from tensorloop.loop.compiled.fingerprint import Refused, user_place
+from tensorloop.loop.compiled.fingerprint import Refused
 
 _READS = {
     "numpy": "turns a tensor into an array",
