@@ -6,12 +6,12 @@ or put by slot: the gradient of each operation here is one operation over one le
 """
 
 from collections.abc import Callable
-from typing import Never, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments
+from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongType, named
 from tensorloop._common.pytree import Tree, leaves_with_paths
 from tensorloop._torch.versions import read_version
@@ -25,9 +25,7 @@ Xs = TypeVar("Xs")
 
 
 @named("associative_scan")
-def associative_scan(
-    fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, **unknown: Never
-) -> Xs:
+def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False) -> Xs:
     """All partial results of an associative `fn` over `xs`, in O(log T) calls: ys[t] = fn(ys[t - 1], xs[t]).
 
     `fn(a, b)` must be associative; it need not be commutative: `a` is always the earlier one, with `reverse` the later
@@ -54,8 +52,6 @@ def associative_scan(
         >>> tl.associative_scan(torch.maximum, torch.tensor([3, 1, 4, 1, 5]))
         tensor([3, 3, 4, 4, 5])
     """
-    if unknown:
-        advice.refuse_unknown(associative_scan, unknown)
     check_callable(fn=fn)
     dim = arguments.as_int(dim, "dim")
     if not isinstance(reverse, bool):
