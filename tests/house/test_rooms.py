@@ -7,7 +7,22 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from docs.house import GROUND, PICTURE, SIDE, WHAT, Import, direct, draw, graph, imports, layers, modules, room, target
+from docs.house import (
+    GROUND,
+    PICTURE,
+    SIDE,
+    WHAT,
+    Import,
+    direct,
+    draw,
+    graph,
+    imports,
+    layers,
+    modules,
+    nodes,
+    room,
+    target,
+)
 
 # A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
 ROOMS = {
@@ -47,6 +62,30 @@ DOORS = {
     "attention.engine": {"beam"},
     "attention.strips": {"beam"},
     "kernels.moves": {"regroup"},
+}
+# A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
+INNER = {
+    "loop.checkpoint": {"loop.advice", "loop.loop"},
+    "loop.compiled": {
+        *("loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.stopped_rows", "loop.checkpoint"),
+        "loop.compiled.emitter",
+    },
+    "loop.compiled.emitter": {"loop.compiled.recurrence"},
+    "memory.counting": set[str](),
+    "memory.report": {"memory.counting"},
+    "memory.scaling": {"memory.counting", "memory.report"},
+    "kernels.eager": {"kernels.moves"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.eager"},
+}
+# Their doors, for all in the room around.
+INNER_DOORS = {
+    *(f"loop.checkpoint.{name}" for name in ("closures", "leaving", "node", "options")),
+    *(f"loop.compiled.{name}" for name in ("explain", "front", "recurrence")),
+    *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
+    "memory.counting.storages",
+    *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "page", "picture")),
+    *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),
+    *(f"kernels.eager.{name}" for name in ("beam", "edits", "segments", "slots")),
 }
 # What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
 LATE_DOORS = {
@@ -90,6 +129,8 @@ def _faults(module: str, here: str, found: Import, known: Mapping[str, str]) -> 
 
 
 def _own_faults(module: str, here: str, there: str) -> Iterator[str]:
+    if room(there) == here:
+        yield from _inner_faults(module, there)
     if here in SIDE or here == "__init__" or room(there) == here:
         return
     if there == "__init__" or room(there) in SIDE:
@@ -103,11 +144,26 @@ def _own_faults(module: str, here: str, there: str) -> Iterator[str]:
         yield f"{module} imports {there}, no door for {here}: use the face of {room(there)}, or add it to DOORS"
 
 
+def inner_room(module: str) -> str:
+    """The innermost room that a module is in."""
+    return max((name for name in INNER if f"{module}.".startswith(f"{name}.")), key=len, default=room(module))
+
+
+def _inner_faults(module: str, there: str) -> Iterator[str]:
+    here, home = inner_room(module), inner_room(there)
+    if here == home:
+        return
+    if here in INNER and not INNER[here] & {there, home}:
+        yield f"{module} imports {there}; of {room(module)} {here} may import {sorted(INNER[here]) or 'nothing'}"
+    elif home in INNER and there != home and there not in INNER_DOORS:
+        yield f"{module} imports {there}, no door of {home}: use its face, or add it to INNER_DOORS"
+
+
 def private_names(module: str, source: str) -> list[str]:
     """Private names of torch outside of the rooms that keep them."""
     if module.startswith(("_torch", "memory.counting")):
         return []
-    used = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    used = {ast.unparse(node) for node in nodes(source) if isinstance(node, ast.Attribute)}
     used |= {found.name for found in imports(source)}
     return [f"{module} uses {name}; private names of torch live in _torch/" for name in sorted(used) if _private(name)]
 
@@ -121,7 +177,7 @@ def kept_names(module: str, source: str) -> list[str]:
     if module.startswith(("_torch", "memory.counting")):
         return []
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute):
             found.add(node.attr)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("getattr", "attrgetter"):
@@ -148,9 +204,7 @@ def overridden_privates(known: Mapping[str, str]) -> list[str]:
     homes: dict[str, set[str]] = {}
     classes: dict[str, ast.ClassDef] = {}
     for module, source in known.items():
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef):
-                classes[f"{module}.{node.name}"] = node
+        classes |= {f"{module}.{node.name}": node for node in nodes(source) if isinstance(node, ast.ClassDef)}
     for name, owner in classes.items():
         homes[name] = {node.name for node in owner.body if isinstance(node, ast.FunctionDef) and _is_private(node.name)}
     wrong = []
@@ -176,9 +230,9 @@ def reaches_into_arrays(module: str, source: str, privates: set[str]) -> list[st
     """Private names of a TensorArray that another room uses; those of a module's own objects are its `self`'s."""
     if room(module) == "tensor_array":
         return []
-    nodes = [node for node in ast.walk(ast.parse(source)) if not _is_of_self(node)]
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    others = [node for node in nodes(source) if not _is_of_self(node)]
+    used = {node.attr for node in others if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in others if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return [f"{module} uses {name} of arrays; see tensor_array/friends.py" for name in sorted(used & privates)]
 
 
@@ -260,6 +314,12 @@ def test_the_tables_name_what_there_is() -> None:
     assert {room(module) for module in known} == {*ROOMS, *SIDE, "__init__"}
     used = {(door, room(m)) for m, found in edges.items() for door in found if door in DOORS}
     assert used >= {(door, here) for door, rooms in DOORS.items() for here in rooms}, "a door that nobody uses"
+    inner = {
+        (inner_room(m), name) for m, found in edges.items() for there in found for name in (there, inner_room(there))
+    }
+    assert inner >= {(here, name) for here, names in INNER.items() for name in names}, "an inner way that nobody goes"
+    outside = {there for m, found in edges.items() for there in found if inner_room(m) != inner_room(there)}
+    assert outside >= INNER_DOORS, "an inner door that nobody uses"
     late = {module for module, source in known.items() if any(found.late for found in imports(source))}
     assert late == LATE_DOORS.keys()
 
@@ -282,6 +342,36 @@ def test_the_tables_name_what_there_is() -> None:
         ("packed.time_first", "import_module(f'tensorloop.{x}')", "packed.time_first loads f'tensorloop.{x}' when"),
         ("risk.bleu", "from tensorloop.packed.index import getitem", "risk.bleu imports packed.index, no door"),
         ("_torch.engine", "from tensorloop._common import scope", "_torch.engine imports _common.scope; _torch stands"),
+        (
+            "loop.checkpoint.node",
+            "from tensorloop.loop.carry import Carry",
+            "loop.checkpoint.node imports loop.carry; of loop loop.checkpoint may import ['loop.advice', 'loop.loop']",
+        ),
+        (
+            "loop.api",
+            "from tensorloop.loop.checkpoint import sweep",
+            "loop.api imports loop.checkpoint.sweep, no door of loop.checkpoint: use its face",
+        ),
+        (
+            "loop.checkpoint.node",
+            "from tensorloop.loop.compiled.front import run",
+            "loop.checkpoint.node imports loop.compiled.front; of loop loop.checkpoint may",
+        ),
+        (
+            "loop.compiled.emitter.core",
+            "from tensorloop.loop.compiled import plan",
+            "loop.compiled.emitter.core imports loop.compiled.plan; of loop loop.compiled.emitter may",
+        ),
+        (
+            "memory.counting.sites",
+            "import tensorloop.memory.report.page",
+            "memory.counting.sites imports memory.report.page; of memory memory.counting may import nothing",
+        ),
+        (
+            "memory.command",
+            "import tensorloop.memory.scaling.advice",
+            "memory.command imports memory.scaling.advice",
+        ),
         ("surprise", "import torch", "surprise: there is no room 'surprise'; add it to ROOMS"),
     ],
 )
