@@ -16,8 +16,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from tensorloop._common.keywords import describe_unknown
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -72,10 +70,12 @@ def named(name: str, hints: Mapping[str, str] | None = None) -> Callable[[_F], _
             except Fact as fact:
                 raise fact.named(name) from fact.__cause__
             except TypeError as error:
-                called = error.__traceback__ is None or error.__traceback__.tb_next is not None
-                if called or (text := describe_unknown(function, options, hints or {})) is None:
-                    raise
-                raise TypeError(f"{name}: {text}") from None
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # of what was called
+                from tensorloop._common.keywords import describe_unknown  # what it takes to compare words loads slowly
+
+                text = describe_unknown(function, options, hints or {})
+                raise error if text is None else TypeError(f"{name}: {text}") from None
 
         wrapper: Any = call
         # `_torch.eager_only` marks code, and may mark that of one function alone.

@@ -89,7 +89,7 @@ INNER_DOORS = {
 }
 # What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
 LATE_DOORS = {
-    "__init__": {"f'{__name__}.{name}'", "f'{__name__}.{_HOMES[name]}'"},
+    "__init__": {"f'{__name__}.{name}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     "packed.time_first": {"'attention.multihead'"},
