@@ -9,17 +9,7 @@ if TYPE_CHECKING:
     from tensorloop.attention.past import attend_past as attend_past
     from tensorloop.kernels.past import Sight as Sight
 
-__all__ = [
-    "Sight",
-    "attend_past",
-    "attention",
-]
-
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
-        __name__,
-        {
-            "attention.api": ("attention", "attention", "attention"),
-            "attention.past": ("Sight", "attend_past"),
-        },
+    __getattr__, __dir__, __all__ = face(
+        __name__, {"attention.api": ("attention",), "attention.past": ("Sight", "attend_past")}
     )

@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from tensorloop.attention import Sight, attend_past
 from tensorloop.tensor_array import TensorArray
 
-NAME = "tensorloop"
+ATTENTION = NAME = "tensorloop"
 _ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
 _SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once for all layers
 
