@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tensorloop._common.errors import WrongValue
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.hf.attention import NAME, stand_ins
 from tensorloop.tensor_array import TensorArray
 
@@ -111,20 +111,17 @@ class ArrayLayer(CacheLayerMixin):
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
-        slots = [x.permute(2, 0, 1, 3) for x in _cast(keys, values)]
-        length = len(self.arrays[0])
-        if len(slots[0]) != len(slots[1]):
-            raise WrongValue(f"key_states has {len(slots[0])} tokens, value_states has {len(slots[1])}")
-        try:
-            for array, x in zip(self.arrays, slots, strict=True):
-                if len(x) == 1:
-                    array.append(x[0])
-                else:
-                    array.extend(x)
-        except BaseException:
-            for array in self.arrays:
-                array.truncate(min(length, len(array)))
-            raise
+        keys, values = _cast(keys, values)
+        if keys.dim() == values.dim() == 4 and keys.shape[2] != values.shape[2]:
+            raise WrongValue(f"key_states has {keys.shape[2]} tokens, value_states has {values.shape[2]}")
+        for x, array, name in ((keys, self.arrays[0], "key_states"), (values, self.arrays[1], "value_states")):
+            _check_fits(x, array, name)
+        for x, array in ((keys, self.arrays[0]), (values, self.arrays[1])):
+            slots = x.permute(2, 0, 1, 3)
+            if len(slots) == 1:
+                array.append(slots[0])
+            else:
+                array.extend(slots)
 
     def first_seen(self, new: int) -> int:
         """The first token that the last `new` ones see; with 0, that the next one will see."""
@@ -153,9 +150,7 @@ class ArrayLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: their number, negative."""
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}"
-            )
+            raise ValueError(f"crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}")
         for array in self.arrays:
             array.truncate(max(0, len(array) + tokens_to_remove))
 
@@ -181,6 +176,22 @@ class ArrayLayer(CacheLayerMixin):
         raise NotImplementedError("TrainCache does not offload; use checkpoints= of a loop with Checkpoints(offload=)")
 
     prefetch = offload
+
+
+def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
+    """Raises where tokens are not like those that the array holds."""
+    if x.dim() != 4:
+        raise WrongValue(f"{name} must be (B, heads, t, D), got {tuple(x.shape)}")
+    if array.element_shape is None:
+        return
+    slot = (*x.shape[:2], x.shape[3])
+    if slot != array.element_shape:
+        rows, heads, width = array.element_shape
+        raise WrongValue(f"{name} must be (B={rows}, heads={heads}, t, D={width}), as before, got {tuple(x.shape)}")
+    if x.dtype is not array.dtype:
+        raise WrongType(f"{name} must be {array.dtype}, as before, got {x.dtype}")
+    if x.device != array.device:
+        raise WrongValue(f"{name} must be on {array.device}, as before, got {x.device}")
 
 
 def _cast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,8 +76,8 @@ INNER = {
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
-    "kernels.eager": {"kernels.moves"},
-    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.eager"},
+    "kernels.eager": {"kernels.moves", "kernels.past"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
 }
 # Their doors, for all in the room around.
 INNER_DOORS = {
