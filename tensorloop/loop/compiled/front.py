@@ -44,7 +44,9 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
         return None
     try:
         if isinstance(checkpoints, Checkpoints) and checkpoints.check:
-            raise Refused("Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does")
+            raise Refused(
+                "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does"
+            )
         return _compiled(loop, checkpoints, compile)
     except Refused as refusal:
         if isinstance(compile, Asked):

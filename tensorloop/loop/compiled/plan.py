@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def light(self) -> Program:
-        """The program forward that keeps nothing for a backward: ys, and where a condition ends the loop, its answers."""
+        """The program forward that keeps nothing for a backward: ys, and the answers of a condition."""
         answer = () if self.traced.answer is None else (self.traced.answer,)
         return self._replay("light", [*self.traced.ys, *answer], self.traced.answer)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.errors import Misuse, named
-from tensorloop._torch.engine import keeps_graph
 from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Offload, Stored
@@ -27,6 +26,7 @@ from tensorloop.schedule import Schedule
 
 MOST_STEPS = 128  # in a block: more would run no faster
 FREE_BYTES = 2**20  # what a block may take, however few carries are kept
+AT_ONCE = 1024  # steps that run at once where nothing is kept of them, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Segmented(Run):
         super().__init__(plan, steps, most=most)
         self.known = plan.traced.answer is None
         self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
-        # How many steps may run at once where nothing is kept of them.
-        self.stride = max(self.size, FREE_BYTES // max(plan.light.bytes_a_step(), 1) // self.size * self.size)
+        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step(), 1))
+        self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
         self.offload = Offload(blocks.offload)
         self.carries: dict[int, Stored | None] = {}  # before which block; of the first one there is init
         self.lock = threading.Lock()  # one backward at a time
