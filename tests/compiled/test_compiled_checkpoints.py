@@ -15,6 +15,7 @@ from tensorloop.loop.compiled import segments
 from tensorloop.loop.compiled.plan import plans
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.segments import Segmented
+from tensorloop.loop.compiled.totals import Totals
 from tensorloop.memory import peak, saved
 from tests.support.compiled_cases import CASES, check_equal, leaf, outcome, rotation
 
@@ -258,6 +259,25 @@ def test_check_is_for_the_eager_loop() -> None:
         gradients(10, Checkpoints(k=2, check=True), "strict")
 
 
+@pytest.mark.parametrize("name", ["lstm", "gru_cell_backwards", "until", "while_rows", "mapped", "crf"])
+def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checkpoints, too, the gradients of many steps are not in memory at once."""
+    parts: list[int] = []
+    reverse = Totals.reverse
+
+    def counted(self: Totals, part: slice, *args: Any) -> None:
+        parts.append(part.stop - part.start)
+        reverse(self, part, *args)
+
+    monkeypatch.setattr(Totals, "reverse", counted)
+    monkeypatch.setattr("tensorloop.loop.compiled.node.FREE_BYTES", 0)
+    expected, expected_grads = outcome(CASES[name], D, False)
+    found, grads = outcome(CASES[name], D, "strict")
+    check_equal(found, expected, 1e-11)
+    check_equal(grads, expected_grads, 1e-11)
+    assert len(parts) > 1
+
+
 # -- bytes
 
 
@@ -298,6 +318,18 @@ def test_blocks_of_large_carries_are_short(seen: None) -> None:
     assert max(peaks) - min(peaks) <= 2 * carry
     assert max(peaks) <= most(8, 40, False) + 8 * carry
     assert most(1, 10, "strict") <= most(1, 10, False) + 2 * carry
+
+
+def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(
+    seen: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here both keep one carry a step. What is free is left out: this loop is a small one."""
+    monkeypatch.setattr("tensorloop.loop.compiled.node.FREE_BYTES", 0)
+    peaks = {}
+    for compile in (False, "strict"):
+        gradients(100, None, compile, rows=64)
+        peaks[compile] = peak(lambda compile=compile: gradients(100, None, compile, rows=64))
+    assert peaks["strict"] <= peaks[False] * 9 / 8 + 3 * 64 * 4 * 8
 
 
 @pytest.mark.parametrize("budget", [20, 200])

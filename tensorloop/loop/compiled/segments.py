@@ -22,6 +22,7 @@ from tensorloop.loop.compiled.node import Run
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.totals import Totals, room_for
 from tensorloop.schedule import Schedule
 
 MOST_STEPS = 128  # in a block: more would run no faster
@@ -138,7 +139,7 @@ class Segmented(Run):
         count = self._count(self.done)
         if not self.carries:
             self._keep_again(tensors, count)
-        total = _Total(self, grads)
+        total = Totals(self.plan, self.done, *self.coming(grads))
         state: list[Tensor] = []
         for action in reversal(self.schedule, count, [*self.carries]):
             if isinstance(action, schedule.Restore):
@@ -174,21 +175,15 @@ class Segmented(Run):
             state = self._run(self.plan.bare, start, min(start + self.stride, stop), tensors, state)[0]
         return state
 
-    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: "_Total") -> None:
+    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: Totals) -> None:
         """Runs block i with what a backward keeps, and then that."""
         start, stop = i * self.size, min((i + 1) * self.size, self.done)
         _, xs, captures = self.split(tensors)
         _, _, wanted = self._run(self.plan.again, start, stop, tensors, state)
-        part, of_ys = self._part(start, stop, self.steps), self._part(start, stop, self.done)
+        part = self._part(start, stop, self.steps)
         saved = self.plan.saved_of(wanted, [x[part] for x in xs])
         del wanted
-        program = self.plan.backward(total.missing)
-        given = [*saved, *(g[of_ys] for g in total.ys)]
-        del saved
-        total.carry, _, found, sums = program(stop - start, captures, given, total.carry)
-        for whole, g in zip(total.xs, found, strict=True):
-            whole[of_ys] = g
-        total.add(sums)
+        total.reverse(self._part(start, stop, self.done), captures, saved)
 
 
 class _Outputs:
@@ -200,7 +195,7 @@ class _Outputs:
         self.parts: list[list[Tensor]] = [[] for _ in self.values]
         self.made: list[Tensor] = []
         if run.known:
-            self.made = [_room(run.steps or 0, x) for x in self.values]
+            self.made = [room_for(run.steps or 0, x) for x in self.values]
 
     def add(self, ys: list[Tensor], start: int, stop: int) -> None:
         """Those of some steps."""
@@ -216,27 +211,3 @@ class _Outputs:
             return self.made
         step = -1 if self.run.plan.reverse else 1
         return [torch.cat(parts[::step]) for parts in self.parts]
-
-
-class _Total:
-    """Gradients on their way: of the carry between blocks, and those that are complete after the last block."""
-
-    def __init__(self, run: Segmented, grads: Sequence[Tensor | None]) -> None:
-        self.missing, self.carry, self.ys = run.coming(grads)
-        found = run.plan.gradients(self.missing)["xs"]
-        self.xs = [_room(run.done, value_of(run.plan.traced.xs[k])) for k in sorted(found)]
-        self.sums: list[Tensor] = []
-
-    def add(self, sums: list[Tensor]) -> None:
-        """What one block gives to the captures' gradients."""
-        self.sums = [a.add_(b) for a, b in zip(self.sums, sums, strict=True)] if self.sums else _own(sums)
-
-
-def _room(steps: int, value: Tensor) -> Tensor:
-    """Memory for a value of each step."""
-    return torch.empty((steps, *value.shape), dtype=value.dtype, device="cpu")
-
-
-def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to."""
-    return [x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone() for x in sums]
