@@ -6,10 +6,12 @@ Each function here checks its arguments, says how its body is called (a `Body`),
 from collections.abc import Callable
 from typing import Any, Literal, Never, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 from tensorloop._common import advice, arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
 from tensorloop.loop.associative import associative_scan
@@ -17,6 +19,7 @@ from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
+from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.loop import Loop
@@ -100,6 +103,7 @@ def scan(
     compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
+@stands_in_graphs(in_graph.scan)
 @called_eagerly
 @named("scan")
 def scan(
@@ -150,6 +154,29 @@ def scan(
     if unknown:
         advice.refuse_unknown(scan, unknown)
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
+    if (
+        compile
+        and torch.compiler.is_exporting()
+        and (
+            found := in_graph.exported(
+                "scan",
+                in_graph.scan,
+                compile,
+                body_fn,
+                init,
+                xs,
+                length,
+                dim=dim,
+                reverse=reverse,
+                until=until,
+                context=context,
+                checkpoints=checkpoints,
+                progress=progress,
+            )
+        )
+        is not None
+    ):
+        return found
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
     slices = _slices(xs, length, dim, reverse, until)
@@ -331,6 +358,7 @@ def while_loop(
     return (carry, ended.steps()) if return_steps else carry
 
 
+@stands_in_graphs(in_graph.fori_loop)
 @called_eagerly
 @named("fori_loop")
 def fori_loop(
@@ -356,6 +384,25 @@ def fori_loop(
     if unknown:
         advice.refuse_unknown(fori_loop, unknown)
     check_callable(body_fn=body_fn)
+    if (
+        compile
+        and torch.compiler.is_exporting()
+        and (
+            found := in_graph.exported(
+                "fori_loop",
+                in_graph.fori_loop,
+                compile,
+                lower,
+                upper,
+                body_fn,
+                init,
+                checkpoints=checkpoints,
+                progress=progress,
+            )
+        )
+        is not None
+    ):
+        return found
     first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -367,6 +414,7 @@ def fori_loop(
     return run_loop(loop, checkpoints, progress, compile)[1]
 
 
+@stands_in_graphs(in_graph.map)
 @called_eagerly
 @named("map")
 def map(
@@ -394,6 +442,25 @@ def map(
     if unknown:
         advice.refuse_unknown(map, unknown)
     check_callable(fn=fn)
+    if (
+        compile
+        and torch.compiler.is_exporting()
+        and (
+            found := in_graph.exported(
+                "map",
+                in_graph.map,
+                compile,
+                fn,
+                xs,
+                dim=dim,
+                batch_size=batch_size,
+                checkpoints=checkpoints,
+                progress=progress,
+            )
+        )
+        is not None
+    ):
+        return found
     dim = arguments.as_int(dim, "dim")
     if batch_size is not None:
         if checkpoints is not None:
