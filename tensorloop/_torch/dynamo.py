@@ -7,6 +7,7 @@ and `_dynamo_marked_constant` on functions, `torch._ops.HigherOrderOperator`, `t
 Dynamo's are imported where dynamo runs already.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly
 
 _T = TypeVar("_T")
@@ -68,6 +70,7 @@ def graph_operator(name: str, make: Make) -> Any:
     """
     from torch._dynamo.exc import unimplemented
     from torch._dynamo.variables import higher_order_ops
+    from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._ops import HigherOrderOperator
 
     class _Operator(HigherOrderOperator):
@@ -77,16 +80,26 @@ def graph_operator(name: str, make: Make) -> Any:
         def __call__(self, *args: Any, **settings: Any) -> Any:
             raise NotImplementedError(f"{name} stands for what dynamo writes; it is never called")
 
+    def _live(tx: Any, x: Any, value: torch.Tensor) -> Any:
+        """As the step gets it: of a carry a later one may want a gradient, and a custom Function is seen only then."""
+        grad = torch.is_grad_enabled() and transforms.maybe_level() is None and value.is_floating_point()
+        if value.requires_grad or not grad:
+            return x
+        with higher_order_ops.discard_graph_changes(tx):
+            proxy = tx.output.create_proxy("call_function", torch.clone, (x.as_proxy(),), {})
+            return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=value.clone().requires_grad_())
+
     class _Variable(higher_order_ops.TorchHigherOrderOperatorVariable):
         _HOP_NAME = name
 
         def _call_function(self, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             function, carry, xs, rows, steps = args
             given = [*carry.items, *rows.items]
+            examples = [x.as_proxy().node.meta["example_value"] for x in given]
             (_, spec), graph, lifted = higher_order_ops.speculate_subgraph(
                 tx,
                 function,
-                given,
+                [_live(tx, x, value) for x, value in zip(given, examples, strict=True)],
                 {},
                 name,
                 source_target=self.value,
@@ -97,14 +110,13 @@ def graph_operator(name: str, make: Make) -> Any:
             module = fx.GraphModule(dict(tx.output.nn_modules), graph)
             captured = list(lifted)
             settings = {key: x.as_python_constant() for key, x in kwargs.items()}
-            examples = [x.as_proxy().node.meta["example_value"] for x in given]
             more = [x.node.meta["example_value"] for x in captured]
             try:
-                if any(x is not None for x in spec.const_values):
+                if any(x is not None for x in spec.const_values or ()):
                     raise NotInGraph("its body gives numbers")
                 operation, text = make(module, examples, more, carry=len(carry.items), **settings)
             except NotInGraph as reason:
-                unimplemented(gb_type="loop", context=name, explanation=f"{name} is not compiled: {reason}", hints=[])
+                unimplemented(gb_type="loop", context=name, explanation=str(reason), hints=[])
             tensors = [x.as_proxy() for x in (*carry.items, *xs.items)]
             tensors += [x for x, value in zip(captured, more, strict=True) if isinstance(value, torch.Tensor)]
             return higher_order_ops._call_function_and_unflatten_output(
@@ -124,8 +136,16 @@ def run_as_graph(function: Callable[..., Any], *args: Any, **options: Any) -> An
         with setup_compilation_env() as backend:
             return torch.compile(function, backend=backend, fullgraph=True)(*args, **options)
     except TorchDynamoException as error:
-        said = [line.partition("Explanation:")[2].strip() for line in str(error).splitlines() if "Explanation:" in line]
-        raise NotInGraph(said[0] if said else str(error).strip().partition("\n")[0]) from None
+        said = re.search(r"NotInGraph\('(.*)'\)", str(error)) or re.search(r"Explanation: (.*)", str(error))
+        raise NotInGraph(said[1] if said else str(error).strip().partition("\n")[0]) from None
+
+
+def operators_of(module: fx.GraphModule) -> list[Any]:
+    """The higher-order operators in a graph and those below it: they have gradients that its operations do not show."""
+    from torch._ops import HigherOrderOperator
+
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [n.target for graph in graphs for n in graph.nodes if isinstance(n.target, HigherOrderOperator)]
 
 
 def undisturbed(function: Callable[[], _T]) -> _T:

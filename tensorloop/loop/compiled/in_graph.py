@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree
 
-from tensorloop._torch.dynamo import NotInGraph, constant_in_graphs, graph_operator, run_as_graph, undisturbed
+from tensorloop._torch import transforms
+from tensorloop._torch.dispatch import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from tensorloop._torch.dynamo import (
+    NotInGraph,
+    constant_in_graphs,
+    graph_operator,
+    operators_of,
+    run_as_graph,
+    undisturbed,
+)
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.capture import Step
@@ -55,6 +63,9 @@ def make(
         plan = prepared(text, wants).plan
     except Refused as refusal:
         raise NotInGraph(refusal.reason) from None
+    except Exception as error:  # a body that torch cannot trace
+        text = str(error).strip().partition("\n")[0]
+        raise NotInGraph(f"its step does not become a graph, {type(error).__name__}: {text}") from None
     if plan.lacking is not None and plan.forward.core is not None:
         raise NotInGraph(f"the loop's core lacks a native form, {plan.lacking.reason}")
     return torch.ops.tensorloop.loop.default, text
@@ -78,9 +89,9 @@ class _Recorder(Recorder):
         """Refuses what is less exact with the number of the step as a tensor of one than with Python's: floats."""
         found = {number}
         for o in self.operations:
-            given = {x.number for x in _pytree.tree_leaves([o.args, o.kwargs]) if isinstance(x, Ref)}
+            given = {x.number for x in tree_leaves([o.args, o.kwargs]) if isinstance(x, Ref)}
             if given and given <= found:
-                results = {x.number for x in _pytree.tree_leaves(o.results) if isinstance(x, Ref)}
+                results = {x.number for x in tree_leaves(o.results) if isinstance(x, Ref)}
                 if any(self._tensors[x].is_floating_point() for x in results):
                     raise Refused("the body makes a float of i, the number of the step")
                 found |= results
@@ -93,11 +104,10 @@ def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
         raise Refused("only loops on the CPU are compiled")
     if torch.is_autocast_enabled("cpu"):
         raise Refused("autocast is on")
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for n in part.graph.nodes:
-                if isinstance(n.target, torch._ops.HigherOrderOperator):
-                    raise Refused(f"the body uses {n.target}")
+    if transforms.maybe_level() is not None or transforms.forward_mode():
+        raise Refused("a transform is around")
+    if operators := operators_of(module):
+        raise Refused(f"the body uses {operators[0]}")
 
 
 def _recorded(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> Written:
@@ -140,76 +150,73 @@ def _refuse(*args: Any, **options: Any) -> Any:
 
 # -- what dynamo traces
 
-_DEFAULTS = {"checkpoints": None, "compile": False, "progress": False}
+_ALWAYS = {"checkpoints": None, "compile": False, "progress": False}
+_SCAN = {"dim": 0, "reverse": False, "until": None, "context": None, **_ALWAYS}
+_MAP = {"dim": 0, "batch_size": None, **_ALWAYS}
 
 
 def scan(
     plain: Callable[..., Any], body_fn: Any, init: Any, xs: Any = None, length: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     """`tl.scan`."""
-    given = {"dim": 0, "reverse": False, "until": None, "context": None, **_DEFAULTS, **options}
-    carry, tree = _pytree.tree_flatten(init, is_leaf=is_packed)
-    leaves, xs_tree = _pytree.tree_flatten(xs, is_leaf=is_packed)
+    carry, tree = tree_flatten(init, is_leaf=is_packed)
+    leaves, xs_tree = tree_flatten(xs, is_leaf=is_packed)
     rows = [x for x in leaves if x is not None]
-    dim = given["dim"]
-    takes = _takes(given, 7) and type(dim) is int and given["until"] is None and _tensors([*carry, *rows])
-    if not takes or (not rows and length is None):
+    given = _asked(_SCAN, options)
+    if given is None or given["until"] is not None or not _tensors([*carry, *rows]) or (not rows and length is None):
         return plain(body_fn, init, xs, length, **options)
+    dim, more = given["dim"], () if given["context"] is None else (given["context"],)
     rows = [x.movedim(dim, 0) for x in rows]
     steps = rows[0].shape[0] if rows else length
     if steps == 0 or (length is not None and length != steps) or any(x.shape[0] != steps for x in rows):
         return plain(body_fn, init, xs, length, **options)
-    more = () if given["context"] is None else (given["context"],)
     there = [x is not None for x in leaves]
 
     def step(*flat: Tensor) -> Any:
         left = iter(flat[len(carry) :])
-        row = _pytree.tree_unflatten([next(left) if x else None for x in there], xs_tree)
-        out, y = body_fn(_pytree.tree_unflatten(flat[: len(carry)], tree), row, *more)
-        ys = _pytree.tree_leaves(y, is_leaf=is_packed)
+        row = tree_unflatten([next(left) if x else None for x in there], xs_tree)
+        out, y = body_fn(tree_unflatten(flat[: len(carry)], tree), row, *more)
+        ys = tree_leaves(y, is_leaf=is_packed)
         return (_leaves(plain, out, tree), y) if all(x is None or type(x) in _PLAIN for x in ys) else plain()
 
     settings = {"reverse": bool(given["reverse"]), "k": given["checkpoints"]}
     state, ys = operator()(step, carry, rows, [x.select(0, 0) for x in rows], steps, **settings)
-    ys = _pytree.tree_map(lambda y: None if y is None else y.movedim(0, place(dim, y.dim() - 1)), ys)
-    return _pytree.tree_unflatten(state, tree), ys
+    ys = tree_map(lambda y: None if y is None else y.movedim(0, place(dim, y.dim() - 1)), ys)
+    return tree_unflatten(state, tree), ys
 
 
 def fori_loop(plain: Callable[..., Any], lower: Any, upper: Any, body_fn: Any, init: Any, **options: Any) -> Any:
     """`tl.fori_loop`."""
-    given = {**_DEFAULTS, **options}
-    carry, tree = _pytree.tree_flatten(init, is_leaf=is_packed)
-    takes = _takes(given, 3) and not isinstance(lower, Tensor) and not isinstance(upper, Tensor) and _tensors(carry)
-    if not takes or upper <= lower:
+    carry, tree = tree_flatten(init, is_leaf=is_packed)
+    given = _asked(_ALWAYS, options)
+    if given is None or isinstance(lower, Tensor) or isinstance(upper, Tensor) or not _tensors(carry) or upper <= lower:
         return plain(lower, upper, body_fn, init, **options)
-    numbers = torch.arange(lower, upper, device="cpu")
+    numbers: Tensor = torch.arange(lower, upper, device="cpu")  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def step(*flat: Tensor) -> Any:
-        return _leaves(plain, body_fn(flat[-1], _pytree.tree_unflatten(flat[:-1], tree)), tree), None
+        return _leaves(plain, body_fn(flat[-1], tree_unflatten(flat[:-1], tree)), tree), None
 
     settings = {"k": given["checkpoints"], "numbered": True}
     state, _ = operator()(step, carry, [numbers], [numbers[0]], upper - lower, **settings)
-    return _pytree.tree_unflatten(state, tree)
+    return tree_unflatten(state, tree)
 
 
 def map(plain: Callable[..., Any], fn: Any, xs: Any, **options: Any) -> Any:
     """`tl.map`, as a scan that carries nothing."""
-    given = {"dim": 0, "batch_size": None, **_DEFAULTS, **options}
-    if not _takes(given, 5) or given["batch_size"] is not None:
+    given = _asked(_MAP, options)
+    if given is None or given["batch_size"] is not None:
         return plain(fn, xs, **options)
-    options = {"dim": given["dim"], "checkpoints": given["checkpoints"], "compile": True}
-    return scan(lambda *_: plain(fn, xs), lambda carry, x: (carry, fn(x)), (), xs, **options)[1]
+    options = {name: given[name] for name in ("dim", "checkpoints", "compile")}
+    return scan(lambda *_, **__: plain(fn, xs), lambda carry, x: (carry, fn(x)), (), xs, **options)[1]
 
 
-def _takes(given: dict[str, Any], size: int) -> bool:
-    """Whether what is asked for can stand in a graph; a word that nobody knows makes it one more."""
-    k, compiled = given["checkpoints"], given["compile"]
-    return (
-        len(given) == size
-        and (compiled is True or compiled == "strict")
-        and (k is None or (type(k) is int and k > 0))
-        and not given["progress"]
-    )
+def _asked(defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
+    """All options, or None where they ask for what cannot stand in a graph."""
+    given = {**defaults, **options}
+    k, dim, compiled = given["checkpoints"], given.get("dim", 0), given["compile"]
+    wanted = compiled is True or compiled == "strict"
+    known = len(given) == len(defaults) and type(dim) is int and (k is None or (type(k) is int and k > 0))
+    return given if wanted and known and not given["progress"] else None
 
 
 def _tensors(leaves: list[Any]) -> bool:
@@ -217,5 +224,5 @@ def _tensors(leaves: list[Any]) -> bool:
 
 
 def _leaves(plain: Callable[..., Any], tree: Any, structure: Any) -> list[Tensor]:
-    leaves, found = _pytree.tree_flatten(tree, is_leaf=is_packed)
+    leaves, found = tree_flatten(tree, is_leaf=is_packed)
     return leaves if found == structure and _tensors(leaves) else plain()

@@ -194,7 +194,7 @@ def _loop_autograd(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]
     if not any(wants) or not prepared(text, wants).plan.grad:
         with below_autograd():
             return torch.ops.tensorloop.loop(text, tensors, steps)
-    if steps and all(type(x) in _PLAIN for x in tensors) and not dispatched():
+    if all(type(x) in _PLAIN for x in tensors) and not dispatched() and steps:
         found = prepared(text, wants)
         return list(Looped.apply(found.run(steps), *found.inputs(tensors)))  # pyright: ignore[reportArgumentType]
     return list(_Traced.apply(text, steps, wants, *tensors))  # pyright: ignore[reportArgumentType]
