@@ -68,7 +68,7 @@ def graph_operator(name: str, make: Make) -> Any:
     The function is called with carry and rows and gives (the next carry, y). In the graph there is one operation
     instead, `(text, [*carry, *xs, *what the function captures], steps)`, which `make` gives.
     """
-    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.exc import UserError, unimplemented
     from torch._dynamo.variables import higher_order_ops
     from torch._dynamo.variables.builder import wrap_fx_proxy
     from torch._ops import HigherOrderOperator
@@ -96,17 +96,22 @@ def graph_operator(name: str, make: Make) -> Any:
             function, carry, xs, rows, steps = args
             given = [*carry.items, *rows.items]
             examples = [x.as_proxy().node.meta["example_value"] for x in given]
-            (_, spec), graph, lifted = higher_order_ops.speculate_subgraph(
-                tx,
-                function,
-                [_live(tx, x, value) for x, value in zip(given, examples, strict=True)],
-                {},
-                name,
-                source_target=self.value,
-                set_subgraph_inputs="flatten_manual",
-                should_flatten_outputs=True,
-                supports_input_mutation=False,
-            )
+            live = [_live(tx, x, value) for x, value in zip(given, examples, strict=True)]
+            try:
+                (_, spec), graph, lifted = higher_order_ops.speculate_subgraph(
+                    tx,
+                    function,
+                    live,
+                    {},
+                    name,
+                    source_target=self.value,
+                    set_subgraph_inputs="flatten_manual",
+                    should_flatten_outputs=True,
+                    supports_input_mutation=False,
+                )
+            except UserError as error:  # of a value that is read: dynamo would stop at it, and not break the graph
+                text = str(error).strip().partition("\n")[0]
+                unimplemented(gb_type="loop", context=name, explanation=text, hints=[])
             module = fx.GraphModule(dict(tx.output.nn_modules), graph)
             captured = list(lifted)
             settings = {key: x.as_python_constant() for key, x in kwargs.items()}

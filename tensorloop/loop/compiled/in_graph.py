@@ -25,7 +25,7 @@ from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.capture import Step
 from tensorloop.loop.compiled.fingerprint import Recorder, Ref, Refused
-from tensorloop.loop.compiled.operators import prepared
+from tensorloop.loop.compiled.operators import LOOP, prepared
 from tensorloop.loop.compiled.written import Written, written
 from tensorloop.loop.outputs import place
 from tensorloop.packed.base import is_packed
@@ -68,7 +68,7 @@ def make(
         raise NotInGraph(f"its step does not become a graph, {type(error).__name__}: {text}") from None
     if plan.lacking is not None and plan.forward.core is not None:
         raise NotInGraph(f"the loop's core lacks a native form, {plan.lacking.reason}")
-    return torch.ops.tensorloop.loop.default, text
+    return LOOP, text
 
 
 class _Like:

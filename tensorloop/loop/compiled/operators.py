@@ -253,3 +253,5 @@ for _schema, (_function, _fake) in _OPERATIONS.items():
     _LIBRARY.impl(_name, _function, "CPU")
     torch.library.register_fake(f"tensorloop::{_name}", _fake, lib=_LIBRARY)
 _LIBRARY.impl("loop", _loop_autograd, "Autograd")
+
+LOOP = torch.ops.tensorloop.loop.default

@@ -125,5 +125,11 @@ class _Total:
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to."""
-    return [x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone() for x in sums]
+    """The first terms, in memory that may be added to: two biases that are added have one tensor as gradient."""
+    met, found = set[int](), list[Tensor]()
+    for x in sums:
+        memory = x.untyped_storage()
+        free = memory.nbytes() == x.nbytes and x.is_contiguous() and memory._cdata not in met
+        found.append(x if free else x.clone())
+        met.add(memory._cdata)
+    return found
