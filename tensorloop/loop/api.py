@@ -4,12 +4,11 @@ Each function here checks its arguments, says how its body is called (a `Body`),
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Never, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
-import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments
+from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
@@ -106,6 +105,7 @@ def scan(
 @stands_in_graphs(in_graph.scan)
 @called_eagerly
 @named("scan")
+@in_graph.exports(in_graph.scan)
 def scan(
     body_fn: Callable[..., tuple[Any, Any]],
     init: Any,
@@ -119,7 +119,6 @@ def scan(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> tuple[Any, Any]:
     """A fold over slices that also stacks an output of each step: (carry, ys).
 
@@ -151,32 +150,7 @@ def scan(
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 0, 2, 9]))
     """
-    if unknown:
-        advice.refuse_unknown(scan, unknown)
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
-    if (
-        compile
-        and torch.compiler.is_exporting()
-        and (
-            found := in_graph.exported(
-                "scan",
-                in_graph.scan,
-                compile,
-                body_fn,
-                init,
-                xs,
-                length,
-                dim=dim,
-                reverse=reverse,
-                until=until,
-                context=context,
-                checkpoints=checkpoints,
-                progress=progress,
-            )
-        )
-        is not None
-    ):
-        return found
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
     slices = _slices(xs, length, dim, reverse, until)
@@ -311,7 +285,6 @@ def while_loop(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> Any:
     """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
 
@@ -340,8 +313,6 @@ def while_loop(
         >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor([1, 60]), return_steps=True)
         (tensor([128, 120]), tensor([7, 1]))
     """
-    if unknown:
-        advice.refuse_unknown(while_loop, unknown)
     check_callable(cond_fn=cond_fn, body_fn=body_fn)
     if max_steps is not None and (max_steps := arguments.as_int(max_steps, "max_steps")) < 0:
         raise WrongValue(f"max_steps must be at least 0, got {max_steps}")
@@ -361,6 +332,7 @@ def while_loop(
 @stands_in_graphs(in_graph.fori_loop)
 @called_eagerly
 @named("fori_loop")
+@in_graph.exports(in_graph.fori_loop)
 def fori_loop(
     lower: int | Tensor,
     upper: int | Tensor,
@@ -370,7 +342,6 @@ def fori_loop(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> C:
     """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
 
@@ -381,28 +352,7 @@ def fori_loop(
         >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
         tensor(10)
     """
-    if unknown:
-        advice.refuse_unknown(fori_loop, unknown)
     check_callable(body_fn=body_fn)
-    if (
-        compile
-        and torch.compiler.is_exporting()
-        and (
-            found := in_graph.exported(
-                "fori_loop",
-                in_graph.fori_loop,
-                compile,
-                lower,
-                upper,
-                body_fn,
-                init,
-                checkpoints=checkpoints,
-                progress=progress,
-            )
-        )
-        is not None
-    ):
-        return found
     first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -417,6 +367,7 @@ def fori_loop(
 @stands_in_graphs(in_graph.map)
 @called_eagerly
 @named("map")
+@in_graph.exports(in_graph.map)
 def map(
     fn: Callable[[X], Y],
     xs: X,
@@ -426,7 +377,6 @@ def map(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> Y:
     """fn of each slice of xs along `dim`, stacked: ys.
 
@@ -439,28 +389,7 @@ def map(
         >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
-    if unknown:
-        advice.refuse_unknown(map, unknown)
     check_callable(fn=fn)
-    if (
-        compile
-        and torch.compiler.is_exporting()
-        and (
-            found := in_graph.exported(
-                "map",
-                in_graph.map,
-                compile,
-                fn,
-                xs,
-                dim=dim,
-                batch_size=batch_size,
-                checkpoints=checkpoints,
-                progress=progress,
-            )
-        )
-        is not None
-    ):
-        return found
     dim = arguments.as_int(dim, "dim")
     if batch_size is not None:
         if checkpoints is not None:

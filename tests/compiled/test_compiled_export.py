@@ -113,7 +113,7 @@ def test_loops_of_many_kinds_in_one_graph() -> None:
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, _)
 
-    out = torch.compile(lambda *x: many_loops(*x, compiled=True), fullgraph=True, backend=backend)(*given)
+    out = torch.compile(lambda x, w, b: many_loops(x, w, b, True), fullgraph=True, backend=backend)(*given)
     assert sum(n.target is LOOP for n in graphs[0].graph.nodes) == 5
     expected = many_loops(*given, compiled=False)
     close(out, expected)
@@ -138,6 +138,7 @@ def custom(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return Twice.apply(h) @ turn + x, h  # pyright: ignore[reportOperatorIssue]
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by dynamo
 @pytest.mark.parametrize(
     ("body", "reason"),
     [(dropped, "draws random numbers"), (custom, "custom Function|autograd_function_apply")],

@@ -6,7 +6,7 @@ What it cannot take breaks the graph, and the loop runs as it does without `torc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ from tensorloop.loop.compiled.written import Written, written
 from tensorloop.loop.outputs import place
 from tensorloop.packed.base import is_packed
 
+_C = TypeVar("_C", bound=Callable[..., Any])
 _PLAIN = Tensor, torch.nn.Parameter
 _DEVICE = torch.ops.prim.device.default
 
@@ -133,15 +134,25 @@ def _recorded(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, num
 # -- torch.export, which runs Python
 
 
-def exported(name: str, traced: Callable[..., Any], compile: Any, *args: Any, **options: Any) -> Any:
-    """What `traced` gives while a program is exported, or None where it runs step by step into the program."""
-    if not (compile is True or compile == "strict"):
-        return None
-    try:
-        return run_as_graph(traced, _refuse, *args, **options, compile=compile)
-    except NotInGraph as reason:
-        front.tell(name, compile, Refused(str(reason)))
-        return None
+def exports(traced: Callable[..., Any]) -> Callable[[_C], _C]:
+    """For a loop: while a program is exported, it is what `traced` gives, or runs step by step into the program."""
+
+    def mark(function: _C) -> _C:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            compile = options.get("compile")
+            if not (compile is True or compile == "strict") or not torch.compiler.is_exporting():
+                return function(*args, **options)
+            try:
+                return run_as_graph(traced, _refuse, *args, **options)
+            except NotInGraph as reason:
+                front.tell(traced.__name__, compile, Refused(str(reason)))
+            return function(*args, **options)
+
+        marked: Any = call
+        return marked
+
+    return mark
 
 
 def _refuse(*args: Any, **options: Any) -> Any:
