@@ -104,8 +104,8 @@ def scan(
 ) -> tuple[C, Y]: ...
 @stands_in_graphs(in_graph.scan)
 @called_eagerly
-@named("scan")
 @in_graph.exports(in_graph.scan)
+@named("scan")
 def scan(
     body_fn: Callable[..., tuple[Any, Any]],
     init: Any,
@@ -331,8 +331,8 @@ def while_loop(
 
 @stands_in_graphs(in_graph.fori_loop)
 @called_eagerly
-@named("fori_loop")
 @in_graph.exports(in_graph.fori_loop)
+@named("fori_loop")
 def fori_loop(
     lower: int | Tensor,
     upper: int | Tensor,
@@ -366,8 +366,8 @@ def fori_loop(
 
 @stands_in_graphs(in_graph.map)
 @called_eagerly
-@named("map")
 @in_graph.exports(in_graph.map)
+@named("map")
 def map(
     fn: Callable[[X], Y],
     xs: X,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from tensorloop._common.errors import Fact
 from tensorloop._torch import transforms
 from tensorloop._torch.dispatch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from tensorloop._torch.dynamo import (
@@ -146,7 +147,11 @@ def exports(traced: Callable[..., Any]) -> Callable[[_C], _C]:
             try:
                 return run_as_graph(traced, _refuse, *args, **options)
             except NotInGraph as reason:
-                front.tell(traced.__name__, compile, Refused(str(reason)))
+                refusal = Refused(str(reason))
+            try:
+                front.tell(traced.__name__, compile, refusal)
+            except Fact as fact:
+                raise fact.named(traced.__name__) from None
             return function(*args, **options)
 
         marked: Any = call
