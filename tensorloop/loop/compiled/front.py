@@ -52,7 +52,7 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
         if isinstance(compile, Asked):
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
-        _tell(loop, compile, refusal)
+        tell(loop.name, compile, refusal)
         _forget(loop)
         return None
 
@@ -64,13 +64,13 @@ def _surroundings(loop: Loop) -> bool:
     return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
 
 
-def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
+def tell(name: str, compile: Compile, refusal: Refused) -> None:
     """Raises or warns, as the user's line; Python says each warning once."""
     file, line = place = refusal.place or user_place() or ("<unknown>", 0)
     text = f"not compiled: {refusal.reason} ({file}:{line})"
     if compile == "strict":
         raise Misuse(f"{text}; with compile=True it would run as an eager loop")
-    warn(f"{loop.name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
+    warn(f"{name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
 
 
 def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[Loop, Any] | None:
