@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.hf.attention import NAME, stand_ins
+from tensorloop.hf.attention import ATTENTION, stand_ins
 from tensorloop.tensor_array import TensorArray
 
 
@@ -25,7 +25,7 @@ class Kind:
     @property
     def reads_arrays(self) -> bool:
         """Whether the model's attention is ours, as it is set now."""
-        return self.config is not None and self.config._attn_implementation == NAME
+        return self.config is not None and self.config._attn_implementation == ATTENTION
 
 
 class ArrayLayer(CacheLayerMixin):
@@ -65,12 +65,12 @@ class ArrayLayer(CacheLayerMixin):
         return self.window is not None
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All keys that the next query may see, (B, heads, n, D)."""
         return self._seen(0)[0] if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Their values."""
         return self._seen(0)[1] if self.is_initialized else None
 

@@ -56,7 +56,7 @@ def visible(rows: int, new: int, length: int, sight: Sight, device: torch.device
 
 
 def kept(rows: int, heads: int, new: int, length: int, sight: Sight) -> Tensor:
-    """(B, heads, t, n): 0 where a weight is dropped, else 1 / (1 - dropout). A hash of its place and the seed says so."""
+    """(B, heads, t, n): 0 where a weight is dropped, by a hash of its place and the seed, else 1 / (1 - dropout)."""
     x = torch.arange(rows * heads * new * length).view(rows, heads, new, length) + sight.seed
     for shift, factor in ((33, -49064778989728563), (33, -4265267296055464877), (33, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor

@@ -15,12 +15,8 @@ from tensorloop.kernels.eager import past as eager
 from tensorloop.kernels.past import kept, visible, whole
 
 SIZES = [
-    (2, 1, 4, 4, 8, 7),
-    (2, 3, 4, 2, 8, 7),
-    (3, 1, 4, 1, 5, 9),
-    (1, 1, 1, 1, 1, 1),
-    (2, 2, 6, 3, 3, 70),
-    (0, 1, 2, 1, 3, 2),
+    *((2, 1, 4, 4, 8, 7), (2, 3, 4, 2, 8, 7), (3, 1, 4, 1, 5, 9)),
+    *((1, 1, 1, 1, 1, 1), (2, 2, 6, 3, 3, 70), (0, 1, 2, 1, 3, 2)),
 ]
 SIGHTS: dict[str, Callable[[int, int, int, int], dict[str, Any]]] = {
     "plain": lambda B, t, H, n: {},
@@ -51,13 +47,13 @@ def _double(sight: Sight) -> Sight:
 def test_kernels_give_the_formula_s(sizes: tuple[int, ...], sight: str) -> None:
     q, k, v, given = _case(sizes, sight)
     out, lse = cpu.past_attend(q, k, v, given)
-    wide = [x.double() for x in (q, k, v)]
+    wide = q.double(), k.double(), v.double()
     expected, log = whole(*wide, _double(given))
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(lse.double(), log, atol=2e-6, rtol=2e-6)
-    grad, sums = torch.randn_like(q), [torch.ones_like(k), torch.ones_like(v)]
+    grad, sums = torch.randn_like(q), (torch.ones_like(k), torch.ones_like(v))
     of_q, of_bias = cpu.past_attend_grad(grad, q, k, v, out, lse, given, *sums)
-    wanted = [torch.ones_like(x) for x in wide[1:]]
+    wanted = torch.ones_like(wide[1]), torch.ones_like(wide[2])
     dq, dbias = eager.past_attend_grad(grad.double(), *wide, expected, log, _double(given), *wanted)
     for got, true in zip((of_q, *sums), (dq, *wanted), strict=True):
         torch.testing.assert_close(got.double(), true, atol=5e-6, rtol=5e-6)
@@ -96,7 +92,8 @@ def _decode(arrays: bool, inputs: tuple[Tensor, ...], window: int = 5) -> Tensor
             y = attend_past(q[t], keys.append(new[0]), values.append(new[1]), sight, start)
         else:
             plain.append(new)
-            y = whole(q[t], *(torch.stack(z[start:]) for z in zip(*plain, strict=True)), sight)[0]
+            seen = [torch.stack(z[start:]) for z in zip(*plain, strict=True)]
+            y = whole(q[t], seen[0], seen[1], sight)[0]
         x = y.mean()
         out.append(y)
     return torch.cat(out, 1)
@@ -119,7 +116,8 @@ def test_steps_give_the_gradients_of_plain_tensors(dtype: torch.dtype, bound: fl
         grads = torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True)
         first.append(grads)
         again = torch.autograd.grad((out * weights).sin().sum(), inputs, create_graph=True)
-        second.append(torch.autograd.grad(sum((x * x).sum() for x in again), inputs))
+        squares = torch.stack([(x * x).sum() for x in again])
+        second.append(torch.autograd.grad(squares.sum(), inputs))
     for kind in (first, second):
         for got, true in zip(*kind, strict=True):
             torch.testing.assert_close(got, true, atol=20 * bound, rtol=20 * bound)

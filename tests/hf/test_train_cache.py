@@ -114,8 +114,8 @@ def test_lengths_and_masks_are_those_of_a_dynamic_cache(kind: str) -> None:
             for c in caches
         ]
         assert facts[0] == facts[1]
-        seen = caches[0].layers[0].keys.shape[-2]
-        torch.testing.assert_close(caches[1].layers[0].keys[:, :, -seen:], caches[0].layers[0].keys)
+        keys: list[Any] = [c.layers[0].keys for c in caches]  # pyright: ignore[reportAttributeAccessIssue]
+        torch.testing.assert_close(keys[1][:, :, -keys[0].shape[2] :], keys[0])
     assert caches[1].batch_size == 2
     caches[1].reset()
     assert caches[1].get_seq_length() == 0
@@ -124,7 +124,8 @@ def test_lengths_and_masks_are_those_of_a_dynamic_cache(kind: str) -> None:
 def test_changes_of_the_batch_and_the_length() -> None:
     model, ids = model_of("llama"), _ids(3, 8)
     outs, grads = [], []
-    for cache in (DynamicCache(config=model.config), hf.TrainCache(model.config)):
+    caches: list[Any] = [DynamicCache(config=model.config), hf.TrainCache(model.config)]
+    for cache in caches:
         logits = [decode(model, cache, ids[:, :5])]
         cache.crop(-2)
         logits.append(decode(model, cache, ids[:, 3:5]))
@@ -157,7 +158,7 @@ def test_a_filled_cache_and_a_branch() -> None:
 
 def test_errors_leave_the_cache_as_it_was() -> None:
     model, ids = model_of("llama"), _ids()
-    cache = hf.TrainCache(model.config)
+    cache: Any = hf.TrainCache(model.config)
     decode(model, cache, ids[:, :3])
     keys = torch.randn(2, 4, 1, 4, dtype=torch.float64)
     cache.update(keys, keys, 0)

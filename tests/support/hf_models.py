@@ -35,7 +35,6 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 PAIRS: dict[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
     ),
     "bart": lambda: transformers.BartConfig(
         vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,

@@ -1,6 +1,6 @@
-"""Attention of the last tokens to all tokens of an array on the CPU: slots are read, and their gradients added, in place.
+"""Attention of the last tokens to all of an array on the CPU: slots are read, and their gradients added, in place.
 
-What the functions give is said in `kernels/eager/past.py`. Float32
+What the functions give is said in `kernels/eager/past.py`. A task is a row of the batch. Float32
 only: libm's exp of a float64 takes one number at a time.
 """
 
@@ -253,7 +253,7 @@ def _mix(out: Any, v: Any, step: Any, low: Any, high: Any, width: Any, weights: 
 
 @inlined
 def _keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, grown: Any) -> None:
-    """Drops weights by a hash of their places, 64 bits each (Appleby's finaliser of MurmurHash3), and grows the rest."""
+    """Drops weights by a hash of their places (the finaliser of MurmurHash3, by A. Appleby), and grows the rest."""
     for j in range(low, high):
         x = np.uint64(place + j)
         x = (x ^ (x >> np.uint64(33))) * np.uint64(18397679294719823053)
