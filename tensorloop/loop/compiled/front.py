@@ -20,6 +20,7 @@ from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Refused, user_place
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
 from tensorloop.loop.compiled.segments import Segmented
@@ -40,15 +41,19 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Any) -> tuple[Loop, A
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
     if not _surroundings(loop):
         return None
+    before, done = Outside(loop.functions), None
     try:
-        return _compiled(loop, _kept(loop, checkpoints), compile)
+        done = _compiled(loop, _kept(loop, checkpoints), compile, before)
     except Refused as refusal:
         if isinstance(compile, Asked):
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
         _tell(loop, compile, refusal)
         _forget(loop)
-        return None
+    finally:
+        if done is None:
+            before.put_back()
+    return done
 
 
 def _kept(loop: Loop, checkpoints: Any) -> int | None:
@@ -82,7 +87,7 @@ def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
     warnings.warn_explicit(text, NotCompiledWarning, file, line, __name__, registry)
 
 
-def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop, Any] | None:
+def _compiled(loop: Loop, k: int | None, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
     first = None
     try:
         if isinstance(loop, ConditionalLoop):
@@ -90,6 +95,7 @@ def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop
             if first is None:  # no step to do, or an error
                 return None
         found = recorded(loop, first)
+        before.check()
     except Refused:
         raise
     except Exception:  # the eager loop meets it too, and says in which step
