@@ -24,16 +24,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "eager_only(reason): what a test asks for is what compiled loops do otherwise")
+    config.addinivalue_line(
+        "markers",
+        "eager_only(reason, cases=(), run=True): with --compiled it fails by design, all of it or where the parameters' "
+        "id has one of `cases`; `run=False` where it would wait",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--compiled"):
-        for item in items:
-            marker = item.get_closest_marker("eager_only")
-            if marker is not None:
-                item.add_marker(pytest.mark.xfail(reason=marker.args[0], strict=True))
-            item.add_marker(pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.NotCompiledWarning"))
+    if not config.getoption("--compiled"):
+        return
+    for item in items:
+        for marker in item.iter_markers("eager_only"):
+            cases = marker.kwargs.get("cases", ("",))
+            if any(case in item.name.partition("[")[2] for case in cases):
+                run = marker.kwargs.get("run", True)
+                item.add_marker(pytest.mark.xfail(reason=marker.args[0], strict=True, run=run))
+        item.add_marker(pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.NotCompiledWarning"))
 
 
 @pytest.fixture(autouse=True, scope="session")

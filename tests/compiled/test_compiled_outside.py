@@ -146,6 +146,12 @@ def makers() -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
         module = Deep()
         return module, lambda: [x.steps for x in module.modules() if isinstance(x, Step)]
 
+    def hooked() -> Any:
+        held: list[int] = []
+        module = nn.Identity()
+        module.register_forward_hook(lambda *_: held.append(1))
+        return lambda h, x: (module(h) + x, None), lambda: held
+
     def drawn(kind: Any, name: str) -> Callable[[], Any]:
         def made() -> Any:
             draw = kind(3)
@@ -172,6 +178,7 @@ def makers() -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
         "a name in a name": namespace,
         "a module's part": deep,
         "a module's buffer": objects(Buffered),
+        "a module's hook": hooked,
         "random.Random": drawn(random.Random, "random"),
         "numpy's generator": drawn(numpy.random.default_rng, "random"),
     }
@@ -276,3 +283,24 @@ def test_a_value_that_is_made_at_the_first_step_is_one_eager_loop():
 def test_a_clock_is_seen():
     with pytest.raises(RuntimeError, match="the body does not do the same at every step"):
         tl.scan(lambda h, x: (h * time.perf_counter(), None), torch.ones(2), torch.ones(3, 2), compile="strict")
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["leaf", "made"])
+def test_a_hook_that_the_body_registers_is_taken_back(made: bool):
+    grads = []
+    for compile in (False, True):
+        leaf = torch.ones(2, requires_grad=True)
+        w = leaf * 1.5 if made else leaf
+
+        def body(h: Tensor, x: Tensor, w: Tensor = w) -> Any:
+            w.register_hook(lambda g: g * 0.9)
+            return h * w + x, None
+
+        xs = torch.ones(3, 2)
+        if compile:
+            with pytest.warns(NotCompiledWarning, match="the body registers a hook"):
+                last, _ = tl.scan(body, torch.ones(2), xs, compile=True)
+        else:
+            last, _ = tl.scan(body, torch.ones(2), xs)
+        grads.append(torch.autograd.grad(last.sum(), leaf)[0])
+    assert torch.equal(*grads)

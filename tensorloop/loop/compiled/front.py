@@ -12,12 +12,12 @@ from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
-from tensorloop._torch.tracing import dispatched
+from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
-from tensorloop.loop.compiled.fingerprint import Refused, user_place
+from tensorloop.loop.compiled.fingerprint import Recorder, Refused, user_place
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.outside import Outside
@@ -121,7 +121,11 @@ def _forget(loop: Loop) -> None:
 
 def _first_answer(loop: ConditionalLoop) -> Tensor | None:
     """What the condition says before the first step, None where the eager loop has to look at it."""
-    answer = loop.answer(0, loop.begin())
+    state = loop.begin()
+    recorder = Recorder([x for x in state if isinstance(x, Tensor)])  # refuses what asking twice would do twice
+    recorder.grad = False
+    with recorder, without_hooks():
+        answer = loop.answer(0, state)
     if not isinstance(answer, Tensor):
         raise Refused(f"the condition gave {describe(answer)}, no tensor")
     if answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
@@ -134,15 +138,19 @@ def _first_answer(loop: ConditionalLoop) -> Tensor | None:
 def plan_of(found: Recorded) -> Any:
     """The plan of a recorded step, or the reason why it has none."""
     grad = torch.is_grad_enabled()
-    return plans.get(found.key(grad), lambda: _made(found, grad))
-
-
-def _made(found: Recorded, grad: bool) -> Any:
-    loop = found.loop
-    try:
-        again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
+    key = found.key(grad)
+    plan = plans.find(key)
+    if plan is not None:
+        return plan
+    try:  # no lock is held here: the body runs, and may wait for other threads
+        again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
     except Refused as refusal:
-        return Refused(refusal.reason, refusal.place)
+        again = Refused(refusal.reason, refusal.place)
+    return plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, grad))
+
+
+def _made(found: Recorded, again: Recorded, grad: bool) -> Any:
+    loop = found.loop
     inputs = [*found.carry, *found.xs, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse

@@ -27,7 +27,8 @@ MOST_ELEMENTS = 1000  # of one object
 MOST_LEVELS = 4
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
-_PASSED_BY = _PLAIN | {Tensor, torch.nn.Parameter, torch.nn.Buffer, type, torch.dtype, torch.device, torch.Size}
+_PASSED_BY = _PLAIN | {type, torch.dtype, torch.device, torch.Size}
+_TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _FOREIGN = sys.stdlib_module_names | {"torch", "tensorloop", "numpy"}  # their objects are not looked into
 _OF_MODULES = frozenset(vars(torch.nn.Module())) - {"training"}
 _GONE = object()
@@ -50,6 +51,7 @@ class Outside:
         self._containers: list[tuple[str, Any, Any]] = []  # (name, object, a copy of what is in it)
         self._states: list[_Held] = []  # of generators of random numbers
         self._iterators: list[str] = []
+        self._tensors: list[tuple[Tensor, int]] = []  # and how many hooks each has
         self._met: set[int] = set()
         self._place: Place | None = None
         for called in functions:
@@ -62,6 +64,8 @@ class Outside:
             raise Refused(f"the body may take the next of {self._iterators[0]}, an iterator", self._place)
         if any(not _same(x.read(), x.was) for x in self._states):
             raise Refused("the body draws random numbers of Python or NumPy", self._place)
+        if any(_hooks_of(x) != n for x, n in self._tensors):
+            raise Refused("the body registers a hook", self._place)
         for name in self._changed():
             raise Refused(f"the body changes {name}, a Python value outside of it", self._place)
 
@@ -73,6 +77,11 @@ class Outside:
         for _, x, was in self._containers:
             if not _same_elements(x, was):
                 _fill(x, was)
+
+        for x, n in self._tensors:
+            hooks: Any = x._backward_hooks
+            for key in [*(hooks or ())][n:]:
+                del hooks[key]
 
     def _changed(self) -> Iterable[str]:
         for x in self._held:
@@ -86,6 +95,9 @@ class Outside:
 
     def _look(self, name: str, x: Any, levels: int) -> None:
         kind = type(x)
+        if kind in _TENSORS:
+            self._tensors.append((x, _hooks_of(x)))
+            return
         if kind in _PASSED_BY or not levels or id(x) in self._met or len(self._met) >= MOST_OBJECTS:
             return
         self._met.add(id(x))
@@ -158,12 +170,16 @@ class Outside:
 
     def _look_at_module(self, name: str, module: torch.nn.Module, levels: int) -> None:
         attributes = vars(module)
-        self._containers.append((name, attributes, dict(attributes)))
-        buffers, modules = attributes["_buffers"], attributes["_modules"]
-        if buffers:
-            self._containers.append((name, buffers, dict(buffers)))
-        for key, x in modules.items():
+        for key, x in attributes["_modules"].items():
             self._look(f"{name}.{key}", x, levels)  # however deep
+        for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
+            if hooks:
+                self._look_at_all("a hook", hooks.values(), levels)
+        if type(module).__module__.startswith("torch."):  # their writes to buffers are operations
+            return
+        self._containers.append((name, attributes, dict(attributes)))
+        if attributes["_buffers"]:
+            self._containers.append((name, attributes["_buffers"], dict(attributes["_buffers"])))
         for key in attributes.keys() - _OF_MODULES:
             self._look(f"{name}.{key}", attributes[key], levels - 1)
         self._look_at_method(type(module).forward, levels)
@@ -201,6 +217,10 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is still empty
         return _GONE
+
+
+def _hooks_of(x: Tensor) -> int:
+    return len(x._backward_hooks) if x._backward_hooks else 0
 
 
 def _same(a: Any, b: Any) -> bool:

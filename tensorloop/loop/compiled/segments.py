@@ -125,5 +125,12 @@ class _Total:
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to."""
-    return [x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone() for x in sums]
+    """The first terms, in memory that may be added to: two captures may have one gradient."""
+    met: set[int] = set()
+    found = []
+    for x in sums:
+        storage = x.untyped_storage()
+        own = storage._cdata not in met and storage.nbytes() == x.nbytes and x.is_contiguous()
+        met.add(storage._cdata)
+        found.append(x if own else x.clone())
+    return found
