@@ -203,7 +203,7 @@ def test_a_change_is_seen_and_taken_back(name: str):
         found = run(name, compile=True)
     assert found[1] == expected[1]
     assert torch.equal(found[0], expected[0])
-    with pytest.raises(RuntimeError, match="the body (changes|draws)"):
+    with pytest.raises(RuntimeError, match=r"the body (changes|draws)"):
         run(name, compile="strict")
 
 
