@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._common.user_line import Place
 from tensorloop.loop.called import Called
-from tensorloop.loop.compiled.fingerprint import Place, Refused
+from tensorloop.loop.compiled.fingerprint import Refused
 
 MOST_OBJECTS = 64
 MOST_ELEMENTS = 1000  # of one object
@@ -199,7 +200,7 @@ class Outside:
                 self._containers.append((name, attributes, dict(attributes)))
                 for key, value in attributes.items():
                     self._look(f"{name}.{key}", value, levels - 1)
-            self._look_at_method(getattr(kind, "__call__", None), levels)
+            self._look_at_method(getattr(kind, "__call__", None), levels)  # noqa: B004 - the function is wanted
 
     def _look_at_method(self, function: Any, levels: int) -> None:
         if type(function) is FunctionType:
