@@ -84,6 +84,27 @@ def _note(x: int) -> None:
     SEEN.append(x)
 
 
+def container(make: Callable[[], Any], change: Callable[[Any], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        held = make()
+
+        def body(h: Tensor, x: Tensor) -> Any:
+            change(held)
+            return h * len(held) + x, None
+
+        return body, lambda: held
+
+    return made
+
+
+def objects(kind: Callable[[], Any], name: str = "") -> Callable[[], Any]:
+    def made() -> Any:
+        held = kind()
+        return getattr(held, name) if name else held, lambda: vars(held)
+
+    return made
+
+
 def makers() -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
     """Names -> a body made anew, and what it has changed."""
 
@@ -96,25 +117,6 @@ def makers() -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
             return h * n + x, None
 
         return body, lambda: n
-
-    def container(make: Callable[[], Any], change: Callable[[Any], Any]) -> Callable[[], Any]:
-        def made() -> Any:
-            held = make()
-
-            def body(h: Tensor, x: Tensor) -> Any:
-                change(held)
-                return h * len(held) + x, None
-
-            return body, lambda: held
-
-        return made
-
-    def objects(kind: Callable[[], Any], name: str = "") -> Callable[[], Any]:
-        def made() -> Any:
-            held = kind()
-            return getattr(held, name) if name else held, lambda: vars(held)
-
-        return made
 
     def namespace() -> Any:
         held = SimpleNamespace(inner=SimpleNamespace(steps=0))

@@ -79,7 +79,7 @@ INNER = {
 }
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *(f"loop.checkpoint.{name}" for name in ("closures", "leaving", "node", "options")),
+    *(f"loop.checkpoint.{name}" for name in ("leaving", "node", "options")),
     *(f"loop.compiled.{name}" for name in ("explain", "front", "recurrence")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     "memory.counting.storages",

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.user_line import Place
-from tensorloop.loop.called import Called
 from tensorloop.loop.compiled.fingerprint import Refused
 
 MOST_OBJECTS = 64
@@ -45,9 +44,9 @@ class _Held(NamedTuple):
 
 
 class Outside:
-    """What some functions reach, as it is now."""
+    """What functions reach, as it is now; of each its name, itself and the names of its arguments."""
 
-    def __init__(self, functions: Sequence[Called]) -> None:
+    def __init__(self, functions: Sequence[tuple[str, Any, Sequence[str]]]) -> None:
         self._held: list[_Held] = []
         self._containers: list[tuple[str, Any, Any]] = []  # (name, object, a copy of what is in it)
         self._states: list[_Held] = []  # of generators of random numbers
@@ -55,9 +54,8 @@ class Outside:
         self._tensors: list[tuple[Tensor, int]] = []  # and how many hooks each has
         self._met: set[int] = set()
         self._place: Place | None = None
-        for called in functions:
-            if called.function is not None:
-                self._look(called.what, called.function, MOST_LEVELS)
+        for what, function, _ in functions:
+            self._look(what, function, MOST_LEVELS)
 
     def check(self) -> None:
         """Raises `Refused` where something is another now."""
