@@ -45,7 +45,7 @@ def branches_on_a_value(h: Tensor, x: Tensor) -> Any:
 
 
 def prints(h: Tensor, x: Tensor) -> Any:
-    SEEN.append(f"{h}")
+    print(f"{h}", end="")
     return h + x, h
 
 
@@ -131,7 +131,7 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (draws_in_numpy, "random numbers of Python or NumPy"),
     (writes_outside, "add_"),
     (writes_outside_with_gradients, "add_ writes to a tensor from outside"),
-    (holds, "keeps a tensor of the step elsewhere"),
+    (holds, "the body changes SEEN, a Python value outside of it"),
     (has_no_graph, "mul runs under another grad mode"),
     (has_a_function, "mul runs under another grad mode or in a custom Function"),
     (has_a_function_of_views, "custom Function"),

@@ -94,6 +94,7 @@ class Traced:
     carry_grads: dict[int, fx.Node]
     y_grads: dict[int, fx.Node]
     found: dict[str, dict[int, fx.Node]]  # "carry", "xs", "captures" -> place -> gradient
+    reached: set[int]  # outputs, the next carry and then ys, that are functions of what wants a gradient
 
 
 def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
@@ -108,7 +109,7 @@ def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[set[int], set[int]]:
-    """Through which leaves of the carry a gradient may flow, and to which ys it may come.
+    """Through which leaves of the carry a gradient may flow, and to which outputs it may come.
 
     `wants` says so of each input before the first step; a leaf that gets a gradient from any of them has one after it.
     """
@@ -125,8 +126,7 @@ def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[se
                 live.add(n)
         found = carried | {i for i in range(len(step.carry)) if outputs[i] in live and _differentiable(inputs[i])}
         if found == carried:
-            first = len(step.next_carry)
-            return carried, {k for k in range(len(step.ys)) if outputs[first + k] in live}
+            return carried, {i for i in range(len(step.next_carry) + len(step.ys)) if outputs[i] in live}
         carried = found
 
 
@@ -140,8 +140,9 @@ def with_gradients(
     step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool
 ) -> Traced:
     """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
-    carried, flowing = flows(step, module, wants) if grad else (set[int](), set[int]())
+    carried, reached = flows(step, module, wants) if grad else (set[int](), set[int]())
     n, m = len(step.carry), len(step.xs)
+    flowing = {i - n for i in reached if i >= n}
     wanted = sorted({i for i, w in enumerate(wants) if w and grad} | carried)
     targets = [*sorted(carried), *(n + k for k in sorted(flowing))]  # of the outputs, whose gradients come
     places: dict[str, Any] = {}
@@ -181,6 +182,7 @@ def with_gradients(
         dict(zip(sorted(carried), rest, strict=False)),
         dict(zip(sorted(flowing), rest[len(carried) :], strict=True)),
         {name: {i - low: g for i, g in grads.items() if low <= i < high} for name, (low, high) in bounds.items()},
+        reached,
     )
 
 

@@ -12,14 +12,15 @@ from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place, warn
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
-from tensorloop._torch.tracing import dispatched
+from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
-from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
 from tensorloop.loop.compiled.segments import Segmented, blocks_of
@@ -42,19 +43,23 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
     if not _surroundings(loop):
         return None
+    before, done = Outside(loop.functions), None
     try:
         if isinstance(checkpoints, Checkpoints) and checkpoints.check:
             raise Refused(
                 "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does"
             )
-        return _compiled(loop, checkpoints, compile)
+        done = _compiled(loop, checkpoints, compile, before)
     except Refused as refusal:
         if isinstance(compile, Asked):
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
         tell(loop.name, compile, refusal)
         _forget(loop)
-        return None
+    finally:
+        if done is None:
+            before.put_back()
+    return done
 
 
 def _surroundings(loop: Loop) -> bool:
@@ -73,7 +78,7 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     warn(f"{name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
 
 
-def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[Loop, Any] | None:
+def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
     first = None
     try:
         if isinstance(loop, ConditionalLoop):
@@ -81,6 +86,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[
             if first is None:  # no step to do, or an error
                 return None
         found = recorded(loop, first)
+        before.check()
     except Refused:
         raise
     except Exception:  # the eager loop meets it too, and says in which step
@@ -106,7 +112,11 @@ def _forget(loop: Loop) -> None:
 
 def _first_answer(loop: ConditionalLoop) -> Tensor | None:
     """What the condition says before the first step, None where the eager loop has to look at it."""
-    answer = loop.answer(0, loop.begin())
+    state = loop.begin()
+    recorder = Recorder([x for x in state if isinstance(x, Tensor)])  # refuses what asking twice would do twice
+    recorder.grad = False
+    with recorder, without_hooks():
+        answer = loop.answer(0, state)
     if not isinstance(answer, Tensor):
         raise Refused(f"the condition gave {describe(answer)}, no tensor")
     if answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
@@ -119,15 +129,19 @@ def _first_answer(loop: ConditionalLoop) -> Tensor | None:
 def plan_of(found: Recorded) -> Any:
     """The plan of a recorded step, or the reason why it has none."""
     grad = torch.is_grad_enabled()
-    return plans.get(found.key(grad), lambda: _made(found, grad))
-
-
-def _made(found: Recorded, grad: bool) -> Any:
-    loop = found.loop
-    try:
-        again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
+    key = found.key(grad)
+    plan = plans.find(key)
+    if plan is not None:
+        return plan
+    try:  # no lock is held here: the body runs, and may wait for other threads
+        again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
     except Refused as refusal:
-        return Refused(refusal.reason, refusal.place)
+        again = Refused(refusal.reason, refusal.place)
+    return plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, grad))
+
+
+def _made(found: Recorded, again: Recorded, grad: bool) -> Any:
+    loop = found.loop
     inputs = [*found.carry, *found.xs, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse

@@ -132,10 +132,9 @@ class Looped(torch.autograd.Function):
             last, ys, saved = run.forward(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
-        plan = run.plan
-        flowing = {*plan.flowing_carry, *(len(last) + k for k in plan.flowing_ys)}
+        reached = run.plan.traced.reached
         outputs = tuple(x.detach() for x in (*last, *ys))  # those that are kept hold no graph
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in flowing))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in reached))
         return outputs
 
     @staticmethod

@@ -171,13 +171,16 @@ class Plans:
         self._lock, self._making = threading.Lock(), threading.RLock()
         self.made = 0
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The plan of a key."""
+    def find(self, key: Hashable) -> Any:
+        """The plan of a key, None where there is none."""
         with self._lock:
             found = self._plans.get(key)
             if found is not None:
                 self._plans.move_to_end(key)
-                return found
+            return found
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The plan of a key, made where there is none."""
         with self._making:  # torch traces one graph at a time
             with self._lock:
                 if (found := self._plans.get(key)) is not None:
