@@ -19,6 +19,8 @@ def run_loop(
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         if compile and (done := front.run(loop, compile, plan)) is not None:
             return done
+        if loop.slices is not None:
+            loop.slices.begin()
         if plan is None or not node.applies(loop):
             return _run(loop, bar)
         return node.run(loop, plan, length, bar)

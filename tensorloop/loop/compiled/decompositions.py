@@ -91,7 +91,8 @@ _KEPT = {"fill", "stack", "index_add", "logical_and", "logical_or", "logsumexp"}
 def after_autograd() -> Table:
     """For the step with its gradients."""
     packets = [getattr(_aten, name) for name in _TORCHS if name not in _KEPT and hasattr(_aten, name)]
-    return decompositions(packets) | {
+    torchs = decompositions(packets)
+    return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
         _aten._fused_rms_norm.default: _rms_norm,
         _aten.logsumexp.default: _logsumexp,
@@ -105,6 +106,8 @@ def after_autograd() -> Table:
         _aten.gelu.default: _gelu,
         _aten.linalg_vector_norm.default: _vector_norm,
         _aten.square.default: lambda x: x * x,
+        **_of_plain_dtypes(torchs, _aten.tanh_backward.default, lambda grad, y: grad * (1 - y * y)),
+        **_of_plain_dtypes(torchs, _aten.sigmoid_backward.default, lambda grad, y: grad * (y * (1 - y))),
         _aten.ones_like.default: lambda x, **options: _filled(x, 1, options),
         _aten.zeros_like.default: lambda x, **options: _filled(x, 0, options),
         _aten.full_like.default: lambda x, value, **options: _filled(x, value, options),
@@ -117,6 +120,15 @@ def after_autograd() -> Table:
         _aten._reshape_alias.default: lambda x, size, stride: x.reshape(size),
         _aten.new_empty_strided.default: lambda x, size, stride, **options: _filled(x, 0, options, size),
     }
+
+
+def _of_plain_dtypes(torchs: Table, operation: Any, formula: Callable[..., Tensor]) -> Table:
+    """A formula in the place of torch's, which casts and, for that, loads sympy; other dtypes need the casts."""
+
+    def simpler(grad: Tensor, y: Tensor) -> Any:
+        return (formula if y.dtype in (torch.float32, torch.float64) else torchs[operation])(grad, y)
+
+    return {operation: simpler}
 
 
 def _filled(x: Tensor, value: Any, options: dict[str, Any], size: Sequence[int] | None = None) -> Tensor:

@@ -127,12 +127,18 @@ def _first_answer(loop: ConditionalLoop) -> Tensor | None:
 
 def plan_of(found: Recorded) -> Any:
     """The plan of a recorded step, or the reason why it has none."""
-    grad = torch.is_grad_enabled()
-    return plans.get(found.key(grad), lambda: _made(found, grad))
+    if found.known is not None:
+        if (plan := plans.find(found.known)) is not None:
+            return plan
+        found.write()
+    key = found.key
+    plan = plans.get(key, lambda: _made(found))
+    found.learn(key)
+    return plan
 
 
-def _made(found: Recorded, grad: bool) -> Any:
-    loop = found.loop
+def _made(found: Recorded) -> Any:
+    loop, grad = found.loop, torch.is_grad_enabled()
     try:
         again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
     except Refused as refusal:

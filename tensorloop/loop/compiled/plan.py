@@ -151,15 +151,11 @@ class Plans:
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The plan of a key."""
-        with self._lock:
-            found = self._plans.get(key)
-            if found is not None:
-                self._plans.move_to_end(key)
-                return found
+        if (found := self.find(key)) is not None:
+            return found
         with self._making:  # torch traces one graph at a time
-            with self._lock:
-                if (found := self._plans.get(key)) is not None:
-                    return found
+            if (found := self.find(key)) is not None:
+                return found
             found = make()
         with self._lock:
             self.made += 1
@@ -167,6 +163,14 @@ class Plans:
             while len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return found
+
+    def find(self, key: Hashable) -> Any:
+        """The same, None where there is none."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+            return found
 
     def clear(self) -> None:
         """Lets all plans go."""
