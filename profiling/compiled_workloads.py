@@ -258,7 +258,7 @@ def loss_of(workload: str, way: str, d: Leaves, T: int) -> Callable[[], Tensor]:
         return partial(of_module(way, d), d["xs"])
     if way == "torch_scan":
         return partial(torch_scan, workload, d)
-    options: dict[str, Any] = {"compile": way != "eager"}
+    options: dict[str, Any] = {"compile": way.startswith("compiled")}
     if way.endswith("k32"):
         options["checkpoints"] = 32
     loops: dict[str, Callable[..., Tensor]] = {"W4": w4, "ode": ode}
