@@ -11,7 +11,7 @@ import numpy as np
 Arrays = loop_inputs.Arrays
 Random = np.random.RandomState
 MAKERS: dict[str, Callable[[Random, int], Arrays]] = {}
-ODE_END = 0.25  # the time that a step of the usual T stands for, in the adaptive solver: it ends at T * this
+ODE_END = 0.25  # the time that a step of the usual T stands for, in the adaptive solver: it ends at N * this
 
 
 def maker(make: Callable[[Random, int], Arrays]) -> Callable[[Random, int], Arrays]:
@@ -23,7 +23,8 @@ def make(workload: str, T: int) -> Arrays:
     """The inputs, float32 but for counts, by name; the same numbers for every framework."""
     if workload not in MAKERS:
         return loop_inputs.make(workload, T)
-    return {name: np.asarray(x, np.float32) for name, x in MAKERS[workload](Random(0), T).items()}
+    drawn = {name: np.asarray(x) for name, x in MAKERS[workload](Random(0), T).items()}
+    return {name: x.astype(np.float32) if x.dtype.kind == "f" else x for name, x in drawn.items()}
 
 
 def weight(random: Random, *shape: int) -> np.ndarray:
@@ -117,5 +118,5 @@ def s5(random: Random, T: int) -> Arrays:
 
 @maker
 def ode(random: Random, T: int) -> Arrays:
-    """Steps of Heun's method to the time T * ODE_END of sin(x A) - x / 10; their size is the error's; B = 8, D = 16."""
-    return {"x0": random.randn(8, 16), "A": weight(random, 16, 16), "end": np.array(T * ODE_END)}
+    """Steps of Heun's method to the time N * ODE_END of sin(x A) - x / 10; their size is the error's; B = 8, D = 16."""
+    return {"x0": random.randn(8, 16), "A": weight(random, 16, 16), "N": np.array(T, dtype=np.int64)}

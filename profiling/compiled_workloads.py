@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from compiled_inputs import make
+from compiled_inputs import ODE_END, make
 from loop_workloads import lstm_start, lstm_step, w4_step
 from torch import Tensor, nn
 from torch.nn import functional
@@ -237,6 +237,8 @@ def w4(d: Leaves, **options: Any) -> Tensor:
 
 
 def ode(d: Leaves, **options: Any) -> Tensor:
+    end = d["N"].to(d["x0"].dtype) * ODE_END
+
     def body(carry: tuple[Tensor, Tensor, Tensor]) -> Any:
         t, dt, x = carry
         k = field(d, x)
@@ -245,10 +247,10 @@ def ode(d: Leaves, **options: Any) -> Tensor:
         good = error < 1e-2
         wanted = dt * torch.clamp(0.9 * torch.sqrt(1e-2 / (error + 1e-8)), 0.3, 2.0)
         t, x = torch.where(good, t + dt, t), torch.where(good, after, x)
-        return t, torch.minimum(wanted, d["end"].detach() - t + 1e-4), x
+        return t, torch.minimum(wanted, end - t + 1e-4), x
 
     zero = torch.zeros((), dtype=d["x0"].dtype)
-    _, _, x = tl.while_loop(lambda carry: carry[0] < d["end"], body, (zero, zero + 0.1, d["x0"]), **options)
+    _, _, x = tl.while_loop(lambda carry: carry[0] < end, body, (zero, zero + 0.1, d["x0"]), **options)
     return (x**2).sum()
 
 
@@ -257,7 +259,7 @@ def loss_of(workload: str, way: str, d: Leaves, T: int) -> Callable[[], Tensor]:
     if way.startswith("nn_"):
         return partial(of_module(way, d), d["xs"])
     if way == "torch_scan":
-        return partial(torch_scan, workload, d)
+        return partial(torch.compile(partial(torch_scan, workload)), d)
     options: dict[str, Any] = {"compile": way.startswith("compiled")}
     if way.endswith("k32"):
         options["checkpoints"] = 32

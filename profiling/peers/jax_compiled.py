@@ -11,7 +11,7 @@ import answering
 import equinox.internal as eqxi  # pyright: ignore[reportMissingImports]
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-from compiled_inputs import make
+from compiled_inputs import ODE_END, make
 from jax import lax  # pyright: ignore[reportMissingImports]
 from jax_loops import Arrays, executable, lstm_step, threads, w1, w3_carried, w4_checkpointed, w4_told
 
@@ -207,7 +207,11 @@ def ode_step(p: Arrays, carry: Any) -> Any:
     good = error < 1e-2
     wanted = dt * jnp.clip(0.9 * jnp.sqrt(1e-2 / (error + 1e-8)), 0.3, 2.0)
     t, x = jnp.where(good, t + dt, t), jnp.where(good, after, x)
-    return t, jnp.minimum(wanted, p["end"] - t + 1e-4), x
+    return t, jnp.minimum(wanted, ode_end(p) - t + 1e-4), x
+
+
+def ode_end(p: Arrays) -> Any:
+    return p["N"].astype(p["x0"].dtype) * ODE_END
 
 
 def ode_start(p: Arrays) -> Any:
@@ -216,13 +220,11 @@ def ode_start(p: Arrays) -> Any:
 
 
 def ode_checkpointed(p: Arrays, T: int) -> Any:
-    still = partial(ode_running, lax.stop_gradient(p["end"]))
-    _, _, x = eqxi.while_loop(still, partial(ode_step, p), ode_start(p), kind="checkpointed", checkpoints=32)
+    end = ode_end(p)
+    _, _, x = eqxi.while_loop(
+        lambda carry: carry[0] < end, partial(ode_step, p), ode_start(p), kind="checkpointed", checkpoints=32
+    )
     return jnp.sum(x**2)
-
-
-def ode_running(end: Any, carry: Any) -> Any:
-    return carry[0] < end
 
 
 def ode_told(steps: int, p: Arrays, T: int) -> Any:
@@ -232,7 +234,7 @@ def ode_told(steps: int, p: Arrays, T: int) -> Any:
 
 def ode_steps(p: Arrays) -> int:
     """How many steps the solver takes."""
-    last = lax.while_loop(lambda c: c[0][0] < p["end"], lambda c: (ode_step(p, c[0]), c[1] + 1), (ode_start(p), 0))
+    last = lax.while_loop(lambda c: c[0][0] < ode_end(p), lambda c: (ode_step(p, c[0]), c[1] + 1), (ode_start(p), 0))
     return int(last[1])
 
 
@@ -252,8 +254,9 @@ def compiled(cell: dict[str, Any], double: bool) -> answering.Compiled:
     """Value and gradient, with the inputs of compiled.py."""
     jax.config.update("jax_enable_x64", double)
     arrays = make(cell["workload"], cell["T"])
-    floating = {name: jnp.asarray(x, jnp.float64 if double else jnp.float32) for name, x in arrays.items()}
-    return executable(cell, arrays, loop_of(cell["workload"], cell["variant"], floating), double)
+    dtype = jnp.float64 if double else jnp.float32
+    known = {name: jnp.asarray(x, dtype if x.dtype.kind == "f" else None) for name, x in arrays.items()}
+    return executable(cell, arrays, loop_of(cell["workload"], cell["variant"], known), double)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ def before_autograd() -> Table:
         _aten.dot.default: lambda a, b: (a * b).sum(),
         _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
         _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
-        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(a @ b, x, beta, alpha),
-        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added((a @ b).sum(0), x, beta, alpha),
-        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(a @ b, x, beta, alpha),
+        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
+        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
+            _aten.bmm.default(a, b).sum(0), x, beta, alpha
+        ),
+        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
         _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
         _aten.bmm.default: _bmm,
         _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
