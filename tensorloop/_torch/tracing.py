@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import traceback
+from torch.fx.node import map_aggregate
 
 from tensorloop._torch.dispatch import OperationMode
 
@@ -70,8 +71,8 @@ class _Writer(OperationMode):
                     return out
         if func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self._nodes:
             return self._constant(args[0])
-        nodes = fx.node.map_aggregate((args, kwargs), lambda x: self.node_of(x) if isinstance(x, Tensor) else x)
-        node = self.graph.call_function(func, *nodes)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        nodes: Any = map_aggregate((args, kwargs), lambda x: self.node_of(x) if isinstance(x, Tensor) else x)
+        node = self.graph.call_function(func, *nodes)
         node.meta["stack_trace"] = traceback.get_current_meta().get("stack_trace")
         out = func(*args, **kwargs)
         self._note(node, out)

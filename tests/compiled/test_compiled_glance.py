@@ -108,6 +108,40 @@ def test_a_branch_after_a_write_in_place(glances: list[bool]):
     assert glances == [False, True, False, True, True]
 
 
+def test_a_precision_that_no_call_shows(glances: list[bool]):
+    U = rotation(torch.float32)
+
+    def step(flag: bool) -> Any:
+        def body(h: Tensor, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=flag):
+                h = (h @ U).float()
+            return torch.sin(h + x), None
+
+        return body
+
+    def last(flag: bool, compile: Any) -> Tensor:
+        return tl.scan(step(flag), torch.full((2, 4), 0.3), torch.ones(3, 2, 4), compile=compile)[0].detach()
+
+    for flag in (False, False, True, True):
+        torch.testing.assert_close(last(flag, True), last(flag, False), rtol=1e-5, atol=1e-5)
+    assert (last(True, False) - last(False, False)).abs().max() > 1e-4
+    assert glances[:2] == [False, True]
+
+
+def test_a_compiled_loop_in_a_step(glances: list[bool]):
+    U = rotation(D)
+
+    def inner(h: Tensor, x: Tensor) -> Any:
+        return torch.sin(h @ U + x), None
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        h, _ = tl.scan(inner, h, torch.ones(2, 2, 4, dtype=D), compile=True)
+        return h + x, None
+
+    for _ in range(3):
+        check_equal(scanned(body, U), scanned(body, U, False), 1e-12)
+
+
 def test_a_miss_draws_no_random_number():
     U, dropout = rotation(D), nn.Dropout(0.5)
 

@@ -18,6 +18,7 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.glance import looking
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
@@ -66,7 +67,13 @@ def _kept(loop: Loop, checkpoints: Any) -> int | None:
 
 def _surroundings(loop: Loop) -> bool:
     """Whether where the loop runs lets it be compiled: not under transforms, which the eager loop is for."""
-    if loop.length == 0 or transforms.maybe_level() is not None or transforms.forward_mode() or dispatched():
+    if (
+        loop.length == 0
+        or looking.depth
+        or transforms.maybe_level() is not None
+        or transforms.forward_mode()
+        or dispatched()
+    ):
         return False
     return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
 

@@ -10,9 +10,10 @@ itself), a tensor that comes from nowhere (vmap), arguments that cannot be compa
 """
 
 import dataclasses
+import threading
 from collections.abc import Hashable, Sequence
 from types import MethodWrapperType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ _ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.de
 _ALIKE |= {torch.memory_format}
 
 
+class _Looking(threading.local):
+    """How many glances look at this thread."""
+
+    depth = 0
+
+
+looking = _Looking()  # loops in a step run as eager ones, whoever looks
+
+
 class Missed(BaseException):
     """A call that no known step makes: the body ends here, whatever exceptions it expects."""
 
@@ -38,7 +48,7 @@ class Missed(BaseException):
 class Leaf:
     """The end of a path: the key of the step's plan, and where its captures are among those of the glance."""
 
-    key: Hashable
+    key: Any
     captures: tuple[int, ...]
 
 
@@ -55,13 +65,22 @@ class Glance(TorchFunctionMode):
         self._held = list(arguments)  # so that no id comes twice
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
 
+    def __enter__(self) -> Self:
+        """Begins to look."""
+        looking.depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        looking.depth -= 1
+        super().__exit__(*raised)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call, and notes or compares it before. In one piece: it is done at every call."""
         if func in _QUERIES:
             return func(*args, **(kwargs or {}))
         if type(func) is MethodWrapperType:
             return self._attribute(func, args)
-        key: list[Any] = [func, torch.is_grad_enabled()]
+        key: list[Any] = [func, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()]
         numbers = self._numbers
         for x in args:
             number = numbers.get(id(x))

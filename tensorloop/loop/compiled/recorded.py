@@ -46,6 +46,7 @@ class Recorded:
             assert loop.length is not None
             self.xs.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
         self.recorder: Recorder | None = None
+        self._watch: Any = None  # the mode that the body runs under
         self.known: Key | None = None  # of the plan, where the step was known at a glance
         self.root = self._root()
         self._glance: Glance | None = None
