@@ -32,7 +32,7 @@ from tensorloop.loop.compiled.emitter.core import NativeCore
 from tensorloop.loop.compiled.plan import plans
 
 JAX = Peer("jax", ("jax", "equinox"), lambda cell: loop_peers.is_of(cell, ("lax_", "eqx_")), report.PEER)
-SHORT = ("W2s", "RNNs", "rk4", "crf", "W4")
+SHORT = ("W2s", "RNNs", "rk4", "crf", "kalman")
 RUNS = {"quick": 1, "short": 5, "usual": 10}
 CHECKED = 24  # steps, in float64
 AGREE = 1e-9  # a score's or a filter's gradient is a sum over many steps
