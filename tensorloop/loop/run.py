@@ -20,6 +20,8 @@ def run_loop(
         if compile and (done := front.run(loop, compile, plan)) is not None:
             bar.update(done[0].taken)
             return done
+        if loop.slices is not None:
+            loop.slices.begin()
         if plan is None or not node.applies(loop):
             return _run(loop, bar)
         return node.run(loop, plan, length, bar)

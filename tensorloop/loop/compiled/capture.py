@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx import traceback
 
 from tensorloop._common.user_line import Place
+from tensorloop._torch import engine
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
 from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
@@ -156,14 +157,13 @@ def with_gradients(
         found: Sequence[Any] = [None] * len(wanted)
         if pairs and wanted:
             outs, gs = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outs, [inputs[i] for i in wanted], gs, allow_unused=True)
+            found = engine.gradients(outs, [inputs[i] for i in wanted], gs, keep=False)
         places["found"] = [i for i, g in zip(wanted, found, strict=True) if g is not None]
         return [*(x.detach() for x in outputs), *(g for g in found if g is not None)]
 
-    fakes = [x.detach() for x in examples]
     # An output's gradient is like the output; of the carry, like the carry.
-    comes = [_empty(_output(module, i)) for i in targets]
-    graph = simplified(traced(joint, [*fakes, *comes], after_autograd()).graph)
+    comes = [_zeros(_output(module, i)) for i in targets]
+    graph = simplified(traced(joint, [*(x.detach() for x in examples), *comes], after_autograd()).graph)
     inputs = [p for p in graph.nodes if p.op == "placeholder"]
     (output,) = (p for p in graph.nodes if p.op == "output")
     outputs: Any = output.args[0]
@@ -198,5 +198,5 @@ def _output(module: fx.GraphModule, i: int) -> Any:
     return outputs[i].meta["val"]
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu")

@@ -26,9 +26,11 @@ def before_autograd() -> Table:
         _aten.dot.default: lambda a, b: (a * b).sum(),
         _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
         _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
-        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(a @ b, x, beta, alpha),
-        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added((a @ b).sum(0), x, beta, alpha),
-        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(a @ b, x, beta, alpha),
+        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
+        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
+            _aten.bmm.default(a, b).sum(0), x, beta, alpha
+        ),
+        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
         _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
         _aten.bmm.default: _bmm,
         _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
@@ -91,7 +93,8 @@ _KEPT = {"fill", "stack", "index_add", "logical_and", "logical_or", "logsumexp"}
 def after_autograd() -> Table:
     """For the step with its gradients."""
     packets = [getattr(_aten, name) for name in _TORCHS if name not in _KEPT and hasattr(_aten, name)]
-    return decompositions(packets) | {
+    torchs = decompositions(packets)
+    return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
         _aten._fused_rms_norm.default: _rms_norm,
         _aten.logsumexp.default: _logsumexp,
@@ -105,6 +108,8 @@ def after_autograd() -> Table:
         _aten.gelu.default: _gelu,
         _aten.linalg_vector_norm.default: _vector_norm,
         _aten.square.default: lambda x: x * x,
+        **_of_plain_dtypes(torchs, _aten.tanh_backward.default, lambda grad, y: grad * (1 - y * y)),
+        **_of_plain_dtypes(torchs, _aten.sigmoid_backward.default, lambda grad, y: grad * (y * (1 - y))),
         _aten.ones_like.default: lambda x, **options: _filled(x, 1, options),
         _aten.zeros_like.default: lambda x, **options: _filled(x, 0, options),
         _aten.full_like.default: lambda x, value, **options: _filled(x, value, options),
@@ -117,6 +122,15 @@ def after_autograd() -> Table:
         _aten._reshape_alias.default: lambda x, size, stride: x.reshape(size),
         _aten.new_empty_strided.default: lambda x, size, stride, **options: _filled(x, 0, options, size),
     }
+
+
+def _of_plain_dtypes(torchs: Table, operation: Any, formula: Callable[..., Tensor]) -> Table:
+    """A formula in the place of torch's, which casts and, for that, loads sympy; other dtypes need the casts."""
+
+    def simpler(grad: Tensor, y: Tensor) -> Any:
+        return (formula if y.dtype in (torch.float32, torch.float64) else torchs[operation])(grad, y)
+
+    return {operation: simpler}
 
 
 def _filled(x: Tensor, value: Any, options: dict[str, Any], size: Sequence[int] | None = None) -> Tensor:

@@ -11,7 +11,7 @@ Python, writes to tensors from outside, random numbers, blocks under another gra
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ _NUMBERED = {
 }
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class Refused(Exception):
@@ -85,13 +85,13 @@ class Operation:
 class Recorder(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
-    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False) -> None:
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, glance: Any = None) -> None:
         super().__init__()
         self.key: list[Any] = []
         self.functions: list[Any] = []
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
-        self.lines = lines
+        self.lines, self.glance = lines, glance
         self.writes = False
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
@@ -102,6 +102,17 @@ class Recorder(OperationMode):
         self._empty: set[int] = set()
         self._fills = False  # whether the operation at hand fills what was empty
 
+    def __enter__(self) -> Self:
+        """Begins to look, with the glance that is to be learnt."""
+        if self.glance is not None:
+            self.glance.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self.glance is not None:
+            self.glance.__exit__(*raised)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -111,6 +122,8 @@ class Recorder(OperationMode):
             raise Refused(f"{traits.name} {traits.reason}", user_place())
         if torch.is_grad_enabled() is not self.grad and func is not _aten.detach.default:  # autograd's own are
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
+        if self.glance is not None and not self.glance.inside:
+            self.glance.clear = False
         self.functions.append(func)
         self._fills = traits.fills
         key, note = self.key, self._note
@@ -145,6 +158,11 @@ class Recorder(OperationMode):
             if any(_storage(x) in own for x in self.captures.values()):
                 raise Refused("a tensor was taken out of its graph by .data or the like")
         return [self._numbers[id(x)] for x in tensors]
+
+    def made(self, x: Tensor) -> bool:
+        """Whether an operation of the step gave this tensor."""
+        number = self._numbers.get(id(x), 0)
+        return number >= self._given and number not in self.captures
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds no tensor of the step any more; gives those that operations made, weakly."""
@@ -190,7 +208,7 @@ class Recorder(OperationMode):
         return x
 
     def _capture(self, x: Tensor) -> int:
-        if type(x) not in _PLAIN or x.layout is not torch.strided:
+        if type(x) not in PLAIN or x.layout is not torch.strided:
             raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)

@@ -18,6 +18,7 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.glance import looking
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.outside import Outside
@@ -64,7 +65,13 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
 
 def _surroundings(loop: Loop) -> bool:
     """Whether where the loop runs lets it be compiled: not under transforms, which the eager loop is for."""
-    if loop.length == 0 or transforms.maybe_level() is not None or transforms.forward_mode() or dispatched():
+    if (
+        loop.length == 0
+        or looking.depth
+        or transforms.maybe_level() is not None
+        or transforms.forward_mode()
+        or dispatched()
+    ):
         return False
     return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
 
@@ -128,20 +135,24 @@ def _first_answer(loop: ConditionalLoop) -> Tensor | None:
 
 def plan_of(found: Recorded) -> Any:
     """The plan of a recorded step, or the reason why it has none."""
-    grad = torch.is_grad_enabled()
-    key = found.key(grad)
+    if found.known is not None:
+        if (plan := plans.find(found.known)) is not None:
+            return plan
+        found.write()
+    key = found.key
     plan = plans.find(key)
-    if plan is not None:
-        return plan
-    try:  # no lock is held here: the body runs, and may wait for other threads
-        again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
-    except Refused as refusal:
-        again = Refused(refusal.reason, refusal.place)
-    return plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, grad))
+    if plan is None:
+        try:  # no lock is held here: the body runs, and may wait for other threads
+            again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
+        except Refused as refusal:
+            again = Refused(refusal.reason, refusal.place)
+        plan = plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again))
+    found.learn(key)
+    return plan
 
 
-def _made(found: Recorded, again: Recorded, grad: bool) -> Any:
-    loop = found.loop
+def _made(found: Recorded, again: Recorded) -> Any:
+    loop, grad = found.loop, torch.is_grad_enabled()
     inputs = [*found.carry, *found.xs, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse

@@ -8,6 +8,7 @@ memory. The rest runs before the loop or after it, for all steps at once (`batch
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of
@@ -184,7 +185,7 @@ def _recurrence(
     for c, new in zip(parts.carry, parts.next_carry, strict=True):
         if new is None:
             value = value_of(c)
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": value.dtype, "device": torch.device("cpu")}
             zeros = graph.call_function(aten.full.default, (list(value.shape), 0), options)
             zeros.meta["val"] = value
             following.append(zeros)

@@ -171,20 +171,13 @@ class Plans:
         self._lock, self._making = threading.Lock(), threading.RLock()
         self.made = 0
 
-    def find(self, key: Hashable) -> Any:
-        """The plan of a key, None where there is none."""
-        with self._lock:
-            found = self._plans.get(key)
-            if found is not None:
-                self._plans.move_to_end(key)
-            return found
-
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The plan of a key, made where there is none."""
+        if (found := self.find(key)) is not None:
+            return found
         with self._making:  # torch traces one graph at a time
-            with self._lock:
-                if (found := self._plans.get(key)) is not None:
-                    return found
+            if (found := self.find(key)) is not None:
+                return found
             found = make()
         with self._lock:
             self.made += 1
@@ -192,6 +185,14 @@ class Plans:
             while len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return found
+
+    def find(self, key: Hashable) -> Any:
+        """The same, None where there is none."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+            return found
 
     def clear(self) -> None:
         """Lets all plans go."""

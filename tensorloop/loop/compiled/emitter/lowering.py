@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous, dense
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, broadcast, contiguous, dense
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.loop.compiled.emitter.vector_math import Math
@@ -76,7 +76,7 @@ class Lowering:
     ) -> Array:
         """An elementwise kernel over arrays that broadcast together; gives its output."""
         if shape is None:
-            shape = out.shape if out is not None else torch.broadcast_shapes(*(one.shape for one in ins))
+            shape = out.shape if out is not None else broadcast(*(one.shape for one in ins))
         if out is None:
             out = self.new(shape, dtype)
         if out.numel:
@@ -235,7 +235,7 @@ def _known_elements(node: fx.Node) -> None:
     for one in value if isinstance(value, list | tuple) else (value,):
         if isinstance(one, Tensor) and one.dtype not in KINDS:
             raise Unsupported(f"elements of {one.dtype}")
-        if isinstance(one, Tensor) and one.device.type != "cpu":
+        if isinstance(one, Tensor) and one.device.type not in ("cpu", "meta"):
             raise Unsupported(f"a tensor on {one.device}")
 
 
