@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.tracing import decompositions
+from tensorloop.loop.compiled import compositions
 
 _aten = torch.ops.aten
 Table = dict[Any, Callable[..., Any]]
@@ -36,7 +37,7 @@ def before_autograd() -> Table:
         _aten.unsafe_split.Tensor: _aten.split.Tensor,
         _aten.unsafe_chunk.default: _aten.chunk.default,
         _aten.lift_fresh.default: lambda x: x,
-    }
+    } | compositions.TABLE
 
 
 def _mv(a: Tensor, v: Tensor) -> Tensor:
@@ -102,6 +103,7 @@ def after_autograd() -> Table:
         _aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
         _aten.select_backward.default: _select_backward,
         _aten.slice_backward.default: _slice_backward,
+        _aten.convolution_backward.default: _convolution_backward,
         _aten.gelu.default: _gelu,
         _aten.linalg_vector_norm.default: _vector_norm,
         _aten.square.default: lambda x: x * x,
@@ -157,6 +159,19 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     scale = torch.rsqrt(_mean(x * x, dims, True, None) + eps)
     return x * scale if weight is None else x * scale * weight, scale
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, sizes: Any, *options: Any) -> Any:
+    """One operation for each gradient: that of the input stays in a loop, those of the weights are had after it."""
+    wanted = options[-1]
+    if sum(wanted) == 1 and not wanted[2]:
+        return NotImplemented
+    found: list[Tensor | None] = [None, None, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
+    for k in range(2):
+        if wanted[k]:
+            one = [i == k for i in range(3)]
+            found[k] = _aten.convolution_backward.default(grad, x, weight, None, *options[:-1], one)[k]
+    return tuple(found)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
-from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.operations import value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -124,7 +124,7 @@ class Plan:
         found = [g for grads in t.found.values() for g in grads.values()]
         needed = needed_for(found) & linear
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
-        forward = needed_for([*t.next_carry, *t.ys])
+        forward = with_parts(needed_for([*t.next_carry, *t.ys]))
         price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2)
         pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry]
         price |= {c: 3 for c, new in pairs if new in t.ys}
