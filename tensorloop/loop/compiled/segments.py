@@ -125,5 +125,11 @@ class _Total:
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to."""
-    return [x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone() for x in sums]
+    """The first terms, in memory that may be added to: two captures may have one gradient."""
+    found, met = list[Tensor](), set[int]()
+    for x in sums:
+        storage = x.untyped_storage()
+        alone = storage.nbytes() == x.nbytes and x.is_contiguous() and storage._cdata not in met
+        met.add(storage._cdata)
+        found.append(x if alone else x.clone())
+    return found
