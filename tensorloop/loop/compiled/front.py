@@ -15,6 +15,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Refused, user_place
@@ -142,7 +143,7 @@ def _made(found: Recorded, grad: bool) -> Any:
     reverse = loop.slices is not None and loop.slices.reverse
     examples = [*found.arguments, *found.captures]
     try:
-        with unseen():
+        with unseen(), without_autocast():
             plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
@@ -161,7 +162,7 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), unseen(), without_autocast():
             last, ys, _ = run.forward([x.detach() for x in tensors])
         outputs = [*last, *ys]
     loop.taken = run.done

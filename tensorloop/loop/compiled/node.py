@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
+from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.plan import Plan, zeros_like
 
 
@@ -120,7 +121,7 @@ class Looped(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop."""
         ctx.set_materialize_grads(False)
-        with unseen():  # a default device, or other modes of the caller's
+        with unseen(), without_autocast():  # nor a default device, or other modes of the caller's
             last, ys, saved = run.forward(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
@@ -142,6 +143,7 @@ class Looped(torch.autograd.Function):
             g is not None and transforms.is_legacy_batched(g) for g in grads
         )
         if torch.is_grad_enabled() or batched:
-            return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
-        with unseen():
+            with without_autocast():
+                return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
+        with unseen(), without_autocast():
             return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))

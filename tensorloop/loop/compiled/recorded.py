@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._torch.tracing import without_hooks
+from tensorloop.loop.compiled import autocast
 from tensorloop.loop.compiled.capture import Step
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.step_number import symbol
@@ -54,7 +55,7 @@ class Recorded:
             carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
         self.arguments = [*carry, *rows]
         self.recorder = r = Recorder(self.arguments, lines=lines)
-        with r, without_hooks():
+        with r, without_hooks(), autocast.without_kept_casts():
             new, self.leaves, self.ys, self.answer = self._step(carry, rows)
         n, m = len(carry), len(rows)
         tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
@@ -150,7 +151,8 @@ class Recorded:
         xs = tuple((x.shape[1:], x.dtype, x.requires_grad) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
         kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
-        settings = grad, reverse, torch.get_default_dtype(), loop.cond is None, loop.until is None
+        asks = loop.cond is None, loop.until is None
+        settings = grad, reverse, torch.get_default_dtype(), autocast.state(), asks
         codes = tuple(_code(function) for function in (called.function for called in loop.functions))
         return codes, carry, xs, kinds, settings, str(self.outputs), tuple(self.recorder.key)
 
@@ -198,6 +200,4 @@ def recorded(loop: Loop, first: Tensor | None) -> Recorded:
         raise Refused("only loops on the CPU are compiled")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs")
-    if torch.is_autocast_enabled("cpu"):
-        raise Refused("autocast is on")
     return Recorded(loop, first)

@@ -17,7 +17,7 @@ _LINEAR = {
     *(aten.slice.Tensor, aten.constant_pad_nd.default, aten.neg.default, aten.flip.default, aten.clone.default),
     *(aten.sum.dim_IntList, aten.diagonal.default, aten.cumsum.default),
 }
-_FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Sums:
@@ -62,6 +62,8 @@ class Sums:
             return "convolved" if _is_kernels(n, moving) else None
         args = [a for a in n.args if isinstance(a, fx.Node)]
         inner = [a for a in args if a in moving]
+        if target is aten._to_copy.default:
+            return inner if value_of(inner[0]).dtype in _FLOATS else None
         if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
             return None
         if target in (aten.mm.default, aten.bmm.default):
