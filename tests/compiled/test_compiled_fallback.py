@@ -114,6 +114,12 @@ def has_a_shape_of_values(h: Tensor, x: Tensor) -> Any:
     return h + x[x > 0].sum(), h
 
 
+def writes_to_what_was_detached(h: Tensor, x: Tensor) -> Any:
+    y = (h * x).detach()
+    y[0] = x[1] * h[0]
+    return y + h, h
+
+
 def looks_behind(h: Tensor, x: Tensor) -> Any:
     return h + x.data, h
 
@@ -137,6 +143,7 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (has_a_function_of_views, "custom Function"),
     (hooks, "registers a hook"),
     (has_a_shape_of_values, "whose shape depends on values"),
+    (writes_to_what_was_detached, "copy_ writes to a tensor that was detached before"),
 ]
 
 

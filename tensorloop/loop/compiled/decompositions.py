@@ -38,6 +38,8 @@ def before_autograd() -> Table:
         _aten.unsafe_split.Tensor: _aten.split.Tensor,
         _aten.unsafe_chunk.default: _aten.chunk.default,
         _aten.lift_fresh.default: lambda x: x,
+        _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
+        _aten._neg_view.default: torch.neg,
     } | compositions.TABLE
 
 
@@ -86,7 +88,15 @@ _TORCHS = (
     *("isposinf", "square", "rad2deg", "deg2rad", "logical_and", "logical_or", "fill", "masked_fill", "index_add"),
     *("relu6", "heaviside", "native_dropout_backward", "var", "embedding", "tril", "triu", "linspace", "eye"),
 )
-_KEPT = {"fill", "stack", "index_add", "logical_and", "logical_or", "logsumexp"}  # as simple as they are, or ours
+_KEPT = {
+    "fill",
+    "stack",
+    "index_add",
+    "logical_and",
+    "logical_or",
+    "logsumexp",
+    "hypot",
+}  # as simple as they are, or ours
 
 
 @cache

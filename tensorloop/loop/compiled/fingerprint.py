@@ -101,6 +101,7 @@ class Recorder(OperationMode):
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
         self._foreign: set[int] = set()  # the memory of captures
+        self._cut: set[int] = set()  # memory behind detach()
         self._empty: set[int] = set()
         self._fills = False  # whether the operation at hand fills what was empty
 
@@ -133,6 +134,8 @@ class Recorder(OperationMode):
         if traits.empty:
             self._empty.add(self._numbers[id(out)])
         if self.lines:
+            if func is _aten.detach.default:
+                func = self._detached(args[0])
             self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
         if len(self.functions) > MOST_OPERATIONS:
             raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
@@ -210,6 +213,13 @@ class Recorder(OperationMode):
             for x in out:
                 self._made(x)
 
+    def _detached(self, x: Tensor) -> Any:
+        """What a detach is in the graph: without a gradient to cut off it is a plain view, which may be written to."""
+        if not x.requires_grad:
+            return _aten.alias.default
+        self._cut.add(_storage(x))
+        return _aten.detach.default
+
     def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses masks as indices and writes to memory from outside."""
         if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
@@ -221,6 +231,8 @@ class Recorder(OperationMode):
                     self.writes = True
                     if _storage(y) in self._foreign:
                         raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
+                    if _storage(y) in self._cut:
+                        raise Refused(f"{traits.name} writes to a tensor that was detached before", user_place())
                     if traits.fills:
                         self._empty.discard(self._numbers[id(y)])
 
