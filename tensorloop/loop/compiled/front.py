@@ -15,6 +15,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
@@ -145,6 +146,8 @@ def _made(found: Recorded, grad: bool) -> Any:
     try:
         with unseen(), without_autocast():
             plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+    except Refused as refusal:
+        return refusal
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
@@ -157,7 +160,8 @@ def _made(found: Recorded, grad: bool) -> Any:
 
 def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
     loop = found.loop
-    tensors = [*(x.contiguous() for x in found.carry), *found.xs, *found.captures]
+    carried = [x.contiguous() for x in pairs.split(found.carry)]
+    tensors = [*carried, *pairs.split([*found.xs, *found.captures])]
     run = Run(plan, steps, most=loop.length) if k is None or not plan.grad else Segmented(plan, steps, k=k)
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
@@ -165,6 +169,7 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
         with torch.no_grad(), unseen(), without_autocast():
             last, ys, _ = run.forward([x.detach() for x in tensors])
         outputs = [*last, *ys]
+    outputs = pairs.joined(outputs, [*found.carry, *(y for y in found.ys if isinstance(y, Tensor))])
     loop.taken = run.done
     n = len(found.carry)
     carry = list(loop.init)

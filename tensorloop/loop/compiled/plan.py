@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
 from tensorloop.loop.compiled.operations import value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
@@ -29,8 +30,8 @@ class Plan:
     def __init__(
         self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], *, grad: bool, reverse: bool
     ) -> None:
+        step, self.module, examples, wants = pairs.apart(step, functional(step, examples), examples, wants)
         self.step, self.reverse = step, reverse
-        self.module = functional(step, examples)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
         self.wants = tuple(wants)
         self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
