@@ -310,7 +310,9 @@ def writes_into_zeros(d: torch.dtype) -> Case:
         new = torch.zeros_like(h)
         new[:, 0] = h[:, 1] * k
         new[:, 1:] = h[:, :-1] + x[:, 1:H]
-        return new, new[:, 0]
+        scaled = torch.ones_like(h)
+        scaled[:, 1:] *= x[:, 1:H]
+        return new, scaled.mul_(h)
 
     return Case(body, leaf(d, B, H), leaf(d, T, B, F), [k])
 

@@ -309,6 +309,11 @@ def _scatter(s: Stage, n: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx
     return s.call(n.target, s.whole(x), _later(x, dim), s.whole(index), s.whole(src))  # pyright: ignore[reportArgumentType]
 
 
+@_rule(aten.slice_scatter.default, aten.select_scatter.default)
+def _scatter_slice(s: Stage, n: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *rest: Any) -> fx.Node | None:
+    return s.call(n.target, s.whole(x), s.whole(src), _later(x, dim), *rest)  # pyright: ignore[reportArgumentType]
+
+
 @_rule(aten.index_select.default)
 def _index_select(s: Stage, n: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
     rank = value_of(x).dim()

@@ -18,13 +18,14 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
+from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Refused, user_place
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
-from tensorloop.loop.compiled.segments import Segmented
+from tensorloop.loop.compiled.segments import MOST_STEPS, Segmented
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
@@ -139,10 +140,11 @@ def _made(found: Recorded, grad: bool) -> Any:
         again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
     except Refused as refusal:
         return Refused(refusal.reason, refusal.place)
-    inputs = [*found.carry, *found.xs, *found.captures]
+    drawn = [draw.example for draw in found.draws]
+    inputs = [*found.carry, *found.xs, *drawn, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [*found.arguments, *found.captures]
+    examples = [*found.arguments, *drawn, *found.captures]
     try:
         with unseen(), without_autocast():
             plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
@@ -161,8 +163,12 @@ def _made(found: Recorded, grad: bool) -> Any:
 def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
     loop = found.loop
     carried = [x.contiguous() for x in pairs.split(found.carry)]
-    tensors = [*carried, *pairs.split([*found.xs, *found.captures])]
-    run = Run(plan, steps, most=loop.length) if k is None or not plan.grad else Segmented(plan, steps, k=k)
+    run = _planned(found, plan, steps, k)
+    drawn = [torch.empty(0)] * run.drawn
+    if run.draws is not None and not isinstance(run, Segmented):
+        with torch.no_grad(), unseen(), without_autocast():
+            drawn = run.draws.block(0, run.known)
+    tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
@@ -182,6 +188,22 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
         left = iter(outputs[n:])
         loop.outputs.stacked = [_column(y, left, loop) for y in found.ys]
     return loop, loop.carry.tree.unflatten(carry)
+
+
+def _planned(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> Run:
+    """What runs the plan: at once or, where K carries are kept or draws are let go, in blocks."""
+    if not found.draws:
+        return Run(plan, steps, most=found.loop.length) if k is None or not plan.grad else Segmented(plan, steps, k=k)
+    assert steps is not None
+    draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
+    if k is None and plan.grad and steps > MOST_STEPS and not plan.keeps_last(draws.tensors):
+        raise Refused(
+            f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
+            f"give checkpoints="
+        )
+    if not plan.grad or k is not None:
+        return Segmented(plan, steps, k=k or 1, draws=draws)
+    return Run(plan, steps, draws=draws)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.autocast import without_autocast
+from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.plan import Plan, zeros_like
 
 
@@ -21,6 +22,18 @@ class Run:
     steps: int | None
     done: int = 0
     most: int | None = None  # steps, where only a condition knows them
+    draws: Draws | None = None  # whose numbers are the last of xs
+
+    @property
+    def drawn(self) -> int:
+        """How many of xs are drawn."""
+        return 0 if self.draws is None else self.draws.tensors
+
+    @property
+    def known(self) -> int:
+        """The number of steps, where it is known beforehand."""
+        assert self.steps is not None
+        return self.steps
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(carry, xs, captures) of all inputs."""
@@ -89,8 +102,13 @@ class Run:
         by_place = dict(zip(wants, found, strict=True))
         return [by_place.get(i) for i in range(len(tensors))]
 
+    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+        """All sequences, of all steps."""
+        return xs
+
     def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         carry, xs, captures = self.split(tensors)
+        xs = self.whole(xs)
         n, k = len(carry), len(self.plan.step.ys)
         ys: list[list[Tensor]] = []
         length = self.done if self.steps is None else self.steps

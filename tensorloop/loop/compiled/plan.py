@@ -79,6 +79,10 @@ class Plan:
                 self._lights[outputs] = Program(t.graph, parts)
             return self._lights[outputs]
 
+    def keeps_last(self, n: int) -> bool:
+        """Whether a backward keeps the last n of xs, as they are."""
+        return all(x in self.saved for x in self.traced.xs[len(self.traced.xs) - n :])
+
     def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
         """The ys among what the program forward gave, or the light one."""
         places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places

@@ -55,15 +55,30 @@ class Recorded:
             carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
         self.arguments = [*carry, *rows]
         self.recorder = r = Recorder(self.arguments, lines=lines)
-        with r, without_hooks(), autocast.without_kept_casts():
-            new, self.leaves, self.ys, self.answer = self._step(carry, rows)
+        r.may_draw = loop.cond is None and loop.until is None and loop.length is not None
+        try:
+            with r, without_hooks(), autocast.without_kept_casts():
+                new, self.leaves, self.ys, self.answer = self._step(carry, rows)
+            self._check_draws(r, new)
+        finally:
+            r.generators.restore()
+        self.draws = list(r.draws)
         n, m = len(carry), len(rows)
         tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
         numbers = r.finish([*tensors, *([] if self.answer is None else [self.answer])])
         self.captures = list(r.captures.values())
         answer = None if self.answer is None else numbers[-1]
         self.outputs = numbers[:n], numbers[n : len(tensors)], answer
-        self.step = Step(r.operations, range(n), range(n, n + m), list(r.captures), *self.outputs, r.writes)
+        xs = [*range(n, n + m), *(draw.number for draw in self.draws)]
+        self.step = Step(r.operations, range(n), xs, list(r.captures), *self.outputs, r.writes)
+
+    def _check_draws(self, r: Recorder, new: list[Tensor]) -> None:
+        """Refuses what would be drawn in another order, or again, at another step."""
+        if r.generators.moved():
+            raise Refused("the body sets the state of a generator")
+        rows = [x[0] for x in self.xs] if r.draws else []
+        if r.draws and not all(torch.empty_like(x).is_contiguous() for x in (*new, *rows)):
+            raise Refused("the body draws random numbers, and a tensor in the carry or xs is transposed in memory")
 
     def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """(the next carry, the body's leaves, ys, the condition's answer)."""
@@ -140,7 +155,7 @@ class Recorded:
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds nothing of the step but what it did; gives its tensors, weakly."""
-        self.leaves, self.ys, self.answer, self.arguments = [], [], None, []
+        self.leaves, self.ys, self.answer, self.arguments, self.draws = [], [], None, [], []
         self.loop.last_tree = (None, None)
         return self.recorder.let_go()
 

@@ -43,12 +43,31 @@ class Segmented(Run):
         start, end = i * self._block, min((i + 1) * self._block, self.steps)
         return slice(self.steps - end, self.steps - start) if self.plan.reverse else slice(start, end)
 
-    def _run(self, program: Program, i: int, tensors: Sequence[Tensor], carry: list[Tensor]) -> Any:
-        """(the carry after block i, what the program wants of it)."""
-        _, xs, captures = self.split(tensors)
+    def _rows(self, i: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sequences of block i; those that are drawn are drawn now."""
+        _, xs, _ = self.split(tensors)
         part = self._part(i)
-        last, _, wanted, _ = program(part.stop - part.start, captures, [x[part] for x in xs], carry)
-        return last, wanted
+        given = [x[part] for x in xs[: len(xs) - self.drawn]]
+        return given if self.draws is None else [*given, *self.draws.block(i, self._size(i))]
+
+    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+        """All sequences, of all steps: those that are drawn, drawn again."""
+        if self.draws is None:
+            return xs
+        blocks = [self.draws.block(i, self._size(i)) for i in range(self._blocks)]
+        blocks = blocks[::-1] if self.plan.reverse else blocks
+        return [*xs[: len(xs) - self.drawn], *(torch.cat(parts) for parts in zip(*blocks, strict=True))]
+
+    def _size(self, i: int) -> int:
+        part = self._part(i)
+        return part.stop - part.start
+
+    def _run(self, program: Program, i: int, tensors: Sequence[Tensor], carry: list[Tensor]) -> Any:
+        """(the carry after block i, what the program wants of it, its sequences)."""
+        _, _, captures = self.split(tensors)
+        rows = self._rows(i, tensors)
+        last, _, wanted, _ = program(self._size(i), captures, rows, carry)
+        return last, wanted, rows
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Runs all blocks and keeps the carries that the schedule wants."""
@@ -64,7 +83,7 @@ class Segmented(Run):
                 del self.snapshots[action.step]
             else:
                 for i in range(action.start, min(action.stop, self._blocks)):
-                    state, wanted = self._run(light, i, tensors, state)
+                    state, wanted, _ = self._run(light, i, tensors, state)
                     for y, x in zip(ys, self.plan.ys_of(wanted, light=True), strict=True):
                         y[self._part(i)] = x
         self.done = self.steps
@@ -86,7 +105,7 @@ class Segmented(Run):
                 state = snapshots[action.step]
             elif isinstance(action, schedule.Advance):
                 for i in range(action.start, action.stop):
-                    state, _ = self._run(self.plan.bare, i, tensors, state)
+                    state, *_ = self._run(self.plan.bare, i, tensors, state)
             else:
                 self._reverse(action.step, tensors, state, total)
         return self._placed(total.carry, total.xs, total.sums, total.missing)
@@ -94,10 +113,10 @@ class Segmented(Run):
     def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: "_Total") -> None:
         """Runs block i with what a backward keeps, and then that."""
         part = self._part(i)
-        _, xs, captures = self.split(tensors)
-        _, wanted = self._run(self.plan.forward, i, tensors, state)
-        saved = self.plan.saved_of(wanted, [x[part] for x in xs])
-        del wanted
+        _, _, captures = self.split(tensors)
+        _, wanted, rows = self._run(self.plan.forward, i, tensors, state)
+        saved = self.plan.saved_of(wanted, rows)
+        del wanted, rows
         program = self.plan.backward(total.missing)
         given = [*saved, *(g[part] for g in total.ys)]
         del saved
