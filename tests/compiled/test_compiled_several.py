@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
+from tensorloop.loop.compiled.batched import NotBatched
+from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
 
@@ -149,3 +151,30 @@ def test_a_module_with_convolutions():
     (found, grads), (expected, expected_grads) = run("strict"), run(False)
     check_equal(found, expected, 1e-11)
     check_equal(grads, expected_grads, 1e-11)
+
+
+def test_what_does_not_run_for_all_steps_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The loop is an eager one or, where the backward alone shows it, its backward is."""
+    plans.clear()
+
+    def fails(self: Any, *tensors: Tensor) -> Any:
+        raise RuntimeError("no rule")
+
+    monkeypatch.setattr("tensorloop.loop.compiled.batched._Mapped.__call__", fails)
+
+    def rolls(h: Tensor, x: Tensor) -> Any:
+        return torch.sin(h + x.roll(1, -1)), h
+
+    def multiplies(h: Tensor, x: Tensor) -> Any:
+        return torch.sin(h + x), h.cumprod(-1)
+
+    with pytest.warns(NotCompiledWarning, match="roll.default does not run for all steps at once: no rule"):
+        found, grads = outcome(rolls, True)
+    expected, expected_grads = outcome(rolls, False)
+    check_equal([*found, *grads], [*expected, *expected_grads], 0)
+    found, grads = outcome(multiplies, "strict")
+    expected, expected_grads = outcome(multiplies, False)
+    check_equal([*found, *grads], [*expected, *expected_grads], 1e-11)
+    (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
+    with pytest.raises(NotBatched, match="no rule"):
+        plan.backward(frozenset())

@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.compiled.operations import aten, is_pointwise, value_of
 from tensorloop.loop.compiled.saving import needed_for
+
+
+class NotBatched(Exception):
+    """An operation that torch's vmap does not take."""
 
 
 class Stage:
@@ -85,7 +90,9 @@ class Stage:
         dims = tuple(0 if a in self.moving else None for a in nodes)
         place = {a: i for i, a in enumerate(nodes)}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: _Place(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        return self.call(_Mapped(n, args, kwargs, dims), *(self.found[a] for a in nodes))
+        mapped = _Mapped(n, args, kwargs, dims)
+        mapped.try_with([(value_of(a), a in self.moving) for a in nodes])
+        return self.call(mapped, *(self.found[a] for a in nodes))
 
 
 def _is_where(n: fx.Node) -> bool:
@@ -135,6 +142,15 @@ class _Mapped:
             return found
         left = iter(found)
         return tuple(next(left) if there else None for there in self.there)
+
+    def try_with(self, values: Sequence[tuple[Tensor, bool]]) -> None:
+        """Runs for two steps on tensors without numbers; `values` are those of one step, and whether they move."""
+        try:
+            with fake_tensors():
+                self(*(torch.empty((2, *x.shape) if moves else x.shape, dtype=x.dtype) for x, moves in values))
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise NotBatched(f"{self.target} does not run for all steps at once: {text}") from error
 
 
 def _filled(x: Any, tensors: Sequence[Tensor]) -> Any:

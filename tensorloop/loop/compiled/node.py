@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.autocast import without_autocast
+from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.plan import Plan, zeros_like
 
@@ -164,4 +165,7 @@ class Looped(torch.autograd.Function):
             with without_autocast():
                 return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
         with unseen(), without_autocast():
-            return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
+            try:
+                return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
+            except NotBatched:  # it is seen before anything runs
+                return (None, *run.differentiable(kept[:n], grads, False))
