@@ -103,7 +103,7 @@ class Recorder(OperationMode):
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
         self._foreign: set[int] = set()  # the memory of captures
-        self._cut: set[int] = set()  # memory behind detach()
+        self._cut: set[int] = set()  # what detach() gave, and views of it
         self._empty: set[int] = set()  # memory that empty() gave
         self._fills = False  # whether the operation at hand fills what was empty
 
@@ -139,7 +139,9 @@ class Recorder(OperationMode):
             self._empty.add(_storage(out))
         if self.lines:
             if func is _aten.detach.default:
-                func = self._detached(args[0])
+                func = self._detached(args[0], out)
+            elif self._cut:
+                self._follow(args, out)
             self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
         if len(self.functions) > MOST_OPERATIONS:
             raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
@@ -245,12 +247,20 @@ class Recorder(OperationMode):
             for x in out:
                 self._made(x)
 
-    def _detached(self, x: Tensor) -> Any:
+    def _detached(self, x: Tensor, out: Tensor) -> Any:
         """What a detach is in the graph: without a gradient to cut off it is a plain view, which may be written to."""
         if not x.requires_grad:
+            self._follow((x,), out)
             return _aten.alias.default
-        self._cut.add(_storage(x))
+        self._cut.add(self._numbers[id(out)])
         return _aten.detach.default
+
+    def _follow(self, args: Sequence[Any], out: Any) -> None:
+        """Notes views of what was detached."""
+        cut = {_storage(x) for x in args if isinstance(x, Tensor) and self._numbers[id(x)] in self._cut}
+        if cut:
+            outs = out if isinstance(out, (list, tuple)) else [out]
+            self._cut |= {self._numbers[id(x)] for x in outs if isinstance(x, Tensor) and _storage(x) in cut}
 
     def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses masks as indices and writes to memory from outside."""
@@ -263,7 +273,7 @@ class Recorder(OperationMode):
                     self.writes = True
                     if _storage(y) in self._foreign:
                         raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
-                    if _storage(y) in self._cut:
+                    if self._numbers[id(y)] in self._cut:
                         raise Refused(f"{traits.name} writes to a tensor that was detached before", user_place())
                     if traits.fills:
                         self._empty.discard(_storage(y))
