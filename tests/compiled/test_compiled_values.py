@@ -32,7 +32,18 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torc
 
 @pytest.mark.parametrize("checkpoints", [1, 2, 3, 100])
 @pytest.mark.parametrize(
-    "name", ["lstm", "lstm_cell", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped"]
+    "name",
+    [
+        "lstm",
+        "lstm_cell",
+        "gru_cell_backwards",
+        "last_state_alone",
+        "runge_kutta",
+        "numbered",
+        "mapped",
+        "until",
+        "while_one",
+    ],
 )
 def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)

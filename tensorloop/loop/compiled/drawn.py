@@ -25,7 +25,14 @@ class Draws:
         """How many real sequences they are."""
         return sum(1 + d.example.is_complex() for d in self.draws)
 
-    def block(self, i: int, steps: int) -> list[Tensor]:
+    def between(self, start: int, stop: int, size: int) -> list[Tensor]:
+        """The draws of these steps, of blocks of `size` steps."""
+        blocks = [self._block(at // size, min(size, stop - at)) for at in range(start, stop, size)]
+        if len(blocks) == 1:
+            return blocks[0]
+        return [torch.cat(parts) for parts in zip(*(blocks[::-1] if self.reverse else blocks), strict=True)]
+
+    def _block(self, i: int, steps: int) -> list[Tensor]:
         """(steps, *shape) of each draw, in index order, of complex ones the parts."""
         now = [g.get_state() for g in self.generators]
         again = self._states.setdefault(i, now) is not now

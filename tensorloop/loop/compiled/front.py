@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
@@ -25,26 +26,32 @@ from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
-from tensorloop.loop.compiled.segments import MOST_STEPS, Segmented
+from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
+from tensorloop.schedule import Schedule
 
 Compile = bool | Literal["strict"]
+Kept = Checkpoints | Schedule | None
 
 
 class NotCompiledWarning(UserWarning):
     """A loop that was to be compiled runs as an eager one; it says why, and by which line."""
 
 
-def run(loop: Loop, compile: Compile | Asked, checkpoints: Any) -> tuple[Loop, Any] | None:
+def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | None:
     """(the loop as it ended, its carry), or None: what cannot be compiled is left to the caller."""
     if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
     if not _surroundings(loop):
         return None
     try:
-        return _compiled(loop, _kept(loop, checkpoints), compile)
+        if isinstance(checkpoints, Checkpoints) and checkpoints.check:
+            raise Refused(
+                "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does"
+            )
+        return _compiled(loop, checkpoints, compile)
     except Refused as refusal:
         if isinstance(compile, Asked):
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
@@ -52,19 +59,6 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Any) -> tuple[Loop, A
         _tell(loop, compile, refusal)
         _forget(loop)
         return None
-
-
-def _kept(loop: Loop, checkpoints: Any) -> int | None:
-    """How many carries to keep, None for all that a backward needs."""
-    if checkpoints is None:
-        return None
-    if not isinstance(checkpoints, Checkpoints) or checkpoints.k is None:
-        raise Refused("checkpoints= as a schedule or a budget is not compiled; give a number")
-    if checkpoints.offload is not None or checkpoints.check:
-        raise Refused("Checkpoints with offload or check are not compiled")
-    if loop.cond is not None or loop.until is not None:
-        raise Refused("checkpoints of a loop of unknown length are not compiled")
-    return checkpoints.k
 
 
 def _surroundings(loop: Loop) -> bool:
@@ -83,7 +77,7 @@ def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
     warn(f"{loop.name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
 
 
-def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop, Any] | None:
+def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[Loop, Any] | None:
     first = None
     try:
         if isinstance(loop, ConditionalLoop):
@@ -103,7 +97,7 @@ def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan)
         raise Told
-    return _run(found, plan, steps, k)
+    return _run(found, plan, steps, checkpoints)
 
 
 def _forget(loop: Loop) -> None:
@@ -158,14 +152,14 @@ def _made(found: Recorded, grad: bool) -> Any:
     return plan
 
 
-def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
+def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> tuple[Loop, Any]:
     loop = found.loop
     carried = [x.contiguous() for x in pairs.split(found.carry)]
-    run = _planned(found, plan, steps, k)
+    run = _planned(found, plan, steps, checkpoints)
     drawn = [torch.empty(0)] * run.drawn
     if run.draws is not None and not isinstance(run, Segmented):
         with torch.no_grad(), unseen(), without_autocast():
-            drawn = run.draws.block(0, run.known)
+            drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
     tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
@@ -188,20 +182,23 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
     return loop, loop.carry.tree.unflatten(carry)
 
 
-def _planned(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> Run:
-    """What runs the plan: at once or, where K carries are kept or draws are let go, in blocks."""
-    if not found.draws:
-        return Run(plan, steps, most=found.loop.length) if k is None or not plan.grad else Segmented(plan, steps, k=k)
-    assert steps is not None
-    draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
-    if k is None and plan.grad and steps > MOST_STEPS and not plan.keeps_last(draws.tensors):
-        raise Refused(
-            f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
-            f"give checkpoints="
-        )
-    if not plan.grad or k is not None:
-        return Segmented(plan, steps, k=k or 1, draws=draws)
-    return Run(plan, steps, draws=draws)
+def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> Run:
+    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
+    loop, draws = found.loop, None
+    if found.draws:
+        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
+        if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
+            raise Refused(
+                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
+                f"give checkpoints="
+            )
+    if checkpoints is not None and plan.grad:
+        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
+    elif draws is not None and not plan.grad:
+        blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+    else:
+        return Run(plan, steps, most=loop.length, draws=draws)
+    return Segmented(plan, steps, loop.length, blocks, loop.name, draws)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

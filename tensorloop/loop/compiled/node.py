@@ -13,6 +13,9 @@ from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.plan import Plan, zeros_like
+from tensorloop.loop.compiled.totals import Totals
+
+FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
 
 
 @dataclasses.dataclass
@@ -29,12 +32,6 @@ class Run:
     def drawn(self) -> int:
         """How many of xs are drawn."""
         return 0 if self.draws is None else self.draws.tensors
-
-    @property
-    def known(self) -> int:
-        """The number of steps, where it is known beforehand."""
-        assert self.steps is not None
-        return self.steps
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(carry, xs, captures) of all inputs."""
@@ -53,10 +50,15 @@ class Run:
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
-        missing, carry, ys = self.coming(grads)
         _, _, captures = self.split(tensors)
-        last, _, xs, sums = self.plan.backward(missing)(self.done, captures, [*saved, *ys], carry)
-        return self._placed(last, xs, sums, missing)
+        total = Totals(self.plan, self.done, *self.coming(grads))
+        room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
+        size = max(1, room // max(total.program.bytes_a_step(), 1))
+        for done in range(0, self.done, size):
+            stop = min(done + size, self.done)
+            part = slice(done, stop) if self.plan.reverse else slice(self.done - stop, self.done - done)
+            total.reverse(part, captures, [x[part] for x in saved])
+        return self._placed(total.carry, total.xs, total.sums, total.missing)
 
     def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
         """(the ys that got no gradient, the gradients of the carry, those of the other ys)."""
