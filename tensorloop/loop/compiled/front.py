@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
@@ -15,7 +16,10 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled import pairs
+from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
+from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import looking
@@ -24,7 +28,7 @@ from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
-from tensorloop.loop.compiled.segments import Segmented, blocks_of
+from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
@@ -121,7 +125,7 @@ def _first_answer(loop: ConditionalLoop) -> Tensor | None:
     """What the condition says before the first step, None where the eager loop has to look at it."""
     state = loop.begin()
     recorder = Recorder([x for x in state if isinstance(x, Tensor)])  # refuses what asking twice would do twice
-    recorder.grad = False
+    recorder.grad = recorder.may_draw = False
     with recorder, without_hooks():
         answer = loop.answer(0, state)
     if not isinstance(answer, Tensor):
@@ -153,13 +157,16 @@ def plan_of(found: Recorded) -> Any:
 
 def _made(found: Recorded, again: Recorded) -> Any:
     loop, grad = found.loop, torch.is_grad_enabled()
-    inputs = [*found.carry, *found.xs, *found.captures]
+    drawn = [draw.example for draw in found.draws]
+    inputs = [*found.carry, *found.xs, *drawn, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [*found.arguments, *found.captures]
+    examples = [*found.arguments, *drawn, *found.captures]
     try:
-        with unseen():
+        with unseen(), without_autocast():
             plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+    except Refused as refusal:
+        return refusal
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
@@ -172,18 +179,20 @@ def _made(found: Recorded, again: Recorded) -> Any:
 
 def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> tuple[Loop, Any]:
     loop = found.loop
-    tensors = [*(x.contiguous() for x in found.carry), *found.xs, *found.captures]
-    if checkpoints is None or not plan.grad:
-        run = Run(plan, steps, most=loop.length)
-    else:
-        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
-        run = Segmented(plan, steps, loop.length, blocks, loop.name)
+    carried = [x.contiguous() for x in pairs.split(found.carry)]
+    run = _planned(found, plan, steps, checkpoints)
+    drawn = [torch.empty(0)] * run.drawn
+    if run.draws is not None and not isinstance(run, Segmented):
+        with torch.no_grad(), unseen(), without_autocast():
+            drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
+    tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), unseen(), without_autocast():
             last, ys, _ = run.forward([x.detach() for x in tensors])
         outputs = [*last, *ys]
+    outputs = pairs.joined(outputs, [*found.carry, *(y for y in found.ys if isinstance(y, Tensor))])
     loop.taken = run.done
     n = len(found.carry)
     carry = list(loop.init)
@@ -196,6 +205,25 @@ def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> t
         left = iter(outputs[n:])
         loop.outputs.stacked = [_column(y, left, loop) for y in found.ys]
     return loop, loop.carry.tree.unflatten(carry)
+
+
+def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> Run:
+    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
+    loop, draws = found.loop, None
+    if found.draws:
+        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
+        if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
+            raise Refused(
+                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
+                f"give checkpoints="
+            )
+    if checkpoints is not None and plan.grad:
+        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
+    elif draws is not None and not plan.grad:
+        blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+    else:
+        return Run(plan, steps, most=loop.length, draws=draws)
+    return Segmented(plan, steps, loop.length, blocks, loop.name, draws)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

@@ -64,8 +64,9 @@ def inspect(found: Any, again: Callable[[], Any]) -> Any:
 
 
 def _functions(recorded: Any) -> list[Any]:
-    """What a step calls, beside the detaching that autograd does for itself: the second look has more gradients."""
-    return [f for f in recorded.recorder.functions if f is not torch.ops.aten.detach.default]
+    """What a step calls, beside what autograd does for itself: the second look has more gradients."""
+    own = torch.ops.aten.detach.default, torch.ops.aten.clone.default
+    return [f for f in recorded.recorder.functions if f not in own]
 
 
 def _floats(recorded: Any) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of
+from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 
@@ -64,7 +64,7 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     order = [n for n in order if n in every]
     moving = depends_on((n for n in order if n not in given), [*parts.sequences, *parts.carry])
     carried = depends_on((n for n in order if n not in given), parts.carry)
-    inner = needed_for(roots, given) & carried
+    inner = with_parts(needed_for(roots, given) & carried) & every
     pulled = _Pulled(parts, given, moving, hoisted)
     for n in order:
         if n in inner and n not in given:

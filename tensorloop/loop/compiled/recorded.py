@@ -11,7 +11,9 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
+from tensorloop.loop.compiled import autocast
 from tensorloop.loop.compiled.capture import Step
+from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
 from tensorloop.loop.compiled.step_number import symbol
@@ -50,6 +52,7 @@ class Recorded:
         self.known: Key | None = None  # of the plan, where the step was known at a glance
         self.root = self._root()
         self._glance: Glance | None = None
+        self.draws: list[Draw] = []
         if lines or not self._known_at_a_glance():
             self._record(lines)
 
@@ -61,7 +64,7 @@ class Recorded:
         carry, rows = self._inputs()
         glance = Glance([*carry, *rows], known)
         try:
-            with without_hooks():
+            with without_hooks(), autocast.without_kept_casts():
                 tensors, others = self._ran(glance, carry, rows)
             leaf = glance.end(tensors, others)
         except Missed:
@@ -80,15 +83,22 @@ class Recorded:
         if not (lines or numbered or paths.unclear(self.root) or modes()):
             self._glance = Glance(self.arguments)
         self.recorder = r = Recorder(self.arguments, lines=lines, glance=self._glance)
-        with without_hooks():
-            tensors, others = self._ran(r, carry, rows)
+        r.may_draw = self.loop.cond is None and self.loop.until is None and self.loop.length is not None
+        try:
+            with without_hooks(), autocast.without_kept_casts():
+                tensors, others = self._ran(r, carry, rows)
+            self._check_draws(r, tensors[: len(carry)])
+        finally:
+            r.generators.restore()
+        self.draws = list(r.draws)
         numbers = r.finish(tensors)
         n, m = len(carry), len(rows)
         self.captures = list(r.captures.values())
         answer = None if self.answer is None else numbers[-1]
         ys = numbers[n:] if self.answer is None else numbers[n:-1]
         self.outputs = numbers[:n], ys, answer
-        self.step = Step(r.operations, range(n), range(n, n + m), list(r.captures), *self.outputs, r.writes)
+        xs = [*range(n, n + m), *(draw.number for draw in self.draws)]
+        self.step = Step(r.operations, range(n), xs, list(r.captures), *self.outputs, r.writes)
         if self._glance is not None:
             self._glance.clear &= not any(r.made(x) for x in self._glance.captures)
             self._glance.end(tensors, others)
@@ -107,6 +117,14 @@ class Recorded:
         tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
         kinds = tuple("y" if isinstance(y, Tensor) else type(y) for y in self.ys)
         return [*tensors, *([] if self.answer is None else [self.answer])], (kinds, self.answer is None)
+
+    def _check_draws(self, r: Recorder, new: list[Tensor]) -> None:
+        """Refuses what would be drawn in another order, or again, at another step."""
+        if r.generators.moved():
+            raise Refused("the body sets the state of a generator")
+        rows = [x[0] for x in self.xs] if r.draws else []
+        if r.draws and not all(torch.empty_like(x).is_contiguous() for x in (*new, *rows)):
+            raise Refused("the body draws random numbers, and a tensor in the carry or xs is transposed in memory")
 
     def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """(the next carry, the body's leaves, ys, the condition's answer)."""
@@ -188,7 +206,7 @@ class Recorded:
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds nothing of the step but what it did; gives its tensors, weakly."""
-        self.leaves, self.ys, self.answer, self.arguments = [], [], None, []
+        self.leaves, self.ys, self.answer, self.arguments, self.draws = [], [], None, [], []
         self.loop.last_tree = (None, None)
         assert self.recorder is not None
         return self.recorder.let_go()
@@ -205,7 +223,7 @@ class Recorded:
 
     def learn(self, key: "Key") -> None:
         """Lets the step be known at a glance."""
-        if self._glance is not None:
+        if self._glance is not None and not self.draws:  # what is drawn is drawn by the recorder
             paths.add(self.root, self._glance, key, self.captures)
             self._glance = None
 
@@ -220,7 +238,8 @@ class Recorded:
         carry = tuple((x.shape, x.dtype, x.requires_grad) for x in self.carry)
         xs = tuple((x.shape[1:], x.dtype, x.requires_grad) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
-        settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), loop.cond is None, loop.until is None
+        asks = loop.cond is None, loop.until is None
+        settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
         return Key((tuple(_code(called.function) for called in loop.functions), carry, xs, settings))
 
 
@@ -286,6 +305,4 @@ def recorded(loop: Loop, first: Tensor | None) -> Recorded:
         raise Refused("only loops on the CPU are compiled")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs")
-    if torch.is_autocast_enabled("cpu"):
-        raise Refused("autocast is on")
     return Recorded(loop, first)

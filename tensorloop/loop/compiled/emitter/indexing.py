@@ -9,7 +9,7 @@ import torch
 from tensorloop.loop.compiled.emitter.arrays import Array, broadcast
 from tensorloop.loop.compiled.emitter.code import Value
 from tensorloop.loop.compiled.emitter.kernels import Running, Scatter
-from tensorloop.loop.compiled.emitter.lowering import Call, Lowering
+from tensorloop.loop.compiled.emitter.lowering import Call, Lowering, computed_in
 from tensorloop.loop.compiled.emitter.pointwise import handles
 from tensorloop.loop.compiled.emitter.vector_math import Math
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -135,13 +135,11 @@ def _joined(low: Lowering, indices: Sequence[Array], sizes: Sequence[int]) -> Ar
 def running(call: Call, x: Array, dim: int, dtype: Any = None) -> Array:
     """Sums or products of all elements so far."""
     low = call.low
-    x = low.cast(x, call.dtype)
+    x = low.cast(low.cast(x, call.dtype), computed_in(call.dtype))
     if not x.shape:
         return x
-    out = low.new(call.shape, call.dtype)
-    if call.dtype in (torch.bfloat16, torch.float16):
-        raise Unsupported(f"of {call.dtype}")
+    out = low.new(call.shape, x.dtype)
     if out.numel:
         name = "sum" if "cumsum" in str(call.node.target) else "prod"
         low.kernels.append(Running(name, x, dim % len(x.shape), out))
-    return out
+    return low.cast(out, call.dtype)

@@ -176,6 +176,8 @@ class Lowering:
 
     def matmul(self, a: Array, b: Array) -> Array:
         """(*batch, M, K) @ (*batch, K, N), batch dims broadcast before."""
+        if computed_in(a.dtype) is not a.dtype:
+            return self.cast(self.matmul(self.cast(a, torch.float32), self.cast(b, torch.float32)), a.dtype)
         batch, m, k, n = a.shape[:-2], a.shape[-2], a.shape[-1], b.shape[-1]
         out = self.new((*batch, m, n), a.dtype)
         if out.numel and not k:
