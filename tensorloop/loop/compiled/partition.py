@@ -8,9 +8,10 @@ memory. The rest runs before the loop or after it, for all steps at once (`batch
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
-from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of
+from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 
@@ -63,7 +64,7 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     order = [n for n in order if n in every]
     moving = depends_on((n for n in order if n not in given), [*parts.sequences, *parts.carry])
     carried = depends_on((n for n in order if n not in given), parts.carry)
-    inner = needed_for(roots, given) & carried
+    inner = with_parts(needed_for(roots, given) & carried) & every
     pulled = _Pulled(parts, given, moving, hoisted)
     for n in order:
         if n in inner and n not in given:
@@ -184,7 +185,7 @@ def _recurrence(
     for c, new in zip(parts.carry, parts.next_carry, strict=True):
         if new is None:
             value = value_of(c)
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": value.dtype, "device": torch.device("cpu")}
             zeros = graph.call_function(aten.full.default, (list(value.shape), 0), options)
             zeros.meta["val"] = value
             following.append(zeros)
