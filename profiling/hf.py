@@ -1,4 +1,4 @@
-"""Decoding with gradients through transformers' models, one token a step: bytes and time of a TrainCache and DynamicCache.
+"""Decoding with gradients through models of transformers, a token a step: bytes and time beside DynamicCache.
 
     python profiling/hf.py             # some 10 minutes
     python profiling/hf.py --short     # one model, two lengths
