@@ -8,12 +8,21 @@ from tensorloop.hf.attention import NAME as ATTENTION  # registers it with trans
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
+    from tensorloop.hf.search import beam_search as beam_search
 
 __all__ = [
     "ATTENTION",
     "TrainCache",
+    "beam_search",
     "checkpoint_layers",
 ]
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(__name__, {"hf.cache": ("TrainCache",), "hf.checkpointing": ("checkpoint_layers",)})
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "hf.cache": ("TrainCache",),
+            "hf.checkpointing": ("checkpoint_layers",),
+            "hf.search": ("beam_search",),
+        },
+    )

@@ -18,6 +18,7 @@ from tensorloop.tensor_array import TensorArray
 
 NAME = "tensorloop"
 _ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
+_READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
 _SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once for all layers
 
 
@@ -27,6 +28,12 @@ def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[T
     found = tuple(x.new_full((), float("nan")).expand(*x.shape[:2], count, x.shape[3]) for x in like)
     setattr(found[0], _ARRAYS, (*arrays, start))
     return found
+
+
+def handed_by(reader: Any, key: Tensor) -> Tensor:
+    """`key`, which the attention function then leaves to `reader`: see `hypotheses`."""
+    setattr(key, _READER, reader)
+    return key
 
 
 def attend(
@@ -43,6 +50,13 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
+    reader = getattr(key, _READER, None)
+    if reader is not None:
+        given = dropout, scaling, softcap, position_bias
+        out = reader.attend(module, query, attention_mask, *given)
+        if out is not None:
+            return out, None
+        key, value = reader.gather()
     arrays = getattr(key, _ARRAYS, None)
     if arrays is None and softcap is None:
         return sdpa_attention_forward(

@@ -111,7 +111,7 @@ class ArrayLayer(CacheLayerMixin):
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
-        slots = [x.permute(2, 0, 1, 3) for x in _cast(keys, values)]
+        slots = [x.permute(2, 0, 1, 3) for x in cast_keys(keys, values)]
         length = len(self.arrays[0])
         if len(slots[0]) != len(slots[1]):
             raise WrongValue(f"key_states has {len(slots[0])} tokens, value_states has {len(slots[1])}")
@@ -183,7 +183,7 @@ class ArrayLayer(CacheLayerMixin):
     prefetch = offload
 
 
-def _cast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def cast_keys(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As autocast would cast them in attention, at every step again: rotated keys come in float32."""
     kind = keys.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
