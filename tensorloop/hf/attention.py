@@ -25,7 +25,8 @@ _SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once fo
 def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each."""
     count = len(arrays[0]) - start
-    found = tuple(x.new_full((), float("nan")).expand(*x.shape[:2], count, x.shape[3]) for x in like)
+    nothing = like[0].new_full((), float("nan"))
+    found = tuple(nothing.expand(*x.shape[:2], count, x.shape[3]) for x in like)
     setattr(found[0], _ARRAYS, (*arrays, start))
     return found
 

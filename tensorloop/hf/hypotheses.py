@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tensorloop._common.errors import Misuse
 from tensorloop.attention import attention
 from tensorloop.hf.attention import handed_by, stand_ins
 from tensorloop.hf.cache import TrainCache
@@ -54,9 +55,10 @@ class HypothesesLayer(ArrayLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes in keys and values (B * K, heads, 1, D); gives all that the token sees."""
+        rows, size, padded = self.beams
         for array, x in zip(self.arrays, cast_keys(key_states, value_states), strict=True):
-            own = x[:, :, 0].unflatten(0, self.beams[:2])
-            array.append(F.pad(own, (0, 1)) if self.beams.padded else own)
+            own = x.reshape(rows, size, x.shape[1], x.shape[3])
+            array.append(F.pad(own, (0, 1)) if padded else own)
         self.start = self.first_seen(1)
         if not self.kind.reads_arrays:
             return self.gather()
@@ -77,12 +79,13 @@ class HypothesesLayer(ArrayLayer):
         if self.start or dropout or softcap or bias is not None:
             return None
         width = query.shape[-1]
-        q = query[:, :, 0].unflatten(0, self.beams[:2])
+        q = query.reshape(*self.beams[:2], -1, width)
         scale = width**-0.5 if scaling is None else scaling
         if not self.beams.padded:
-            return attention(q, *self.arrays, scale=scale).flatten(0, 1)[:, None]
-        out = attention(F.pad(q, (0, 1), value=1.0), *self.arrays, scale=scale)
-        return out[..., :width].flatten(0, 1)[:, None]
+            out = attention(q, *self.arrays, scale=scale)
+        else:
+            out = attention(F.pad(q, (0, 1), value=1.0), *self.arrays, scale=scale)[..., :-1]
+        return out.flatten(0, 1)[:, None]
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B * K, heads, n, D) of what the token sees, copied for each hypothesis."""
@@ -90,7 +93,18 @@ class HypothesesLayer(ArrayLayer):
         return (keys[..., :-1], values[..., :-1]) if self.beams.padded else (keys, values)
 
 
-class SourceLayer:
+class HypothesesCache(TrainCache):
+    """The cache for one step. What goes wrong in it ends the search, so nothing is taken back."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes in keys and values of a token of each hypothesis in one layer; gives all that it sees."""
+        layer: Any = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
+
+
+class SourceLayer(CacheLayerMixin):
     """One layer's keys and values (B, heads, S, D) of an encoder's states, the same for all hypotheses of a row."""
 
     is_sliding = False
@@ -111,6 +125,21 @@ class SourceLayer:
     def get_seq_length(self) -> int:
         """S"""
         return self.own[0].shape[2]
+
+    def get_max_length(self) -> int:
+        """None."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All of it."""
+        return self.get_seq_length(), 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: it is full."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused."""
+        raise Misuse("the source of a search does not grow")
 
     def attend(
         self,
@@ -142,7 +171,7 @@ def show_cache(
 ) -> Cache | EncoderDecoderCache:
     """The cache for one step, from the arrays of each layer and, of an encoder-decoder, what it sees of the source."""
     layers = [HypothesesLayer(pair, kind, beams) for pair, kind in zip(arrays, kinds, strict=True)]
-    own = TrainCache.of_layers(layers)
+    own = HypothesesCache.of_layers(layers)
     if not source:
         return own
     cross: Any = [SourceLayer(*pair, beams.size, kind) for pair, kind in zip(source, kinds, strict=True)]
