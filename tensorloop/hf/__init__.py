@@ -8,13 +8,17 @@ from tensorloop.hf.attention import NAME as ATTENTION  # registers it with trans
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
+    from tensorloop.hf.rollout import Rollout as Rollout
+    from tensorloop.hf.rollout import rollout as rollout
     from tensorloop.hf.search import beam_search as beam_search
 
 __all__ = [
     "ATTENTION",
+    "Rollout",
     "TrainCache",
     "beam_search",
     "checkpoint_layers",
+    "rollout",
 ]
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
@@ -23,6 +27,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         {
             "hf.cache": ("TrainCache",),
             "hf.checkpointing": ("checkpoint_layers",),
+            "hf.rollout": ("Rollout", "rollout"),
             "hf.search": ("beam_search",),
         },
     )

@@ -35,6 +35,18 @@ class Source(NamedTuple):
     mask: Tensor | None
 
 
+def count_steps(given: Any, name: str, prompt: Prompt, limit: int | None) -> int | None:
+    """The most tokens to come: as many as asked for, or as there are positions for. The last one needs none."""
+    before = prompt.ids.shape[1]
+    if given is None:
+        return None if limit is None else limit - before + 1
+    if (steps := arguments.as_int(given, name)) < 1:
+        raise WrongValue(f"{name} must be at least 1, got {steps}")
+    if limit is not None and before + steps - 1 > limit:
+        raise WrongValue(f"{name}={steps} after {before} tokens needs more positions than model has, {limit}")
+    return steps
+
+
 class Decoder:
     """A model of transformers with a head for tokens."""
 
@@ -59,12 +71,22 @@ class Decoder:
         """How many tokens the model has positions for."""
         return getattr(self.text, "max_position_embeddings", None)
 
+    @property
+    def embedding(self) -> Any:
+        """What makes of tokens what the decoder is fed."""
+        if self.reads_source:
+            decoder = self.model.get_decoder()
+            return getattr(decoder, "embed_tokens", None) or decoder.get_input_embeddings()
+        return self.model.get_input_embeddings()
+
     def new_cache(self) -> TrainCache:
         """A cache that holds nothing."""
         cache = TrainCache(self.config)
         for i, layer in enumerate(cache.layers):
             if not isinstance(layer, ArrayLayer):
-                raise WrongValue(f"model has a layer {i} that is no attention, {type(layer).__name__}; it cannot branch")
+                raise WrongValue(
+                    f"model has a layer {i} that is no attention, {type(layer).__name__}; it cannot branch"
+                )
         return cache
 
     def read(self, ids: Any, mask: Any) -> tuple[Prompt, Source | None]:

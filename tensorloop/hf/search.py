@@ -14,7 +14,7 @@ from tensorloop._common.errors import WrongValue, named
 from tensorloop._common.keywords import hints, names_instead
 from tensorloop.hf.hypotheses import Beams, mark_padding, show_cache
 from tensorloop.hf.layers import ArrayLayer
-from tensorloop.hf.prompt import Decoder, Prompt, Source
+from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
 from tensorloop.loop import Checkpoints
 from tensorloop.schedule import Schedule
 
@@ -72,7 +72,7 @@ def beam_search(
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise WrongValue(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
     prompt, source = decoder.read(input_ids, attention_mask)
-    steps = _check_steps(max_steps, prompt, decoder.limit)
+    steps = count_steps(max_steps, "max_steps", prompt, decoder.limit)
     ends = decoder.read_ends(eos_token_id)
     steps_of = _Steps(decoder, prompt, source, logits_processor, not ends)
     length = beam.Power(length_penalty) if length_penalty else beam.Sum()
@@ -99,9 +99,7 @@ def beam_search(
 class _Steps:
     """The model as a step of a search, and what that begins with: all of the prompt but its last token was run."""
 
-    def __init__(
-        self, decoder: Decoder, prompt: Prompt, source: Source | None, processor: Any, endless: bool
-    ) -> None:
+    def __init__(self, decoder: Decoder, prompt: Prompt, source: Source | None, processor: Any, endless: bool) -> None:
         self.decoder, self.processor, self.endless = decoder, processor, endless
         self.before = prompt.ids.shape[1] - 1
         own, cross = decoder.begin(prompt, source, self.before)
@@ -114,7 +112,9 @@ class _Steps:
         if source is not None and cross is not None:
             self.width = source.states.shape[2:]
             self.context["source"] = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
-            self.context["seen"] = source.states.new_ones(source.states.shape[:2]) if source.mask is None else source.mask
+            self.context["seen"] = (
+                source.states.new_ones(source.states.shape[:2]) if source.mask is None else source.mask
+            )
         if processor:
             self.context["prompt"] = prompt.ids
         layers = [layer for layer in own.layers if isinstance(layer, ArrayLayer)]
@@ -161,18 +161,6 @@ def _check_sizes(beam_size: Any, n_best: Any) -> tuple[int, int]:
     if not 1 <= kept <= size:
         raise WrongValue(f"n_best must be from 1 to beam_size, which is {size}; got {kept}")
     return size, kept
-
-
-def _check_steps(max_steps: Any, prompt: Prompt, limit: int | None) -> int | None:
-    """The most tokens to come: the last of them needs no position."""
-    given = prompt.ids.shape[1]
-    if max_steps is None:
-        return None if limit is None else limit - given + 1
-    if (steps := arguments.as_int(max_steps, "max_steps")) < 1:
-        raise WrongValue(f"max_steps must be at least 1, got {steps}")
-    if limit is not None and given + steps - 1 > limit:
-        raise WrongValue(f"max_steps={steps} after {given} tokens needs more positions than model has, {limit}")
-    return steps
 
 
 def _first(hyps: beam.Hypotheses, n: int) -> beam.Hypotheses:
