@@ -66,8 +66,8 @@ def beam_search(
     `stop`: "exact" ends a row when nothing can come that belongs to its n best; "first_n" when n have ended; "hf" when
     the best running sum, scored at its length of now, is no better than the n-th; "never" at `max_steps`.
     `eos`: which hypotheses may end in a step: "always" all of them; "top_k" and "top_2k" those whose end is among the
-    K or 2K best continuations. `max_steps` counts the eos; `capped` says where that comes which has not ended then:
-    "last", after all that has, or "ranked", by its score, as if it had.
+    K or 2K best continuations. `max_steps` counts the eos; `capped` says where hypotheses come that have not ended
+    then: "last", after all that have, or "ranked", by their scores, as if they had.
     `gold` (B rows, without bos and eos) are hypotheses that are followed beside the others, in a place K of their own
     (step_fn then gets K + 1), and returned among the n best. `compact` drops rows that have stopped, by default where
     there is a context: a step_fn that closes over tensors with B rows cannot shrink. `check` refuses log_probs that do

@@ -78,6 +78,7 @@ class TrainCache(DynamicCache):
 
     @classmethod
     def of_layers(cls, layers: list[Any]) -> Self:
+        """One that has these layers."""
         made = cls.__new__(cls)
         Cache.__init__(made, layers=layers)
         return made

@@ -62,8 +62,7 @@ class Decoder:
             raise WrongValue(f"model is a {type(base).__name__}, which has no cache of keys or no head for tokens")
         if model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
             raise WrongValue(
-                "model checkpoints its layers, and drops its cache for that; call "
-                "model.gradient_checkpointing_disable() and give checkpoints="
+                "model checkpoints its layers, and drops its cache for that; disable it and give checkpoints="
             )
 
     @property

@@ -140,9 +140,8 @@ class _Draw(NamedTuple):
             scores = scores.masked_fill(scores.detach() < least, -torch.inf)
         if self.top_p is not None and self.top_p < 1:
             values, places = scores.detach().softmax(1).sort(dim=1, descending=True, stable=True)
-            out = torch.zeros_like(values, dtype=torch.bool).scatter_(
-                1, places, values.cumsum(1) - values >= self.top_p
-            )
+            outside = values.cumsum(1) - values >= self.top_p
+            out = torch.zeros_like(outside).scatter_(1, places, outside)
             scores = scores.masked_fill(out, -torch.inf)
         return scores.log_softmax(1)
 

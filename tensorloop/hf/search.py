@@ -52,9 +52,8 @@ def beam_search(
     are the source, which is encoded once; hypotheses begin with its decoder_start_token_id.
     `max_steps` is generate's max_new_tokens: the end counts, and what has not ended then ranks with what has. Without
     it a search goes on as long as the model has positions. `eos_token_id`, `length_penalty`, `early_stopping` (True,
-    False or "never") and `logits_processor` (a list of them, on log-probabilities) are generate's; of these, the model's
-    own settings are asked for eos_token_id alone. `hyps.final` is its sequences_scores; tokens have no prompt and no
-    end.
+    False or "never") and `logits_processor` (a list of them, on log-probabilities) are generate's; the model's own
+    settings are asked for eos_token_id alone. `hyps.final` is its sequences_scores; tokens have no prompt and no end.
     Gradient: of `scores`, `final` and `token_scores`, as teacher forcing of the same tokens has it, to the model.
     Cost: prompts are run once, for B rows, and never copied; a step runs B * beam_size rows. With
     `attn_implementation="tensorloop"` it keeps of attention the queries and its own keys, O(T) in all; other
@@ -112,9 +111,8 @@ class _Steps:
         if source is not None and cross is not None:
             self.width = source.states.shape[2:]
             self.context["source"] = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
-            self.context["seen"] = (
-                source.states.new_ones(source.states.shape[:2]) if source.mask is None else source.mask
-            )
+            everything = source.states.new_ones(source.states.shape[:2], dtype=torch.bool)
+            self.context["seen"] = everything if source.mask is None else source.mask
         if processor:
             self.context["prompt"] = prompt.ids
         layers = [layer for layer in own.layers if isinstance(layer, ArrayLayer)]
