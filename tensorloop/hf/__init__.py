@@ -1,9 +1,9 @@
-"""Hugging Face models in loops: a cache to train through."""
+"""Hugging Face models in loops: a cache to train through, checkpointed layers, searches and rollouts."""
 
 from typing import TYPE_CHECKING
 
 from tensorloop._common.faces import face
-from tensorloop.hf.attention import NAME as ATTENTION  # registers it with transformers
+from tensorloop.hf.attention import ATTENTION as ATTENTION  # registers it with transformers
 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
@@ -12,22 +12,13 @@ if TYPE_CHECKING:
     from tensorloop.hf.rollout import rollout as rollout
     from tensorloop.hf.search import beam_search as beam_search
 
-__all__ = [
-    "ATTENTION",
-    "Rollout",
-    "TrainCache",
-    "beam_search",
-    "checkpoint_layers",
-    "rollout",
-]
+_HOMES = {
+    "hf.attention": ("ATTENTION",),
+    "hf.cache": ("TrainCache",),
+    "hf.checkpointing": ("checkpoint_layers",),
+    "hf.rollout": ("Rollout", "rollout"),
+    "hf.search": ("beam_search",),
+}
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
-        __name__,
-        {
-            "hf.cache": ("TrainCache",),
-            "hf.checkpointing": ("checkpoint_layers",),
-            "hf.rollout": ("Rollout", "rollout"),
-            "hf.search": ("beam_search",),
-        },
-    )
+    __getattr__, __dir__, __all__ = face(__name__, _HOMES)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop._common.keywords import hints, names_instead
+from tensorloop._common.keywords import hints
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.hypotheses import SourceLayer
 from tensorloop.hf.layers import Kind
@@ -47,8 +47,7 @@ class Rollout:
         return self.tokens.lens
 
 
-@named("rollout")
-@names_instead(**_KEYWORDS)
+@named("rollout", _KEYWORDS)
 def rollout(
     model: Any,
     input_ids: Tensor,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from tensorloop import beam
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
-from tensorloop._common.keywords import hints, names_instead
+from tensorloop._common.keywords import hints
 from tensorloop.hf.hypotheses import Beams, mark_padding, show_cache
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
@@ -29,8 +29,7 @@ _KEYWORDS = hints(
 )
 
 
-@named("beam_search")
-@names_instead(**_KEYWORDS)
+@named("beam_search", _KEYWORDS)
 def beam_search(
     model: Any,
     input_ids: Tensor,

@@ -4,12 +4,13 @@ Each function here checks its arguments, says how its body is called (a `Body`),
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Never, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
-from tensorloop._common import advice, arguments
+from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
 from tensorloop.loop.associative import associative_scan
@@ -17,6 +18,7 @@ from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
+from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.loop import Loop
@@ -100,7 +102,9 @@ def scan(
     compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
+@stands_in_graphs(in_graph.scan)
 @called_eagerly
+@in_graph.exports(in_graph.scan)
 @named("scan")
 def scan(
     body_fn: Callable[..., tuple[Any, Any]],
@@ -115,7 +119,6 @@ def scan(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> tuple[Any, Any]:
     """A fold over slices that also stacks an output of each step: (carry, ys).
 
@@ -147,8 +150,6 @@ def scan(
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 0, 2, 9]))
     """
-    if unknown:
-        advice.refuse_unknown(scan, unknown)
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
@@ -284,7 +285,6 @@ def while_loop(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> Any:
     """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
 
@@ -313,8 +313,6 @@ def while_loop(
         >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor([1, 60]), return_steps=True)
         (tensor([128, 120]), tensor([7, 1]))
     """
-    if unknown:
-        advice.refuse_unknown(while_loop, unknown)
     check_callable(cond_fn=cond_fn, body_fn=body_fn)
     if max_steps is not None and (max_steps := arguments.as_int(max_steps, "max_steps")) < 0:
         raise WrongValue(f"max_steps must be at least 0, got {max_steps}")
@@ -331,7 +329,9 @@ def while_loop(
     return (carry, ended.steps()) if return_steps else carry
 
 
+@stands_in_graphs(in_graph.fori_loop)
 @called_eagerly
+@in_graph.exports(in_graph.fori_loop)
 @named("fori_loop")
 def fori_loop(
     lower: int | Tensor,
@@ -342,7 +342,6 @@ def fori_loop(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> C:
     """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
 
@@ -353,8 +352,6 @@ def fori_loop(
         >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
         tensor(10)
     """
-    if unknown:
-        advice.refuse_unknown(fori_loop, unknown)
     check_callable(body_fn=body_fn)
     first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
 
@@ -367,7 +364,9 @@ def fori_loop(
     return run_loop(loop, checkpoints, progress, compile)[1]
 
 
+@stands_in_graphs(in_graph.map)
 @called_eagerly
+@in_graph.exports(in_graph.map)
 @named("map")
 def map(
     fn: Callable[[X], Y],
@@ -378,7 +377,6 @@ def map(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> Y:
     """fn of each slice of xs along `dim`, stacked: ys.
 
@@ -391,8 +389,6 @@ def map(
         >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
-    if unknown:
-        advice.refuse_unknown(map, unknown)
     check_callable(fn=fn)
     dim = arguments.as_int(dim, "dim")
     if batch_size is not None:

@@ -1,22 +1,9 @@
-"""Attention of the last tokens to all tokens of an array, in torch operations; and what it sees, for the kernels too."""
-
-from typing import NamedTuple
+"""Attention of the last tokens to all tokens of an array, in torch operations."""
 
 import torch
 from torch import Tensor
 
-
-class Sight(NamedTuple):
-    """What the last t of n tokens see, and what is done to their scores."""
-
-    scale: float
-    causal: bool = True  # a query sees no later token
-    first: Tensor | None = None  # (B,) int64: tokens before it are not seen
-    seen: Tensor | None = None  # (B, t, n) bool: of the others, those that are
-    softcap: float = 0.0  # c tanh(score / c), where above 0
-    bias: Tensor | None = None  # (1 or B, heads, t, n), added then
-    dropout: float = 0.0  # of the weights
-    seed: int = 0
+from tensorloop.kernels.past import Sight, bent, kept, visible, whole
 
 
 def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -32,51 +19,21 @@ def past_attend_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, of_k: Tensor, of_v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v` (n, B, heads_kv, D)."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        bias = None if sight.bias is None else sight.bias.detach().requires_grad_()
-        again, _ = whole(*inputs, sight._replace(bias=bias))
-        wanted = inputs if bias is None else [*inputs, bias]
-        dq, dk, dv, *rest = torch.autograd.grad(again, wanted, grad.to(again.dtype))
-    of_k.add_(dk)
-    of_v.add_(dv)
-    return dq, rest[0] if rest else None
-
-
-def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    """The same as differentiable operations, with all weights at once."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    (rows, new, heads, _), length = q.shape, len(k)
-    queries = q.unflatten(2, (k.shape[2], -1)).to(wide)
-    scores = torch.einsum("bthgd,sbhd->bhgts", queries, k.to(wide)).flatten(1, 2) * sight.scale
-    if sight.softcap:
-        scores = sight.softcap * torch.tanh(scores / sight.softcap)
-    if sight.bias is not None:
-        scores = scores + sight.bias.to(wide)
-    seen = visible(rows, new, length, sight, q.device)[:, None]
-    scores = scores.masked_fill(~seen, float("-inf"))
-    some = seen.any(-1)
-    lse = scores.masked_fill(~some[..., None], 0).logsumexp(-1)
-    weights = torch.where(seen, (scores - lse[..., None]).exp(), 0)
+    (rows, new, heads, _), (length, _, heads_kv, _) = q.shape, k.shape
+    queries, coming, keys, values = (x.to(wide) for x in (*(x.unflatten(2, (heads_kv, -1)) for x in (q, grad)), k, v))
+    slopes = torch.einsum("bthgd,sbhd->bhgts", coming, values).flatten(1, 2)
+    delta = (grad.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)[..., None]
+    scores, bend = bent(torch.einsum("bthgd,sbhd->bhgts", queries, keys).flatten(1, 2), sight)
+    log = lse.to(wide).transpose(1, 2)[..., None]
+    weights = torch.where(visible(rows, new, length, sight, q.device)[:, None], (scores - log).clamp(max=0).exp(), 0)
     if sight.dropout:
-        weights = weights * kept(rows, heads, new, length, sight).to(q.device, wide)
-    out = torch.einsum("bhgts,sbhd->bthgd", weights.unflatten(1, (k.shape[2], -1)), v.to(wide))
-    return out.flatten(2, 3).to(q.dtype), torch.where(some, lse, 0).transpose(1, 2)
-
-
-def visible(rows: int, new: int, length: int, sight: Sight, device: torch.device) -> Tensor:
-    """(B, t, n) bool: what each query sees."""
-    place = torch.arange(length, device=device)
-    last = place[length - new :, None] if sight.causal else place[-1:]
-    seen = (place <= last).expand(rows, new, length)
-    if sight.first is not None:
-        seen = seen & (place >= sight.first[:, None, None])
-    return seen if sight.seen is None else seen & sight.seen
-
-
-def kept(rows: int, heads: int, new: int, length: int, sight: Sight) -> Tensor:
-    """(B, heads, t, n): 0 where a weight is dropped, else 1 / (1 - dropout). A hash of its place and the seed says so."""
-    x = torch.arange(rows * heads * new * length).view(rows, heads, new, length) + sight.seed
-    for shift, factor in ((33, -49064778989728563), (33, -4265267296055464877), (33, 1)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((x >> 40) & 0xFFFFFF).double().ge(sight.dropout * (1 << 24)) / (1 - sight.dropout)
+        factors = kept(rows, heads, new, length, sight).to(q.device, wide)
+        slopes, weights = weights * (slopes * factors - delta), weights * factors
+    else:
+        slopes = weights * (slopes - delta)
+    of_bias = None if sight.bias is None else slopes.sum_to_size(sight.bias.shape).to(sight.bias.dtype)
+    slopes = (slopes * bend * sight.scale).unflatten(1, (heads_kv, -1))
+    of_k.add_(torch.einsum("bhgts,bthgd->sbhd", slopes, queries))
+    of_v.add_(torch.einsum("bhgts,bthgd->sbhd", weights.unflatten(1, (heads_kv, -1)), coming))
+    return torch.einsum("bhgts,sbhd->bthgd", slopes, keys).flatten(2, 3).to(q.dtype), of_bias
