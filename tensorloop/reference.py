@@ -313,9 +313,9 @@ def beam_search(
         pool = sorted(pool, key=lambda found: -found.final)[:n_best]
         running = [offer for offer in best if offer[1][-1] not in eos][:beam_size]
     late = [Hypothesis(final(s, t), s, tokens, False) for s, tokens in running if t == max_steps]
-    by_final = {"key": lambda found: -found.final}
-    found = pool + sorted(late, **by_final)
-    return (sorted(found, **by_final) if capped == "ranked" else found)[:n_best], t
+    late = sorted(late, key=lambda found: -found.final)
+    both = sorted(pool + late, key=lambda found: -found.final) if capped == "ranked" else pool + late
+    return both[:n_best], t
 
 
 def every_hypothesis(

@@ -113,12 +113,12 @@ class SourceLayer(CacheLayerMixin):
         self.own, self.size, self.kind = (keys, values), size, kind
 
     @property
-    def keys(self) -> Tensor:
+    def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """For all hypotheses: without a copy where attention is ours."""
         return handed_by(self, self.own[0].view_as(self.own[0])) if self.kind.reads_arrays else self.gather()[0]
 
     @property
-    def values(self) -> Tensor:
+    def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As keys."""
         return self.own[1] if self.kind.reads_arrays else self.gather()[1]
 

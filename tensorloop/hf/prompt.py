@@ -53,12 +53,13 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
             raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
-        self.model, self.config = model, model.config
+        self.model: Any = model
+        self.config = self.model.config
         self.text = self.config.get_text_config(decoder=True)
         self.reads_source = bool(self.config.is_encoder_decoder)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = self.model.get_base_model() if hasattr(model, "get_base_model") else model
         self.takes = inspect.signature(base.forward).parameters
-        if "past_key_values" not in self.takes or model.get_output_embeddings() is None:
+        if "past_key_values" not in self.takes or self.model.get_output_embeddings() is None:
             raise WrongValue(f"model is a {type(base).__name__}, which has no cache of keys or no head for tokens")
         if model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
             raise WrongValue(

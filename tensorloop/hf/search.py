@@ -41,7 +41,7 @@ def beam_search(
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None,
+    logits_processor: Callable[[Any, Any], Tensor] | None = None,
     checkpoints: int | Schedule | Checkpoints | None = None,
     progress: bool = False,
 ) -> beam.Hypotheses:

@@ -6,43 +6,26 @@ import torch
 import transformers
 from torch import Tensor
 
-VOCABULARY = 31
-ENDS = [2, 5, 11, 17, 23, *range(6, 11), *range(18, 23)]
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GEMMA = {"num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4, "query_pre_attn_scalar": 4}
-SOURCE = {"vocab_size": VOCABULARY, "d_model": 16, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 1}
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2),
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=64,
-                                            bos_token_id=1, eos_token_id=2),
-    "gemma": lambda: transformers.Gemma3TextConfig(**SMALL, **GEMMA),
-    "t5": lambda: transformers.T5Config(**SOURCE, d_kv=4, d_ff=24, num_layers=2, num_heads=4),
-    "bart": lambda: transformers.BartConfig(**SOURCE, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
-                                            decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24,
-                                            max_position_embeddings=64, forced_eos_token_id=None),
-}  # fmt: skip
+from tests.support.hf_models import CONFIGS, PAIRS, VOCABULARY
+
+KINDS = ["gpt2", "grouped", "gemma3", "t5", "bart"]
+ENDS = [2, 5, 11, 17, 23, *range(6, 11), *range(18, 23), *range(32, 41)]
+_STARTS: dict[str, Any] = {"decoder_start_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def build(kind: str, implementation: str = "tensorloop", **more: Any) -> Any:
+def build(kind: str, attention: str = "tensorloop", **more: Any) -> Any:
+    """A model in evaluation mode, with the same weights at every call: some continuations are far likelier."""
     torch.manual_seed(1)
-    config = CONFIGS[kind]()
+    config = (CONFIGS | PAIRS)[kind]()
+    if config.is_encoder_decoder:
+        config.update(_STARTS | ({"forced_eos_token_id": None} if kind == "bart" else {}))
     config.update(more)
     maker = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = maker.from_config(config).double().eval()
     for weight in model.parameters():
-        if weight.dim() == 2:  # models that have preferences, and do not forget what they saw
+        if weight.dim() == 2:
             torch.nn.init.normal_(weight, std=0.3)
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation(attention)
     return model
 
 
