@@ -295,11 +295,12 @@ def beam_search(
     final: Callable[[Any, int], Any] = lambda score, length: score,
     may_end: int | None = None,
     stop: Callable[[list[Hypothesis], list[Any], int], bool] = lambda pool, running, t: False,
+    capped: str = "last",
 ) -> tuple[list[Hypothesis], int]:
     """(n_best hypotheses, steps) of one row; log_probs(tokens so far) -> V numbers; a tie keeps its order.
 
     Each eos counts where it is among the `may_end` best offers of its step, by default anywhere. `running` are pairs of
-    score and tokens after t steps.
+    score and tokens after t steps; those of the last one come behind the pool, or are "ranked" with it.
     """
     eos = eos_id if isinstance(eos_id, tuple) else (eos_id,)
     running: list[Any] = [(0.0, ())]
@@ -312,7 +313,9 @@ def beam_search(
         pool = sorted(pool, key=lambda found: -found.final)[:n_best]
         running = [offer for offer in best if offer[1][-1] not in eos][:beam_size]
     late = [Hypothesis(final(s, t), s, tokens, False) for s, tokens in running if t == max_steps]
-    return (pool + sorted(late, key=lambda found: -found.final))[:n_best], t
+    late = sorted(late, key=lambda found: -found.final)
+    both = sorted(pool + late, key=lambda found: -found.final) if capped == "ranked" else pool + late
+    return both[:n_best], t
 
 
 def every_hypothesis(

@@ -42,6 +42,7 @@ def beam_search(
     choose: Any = None,
     stop: str = "exact",
     eos: str = "always",
+    capped: str = "last",
     gold: PackedTensor | None = None,
     checkpoints: int | Schedule | Checkpoints | None = None,
     compact: bool | None = None,
@@ -63,7 +64,8 @@ def beam_search(
     `stop`: "exact" ends a row when nothing can come that belongs to its n best; "first_n" when n have ended; "hf" when
     the best running sum, scored at its length of now, is no better than the n-th; "never" at `max_steps`.
     `eos`: which hypotheses may end in a step: "always" all of them; "top_k" and "top_2k" those whose end is among the
-    K or 2K best continuations. `max_steps` counts the eos; what has not ended then comes after what has.
+    K or 2K best continuations. `max_steps` counts the eos; `capped` says where hypotheses come that have not ended
+    then: "last", after all that have, or "ranked", by their scores, as if they had.
     `gold` (B rows, without bos and eos) are hypotheses that are followed beside the others, in a place K of their own
     (step_fn then gets K + 1), and returned among the n best. `compact` drops rows that have stopped, by default where
     there is a context: a step_fn that closes over tensors with B rows cannot shrink. `check` refuses log_probs that do
@@ -91,7 +93,7 @@ def beam_search(
     max_steps = None if max_steps is None else check_int(max_steps, "max_steps", 1)
     n_best = beam_size if n_best is None else check_int(n_best, "n_best", 1)
     length, choose = Sum() if length is None else length, TopK() if choose is None else choose
-    rules = Rules(beam_size, n_best, tuple(sorted(set(eos_ids))), max_steps, length, choose, stop, eos, check)
+    rules = Rules(beam_size, n_best, tuple(sorted(set(eos_ids))), max_steps, length, choose, stop, eos, check, capped)
     if not callable(step_fn):
         raise WrongType(f"step_fn must be callable, got {arguments.describe(step_fn)}")
     size = beam_size + (gold is not None)

@@ -17,6 +17,7 @@ from tensorloop.packed.tensor import PackedTensor
 _NAME = "beam_search"
 _STOPS = ("exact", "first_n", "hf", "never")
 _EOS = ("always", "top_k", "top_2k")
+_CAPPED = ("last", "ranked")
 # What other libraries call it.
 KEYWORDS = hints(
     ("num_beams beams beam_width width k", "beam_size= is the number of hypotheses that run"),
@@ -71,7 +72,8 @@ def read_bos(bos_id: Any, rows: int, device: torch.device) -> Tensor:
 def check_rules(rules: Rules, rows: int, device: torch.device) -> None:
     """Refuses arguments that are none, or do not go together."""
     check_model(rules.length)
-    for what, value, known in (("stop", rules.stop, _STOPS), ("eos", rules.eos, _EOS)):
+    named = (("stop", rules.stop, _STOPS), ("eos", rules.eos, _EOS), ("capped", rules.capped, _CAPPED))
+    for what, value, known in named:
         if value not in known:
             raise WrongValue(f"{what} must be one of {', '.join(map(repr, known))}, got {value!r}")
     if not all(hasattr(rules.choose, name) for name in ("start", "choose", "by_key", "repeats")) or isinstance(

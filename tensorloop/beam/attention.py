@@ -98,7 +98,7 @@ def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unrecorded():
         if not torch.is_grad_enabled():
-            return _Attend.apply(seen, q, *prefix)[0]
+            return _compute(q, prefix, seen.values(), seen)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]
         out, *after = _Attend.apply(seen, q, *prefix, *tokens)
         for buffer, token in zip(buffers, after, strict=True):

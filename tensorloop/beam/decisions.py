@@ -35,6 +35,7 @@ class Rules(NamedTuple):
     stop: str
     eos: str
     check: bool
+    capped: str = "last"
 
 
 class Decisions:
@@ -118,7 +119,9 @@ class Decisions:
             self._lose(choice.lost)
         self.sums_after.append(self.sums if self.gold is None else self.gold.join(self.sums, t))
         self.steps = t + 1
-        if verdict.ended or rules.stop == "hf":
+        # Where what has not ended ranks with the rest, no rule ends the last step: what runs is offered after it.
+        offered = rules.capped == "ranked" and t + 1 == rules.max_steps
+        if (verdict.ended or rules.stop == "hf") and not offered:
             self._stop(t)
 
     def _doubt(self, t: int, log_probs: Tensor, dtype: torch.dtype) -> None:

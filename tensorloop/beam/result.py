@@ -104,10 +104,11 @@ class _Entries(NamedTuple):
     group: Tensor  # 2: ended; 1: not; 0: none
     gold: Tensor  # bool
 
-    def sort(self, count: int) -> "_Entries":
-        """The best `count`: ended before others, then by key, then in order."""
+    def sort(self, count: int, capped: str) -> "_Entries":
+        """The best `count`: ended before others unless `capped` is "ranked", then by key, then in order."""
         order = descending(self.keys)[1]
-        groups = descending(self.group.gather(1, order))[1]
+        group = self.group if capped == "last" else self.group.clamp(max=1)
+        groups = descending(group.gather(1, order))[1]
         order = order.gather(1, groups)[:, :count]
         return _Entries(*(x.gather(1, order) for x in self))
 
@@ -176,7 +177,7 @@ def _collect(decisions: Decisions) -> _Entries:
     if decisions.gold is not None and decisions.steps:
         entries = _put_gold(entries, decisions, decisions.gold)
     if not bool(decisions.searching.any()):
-        return _blank(entries.sort(n), decisions)
+        return _blank(entries.sort(n, decisions.rules.capped), decisions)
     places = torch.arange(k, device=decisions.device).expand(decisions.rows, -1)
     lens = torch.full_like(places, decisions.steps)
     keys = decisions.keys if decisions.rules.choose.by_key else decisions.rules.length.final(decisions.sums, lens)
@@ -185,7 +186,7 @@ def _collect(decisions: Decisions) -> _Entries:
     keys = keys.masked_fill(~running, -torch.inf)
     late = _Entries(keys, decisions.sums, lens, places, none.long(), running.long(), none)
     both = _Entries(*(torch.cat(pair, 1) for pair in zip(entries, late, strict=True)))
-    return _blank(both.sort(n), decisions)
+    return _blank(both.sort(n, decisions.rules.capped), decisions)
 
 
 def _blank(entries: _Entries, decisions: Decisions) -> _Entries:

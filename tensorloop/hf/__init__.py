@@ -1,4 +1,4 @@
-"""Hugging Face models in loops: a cache to train through, and layers that are checkpointed with it at hand."""
+"""Hugging Face models in loops: a cache to train through, checkpointed layers, searches and rollouts."""
 
 from typing import TYPE_CHECKING
 
@@ -8,11 +8,16 @@ from tensorloop.hf.attention import ATTENTION as ATTENTION  # registers it with 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
+    from tensorloop.hf.rollout import Rollout as Rollout
+    from tensorloop.hf.rollout import rollout as rollout
+    from tensorloop.hf.search import beam_search as beam_search
 
 _HOMES = {
     "hf.attention": ("ATTENTION",),
     "hf.cache": ("TrainCache",),
     "hf.checkpointing": ("checkpoint_layers",),
+    "hf.rollout": ("Rollout", "rollout"),
+    "hf.search": ("beam_search",),
 }
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours

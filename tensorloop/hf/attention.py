@@ -18,15 +18,23 @@ from tensorloop.tensor_array import TensorArray
 
 ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
+_READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
 _SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once for all layers
 
 
 def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each."""
     count = len(arrays[0]) - start
-    found = tuple(x.new_full((), float("nan")).expand(*x.shape[:2], count, x.shape[3]) for x in like)
+    nothing = like[0].new_full((), float("nan"))
+    found = tuple(nothing.expand(*x.shape[:2], count, x.shape[3]) for x in like)
     setattr(found[0], _ARRAYS, (*arrays, start))
     return found
+
+
+def handed_by(reader: Any, key: Tensor) -> Tensor:
+    """`key`, which the attention function then leaves to `reader`: see `hypotheses`."""
+    setattr(key, _READER, reader)
+    return key
 
 
 def attend(
@@ -43,6 +51,13 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
+    reader = getattr(key, _READER, None)
+    if reader is not None:
+        given = dropout, scaling, softcap, position_bias
+        out = reader.attend(module, query, attention_mask, *given)
+        if out is not None:
+            return out, None
+        key, value = reader.gather()
     arrays = getattr(key, _ARRAYS, None)
     if arrays is None and softcap is None:
         return sdpa_attention_forward(

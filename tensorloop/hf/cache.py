@@ -74,10 +74,11 @@ class TrainCache(DynamicCache):
             return EncoderDecoderCache(cls.of(cache.self_attention_cache), cache.cross_attention_cache)
         if not isinstance(cache, Cache):
             raise WrongType(f"cache must be a transformers Cache, got {arguments.describe(cache)}")
-        return cls._made([_layer_of(layer) for layer in cache.layers])
+        return cls.of_layers([_layer_of(layer) for layer in cache.layers])
 
     @classmethod
-    def _made(cls, layers: list[Any]) -> Self:
+    def of_layers(cls, layers: list[Any]) -> Self:
+        """One that has these layers."""
         made = cls.__new__(cls)
         Cache.__init__(made, layers=layers)
         return made
@@ -103,10 +104,10 @@ class TrainCache(DynamicCache):
             raise
 
     def __copy__(self) -> "TrainCache":
-        return self._made([_copied(layer) for layer in self.layers])
+        return self.of_layers([_copied(layer) for layer in self.layers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainCache":
-        return self._made([copy.deepcopy(layer, memo) for layer in self.layers])
+        return self.of_layers([copy.deepcopy(layer, memo) for layer in self.layers])
 
 
 def _layer_of(layer: Any) -> Any:
@@ -150,7 +151,7 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
 def _unflatten(leaves: Iterable[Any], context: Any) -> TrainCache:
     left = iter(leaves)
     layers = [ArrayLayer((next(left), next(left)), x) if isinstance(x, Kind) else x for x in context]
-    return TrainCache._made(layers)
+    return TrainCache.of_layers(layers)
 
 
 register(TrainCache, _flatten, _unflatten)

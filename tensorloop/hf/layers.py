@@ -111,7 +111,7 @@ class ArrayLayer(CacheLayerMixin):
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
-        keys, values = _cast(keys, values)
+        keys, values = cast_keys(keys, values)
         if keys.dim() == values.dim() == 4 and keys.shape[2] != values.shape[2]:
             raise WrongValue(f"key_states has {keys.shape[2]} tokens, value_states has {values.shape[2]}")
         for x, array, name in ((keys, self.arrays[0], "key_states"), (values, self.arrays[1], "value_states")):
@@ -194,7 +194,7 @@ def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
         raise WrongValue(f"{name} must be on {array.device}, as before, got {x.device}")
 
 
-def _cast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def cast_keys(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As autocast would cast them in attention, at every step again: rotated keys come in float32."""
     kind = keys.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):

@@ -45,6 +45,7 @@ def test_searches_of_all_kinds(seed: int):
     }
     keeping = {"compact": pick.random() < 0.5, "checkpoints": pick.choice([None, 2])}
     given = pick.sample(ends, len(ends))
+    options["capped"] = pick.choice(["last", "ranked"])
     table.logits.requires_grad_()
     hyps = table.search(size, bos_id=bos, eos_id=given, max_steps=steps, length=model, **options, **keeping)
     for b, ours in enumerate(cases.rows_of(hyps)):

@@ -26,7 +26,7 @@ from docs.house import (
 
 # A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
 ROOMS = {
-    "hf": {"beam", "loop", "attention", "packed", "tensor_array"},
+    "hf": {"beam", "loop", "attention", "packed", "tensor_array", "schedule"},
     "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
     "risk": {"packed", "kernels"},
     "loop": {"packed", "tensor_array", "schedule"},

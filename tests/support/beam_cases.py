@@ -69,6 +69,7 @@ def plain_search(
     stop: str = "exact",
     eos: str = "always",
     eos_id: int | tuple[int, ...] = EOS,
+    capped: str = "last",
 ) -> tuple[list[Found], int]:
     """The n best of one row and the steps taken, by the definition of the search; the models rank and bound as ours."""
     model = model or beam.Sum()
@@ -81,6 +82,7 @@ def plain_search(
         final=functools.partial(final, model),
         may_end={"always": None, "top_k": size, "top_2k": 2 * size}[eos],
         stop=lambda pool, running, t: _stops(model, pool, running, t, longest, stop),
+        capped=capped,
     )
 
 

@@ -1,0 +1,223 @@
+"""Continuations that a model of transformers makes of its own, with their gradient: `rollout`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.keywords import hints
+from tensorloop.hf.cache import TrainCache
+from tensorloop.hf.hypotheses import SourceLayer
+from tensorloop.hf.layers import Kind
+from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
+from tensorloop.loop import Checkpoints, while_loop
+from tensorloop.packed import PackedTensor, pack_padded
+from tensorloop.schedule import Schedule
+from tensorloop.tensor_array import TensorArray
+
+_FEEDS = ("tokens", "straight_through", "soft")
+_KEYWORDS = hints(
+    ("max_steps max_length max_len", "max_new_tokens= bounds the tokens, the end counted"),
+    ("eos_id end_token_id", "eos_token_id= is what ends a row, one or several"),
+    ("num_return_sequences n num_generations", "repeat the prompts: input_ids.repeat_interleave(n, 0)"),
+    ("num_beams beam_size", "beam_search() searches"),
+    ("pad_token_id", "tokens are packed: rollout.tokens.pad(pad_token_id)"),
+    ("sample greedy", "do_sample= says whether tokens are drawn"),
+    ("soft straight_through", "feed= is 'tokens', 'straight_through' or 'soft'"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """A continuation of each of B prompts. Packed rows may be of different lengths; `.pad(value)` gives (B, T)."""
+
+    tokens: PackedTensor  # (B, T*) int64, the end with them
+    log_probs: PackedTensor  # (B, T*): of each token, under the distribution that it was drawn from
+    ended: Tensor  # (B,) bool: whether an end came
+
+    @property
+    def lens(self) -> Tensor:
+        """(B,) int64: tokens, the end counted."""
+        return self.tokens.lens
+
+
+@named("rollout", _KEYWORDS)
+def rollout(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    feed: str = "tokens",
+    generator: torch.Generator | None = None,
+    checkpoints: int | Schedule | Checkpoints | None = None,
+    progress: bool = False,
+) -> Rollout:
+    """Decodes token by token, greedily or by drawing, and keeps the graph of what it did.
+
+    Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
+    are the source. A row ends with one of `eos_token_id`, by default the model's own, and leaves the batch.
+    `max_new_tokens` counts the end; without it rows go on until they end, or the model has no more positions.
+    `do_sample` draws from the distribution that `temperature`, `top_k` and `top_p` make, one after the other.
+    `feed` is what the next step sees: "tokens"; "straight_through", the token's embedding with the gradient of the
+    expected one; "soft", the expected embedding itself.
+    Gradient: of log_probs to the model, through the cache. With "tokens" it is what teacher forcing of the tokens has
+    (multiplied by rewards, the score-function gradient); the others pass it through what was fed too.
+    Cost: one step a token, of the rows that run. What is kept is O(T) with `attn_implementation="tensorloop"` or
+    "sdpa" (see TrainCache); `checkpoints=K` keeps at most K steps and runs the others again in backward, with the same
+    random numbers.
+    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than
+    positions, no end to come).
+    Sources: Williams 1992; Bengio et al. 2013 (1308.3432) for straight-through.
+
+    Example:
+        >>> drawn = hf.rollout(model, ids, mask, max_new_tokens=64, do_sample=True)
+        >>> loss = -(drawn.log_probs.sum(1) * rewards(drawn.tokens)).mean()
+    """
+    decoder = Decoder(model)
+    draw = _Draw(bool(do_sample), temperature, top_k, top_p, generator)
+    draw.check()
+    if feed not in _FEEDS:
+        raise WrongValue(f"feed must be one of {', '.join(map(repr, _FEEDS))}, got {feed!r}")
+    prompt, source = decoder.read(input_ids, attention_mask)
+    ends = decoder.read_ends(eos_token_id)
+    if max_new_tokens is None and not ends:
+        raise WrongValue("nothing says when to stop: give max_new_tokens= or eos_token_id=")
+    steps = count_steps(max_new_tokens, "max_new_tokens", prompt, decoder.limit)
+    run = _Rollouts(decoder, draw, feed, prompt, source, ends)
+    carry, lens = while_loop(
+        lambda carry, context: ~carry.ended,
+        run.step,
+        run.init,
+        context=run.context,
+        max_steps=steps,
+        compact=True,
+        return_steps=True,
+        checkpoints=checkpoints,
+        progress=progress,
+    )
+    tokens, log_probs = (pack_padded(x.stack().transpose(0, 1), lens) for x in (carry.tokens, carry.log_probs))
+    return Rollout(tokens, log_probs, carry.ended)
+
+
+class _Draw(NamedTuple):
+    """How tokens are chosen."""
+
+    sample: bool
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+    def check(self) -> None:
+        """Refuses what makes no distribution."""
+        if not isinstance(self.temperature, int | float) or not self.temperature > 0:
+            raise WrongValue(f"temperature must be above 0, got {self.temperature!r}; do_sample=False takes the best")
+        if self.top_k is not None and arguments.as_int(self.top_k, "top_k") < 1:
+            raise WrongValue(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise WrongValue(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise WrongType(f"generator must be a torch.Generator, got {arguments.describe(self.generator)}")
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """Log-probabilities (B, V)."""
+        scores = logits if self.temperature == 1 else logits / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[1]:
+            least = scores.detach().topk(self.top_k, 1)[0][:, -1:]
+            scores = scores.masked_fill(scores.detach() < least, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:
+            values, places = scores.detach().softmax(1).sort(dim=1, descending=True, stable=True)
+            outside = values.cumsum(1) - values >= self.top_p
+            out = torch.zeros_like(outside).scatter_(1, places, outside)
+            scores = scores.masked_fill(out, -torch.inf)
+        return scores.log_softmax(1)
+
+    def choose(self, log_probs: Tensor) -> Tensor:
+        """Tokens (B,)."""
+        log_probs = log_probs.detach()
+        if not self.sample:
+            return log_probs.argmax(1)
+        return log_probs.exp().multinomial(1, generator=self.generator)[:, 0]
+
+
+class _Carry(NamedTuple):
+    """What goes from step to step."""
+
+    cache: TrainCache
+    last: Tensor  # (B,) tokens, or (B, d) what is fed
+    tokens: TensorArray  # (B,) a step
+    log_probs: TensorArray
+    ended: Tensor  # (B,) bool
+
+
+class _Rollouts:
+    """The body of the loop, and what that begins with: all of the prompt but its last token was run."""
+
+    def __init__(
+        self, decoder: Decoder, draw: _Draw, feed: str, prompt: Prompt, source: Source | None, ends: list[int]
+    ) -> None:
+        self.decoder, self.draw, self.feed = decoder, draw, feed
+        own, cross = decoder.begin(prompt, source, prompt.ids.shape[1] - 1)
+        self.ends = torch.tensor(ends, dtype=torch.int64, device=prompt.ids.device)
+        self.table: Tensor | None = None
+        last = prompt.ids[:, -1]
+        if feed != "tokens":
+            embed = decoder.embedding
+            every = torch.arange(embed.weight.shape[0], device=last.device)
+            self.table = embed(every)  # what the module makes of weights, where it scales them
+            last = embed(last)
+        ended = torch.zeros(len(last), dtype=torch.bool, device=last.device)
+        self.init = _Carry(own, last, TensorArray(), TensorArray(), ended)
+        self.context: dict[str, Any] = {"prompt": prompt.ids}
+        if prompt.mask is not None:
+            self.context |= {"mask": prompt.mask, "last": prompt.mask.sum(1) - 1}
+        self.kind = Kind(decoder.text)
+        if source is not None and cross is not None:
+            keys = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
+            self.context |= {"source": keys, "states": source.states}
+            if source.mask is not None:
+                self.context["seen"] = source.mask
+
+    def step(self, carry: _Carry, context: dict[str, Any]) -> _Carry:
+        """One token of each row."""
+        t = len(carry.tokens)
+        mask = positions = None
+        if "mask" in context:
+            mask = F.pad(context["mask"], (0, t), value=True)
+            positions = (context["last"] + t)[:, None]
+        cache, source = self._show(carry.cache, context)
+        logits = self.decoder.logits(carry.last[:, None], mask, positions, cache, source)
+        log_probs = self.draw.distribution(logits)
+        token = self.draw.choose(log_probs)
+        carry.tokens.append(token)
+        carry.log_probs.append(log_probs.gather(1, token[:, None])[:, 0])
+        ended = (token[:, None] == self.ends).any(1)
+        return carry._replace(last=self._feed(token, log_probs, carry.last), ended=ended)
+
+    def _show(self, own: TrainCache, context: dict[str, Any]) -> tuple[Cache, Source | None]:
+        if "source" not in context:
+            return own, None
+        cross: Any = [SourceLayer(keys, values, 1, self.kind) for keys, values in context["source"]]
+        both = EncoderDecoderCache(own, TrainCache.of_layers(cross))
+        return both, Source(context["states"], context.get("seen"))
+
+    def _feed(self, token: Tensor, log_probs: Tensor, like: Tensor) -> Tensor:
+        if self.table is None:
+            return token
+        table = self.table[: log_probs.shape[1]]
+        expected = log_probs.exp().to(table.dtype)[:, : len(table)] @ table
+        if self.feed == "straight_through":
+            expected = table[token] + expected - expected.detach()
+        return expected.to(like.dtype)

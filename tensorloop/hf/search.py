@@ -1,0 +1,171 @@
+"""Beam search with a model of transformers, as `generate` searches, and trained through: `beam_search`."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tensorloop import beam
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.keywords import hints
+from tensorloop.hf.hypotheses import Beams, mark_padding, show_cache
+from tensorloop.hf.layers import ArrayLayer
+from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
+from tensorloop.loop import Checkpoints
+from tensorloop.schedule import Schedule
+
+_STOPS = {True: "first_n", False: "hf", "never": "exact"}
+_KEYWORDS = hints(
+    ("num_beams beams beam_width", "beam_size= is the number of hypotheses that run"),
+    ("num_return_sequences nbest", "n_best= is the number of hypotheses returned"),
+    ("max_new_tokens max_length max_len", "max_steps= bounds the new tokens, the eos counted"),
+    ("eos_id end_token_id", "eos_token_id= is what ends a hypothesis, one or several"),
+    ("pad_token_id", "tokens are packed: hyps.tokens.pad(pad_token_id)"),
+    ("do_sample temperature top_k top_p", "rollout() draws"),
+)
+
+
+@named("beam_search", _KEYWORDS)
+def beam_search(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    beam_size: int,
+    n_best: int | None = None,
+    max_steps: int | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    logits_processor: Callable[[Any, Any], Tensor] | None = None,
+    checkpoints: int | Schedule | Checkpoints | None = None,
+    progress: bool = False,
+) -> beam.Hypotheses:
+    """The n best continuations of each prompt, as `generate(num_beams=...)` finds them, with the gradient of scores.
+
+    Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
+    are the source, which is encoded once; hypotheses begin with its decoder_start_token_id.
+    `max_steps` is generate's max_new_tokens: the end counts, and what has not ended then ranks with what has. Without
+    it a search goes on as long as the model has positions. `eos_token_id`, `length_penalty`, `early_stopping` (True,
+    False or "never") and `logits_processor` (a list of them, on log-probabilities) are generate's; the model's own
+    settings are asked for eos_token_id alone. `hyps.final` is its sequences_scores; tokens have no prompt and no end.
+    Gradient: of `scores`, `final` and `token_scores`, as teacher forcing of the same tokens has it, to the model.
+    Cost: prompts are run once, for B rows, and never copied; a step runs B * beam_size rows. With
+    `attn_implementation="tensorloop"` it keeps of attention the queries and its own keys, O(T) in all; other
+    implementations, windows that are full, biases and softcaps gather keys at each step, which is O(T²).
+    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than
+    positions).
+    Sources: transformers' `_beam_search` for what it finds; `tl.beam.beam_search` for how.
+
+    Example:
+        >>> hyps = hf.beam_search(model, ids, mask, beam_size=4, n_best=2, max_steps=64)
+        >>> text = tokenizer.batch_decode(hyps.tokens.pad(tokenizer.pad_token_id))
+    """
+    decoder = Decoder(model)
+    size, kept = _check_sizes(beam_size, n_best)
+    if not isinstance(early_stopping, bool) and early_stopping != "never":
+        raise WrongValue(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    prompt, source = decoder.read(input_ids, attention_mask)
+    steps = count_steps(max_steps, "max_steps", prompt, decoder.limit)
+    ends = decoder.read_ends(eos_token_id)
+    steps_of = _Steps(decoder, prompt, source, logits_processor, not ends)
+    length = beam.Power(length_penalty) if length_penalty else beam.Sum()
+    found = beam.beam_search(
+        steps_of.with_history if logits_processor else steps_of,
+        steps_of.arrays,
+        batch_size=len(prompt.ids),
+        beam_size=size,
+        bos_id=prompt.ids[:, -1],
+        eos_id=ends or [model.get_output_embeddings().weight.shape[0]],
+        context=steps_of.context,
+        max_steps=steps,
+        length=length,
+        stop=_STOPS[early_stopping],
+        eos="top_k",
+        capped="ranked",
+        checkpoints=checkpoints,
+        compact=True,
+        progress=progress,
+    )
+    return found if kept == size else _first(found, kept)
+
+
+class _Steps:
+    """The model as a step of a search, and what that begins with: all of the prompt but its last token was run."""
+
+    def __init__(self, decoder: Decoder, prompt: Prompt, source: Source | None, processor: Any, endless: bool) -> None:
+        self.decoder, self.processor, self.endless = decoder, processor, endless
+        self.before = prompt.ids.shape[1] - 1
+        own, cross = decoder.begin(prompt, source, self.before)
+        self.padded = prompt.mask is not None and self.before > 0
+        self.context: dict[str, Any] = {}
+        if self.padded:
+            assert prompt.mask is not None
+            mark_padding(own, prompt.mask[:, :-1])
+            self.context |= {"mask": prompt.mask, "last": prompt.mask.sum(1) - 1}
+        if source is not None and cross is not None:
+            self.width = source.states.shape[2:]
+            self.context["source"] = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
+            everything = source.states.new_ones(source.states.shape[:2], dtype=torch.bool)
+            self.context["seen"] = everything if source.mask is None else source.mask
+        if processor:
+            self.context["prompt"] = prompt.ids
+        layers = [layer for layer in own.layers if isinstance(layer, ArrayLayer)]
+        self.kinds = [layer.kind for layer in layers]
+        self.arrays = [layer.arrays for layer in layers]
+
+    def __call__(self, arrays: Any, tokens: Tensor, context: dict[str, Any]) -> tuple[Any, Tensor]:
+        """The arrays, which grow by a slot, and log_probs (B, K, V) after `tokens` (B, K)."""
+        log_probs = self._run(arrays, tokens, context)
+        return arrays, F.pad(log_probs, (0, 1), value=-torch.inf) if self.endless else log_probs
+
+    def with_history(
+        self, arrays: Any, tokens: Tensor, context: dict[str, Any], *, history: Tensor
+    ) -> tuple[Any, Tensor]:
+        """The same, where log-probabilities are processed as `generate` does."""
+        log_probs = self._run(arrays, tokens, context)
+        before = context["prompt"][:, None].expand(-1, tokens.shape[1], -1)
+        flat = torch.cat([before, history], 2).flatten(0, 1)
+        log_probs = self.processor(flat, log_probs.flatten(0, 1)).view(log_probs.shape)
+        return arrays, F.pad(log_probs, (0, 1), value=-torch.inf) if self.endless else log_probs
+
+    def _run(self, arrays: Any, tokens: Tensor, context: dict[str, Any]) -> Tensor:
+        rows, size = tokens.shape
+        t = len(arrays[0][0]) - self.before
+        cache = show_cache(arrays, self.kinds, context.get("source", []), Beams(rows, size, self.padded))
+        mask = positions = source = None
+        if self.padded:
+            mask = F.pad(context["mask"], (0, t), value=True).repeat_interleave(size, 0)
+            positions = (context["last"] + t).repeat_interleave(size)[:, None]
+        if "source" in context:
+            # The keys are there: of the states themselves only the shape is asked for.
+            seen = context["seen"].repeat_interleave(size, 0)
+            nothing = context["source"][0][0].new_zeros(())
+            source = Source(nothing.expand(*seen.shape, *self.width), seen)
+        logits = self.decoder.logits(tokens.reshape(-1, 1), mask, positions, cache, source)
+        return logits.log_softmax(-1).view(rows, size, -1)
+
+
+def _check_sizes(beam_size: Any, n_best: Any) -> tuple[int, int]:
+    size = arguments.as_int(beam_size, "beam_size")
+    kept = size if n_best is None else arguments.as_int(n_best, "n_best")
+    if size < 1:
+        raise WrongValue(f"beam_size must be at least 1, got {size}")
+    if not 1 <= kept <= size:
+        raise WrongValue(f"n_best must be from 1 to beam_size, which is {size}; got {kept}")
+    return size, kept
+
+
+def _first(hyps: beam.Hypotheses, n: int) -> beam.Hypotheses:
+    """The first n of each row."""
+    rows, size = hyps.lens.shape
+    picked = (torch.arange(rows)[:, None] * size + torch.arange(n)).flatten().to(hyps.lens.device)
+    lattice = dataclasses.replace(hyps.lattice, ends=tuple(x[:, :n] for x in hyps.lattice.ends))
+    each = {name: getattr(hyps, name)[:, :n] for name in ("lens", "scores", "final", "valid", "finished", "ends")}
+    mass = each["scores"].detach().masked_fill(~each["finished"], -torch.inf).logsumexp(1).exp()
+    packed = {"tokens": hyps.tokens[picked], "token_scores": hyps.token_scores[picked]}
+    return dataclasses.replace(hyps, **packed, **each, coverage=mass, lattice=lattice)

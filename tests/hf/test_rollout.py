@@ -1,0 +1,130 @@
+"""Rollouts of transformers' models against `generate` and against a plain loop with a DynamicCache."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tensorloop import hf
+from tests.support.hf_prompts import ENDS, KINDS, build, force, prompts
+
+
+def grads(model: Any, scores: Tensor) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, len(scores), dtype=scores.dtype)
+    return torch.autograd.grad((scores * weights).sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_is_what_generate_gives(kind: str) -> None:
+    model = build(kind)
+    ids, mask = prompts(model, padded=True)
+    before = 1 if model.config.is_encoder_decoder else ids.shape[1]
+    for ends in (ENDS, ENDS[:1]):
+        theirs = model.generate(
+            ids, attention_mask=mask, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=ends
+        )[:, before:]
+        ours = hf.rollout(model, ids, mask, max_new_tokens=7, eos_token_id=ends)
+        assert torch.equal(ours.tokens.pad(0), theirs)
+        last = torch.stack([tokens[-1] for tokens in ours.tokens.unbind()])
+        assert torch.equal(ours.ended, torch.isin(last, torch.tensor(ends)))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3", "bart"])
+def test_score_function_gradients(kind: str) -> None:
+    model = build(kind)
+    ids, mask = prompts(model, padded=True)
+    found = []
+    for checkpoints in (None, 2):
+        generator = torch.Generator().manual_seed(3)
+        drawn = hf.rollout(
+            model, ids, mask, max_new_tokens=7, eos_token_id=ENDS, do_sample=True, generator=generator,
+            checkpoints=checkpoints,
+        )  # fmt: skip
+        found.append((drawn.tokens.pad(0), *grads(model, drawn.log_probs.sum(1))))
+    assert len(set(drawn.lens.tolist())) > 1
+    forced = force(model, ids, mask, list(drawn.tokens.unbind()))
+    torch.testing.assert_close(drawn.log_probs.values, torch.cat(forced))
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0][1:], grads(model, torch.stack([x.sum() for x in forced])), rtol=1e-6, atol=1e-6)
+
+
+def plain(model: Any, ids: Tensor, mask: Tensor, steps: int, feed: str) -> Tensor:
+    """(B,) sums of greedy log-probabilities, by a loop that feeds embeddings, at a temperature of a half."""
+    cache, weight = transformers.DynamicCache(config=model.config), model.get_input_embeddings().weight
+    given, total = model.get_input_embeddings()(ids), torch.zeros(len(ids), dtype=torch.float64)
+    for _ in range(steps):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
+        out = model(inputs_embeds=given, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        log_probs = (2 * out.logits[:, -1]).log_softmax(-1)
+        best, token = log_probs.max(1)
+        total, expected = total + best, log_probs.exp() @ weight
+        hard = weight[token] + expected - expected.detach()
+        given, mask = (hard if feed == "straight_through" else expected)[:, None], torch.cat([mask, mask[:, -1:]], 1)
+    return total
+
+
+@pytest.mark.parametrize("feed", ["straight_through", "soft"])
+def test_what_is_fed_has_a_gradient(feed: str) -> None:
+    model = build("gpt2")
+    ids, mask = prompts(model, padded=True)
+    wanted = plain(model, ids, mask, 5, feed)
+    for checkpoints in (None, 2):
+        found = hf.rollout(
+            model, ids, mask, max_new_tokens=5, eos_token_id=[], temperature=0.5, feed=feed, checkpoints=checkpoints
+        )
+        torch.testing.assert_close(found.log_probs.sum(1), wanted)
+        torch.testing.assert_close(grads(model, found.log_probs.sum(1)), grads(model, plain(model, ids, mask, 5, feed)))
+
+
+def test_draws_come_from_the_distribution_that_warpers_make() -> None:
+    model = build("grouped")
+    ids = prompts(model, padded=False)[0][:1].expand(400, -1)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 6, "top_p": 0.8}
+    drawn = hf.rollout(model, ids, max_new_tokens=1, generator=torch.Generator().manual_seed(0), **options)
+    scores, none = model(ids[:1]).logits[:, -1], torch.LongTensor()
+    for warp in (
+        transformers.TemperatureLogitsWarper(0.7),
+        transformers.TopKLogitsWarper(6),
+        transformers.TopPLogitsWarper(0.8),
+    ):
+        scores = warp(none, scores)
+    wanted = scores.log_softmax(-1)[0]
+    torch.testing.assert_close(drawn.log_probs.values, wanted[drawn.tokens.values])
+    counts = drawn.tokens.values.bincount(minlength=len(wanted)) / 400
+    assert (counts - wanted.exp()).abs().max() < 0.1
+
+
+def test_rows_that_stop_leave_the_batch() -> None:
+    model, seen = build("grouped"), []
+    ids, mask = prompts(model, padded=True)
+    model.lm_head.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    found = hf.rollout(model, ids, mask, max_new_tokens=20, eos_token_id=ENDS, do_sample=True,
+                       generator=torch.Generator().manual_seed(1))  # fmt: skip
+    assert seen[1:] == [int((found.lens > t).sum()) for t in range(int(found.lens.max()))]
+    assert seen[-1] < 3
+
+
+def test_rows_may_end_without_a_bound() -> None:
+    model = build("t5")  # its positions have no bound
+    found = hf.rollout(model, *prompts(model, padded=True), eos_token_id=list(range(2, 41)), do_sample=True)
+    assert found.ended.all()
+
+
+def test_what_is_refused() -> None:
+    model = build("grouped")
+    ids = prompts(model, padded=False)[0]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"max_new_tokens": None, "eos_token_id": []}, "nothing says when to stop"),
+        ({"max_new_tokens": 60}, "max_new_tokens=60 after 6 tokens"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"top_k": 0}, "top_k must be at least 1"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
+        ({"feed": "hard"}, "feed must be one of 'tokens'"),
+        ({"num_return_sequences": 2}, "repeat the prompts"),
+    ]
+    for given, said in cases:
+        options: dict[str, Any] = {"max_new_tokens": 4, **given}
+        with pytest.raises((TypeError, ValueError), match=f"rollout: .*{said}"):
+            hf.rollout(model, ids, **options)
