@@ -8,11 +8,14 @@ from tensorloop.hf.attention import NAME as ATTENTION  # registers it with trans
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
+    from tensorloop.hf.packed import completion_logprobs as completion_logprobs
+    from tensorloop.hf.packed import packed_forward as packed_forward
 
 _HOMES = {
     "hf.attention": ("ATTENTION",),
     "hf.cache": ("TrainCache",),
     "hf.checkpointing": ("checkpoint_layers",),
+    "hf.packed": ("completion_logprobs", "packed_forward"),
 }
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
