@@ -6,7 +6,7 @@ never changes, two threads may call it in two ways, and layers that are checkpoi
 """
 
 import copy
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.attention import attention
-from tensorloop.packed import Dim, PackedTensor, pack_padded
+from tensorloop.packed import Dim, PackedTensor
 
 NAME = "tensorloop_packed"
 _ROWS = "_tensorloop_rows"  # an attribute of configs
@@ -38,19 +38,36 @@ class Rows:
             self._made[window] = _cut_window(window, self.dim.max_len, device)
         return self._made[window]
 
-    def groups(self) -> tuple[list[list[int]], Tensor]:
-        """The numbers of rows of about equal length, and where the tokens are when these follow one another (N,)."""
+    def groups(self) -> "_Groups":
+        """The rows that are not empty, those of about equal length together."""
         if "groups" not in self._made:
-            lens = self.dim.lens.tolist()
-            groups: list[list[int]] = []
-            for b in sorted((b for b, n in enumerate(lens) if n), key=lambda b: -lens[b]):
-                if not groups or lens[b] < _ALIKE * lens[groups[-1][0]]:
-                    groups.append([])
-                groups[-1].append(b)
-            order = [b for group in groups for b in group]
-            places = PackedTensor(torch.arange(self.dim.total, device=self.dim.device), self.dim)[order].values
-            self._made["groups"] = groups, places.argsort()
+            self._made["groups"] = _group(self.dim)
         return self._made["groups"]
+
+
+class _Groups(NamedTuple):
+    shapes: list[tuple[int, int]]  # (G, L) of each, padded
+    tokens: Tensor  # the token at each place of all groups, one after another; behind a row's end its last one
+    places: Tensor  # (N,): where each token is
+
+
+def _group(dim: Dim) -> _Groups:
+    lens = dim.lens.cpu()
+    order = lens.argsort(descending=True)[: int((lens > 0).sum())]
+    groups: list[list[int]] = []
+    for b, n in zip(order.tolist(), lens[order].tolist(), strict=True):
+        if not groups or n < _ALIKE * int(lens[groups[-1][0]]):
+            groups.append([])
+        groups[-1].append(b)
+    shapes, tokens, inside = [], [lens[:0]], [lens[:0].bool()]
+    for group in groups:
+        counts, steps = lens[group][:, None], torch.arange(int(lens[group[0]]), device="cpu")
+        shapes.append((len(group), len(steps)))
+        tokens.append((dim.offsets.cpu()[group][:, None] + steps.minimum(counts - 1)).flatten())
+        inside.append((steps < counts).flatten())
+    found, real = torch.cat(tokens), torch.cat(inside).nonzero()[:, 0]
+    places = real[found[real].argsort()]
+    return _Groups(shapes, found.to(dim.device), places.to(dim.device))
 
 
 def copy_for_rows(model: _M, rows: Rows) -> _M:
@@ -109,10 +126,11 @@ def attend(
         if x is not None:
             raise WrongValue(f"model has attention with {what}, for which there is no packed form; pad the batch")
     rows.calls += 1
-    q, k, v = (PackedTensor(x[0].transpose(0, 1), rows.dim) for x in (query, key, value))
+    parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if dropout or softcap:
-        return _attend_by_length(rows, (q, k, v), sliding_window, scale, softcap or 0.0, dropout)[None], None
+        return _attend_by_length(rows, parts, sliding_window, scale, softcap or 0.0, dropout)[None], None
+    q, k, v = (PackedTensor(x, rows.dim) for x in parts)
     if sliding_window is None or rows.dim.max_len <= sliding_window:
         out = attention(q, k, v, causal=True, scale=scale)
     else:
@@ -120,16 +138,19 @@ def attend(
     return out.values[None], None
 
 
-def _attend_by_length(rows: Rows, parts: tuple[PackedTensor, ...], *scores: Any) -> Tensor:
-    """(N, heads, D): rows of about equal length at a time, padded at the end; their weights are made again for backward."""
-    heads, width = parts[0].values.shape[1], parts[2].values.shape[2]
-    groups, back = rows.groups()
-    found = [parts[0].values.new_zeros(0, heads, width)]
-    for group in groups:
-        q, k, v = (x[group] for x in parts)
-        out: Any = checkpoint(_dense, q.pad(), k.pad(), v.pad(), *scores, use_reentrant=False)
-        found.append(pack_padded(out, q.dims[0]).values)
-    return torch.cat(found)[back]
+def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], *scores: Any) -> Tensor:
+    """(N, heads, D): rows of about equal length at a time, padded at the end; their weights are made again in backward.
+
+    What stands behind an end is seen by nothing before it, and nobody reads what it sees.
+    """
+    shapes, tokens, places = rows.groups()
+    sizes = [g * n for g, n in shapes]
+    found = [parts[0].new_zeros(0, *parts[0].shape[1:-1], parts[2].shape[-1])]
+    for shape, *group in zip(shapes, *(x.index_select(0, tokens).split(sizes) for x in parts), strict=True):
+        q, k, v = (x.unflatten(0, shape) for x in group)
+        out: Any = checkpoint(_dense, q, k, v, *scores, use_reentrant=False)
+        found.append(out.flatten(0, 1))
+    return torch.cat(found).index_select(0, places)
 
 
 def _dense(
