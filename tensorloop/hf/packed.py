@@ -1,6 +1,7 @@
 """Decoder-only models on ragged batches without padding: `packed_forward`, `completion_logprobs`."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def completion_logprobs(
     if bool(((prompts.lens == 0) & (completions.lens > 0)).any()):
         row = int(((prompts.lens == 0) & (completions.lens > 0)).nonzero()[0])
         raise WrongValue(f"prompts[{row}] is empty, so that nothing predicts its completion's first token; put a <bos>")
-    joined = torch.cat([prompts.to(torch.int64), completions.to(torch.int64)], 1)
-    starts = joined.offsets[:-1] + prompts.lens - 1  # of the token before the first of the completion
+    joined: Any = torch.cat([prompts.to(torch.int64), completions.to(torch.int64)], 1)
+    starts = joined.dims[0].offsets[:-1] + prompts.lens - 1  # of the token before the first of the completion
     places = starts[completions.row_ids] + completions.positions
     logits = _forward(model, joined, options, places)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -90,9 +91,8 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
     chosen = places is not None and "logits_to_keep" in takes
     if chosen:
         options = {**options, "logits_to_keep": places}
-    out = copy_for_rows(model, rows)(
-        input_ids=ids.values[None], position_ids=ids.positions[None], use_cache=False, **options
-    )
+    copied = copy_for_rows(model, rows)
+    out = copied(input_ids=ids.values[None], position_ids=ids.positions[None], use_cache=False, **options)
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if rows.calls < layers and not getattr(inner.config, "layerdrop", 0):
         raise WrongValue(
@@ -103,9 +103,15 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
     count = len(places) if chosen and places is not None else len(ids.values)
     if found.dim() != 3 or found.shape[:2] != (1, count):
         raise WrongType(f"model {type(inner).__name__} gives {tuple(found.shape)} for {count} tokens, not one each")
+    if found.requires_grad:
+        found.register_hook(partial(_keep, copied))  # a wrapper's backward holds it weakly
     if places is None:
         return PackedTensor(found[0], rows.dim)
     return found[0] if chosen else found[0][places]
+
+
+def _keep(copied: nn.Module, grad: Tensor) -> None:
+    """Does nothing, and keeps `copied` as long as it may be called."""
 
 
 def _check_model(model: Any) -> PreTrainedModel:

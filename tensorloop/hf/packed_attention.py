@@ -139,7 +139,7 @@ def attend(
 
 
 def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], *scores: Any) -> Tensor:
-    """(N, heads, D): rows of about equal length at a time, padded at the end; their weights are made again in backward.
+    """(N, heads, D): rows of about equal length at a time, padded at the end; backward makes their weights again.
 
     What stands behind an end is seen by nothing before it, and nobody reads what it sees.
     """
@@ -153,9 +153,7 @@ def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], *scores: Any) -> Te
     return torch.cat(found).index_select(0, places)
 
 
-def _dense(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float, dropout: float
-) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float, dropout: float) -> Tensor:
     """(G, L, heads, D) by the formula, of q (G, L, heads, D) and k, v (G, L, heads_kv, D)."""
     (_, length, heads, _), shared = q.shape, k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)

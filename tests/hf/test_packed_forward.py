@@ -12,10 +12,10 @@ import tensorloop as tl
 from tensorloop import hf
 
 LENS = [9, 1, 0, 33, 4, 12, 3]
-SMALL: dict[str, Any] = dict(vocab_size=17, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
-LLAMA: dict[str, Any] = dict(SMALL, intermediate_size=24, max_position_embeddings=64)
-GROUPED: dict[str, Any] = dict(LLAMA, num_key_value_heads=2, head_dim=4)
-GPT2: dict[str, Any] = dict(vocab_size=17, n_positions=64, n_embd=16, n_layer=2, n_head=4)
+SMALL: dict[str, Any] = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = {**SMALL, "intermediate_size": 24, "max_position_embeddings": 64}
+GROUPED: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2, "head_dim": 4}
+GPT2: dict[str, Any] = {"vocab_size": 17, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
 
 
 def _make(config: Any, attention: str = "sdpa") -> Any:
