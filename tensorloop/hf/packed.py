@@ -128,6 +128,8 @@ def _check_model(model: Any) -> PreTrainedModel:
     if inner._is_stateful or kinds:
         has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
         raise WrongType(f"model {name} has {has}, for which there is no packed form; pad the batch")
+    if not inner._supports_attention_backend:
+        raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         raise WrongType(f"model {name} takes no position_ids, so that rows cannot have their own; pad the batch")
     return inner

@@ -72,35 +72,36 @@ def _group(dim: Dim) -> _Groups:
 
 def copy_for_rows(model: _M, rows: Rows) -> _M:
     """The same modules over the same parameters, whose attention is that of `rows`. Cost: O(modules)."""
-    copies: dict[int, Any] = {}
+    return _copy_module(model, rows, {})
 
-    def of_config(config: PreTrainedConfig) -> Any:
-        if id(config) not in copies:
-            made = copies[id(config)] = copy.copy(config)
-            for key in made.sub_configs:
-                if isinstance(part := getattr(config, key, None), PreTrainedConfig):
-                    setattr(made, key, of_config(part))
-            made._attn_implementation = NAME
-            vars(made)[_ROWS] = rows
-        return copies[id(config)]
 
-    def of_module(module: nn.Module) -> Any:
-        if id(module) not in copies:
-            made = copies[id(module)] = object.__new__(type(module))
-            for key, x in vars(module).items():
-                if isinstance(x, PreTrainedConfig):
-                    x = of_config(x)
-                elif getattr(x, "__self__", None) is module and hasattr(x, "__func__"):  # a method put in place of one
-                    x = x.__func__.__get__(made)
-                elif key == "_buffers" or key.startswith("_forward"):  # a model may bind buffers and hook itself
-                    x = copy.copy(x)
-                vars(made)[key] = x
-            vars(made)["_modules"] = {
-                name: None if part is None else of_module(part) for name, part in module._modules.items()
-            }
+def _copy_module(module: nn.Module, rows: Rows, copies: dict[int, Any]) -> Any:
+    if id(module) in copies:
         return copies[id(module)]
+    made = copies[id(module)] = object.__new__(type(module))
+    for key, x in vars(module).items():
+        if isinstance(x, PreTrainedConfig):
+            x = _copy_config(x, rows, copies)
+        elif getattr(x, "__self__", None) is module and hasattr(x, "__func__"):  # a method put in place of one
+            x = x.__func__.__get__(made)
+        elif key == "_modules":
+            x = {name: None if part is None else _copy_module(part, rows, copies) for name, part in x.items()}
+        elif key == "_buffers" or key.startswith("_forward"):  # a model may bind buffers and hook itself
+            x = copy.copy(x)
+        vars(made)[key] = x
+    return made
 
-    return of_module(model)
+
+def _copy_config(config: PreTrainedConfig, rows: Rows, copies: dict[int, Any]) -> Any:
+    if id(config) in copies:
+        return copies[id(config)]
+    made = copies[id(config)] = copy.copy(config)
+    for key in made.sub_configs:
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
+            setattr(made, key, _copy_config(part, rows, copies))
+    made._attn_implementation = NAME
+    vars(made)[_ROWS] = rows
+    return made
 
 
 def attend(
@@ -125,6 +126,11 @@ def attend(
     for x, what in ((position_bias, "a bias by position"), (s_aux, "sinks")):
         if x is not None:
             raise WrongValue(f"model has attention with {what}, for which there is no packed form; pad the batch")
+    if query.shape[2] != rows.dim.total or key.shape[2] != rows.dim.total:
+        raise WrongValue(
+            f"model attends with {query.shape[2]} tokens to {key.shape[2]}, but ids has {rows.dim.total}: what it adds "
+            "(a prompt that is learned, a prefix) belongs to no row"
+        )
     rows.calls += 1
     parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

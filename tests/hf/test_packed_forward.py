@@ -1,8 +1,10 @@
 """Ragged batches through unmodified decoders: values and gradients of the padded call, and what is refused."""
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -204,8 +206,16 @@ def _t5() -> Any:
             ),
             "packed_forward: model MambaForCausalLM has a recurrent state, for which there is no packed form",
         ),
+        (
+            lambda: transformers.GPTNeoForCausalLM(
+                transformers.GPTNeoConfig(
+                    vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, attention_types=[[["local"], 1]]
+                )
+            ),
+            "packed_forward: model GPTNeoForCausalLM attends in a way of its own, which cannot be exchanged",
+        ),
     ],
-    ids=["no model", "encoder", "bidirectional", "recurrent"],
+    ids=["no model", "encoder", "bidirectional", "recurrent", "own attention"],
 )
 def test_other_models_are_refused(make: Any, says: str):
     with pytest.raises(TypeError) as error:
@@ -242,6 +252,38 @@ def test_attention_that_is_hidden_is_refused_and_never_wrong():
     layer.self_attn.forward = lambda *args, **options: whole(*args, **options)
     with pytest.raises(ValueError, match="has 2 layers, but 1 of them attended to the rows"):
         hf.packed_forward(model, _batch()[2])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_tokens_that_belong_to_no_row_are_refused():
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="packed_forward: model attends with 62 tokens to 65, but ids has 62"):
+        hf.packed_forward(peft.get_peft_model(_llama(), prefix), _batch()[2])
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_train_on_packed_rows():
+    adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(_llama(), adapters).double().eval()
+    ids, mask, packed = _batch()
+    ours = hf.packed_forward(model, packed).values
+    theirs = tl.pack_padded(model(input_ids=ids, attention_mask=mask).logits, packed.lens).values
+    found, expected = (
+        torch.autograd.grad(x.square().sum(), [w for w in model.parameters() if w.requires_grad])
+        for x in (ours, theirs)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_the_copy_of_the_model_goes_with_the_graph():
+    model = _llama()
+    made: list[Any] = []
+    model.model.norm.register_forward_hook(lambda module, given, out: made.append(weakref.ref(module)))
+    logits = hf.packed_forward(model, _batch()[2])
+    assert made[0]() is not None
+    assert made[0]() is not model.model.norm
+    del logits
+    assert made[0]() is None
 
 
 def test_bad_completions_are_refused():
