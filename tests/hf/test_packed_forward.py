@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import tensorloop as tl
-from tensorloop import hf
+from tensorloop import hf, memory
 
 LENS = [9, 1, 0, 33, 4, 12, 3]
 SMALL: dict[str, Any] = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -111,6 +111,15 @@ def test_checkpointed_layers_attend_to_the_same_rows_again():
     model.gradient_checkpointing_enable()
     found = _grads(model, hf.packed_forward(model, packed).values)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_bytes_kept_are_those_of_real_tokens(dropout: float):
+    lens = [40, 10, 20, 10]  # half of 4 * 40
+    model = _gpt2(attn_pdrop=dropout, n_head=2).train()
+    ids, mask, packed = _batch(lens)
+    padded = memory.saved_bytes(lambda: model(ids, attention_mask=mask).logits.sum())
+    assert memory.saved_bytes(lambda: hf.packed_forward(model, packed).values.sum()) < 0.55 * padded
 
 
 def test_dropout_of_weights_is_drawn_anew_and_repeats_by_seed():
