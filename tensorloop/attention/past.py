@@ -1,7 +1,7 @@
 """Attention of new tokens to all tokens of two arrays that grow, written and read in one node.
 
 A value that was appended last and waits is written here, and the slots are read where they are. Backward adds to the
-gradient buffers of the arrays in place, as the nodes of `tensor_array/gradient` do, and keeps of a step its queries, its
+gradient buffers of the arrays in place, as the nodes of `tensor_array/gradient` do. A step keeps its queries, its
 output and a number for each of them. Where gradients must themselves be differentiated, or arrays are not plain
 buffers, the formula is computed over all slots.
 """

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tensorloop._common.faces import face
-from tensorloop.hf.attention import NAME as ATTENTION  # registers it with transformers
+from tensorloop.hf.attention import ATTENTION as ATTENTION  # registers it with transformers
 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache

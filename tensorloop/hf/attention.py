@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from tensorloop.attention import Sight, attend_past
 from tensorloop.tensor_array import TensorArray
 
-ATTENTION = NAME = "tensorloop"
+ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
 _SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once for all layers
 
@@ -98,5 +98,5 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
     return None, seen, None
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

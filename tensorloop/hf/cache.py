@@ -25,7 +25,7 @@ _OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is 
 
 
 class TrainCache(DynamicCache):
-    """A `past_key_values` to train through: decoding T tokens keeps O(T) bytes for backward, where DynamicCache's O(T²).
+    """A `past_key_values` to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
 
     Shapes: keys and values (B, heads, n, D), as views of arrays with a slot (B, heads, D) a token. `config` is the
     model's; its decoder says which layers there are and their windows. Layers of other kinds than (sliding, chunked)

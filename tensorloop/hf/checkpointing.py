@@ -42,7 +42,7 @@ def checkpoint_layers(model: nn.Module, enabled: bool = True) -> None:
     for layer in layers:
         layer.gradient_checkpointing = enabled
         layer._can_checkpoint_with_cache = enabled
-        layer._gradient_checkpointing_func = _run_layer if enabled else checkpoint
+        layer._gradient_checkpointing_func = _run_layer if enabled else checkpoint  # pyright: ignore[reportArgumentType]
 
 
 def _run_layer(forward: Callable[..., Any], *args: Any) -> Any:
@@ -113,7 +113,7 @@ class _View(TrainCache):
 
 
 class _Read(NamedTuple):
-    """What a layer was handed: keys and values, or all slots of the arrays of which it was handed those from `start`."""
+    """What a layer was handed: keys and values, or all slots of arrays of which it was handed those from `start`."""
 
     keys: Tensor
     values: Tensor

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from tensorloop._common.errors import WrongValue
-from tensorloop.hf.attention import NAME, stand_ins
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.hf.attention import ATTENTION, stand_ins
 from tensorloop.tensor_array import TensorArray
 
 
@@ -25,7 +25,7 @@ class Kind:
     @property
     def reads_arrays(self) -> bool:
         """Whether the model's attention is ours, as it is set now."""
-        return self.config is not None and self.config._attn_implementation == NAME
+        return self.config is not None and self.config._attn_implementation == ATTENTION
 
 
 class ArrayLayer(CacheLayerMixin):
@@ -65,12 +65,12 @@ class ArrayLayer(CacheLayerMixin):
         return self.window is not None
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """All keys that the next query may see, (B, heads, n, D)."""
         return self._seen(0)[0] if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Their values."""
         return self._seen(0)[1] if self.is_initialized else None
 
@@ -111,20 +111,17 @@ class ArrayLayer(CacheLayerMixin):
 
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
-        slots = [x.permute(2, 0, 1, 3) for x in _cast(keys, values)]
-        length = len(self.arrays[0])
-        if len(slots[0]) != len(slots[1]):
-            raise WrongValue(f"key_states has {len(slots[0])} tokens, value_states has {len(slots[1])}")
-        try:
-            for array, x in zip(self.arrays, slots, strict=True):
-                if len(x) == 1:
-                    array.append(x[0])
-                else:
-                    array.extend(x)
-        except BaseException:
-            for array in self.arrays:
-                array.truncate(min(length, len(array)))
-            raise
+        keys, values = _cast(keys, values)
+        if keys.dim() == values.dim() == 4 and keys.shape[2] != values.shape[2]:
+            raise WrongValue(f"key_states has {keys.shape[2]} tokens, value_states has {values.shape[2]}")
+        for x, array, name in ((keys, self.arrays[0], "key_states"), (values, self.arrays[1], "value_states")):
+            _check_fits(x, array, name)
+        for x, array in ((keys, self.arrays[0]), (values, self.arrays[1])):
+            slots = x.permute(2, 0, 1, 3)
+            if len(slots) == 1:
+                array.append(slots[0])
+            else:
+                array.extend(slots)
 
     def first_seen(self, new: int) -> int:
         """The first token that the last `new` ones see; with 0, that the next one will see."""
@@ -179,6 +176,22 @@ class ArrayLayer(CacheLayerMixin):
         raise NotImplementedError("TrainCache does not offload; use checkpoints= of a loop with Checkpoints(offload=)")
 
     prefetch = offload
+
+
+def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
+    """Raises where tokens are not like those that the array holds."""
+    if x.dim() != 4:
+        raise WrongValue(f"{name} must be (B, heads, t, D), got {tuple(x.shape)}")
+    if array.element_shape is None:
+        return
+    slot = (*x.shape[:2], x.shape[3])
+    if slot != array.element_shape:
+        rows, heads, width = array.element_shape
+        raise WrongValue(f"{name} must be (B={rows}, heads={heads}, t, D={width}), as before, got {tuple(x.shape)}")
+    if x.dtype is not array.dtype:
+        raise WrongType(f"{name} must be {array.dtype}, as before, got {x.dtype}")
+    if x.device != array.device:
+        raise WrongValue(f"{name} must be on {array.device}, as before, got {x.device}")
 
 
 def _cast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,11 +24,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor
     wide = torch.promote_types(q.dtype, torch.float32)
     (rows, new, heads, _), length = q.shape, len(k)
     queries = q.unflatten(2, (k.shape[2], -1)).to(wide)
-    scores = torch.einsum("bthgd,sbhd->bhgts", queries, k.to(wide)).flatten(1, 2) * sight.scale
-    if sight.softcap:
-        scores = sight.softcap * torch.tanh(scores / sight.softcap)
-    if sight.bias is not None:
-        scores = scores + sight.bias.to(wide)
+    scores, _ = bent(torch.einsum("bthgd,sbhd->bhgts", queries, k.to(wide)).flatten(1, 2), sight)
     seen = visible(rows, new, length, sight, q.device)[:, None]
     scores = scores.masked_fill(~seen, float("-inf"))
     some = seen.any(-1)
@@ -38,6 +34,15 @@ def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor
         weights = weights * kept(rows, heads, new, length, sight).to(q.device, wide)
     out = torch.einsum("bhgts,sbhd->bthgd", weights.unflatten(1, (k.shape[2], -1)), v.to(wide))
     return out.flatten(2, 3).to(q.dtype), torch.where(some, lse, 0).transpose(1, 2)
+
+
+def bent(products: Tensor, sight: Sight) -> tuple[Tensor, Tensor | float]:
+    """The scores of products (B, heads, t, n), and how much they move with them beside the scale."""
+    scores, slope = products * sight.scale, 1.0
+    if sight.softcap:
+        turned = torch.tanh(scores / sight.softcap)
+        scores, slope = sight.softcap * turned, 1 - turned * turned
+    return (scores if sight.bias is None else scores + sight.bias.to(scores.dtype)), slope
 
 
 def visible(rows: int, new: int, length: int, sight: Sight, device: torch.device) -> Tensor:
@@ -51,8 +56,8 @@ def visible(rows: int, new: int, length: int, sight: Sight, device: torch.device
 
 
 def kept(rows: int, heads: int, new: int, length: int, sight: Sight) -> Tensor:
-    """(B, heads, t, n): 0 where a weight is dropped, else 1 / (1 - dropout). A hash of its place and the seed says so."""
+    """(B, heads, t, n): 0 where a weight is dropped, by a hash of its place and the seed, else 1 / (1 - dropout)."""
     x = torch.arange(rows * heads * new * length).view(rows, heads, new, length) + sight.seed
     for shift, factor in ((33, -49064778989728563), (33, -4265267296055464877), (33, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return ((x >> 40) & 0xFFFFFF).double().ge(sight.dropout * (1 << 24)) / (1 - sight.dropout)
+    return ((x >> 40) & 0xFFFFFF).ge(int(sight.dropout * (1 << 24))).double() / (1 - sight.dropout)

@@ -76,13 +76,13 @@ INNER = {
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
-    "kernels.eager": {"kernels.moves"},
-    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.eager"},
+    "kernels.eager": {"kernels.moves", "kernels.past"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
 }
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *(f"loop.checkpoint.{name}" for name in ("closures", "leaving", "node", "options")),
-    *(f"loop.compiled.{name}" for name in ("explain", "front", "recurrence")),
+    *(f"loop.checkpoint.{name}" for name in ("in_order", "leaving", "node", "options", "snapshots")),
+    *(f"loop.compiled.{name}" for name in ("explain", "front", "in_graph", "recurrence")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "page", "picture")),

@@ -1,6 +1,6 @@
-"""Attention of the last tokens to all tokens of an array on the CPU: slots are read, and their gradients added, in place.
+"""Attention of the last tokens to all of an array on the CPU: slots are read, and their gradients added, in place.
 
-What the functions give is said in `kernels/eager/past.py`. Float32
+What the functions give is said in `kernels/eager/past.py`. A task is a row of the batch. Float32
 only: libm's exp of a float64 takes one number at a time.
 """
 
@@ -15,8 +15,8 @@ from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import pointer
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.past import Sight
 from tensorloop.kernels.memory import address, lay_out
+from tensorloop.kernels.past import Sight
 
 BLOCK = 32  # slots that are gone through for all heads, while they are in the first cache
 FEW = 4  # slots that are read at once; divides BLOCK
@@ -35,16 +35,20 @@ def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, 
 def past_attend_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, of_k: Tensor, of_v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v`, which are laid out."""
+    """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v`."""
     grad, q, k, v, out, lse = map(lay_out, (grad, q, k, v, out, lse))
     dq, ours = torch.empty_like(q), _Sight(q, k, sight)
     (rows, new, heads, _), length = q.shape, len(k)
     of_bias = None if sight.bias is None else q.new_zeros(rows, heads, new, length)
     bias = 0 if of_bias is None else address(of_bias)
-    given = (grad, q, k, v, out, lse, dq, of_k, of_v)
+    laid = lay_out(of_k), lay_out(of_v)
+    given = (grad, q, k, v, out, lse, dq, *laid)
     args = (*map(address, given), bias, *ours.args)
     kept = () if of_bias is None else (of_bias,)
     share(_reverse, ours.rows, 3 * ours.size, args, (*given, *kept, *ours.tensors))
+    for into, found in zip((of_k, of_v), laid, strict=True):
+        if found is not into:
+            into.copy_(found)
     if of_bias is not None and sight.bias is not None:
         of_bias = of_bias.sum_to_size(sight.bias.shape).to(sight.bias.dtype)
     return dq, of_bias
@@ -249,7 +253,7 @@ def _mix(out: Any, v: Any, step: Any, low: Any, high: Any, width: Any, weights: 
 
 @inlined
 def _keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, grown: Any) -> None:
-    """Drops weights by a hash of their places, 64 bits each (Appleby's finaliser of MurmurHash3), and grows the rest."""
+    """Drops weights by a hash of their places (the finaliser of MurmurHash3, by A. Appleby), and grows the rest."""
     for j in range(low, high):
         x = np.uint64(place + j)
         x = (x ^ (x >> np.uint64(33))) * np.uint64(18397679294719823053)

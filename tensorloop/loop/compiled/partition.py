@@ -8,9 +8,10 @@ memory. The rest runs before the loop or after it, for all steps at once (`batch
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
-from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of
+from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 
@@ -63,7 +64,7 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     order = [n for n in order if n in every]
     moving = depends_on((n for n in order if n not in given), [*parts.sequences, *parts.carry])
     carried = depends_on((n for n in order if n not in given), parts.carry)
-    inner = needed_for(roots, given) & carried
+    inner = with_parts(needed_for(roots, given) & carried) & every
     pulled = _Pulled(parts, given, moving, hoisted)
     for n in order:
         if n in inner and n not in given:
@@ -127,11 +128,16 @@ def _stored(
     outside = [n for n in order if n in carried and n not in inner and n not in given]
     sunk: set[fx.Node] = set()
     if parts.carry:
+        ready = set[fx.Node]()
         for n in outside:
             within = [a for a in n.all_input_nodes if a in carried]
-            ready = all(a in inner or a in sunk or a in parts.carry for a in within)
-            if ready and n in parts.wanted and is_pointwise(n) and n.target not in pulled.hoisted:
-                sunk.add(n)
+            there = all(a in inner or a in ready or a in parts.carry for a in within)
+            if there and is_pointwise(n) and n.target not in pulled.hoisted:
+                ready.add(n)
+        ends = [n for n in parts.wanted if n in ready]
+        sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
+        for n in order:
+            if n in sunk:
                 for a in n.all_input_nodes:
                     pulled.need(a, inner | sunk)
     users = [n for n in outside if n not in sunk]
@@ -179,7 +185,7 @@ def _recurrence(
     for c, new in zip(parts.carry, parts.next_carry, strict=True):
         if new is None:
             value = value_of(c)
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": value.dtype, "device": torch.device("cpu")}
             zeros = graph.call_function(aten.full.default, (list(value.shape), 0), options)
             zeros.meta["val"] = value
             following.append(zeros)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
-from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.operations import bytes_of, value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -29,8 +30,8 @@ class Plan:
     def __init__(
         self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], *, grad: bool, reverse: bool
     ) -> None:
+        step, self.module, examples, wants = pairs.apart(step, functional(step, examples), examples, wants)
         self.step, self.reverse = step, reverse
-        self.module = functional(step, examples)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
         self.wants = tuple(wants)
         self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
@@ -40,7 +41,7 @@ class Plan:
         parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse)
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
-        self._lights: dict[bool, Program] = {}
+        self._replays: dict[str, Program] = {}
         self._backward: dict[frozenset[int], tuple[Program, Traced]] = {}
         self._lock = threading.Lock()
 
@@ -61,27 +62,45 @@ class Plan:
 
     @property
     def light(self) -> Program:
-        """The program forward that keeps nothing for a backward."""
-        return self._light(True)
+        """The program forward that keeps nothing for a backward: ys, and the answers of a condition."""
+        answer = () if self.traced.answer is None else (self.traced.answer,)
+        return self._replay("light", [*self.traced.ys, *answer], self.traced.answer)
 
     @property
     def bare(self) -> Program:
-        """That gives the last carry alone."""
-        return self._light(False)
+        """That gives the last carry alone, after as many steps as it is told."""
+        return self._replay("bare", [], None)
 
-    def _light(self, outputs: bool) -> Program:
+    @property
+    def again(self) -> Program:
+        """The program forward for steps that are known to be done: it asks no condition."""
+        return self.forward if self.traced.answer is None else self._replay("again", [*self._places], None)
+
+    def _replay(self, name: str, wanted: Sequence[fx.Node], answer: fx.Node | None) -> Program:
         t = self.traced
         with self._lock:
-            if outputs not in self._lights:
-                wanted = list(dict.fromkeys(t.ys)) if outputs else []
-                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, self.reverse)
-                self._lights[outputs] = Program(t.graph, parts)
-            return self._lights[outputs]
+            if name not in self._replays:
+                parts = Parts(
+                    t.captures, t.xs, t.carry, t.next_carry, list(dict.fromkeys(wanted)), (), answer, self.reverse
+                )
+                self._replays[name] = Program(t.graph, parts)
+            return self._replays[name]
+
+    def keeps_last(self, n: int) -> bool:
+        """Whether a backward keeps the last n of xs, as they are."""
+        return all(x in self.saved for x in self.traced.xs[len(self.traced.xs) - n :])
 
     def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
         """The ys among what the program forward gave, or the light one."""
         places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places
         return [wanted[places[n]] for n in self.traced.ys]
+
+    def goes_on(self, wanted: Sequence[Tensor]) -> bool:
+        """What the condition said after the last step, among what the light program gave."""
+        if (answer := self.traced.answer) is None:
+            return True
+        place = [*dict.fromkeys([*self.traced.ys, answer])].index(answer)
+        return bool(wanted[place][0 if self.reverse else -1])
 
     def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
         """What the backward keeps, of that and of xs."""
@@ -124,7 +143,7 @@ class Plan:
         found = [g for grads in t.found.values() for g in grads.values()]
         needed = needed_for(found) & linear
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
-        forward = needed_for([*t.next_carry, *t.ys])
+        forward = with_parts(needed_for([*t.next_carry, *t.ys]))
         price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2)
         pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry]
         price |= {c: 3 for c, new in pairs if new in t.ys}
@@ -140,6 +159,14 @@ class Plan:
         new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in states]
         return sum(value_of(n).numel() * value_of(n).element_size() for n in new)
 
+    def bytes_of_carry(self) -> int:
+        """What one kept carry takes."""
+        return sum(map(bytes_of, self.traced.carry))
+
+    def bytes_reversed(self) -> int:
+        """What a step takes, about, while it is run again and reversed: there are gradients of most of what is kept."""
+        return 2 * self.again.bytes_a_step()
+
 
 class Plans:
     """Plans by key, and those whose making failed by their reason; the ones used last are kept."""
@@ -150,16 +177,12 @@ class Plans:
         self.made = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The plan of a key."""
-        with self._lock:
-            found = self._plans.get(key)
-            if found is not None:
-                self._plans.move_to_end(key)
-                return found
+        """The plan of a key, made where there is none."""
+        if (found := self.find(key)) is not None:
+            return found
         with self._making:  # torch traces one graph at a time
-            with self._lock:
-                if (found := self._plans.get(key)) is not None:
-                    return found
+            if (found := self.find(key)) is not None:
+                return found
             found = make()
         with self._lock:
             self.made += 1
@@ -167,6 +190,14 @@ class Plans:
             while len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return found
+
+    def find(self, key: Hashable) -> Any:
+        """The same, None where there is none."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+            return found
 
     def clear(self) -> None:
         """Lets all plans go."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous, dense
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, broadcast, contiguous, dense
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.loop.compiled.emitter.vector_math import Math
@@ -76,7 +76,7 @@ class Lowering:
     ) -> Array:
         """An elementwise kernel over arrays that broadcast together; gives its output."""
         if shape is None:
-            shape = out.shape if out is not None else torch.broadcast_shapes(*(one.shape for one in ins))
+            shape = out.shape if out is not None else broadcast(*(one.shape for one in ins))
         if out is None:
             out = self.new(shape, dtype)
         if out.numel:
@@ -176,6 +176,8 @@ class Lowering:
 
     def matmul(self, a: Array, b: Array) -> Array:
         """(*batch, M, K) @ (*batch, K, N), batch dims broadcast before."""
+        if computed_in(a.dtype) is not a.dtype:
+            return self.cast(self.matmul(self.cast(a, torch.float32), self.cast(b, torch.float32)), a.dtype)
         batch, m, k, n = a.shape[:-2], a.shape[-2], a.shape[-1], b.shape[-1]
         out = self.new((*batch, m, n), a.dtype)
         if out.numel and not k:
@@ -235,7 +237,7 @@ def _known_elements(node: fx.Node) -> None:
     for one in value if isinstance(value, list | tuple) else (value,):
         if isinstance(one, Tensor) and one.dtype not in KINDS:
             raise Unsupported(f"elements of {one.dtype}")
-        if isinstance(one, Tensor) and one.device.type != "cpu":
+        if isinstance(one, Tensor) and one.device.type not in ("cpu", "meta"):
             raise Unsupported(f"a tensor on {one.device}")
 
 
