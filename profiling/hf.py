@@ -46,7 +46,7 @@ def model_of(name: str) -> Any:
     import transformers
 
     sizes: Any = {
-        "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+        "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
         "num_attention_heads": 4, "max_position_embeddings": 1024,
     }  # fmt: skip
     torch.manual_seed(0)

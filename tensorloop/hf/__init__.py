@@ -1,4 +1,4 @@
-"""Hugging Face models in loops: a cache to train through, checkpointed layers, searches and rollouts."""
+"""Hugging Face models in loops: a cache to train through, checkpointed layers, searches, rollouts, rows without padding."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,8 @@ from tensorloop.hf.attention import ATTENTION as ATTENTION  # registers it with 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
+    from tensorloop.hf.packed import completion_logprobs as completion_logprobs
+    from tensorloop.hf.packed import packed_forward as packed_forward
     from tensorloop.hf.rollout import Rollout as Rollout
     from tensorloop.hf.rollout import rollout as rollout
     from tensorloop.hf.search import beam_search as beam_search
@@ -16,6 +18,7 @@ _HOMES = {
     "hf.attention": ("ATTENTION",),
     "hf.cache": ("TrainCache",),
     "hf.checkpointing": ("checkpoint_layers",),
+    "hf.packed": ("completion_logprobs", "packed_forward"),
     "hf.rollout": ("Rollout", "rollout"),
     "hf.search": ("beam_search",),
 }

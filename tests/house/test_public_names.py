@@ -85,14 +85,15 @@ def test_dir_shows_public_names_alone():
         "assert dir(tl) == before\n"
         "print(json.dumps([name for name in before if not name.startswith('__')]))"
     )
-    submodules = {"beam", "cuda", "memory", "packed", "risk", "schedule", "testing"}
+    submodules = {"beam", "cuda", "hf", "memory", "packed", "risk", "schedule", "testing"}
     assert set(fresh(code)) == {*tl.__all__, *submodules}
     assert "__version__" in dir(tl)
 
 
 def test_every_name_that_the_documents_use_is_there():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    named = {name for page in pages for name in re.findall(r"\b(?:tl|tensorloop)\.([A-Za-z]\w*)", page.read_text())}
+    names = re.compile(r"(?<![\"\w])(?:tl|tensorloop)\.([A-Za-z]\w*)")
+    named = {name for page in pages for name in names.findall(page.read_text())}
     assert {"scan", "cuda", "packed", "memory"} <= named
     assert sorted(named - set(dir(tl))) == []
 

@@ -1,0 +1,159 @@
+"""Decoder-only models on ragged batches without padding: `packed_forward`, `completion_logprobs`."""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.hf.packed_attention import Rows, copy_for_rows
+from tensorloop.packed import PackedTensor
+
+_OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "use_cache", "labels")
+_KINDS = {"full_attention", "sliding_attention"}
+
+
+@named("packed_forward")
+def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> PackedTensor:
+    """The logits of a decoder-only model for rows of unequal length, without padding.
+
+    Shapes: ids (B, T*) int64 -> logits (B, T*, V); of a model without a head, its last hidden states. `model` is of
+    transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any implementation, windows,
+    grouped heads, soft caps and dropout included. Each row has positions from 0. `options` go to the model's forward.
+    Gradient: as that of the padded call. Layers may be checkpointed.
+    Cost: what N = sum(lens) tokens cost, and in attention the pairs within rows. Bytes kept: O(N). Attention with soft
+    caps, and with dropout of its weights in training, takes a quarter more, as rows of about equal length are padded.
+    The model is not changed, and hooks are given a copy of its modules (which share its parameters). One whose forward
+    was compiled or replaced from outside is refused where that hides its attention.
+    Raises: TypeError (ids that are not packed integers, a model with an encoder or a recurrent state), ValueError (more
+    tokens than positions, another device, options that rows make void, attention that cannot be packed).
+
+    Example:
+        >>> ids = tl.PackedTensor.from_list([tokenizer(x, return_tensors="pt").input_ids[0] for x in texts])
+        >>> logits = hf.packed_forward(model, ids)
+    """
+    return _forward(model, ids, options, None)
+
+
+@named("completion_logprobs")
+def completion_logprobs(
+    model: nn.Module, prompts: PackedTensor, completions: PackedTensor, *, temperature: float = 1.0, **options: Any
+) -> PackedTensor:
+    """The log-probability of each token of completions (B, T*) after prompts (B, P*), packed like `completions`.
+
+    Shapes: int64 both -> (B, T*) in the dtype of the logits, float32 at least; its `sum(1)` are the sequences'. `model`
+    and `options` as in `packed_forward`. `temperature` divides the logits.
+    Gradient: to the model. What policy gradients (RLOO, GRPO) and preference losses (DPO) need.
+    Cost: as packed_forward of both joined; logits are made for the tokens of completions alone.
+    Raises: as packed_forward; ValueError (an empty prompt before a completion, temperature not above 0).
+
+    Example:
+        >>> logprobs = hf.completion_logprobs(model, prompts, completions)
+        >>> loss = -(tl.risk.leave_one_out(rewards) * logprobs.sum(1)).mean()
+    """
+    for ids, what in ((prompts, "prompts"), (completions, "completions")):
+        _check_ids(ids, what)
+    if len(prompts.lens) != len(completions.lens):
+        raise WrongValue(f"prompts has {len(prompts.lens)} rows, completions {len(completions.lens)}")
+    if prompts.device != completions.device:
+        raise WrongValue(f"prompts is on {prompts.device}, completions on {completions.device}; move one with .to()")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+        raise WrongValue(f"temperature must be a number above 0, got {arguments.describe(temperature)}")
+    if bool(((prompts.lens == 0) & (completions.lens > 0)).any()):
+        row = int(((prompts.lens == 0) & (completions.lens > 0)).nonzero()[0])
+        raise WrongValue(f"prompts[{row}] is empty, so that nothing predicts its completion's first token; put a <bos>")
+    joined: Any = torch.cat([prompts.to(torch.int64), completions.to(torch.int64)], 1)
+    starts = joined.dims[0].offsets[:-1] + prompts.lens - 1  # of the token before the first of the completion
+    places = starts[completions.row_ids] + completions.positions
+    logits = _forward(model, joined, options, places)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits if temperature == 1 else logits / temperature
+    return PackedTensor(-cross_entropy(logits, completions.values.to(torch.int64), reduction="none"), completions.lens)
+
+
+def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], places: Tensor | None) -> Any:
+    """Packed logits, or those at `places` (M, V)."""
+    inner = _check_model(model)
+    _check_ids(ids, "ids")
+    _check_fit(inner, ids, options)
+    if not len(ids.values):  # models do not take nothing, and who shares their gradients must run them all the same
+        one = PackedTensor(ids.values.new_zeros(1), [1])
+        none = _forward(model, one, options, None).values[:0]
+        return PackedTensor(none, ids.dims[0]) if places is None else none
+    rows = Rows(ids.dims[0])
+    takes = inspect.signature(inner.forward).parameters
+    chosen = places is not None and "logits_to_keep" in takes
+    if chosen:
+        options = {**options, "logits_to_keep": places}
+    copied = copy_for_rows(model, rows)
+    out = copied(input_ids=ids.values[None], position_ids=ids.positions[None], use_cache=False, **options)
+    layers = inner.config.get_text_config(decoder=True).num_hidden_layers
+    if rows.calls < layers and not getattr(inner.config, "layerdrop", 0):
+        raise WrongValue(
+            f"model {type(inner).__name__} has {layers} layers, but {rows.calls} of them attended to the rows: the "
+            "others attend in a way of their own, or their forward was compiled or replaced; pad the batch"
+        )
+    found = out["logits"] if "logits" in out else out["last_hidden_state"]
+    count = len(places) if chosen and places is not None else len(ids.values)
+    if found.dim() != 3 or found.shape[:2] != (1, count):
+        raise WrongType(f"model {type(inner).__name__} gives {tuple(found.shape)} for {count} tokens, not one each")
+    if found.requires_grad:
+        found.register_hook(partial(_keep, copied))  # a wrapper's backward holds it weakly
+    if places is None:
+        return PackedTensor(found[0], rows.dim)
+    return found[0] if chosen else found[0][places]
+
+
+def _keep(copied: nn.Module, grad: Tensor) -> None:
+    """Does nothing, and keeps `copied` as long as it may be called."""
+
+
+def _check_model(model: Any) -> PreTrainedModel:
+    """The model of transformers that is there, within what wraps it."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    inner = next((x for x in modules if isinstance(x, PreTrainedModel)), None)
+    if inner is None:
+        raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)[:80]}")
+    config = inner.config.get_text_config(decoder=True)
+    name = type(inner).__name__
+    if inner.config.is_encoder_decoder:
+        raise WrongType(f"model must be decoder-only, but {name} has an encoder")
+    kinds = set() if inner._is_stateful else {*get_layer_types_and_kwargs(config)[0]} - _KINDS
+    if inner._is_stateful or kinds:
+        has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+        raise WrongType(f"model {name} has {has}, for which there is no packed form; pad the batch")
+    if not inner._supports_attention_backend:
+        raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")
+    if "position_ids" not in inspect.signature(inner.forward).parameters:
+        raise WrongType(f"model {name} takes no position_ids, so that rows cannot have their own; pad the batch")
+    return inner
+
+
+def _check_ids(ids: Any, what: str) -> None:
+    if not isinstance(ids, PackedTensor):
+        raise WrongType(
+            f"{what} must be a PackedTensor (B, T*), got {arguments.describe(ids)}; pack_padded makes it of padded ids"
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise WrongType(f"{what} must be int64, got {ids.dtype}")
+    if ids.values.dim() != 1:
+        raise WrongValue(f"{what} must be (B, T*), got elements of shape {tuple(ids.values.shape[1:])}")
+
+
+def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any]) -> None:
+    for name in _OURS:
+        if name in options:
+            raise WrongValue(f"{name} cannot be given: the rows of ids say which tokens there are")
+    devices = {x.device for x in model.parameters()}
+    if devices != {ids.device}:
+        where = " and ".join(sorted(map(str, devices)))
+        raise WrongValue(f"ids is on {ids.device}, model on {where}; all must be on one device")
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and ids.max_len > most:
+        raise WrongValue(f"ids has a row of {ids.max_len} tokens, but model has {most} positions")

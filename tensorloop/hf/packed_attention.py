@@ -1,0 +1,196 @@
+"""Attention of transformers' models over rows that stand one after another, and the copy of a model that does it.
+
+A model finds its attention by a name in its config. To call it on packed rows it is copied without its tensors: new
+module objects over the same parameters, whose configs name the attention here and hold the rows. So the model itself
+never changes, two threads may call it in two ways, and layers that are checkpointed attend to the same rows again.
+"""
+
+import copy
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedConfig
+
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.attention import attention
+from tensorloop.packed import Dim, PackedTensor
+
+NAME = "tensorloop_packed"
+_ROWS = "_tensorloop_rows"  # an attribute of configs
+_BLOCK = 128  # queries, and keys, of a block of a window's mask
+_ALIKE = 0.8  # of the longest row of a group, the least that another may have
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class Rows:
+    """The rows of one call, what was made for them once for all layers, and how often a layer has attended to them."""
+
+    def __init__(self, dim: Dim) -> None:
+        self.dim, self.calls = dim, 0
+        self._made: dict[Any, Any] = {}
+
+    def block_mask(self, window: int, device: torch.device) -> BlockMask:
+        """What tokens see of a row where each sees itself and the `window - 1` before it."""
+        if window not in self._made:
+            self._made[window] = _cut_window(window, self.dim.max_len, device)
+        return self._made[window]
+
+    def groups(self) -> "_Groups":
+        """The rows that are not empty, those of about equal length together."""
+        if "groups" not in self._made:
+            self._made["groups"] = _group(self.dim)
+        return self._made["groups"]
+
+
+class _Groups(NamedTuple):
+    shapes: list[tuple[int, int]]  # (G, L) of each, padded
+    tokens: Tensor  # the token at each place of all groups, one after another; behind a row's end its last one
+    places: Tensor  # (N,): where each token is
+
+
+def _group(dim: Dim) -> _Groups:
+    lens = dim.lens.cpu()
+    order = lens.argsort(descending=True)[: int((lens > 0).sum())]
+    groups: list[list[int]] = []
+    for b, n in zip(order.tolist(), lens[order].tolist(), strict=True):
+        if not groups or n < _ALIKE * int(lens[groups[-1][0]]):
+            groups.append([])
+        groups[-1].append(b)
+    shapes, tokens, inside = [], [lens[:0]], [lens[:0].bool()]
+    for group in groups:
+        counts, steps = lens[group][:, None], torch.arange(int(lens[group[0]]), device="cpu")
+        shapes.append((len(group), len(steps)))
+        tokens.append((dim.offsets.cpu()[group][:, None] + steps.minimum(counts - 1)).flatten())
+        inside.append((steps < counts).flatten())
+    found, real = torch.cat(tokens), torch.cat(inside).nonzero()[:, 0]
+    places = real[found[real].argsort()]
+    return _Groups(shapes, found.to(dim.device), places.to(dim.device))
+
+
+def copy_for_rows(model: _M, rows: Rows) -> _M:
+    """The same modules over the same parameters, whose attention is that of `rows`. Cost: O(modules)."""
+    return _copy_module(model, rows, {})
+
+
+def _copy_module(module: nn.Module, rows: Rows, copies: dict[int, Any]) -> Any:
+    if id(module) in copies:
+        return copies[id(module)]
+    made = copies[id(module)] = object.__new__(type(module))
+    for key, x in vars(module).items():
+        if isinstance(x, PreTrainedConfig):
+            x = _copy_config(x, rows, copies)
+        elif getattr(x, "__self__", None) is module and hasattr(x, "__func__"):  # a method put in place of one
+            x = x.__func__.__get__(made)
+        elif key == "_modules":
+            x = {name: None if part is None else _copy_module(part, rows, copies) for name, part in x.items()}
+        elif key == "_buffers" or key.startswith("_forward"):  # a model may bind buffers and hook itself
+            x = copy.copy(x)
+        vars(made)[key] = x
+    return made
+
+
+def _copy_config(config: PreTrainedConfig, rows: Rows, copies: dict[int, Any]) -> Any:
+    if id(config) in copies:
+        return copies[id(config)]
+    made = copies[id(config)] = copy.copy(config)
+    for key in made.sub_configs:
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
+            setattr(made, key, _copy_config(part, rows, copies))
+    made._attn_implementation = NAME
+    vars(made)[_ROWS] = rows
+    return made
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query (1, heads, N, D) in its rows, as transformers asks for it: (1, N, heads, D), no weights."""
+    rows: Rows = getattr(module.config, _ROWS)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise WrongType(f"model must be decoder-only, but {type(module).__name__} sees later tokens")
+    for x, what in ((position_bias, "a bias by position"), (s_aux, "sinks")):
+        if x is not None:
+            raise WrongValue(f"model has attention with {what}, for which there is no packed form; pad the batch")
+    if query.shape[2] != rows.dim.total or key.shape[2] != rows.dim.total:
+        raise WrongValue(
+            f"model attends with {query.shape[2]} tokens to {key.shape[2]}, but ids has {rows.dim.total}: what it adds "
+            "(a prompt that is learned, a prefix) belongs to no row"
+        )
+    rows.calls += 1
+    parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if dropout or softcap:
+        return _attend_by_length(rows, parts, sliding_window, scale, softcap or 0.0, dropout)[None], None
+    q, k, v = (PackedTensor(x, rows.dim) for x in parts)
+    if sliding_window is None or rows.dim.max_len <= sliding_window:
+        out = attention(q, k, v, causal=True, scale=scale)
+    else:
+        out = attention(q, k, v, block_mask=rows.block_mask(sliding_window, query.device), scale=scale)
+    return out.values[None], None
+
+
+def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], *scores: Any) -> Tensor:
+    """(N, heads, D): rows of about equal length at a time, padded at the end; backward makes their weights again.
+
+    What stands behind an end is seen by nothing before it, and nobody reads what it sees.
+    """
+    shapes, tokens, places = rows.groups()
+    sizes = [g * n for g, n in shapes]
+    found = [parts[0].new_zeros(0, *parts[0].shape[1:-1], parts[2].shape[-1])]
+    for shape, *group in zip(shapes, *(x.index_select(0, tokens).split(sizes) for x in parts), strict=True):
+        q, k, v = (x.unflatten(0, shape) for x in group)
+        out: Any = checkpoint(_dense, q, k, v, *scores, use_reentrant=False)
+        found.append(out.flatten(0, 1))
+    return torch.cat(found).index_select(0, places)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float, dropout: float) -> Tensor:
+    """(G, L, heads, D) by the formula, of q (G, L, heads, D) and k, v (G, L, heads_kv, D)."""
+    (_, length, heads, _), shared = q.shape, k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q.transpose(1, 2).unflatten(1, (shared, heads // shared)).flatten(2, 3)
+    scores = (queries @ k.permute(0, 2, 3, 1)).to(wide) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    seen = seen if window is None else seen.triu(1 - window)
+    scores = scores.unflatten(2, (-1, length)).masked_fill(~seen, -torch.inf)
+    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout).to(q.dtype)
+    return (weights.flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, length)).flatten(1, 2).transpose(1, 2)
+
+
+def _cut_window(window: int, length: int, device: torch.device) -> BlockMask:
+    """A BlockMask of `length` tokens, each of which sees itself and the `window - 1` before it."""
+    count = -(-length // _BLOCK)
+    i, j = torch.arange(count)[:, None], torch.arange(count)
+    seen = (j <= i) & ((j + 1) * _BLOCK > i * _BLOCK - window + 1)
+    full = (j < i) & (j * _BLOCK > (i + 1) * _BLOCK - 1 - window)
+
+    def table(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(device)
+
+    def rule(b: Any, h: Any, q: Tensor, kv: Tensor) -> Tensor:
+        return (kv <= q) & (kv > q - window)
+
+    return BlockMask.from_kv_blocks(
+        *table(seen & ~full), *table(full), BLOCK_SIZE=_BLOCK, mask_mod=rule, seq_lengths=(length, length)
+    )
+
+
+AttentionInterface.register(NAME, attend)
