@@ -1,4 +1,4 @@
-"""Hugging Face models in loops: a cache to train through, checkpointed layers, searches, rollouts, rows without padding."""
+"""Hugging Face models in loops: a cache to train through, checkpointed layers, searches, rollouts, no padding."""
 
 from typing import TYPE_CHECKING
 
