@@ -4,7 +4,7 @@ Private names of torch, tried with 2.11 and 2.13: `torch._subclasses.fake_tensor
 second or so, so it is imported only then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,3 +46,11 @@ class _NothingReal(OperationMode):
         """Runs one operation on fakes."""
         positional, named = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
         return func(*positional, **named)
+
+
+def empty_fakes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Contiguous CPU tensors without numbers, for tracing: their shapes may be of any size."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in shapes]

@@ -11,6 +11,7 @@ from torch.fx import traceback
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
 from tensorloop.loop.compiled.fingerprint import Number, Operation, Place, Ref
+from tensorloop.loop.compiled.lengths import stands
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.loop.compiled.simplify import simplified
 
@@ -196,4 +197,4 @@ def _output(module: fx.GraphModule, i: int) -> Any:
 
 
 def _empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_empty(x.shape) if stands(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device)

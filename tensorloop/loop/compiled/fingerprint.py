@@ -148,6 +148,10 @@ class Recorder(OperationMode):
                 raise Refused("a tensor was taken out of its graph by .data or the like")
         return [self._numbers[id(x)] for x in tensors]
 
+    def stand(self, x: Tensor, number: int) -> None:
+        """From now on x, which the step made, is the argument of this number, whose shape nobody knew."""
+        self._numbers[id(x)] = number
+
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds no tensor of the step any more; gives those that operations made, weakly."""
         made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]

@@ -15,6 +15,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled.array_plan import planned, try_lengths
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Refused, user_place
@@ -26,6 +27,8 @@ from tensorloop.loop.compiled.segments import Segmented
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import refill
 
 Compile = bool | Literal["strict"]
 
@@ -99,6 +102,10 @@ def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop
     steps = loop.length if loop.cond is None else None
     if isinstance(plan, Refused):
         raise Refused(plan.reason, plan.place)
+    if found.arrays.places:
+        if k is not None and plan.grad:
+            raise Refused("checkpoints of a loop with a TensorArray in the carry are not compiled")
+        try_lengths(found, plan, steps, loop.length)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan)
         raise Told
@@ -137,13 +144,18 @@ def _made(found: Recorded, grad: bool) -> Any:
         again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
     except Refused as refusal:
         return Refused(refusal.reason, refusal.place)
-    inputs = [*found.carry, *found.xs, *found.captures]
+    inputs = [*found.given(), *found.xs, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
     examples = [*found.arguments, *found.captures]
     try:
         with unseen():
-            plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+            if found.arrays.places:
+                plan = planned(found, examples, wants, any(wants), reverse)
+            else:
+                plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+    except Refused as refusal:
+        return Refused(refusal.reason, refusal.place)
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
@@ -156,8 +168,11 @@ def _made(found: Recorded, grad: bool) -> Any:
 
 def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
     loop = found.loop
-    tensors = [*(x.contiguous() for x in found.carry), *found.xs, *found.captures]
-    run = Run(plan, steps, most=loop.length) if k is None or not plan.grad else Segmented(plan, steps, k=k)
+    tensors = [*(x.contiguous() for x in found.given()), *found.xs, *found.captures]
+    if k is None or not plan.grad:
+        run = Run(plan, steps, most=loop.length, lengths=found.arrays.starts)
+    else:
+        run = Segmented(plan, steps, k=k)
     if plan.grad:
         outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
     else:
@@ -168,7 +183,7 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
     n = len(found.carry)
     carry = list(loop.init)
     for i, x in zip(found.places, outputs[:n], strict=False):
-        carry[i] = x
+        carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
     if found.rows is not None:
         found.rows.steps = outputs[n - 1]
         loop = RowsLoop(loop, found.rows, None)

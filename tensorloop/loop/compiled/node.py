@@ -9,7 +9,9 @@ from torch import Tensor, fx
 
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
-from tensorloop.loop.compiled.plan import Plan, zeros_like
+from tensorloop.loop.compiled.lengths import Sized, actual
+from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.plan import Plan
 
 
 @dataclasses.dataclass
@@ -20,6 +22,7 @@ class Run:
     steps: int | None
     done: int = 0
     most: int | None = None  # steps, where only a condition knows them
+    lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(carry, xs, captures) of all inputs."""
@@ -30,17 +33,18 @@ class Run:
         """(the last carry, ys, what a backward keeps)."""
         carry, xs, captures = self.split(tensors)
         plan = self.plan
-        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most)
+        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most, self.lengths)
         if self.done != self.steps and self.steps is not None:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]
-        return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs)
+        return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
         missing, carry, ys = self.coming(grads)
         _, _, captures = self.split(tensors)
-        last, _, xs, sums = self.plan.backward(missing)(self.done, captures, [*saved, *ys], carry)
+        lengths = self._lengths(self.done - 1)
+        last, _, xs, sums = self.plan.backward(missing)(self.done, captures, [*saved, *ys], carry, None, lengths)
         return self._placed(last, xs, sums, missing)
 
     def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
@@ -50,9 +54,19 @@ class Run:
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
         ys = [g for k in plan.flowing_ys if (g := grads[n + k]) is not None]
         carry = [
-            zeros_like(plan.traced.carry[i]) if (g := grads[i]) is None else g.contiguous() for i in plan.flowing_carry
+            self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else g.contiguous()
+            for i in plan.flowing_carry
         ]
         return missing, carry, ys
+
+    def _lengths(self, done: int) -> list[int]:
+        """Those of arrays after so many steps."""
+        return [n + more * done for n, more in zip(self.lengths, self.plan.growth, strict=True)]
+
+    def _zeros(self, node: fx.Node) -> Tensor:
+        """Zeros like a carry after the last step."""
+        value = value_of(node)
+        return torch.zeros(actual(value.shape, self._lengths(self.done - 1)), dtype=value.dtype, device="cpu")
 
     def _placed(self, last: Sequence[Tensor], xs: Sequence[Tensor], sums: Sequence[Tensor], missing: Any) -> list[Any]:
         plan, step = self.plan, self.plan.step
@@ -93,9 +107,9 @@ class Run:
         n, k = len(carry), len(self.plan.step.ys)
         ys: list[list[Tensor]] = []
         length = self.done if self.steps is None else self.steps
-        run = fx.Interpreter(self.plan.module).run
-        for t in range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done):
-            found = run(*carry, *(x[t] for x in xs), *captures)
+        steps = range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done)
+        for done, t in enumerate(steps):
+            found = Sized(self.plan.module, self._lengths(done)).run(*carry, *(x[t] for x in xs), *captures)
             carry = list(found[:n])
             ys.append(list(found[n : n + k]))
         ys = ys[::-1] if self.plan.reverse else ys

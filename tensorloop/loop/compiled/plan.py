@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
+from tensorloop.loop.compiled.lengths import grows, versions
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
@@ -27,17 +28,28 @@ class Plan:
     """The programs of one step."""
 
     def __init__(
-        self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], *, grad: bool, reverse: bool
+        self,
+        step: Step,
+        examples: Sequence[Tensor],
+        wants: Sequence[bool],
+        *,
+        grad: bool,
+        reverse: bool,
+        growth: Sequence[int] = (),
     ) -> None:
-        self.step, self.reverse = step, reverse
+        self.step, self.reverse, self.growth = step, reverse, tuple(growth)
         self.module = functional(step, examples)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
         self.wants = tuple(wants)
+        self.arrays = {n: i for i, n in enumerate(t.carry) if grows(n)}
+        self.versions = self._versions()
         self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
         self.saved: list[fx.Node] = self._saved() if self.grad else []
-        new = [n for n in self.saved if n not in t.xs and n not in t.ys]
+        new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in self.versions]
+        if any(grows(n) for n in (*new, *t.ys)):
+            raise ValueError("its backward needs slots of an array that were overwritten")
         wanted = list(dict.fromkeys([*t.ys, *new]))
-        parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse)
+        parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse, self.growth)
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
         self._lights: dict[bool, Program] = {}
@@ -74,7 +86,8 @@ class Plan:
         with self._lock:
             if outputs not in self._lights:
                 wanted = list(dict.fromkeys(t.ys)) if outputs else []
-                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, self.reverse)
+                going, grow = t.answer, self.growth
+                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), going, self.reverse, grow)
                 self._lights[outputs] = Program(t.graph, parts)
             return self._lights[outputs]
 
@@ -83,10 +96,20 @@ class Plan:
         places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places
         return [wanted[places[n]] for n in self.traced.ys]
 
-    def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-        """What the backward keeps, of that and of xs."""
+    def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor], last: Sequence[Tensor] = ()) -> list[Tensor]:
+        """What the backward keeps, of that, of xs and of the last carry: arrays, which have all slots there."""
         given = dict(zip(self.traced.xs, xs, strict=True))
+        given |= {n: last[i] for n, i in self.versions.items()} if last else {}
         return [given[n] if n in given else wanted[self._places[n]] for n in self.saved]
+
+    def _versions(self) -> dict[fx.Node, int]:
+        """What an array is in a step, where its slots are never overwritten, and its place in the carry."""
+        t, found = self.traced, dict[fx.Node, int]()
+        for array, i in self.arrays.items():
+            those = versions(t.graph.nodes, [array])
+            if t.next_carry[i] in those:
+                found |= dict.fromkeys(those, i)
+        return found
 
     def backward(self, missing: frozenset[int]) -> Program:
         """The program backward where these ys got no gradient."""
@@ -113,6 +136,7 @@ class Plan:
             [t.found["xs"][k] for k in sorted(t.found["xs"])],
             [t.found["captures"][k] for k in sorted(t.found["captures"])],
             reverse=not self.reverse,
+            growth=[-more for more in self.growth],
         )
         return Program(t.graph, parts)
 
@@ -125,8 +149,8 @@ class Plan:
         needed = needed_for(found) & linear
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
         forward = needed_for([*t.next_carry, *t.ys])
-        price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2)
-        pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry]
+        price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2) | dict.fromkeys(self.versions, 1)
+        pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry and not grows(c)]
         price |= {c: 3 for c, new in pairs if new in t.ys}
         first = set(kept(order, moving, forward, uses, price))
         # States before the steps and after them are one memory: who keeps the ones has the others.
@@ -137,7 +161,8 @@ class Plan:
         """What a backward keeps of each step, beside xs and ys, which are there anyway."""
         t = self.traced
         states = {c for c, new in zip(t.carry, t.next_carry, strict=True) if new in t.ys or new in self.saved}
-        new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in states]
+        there = {*t.xs, *t.ys, *self.versions, *states}
+        new = [n for n in self.saved if n not in there]
         return sum(value_of(n).numel() * value_of(n).element_size() for n in new)
 
 
@@ -175,9 +200,3 @@ class Plans:
 
 
 plans = Plans()
-
-
-def zeros_like(node: fx.Node) -> Tensor:
-    """Zeros as the node's value at one step."""
-    value = value_of(node)
-    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")

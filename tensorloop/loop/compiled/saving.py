@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import fx
 
+from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_pointwise, is_view
 
 _FOREVER = 1 << 60
@@ -47,15 +48,16 @@ def kept(
     """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
     What is not computed `forward` has to be computed backward anyway. A node with a `price` is there in some way
-    already: an input, an output that the caller gets.
+    already: an input, an output that the caller gets. What grows with the steps is made again, whatever it costs: kept,
+    it would be quadratic.
     """
     uses = [n for n in uses if n in moving]
-    again = {n for n in moving if _again(n) or n not in forward}
+    again = {n for n in moving if _again(n) or n not in forward or meets_growing(n)}
     wanted = needed_for(uses, moving - again) & moving
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
     for n, i in place.items():
-        edges.add(i, i + 1, price.get(n, bytes_of(n) * 8 + (8 if is_view(n) else 1)))
+        edges.add(i, i + 1, price.get(n, _FOREVER if grows(n) else bytes_of(n) * 8 + (8 if is_view(n) else 1)))
         given = [a for a in n.all_input_nodes if a in place]
         if n not in again or not given:
             edges.add(0, i, _FOREVER)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.batched import Stage
+from tensorloop.loop.compiled.lengths import meets_growing
 from tensorloop.loop.compiled.operations import aten, value_of
 
 # Linear in their first argument, whatever the others are.
@@ -53,7 +54,7 @@ class Sums:
         "product" where both factors move, "scattered" where a node adds values to zeros in places.
         """
         moving, target = self.stage.moving, n.target
-        if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS:
+        if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS or meets_growing(n):
             return None
         args = [a for a in n.args if isinstance(a, fx.Node)]
         inner = [a for a in args if a in moving]

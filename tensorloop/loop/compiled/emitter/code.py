@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from tensorloop.loop.compiled.lengths import length_in
+
 Index = int | str
 
 KINDS = {
@@ -91,6 +93,7 @@ class Code:
         self.lines: list[str] = []
         self.declared: dict[str, str] = {}
         self.block = "entry"
+        self.lengths: list[str] = []  # of arrays at this step, by symbol
         self._names = 0
 
     def name(self, prefix: str = "v") -> str:
@@ -115,6 +118,8 @@ class Code:
 
     def constant(self, kind: str, value: float, width: int = 1) -> Value:
         """One number in every lane."""
+        if length_in(value) is not None:
+            return self._length(kind, self.sized(int(value)), width)
         text = literal(kind, value)
         return Value(text if width == 1 else self._lanes(kind, [text] * width), kind, width)
 
@@ -184,6 +189,7 @@ class Code:
         for term in terms:
             if isinstance(term, str):
                 total = term if total is None else self.op(f"add i64 {total}, {term}", "i64").text
+        known = self.sized(known)
         if total is None:
             return known
         return total if not known else self.op(f"add i64 {total}, {known}", "i64").text
@@ -194,8 +200,24 @@ class Code:
             return a * b
         return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {b}", "i64").text
 
+    def sized(self, index: Index) -> Index:
+        """An index whose known number may stand for a length."""
+        found = length_in(index)
+        if found is None:
+            return index
+        name = self.lengths[found.symbol]
+        if found.scale != 1:
+            name = self.op(f"mul i64 {name}, {found.scale}", "i64").text
+        return name if not found.shift else self.op(f"add i64 {name}, {found.shift}", "i64").text
+
+    def _length(self, kind: str, index: Index, width: int) -> Value:
+        how = "sitofp" if kind in FLOATS else "trunc"
+        value = Value(str(index), "i64")
+        return self.splat(value if kind == "i64" else self.convert(how, value, kind), width)
+
     def pointer(self, base: str, offset: Index) -> str:
         """`offset` bytes further."""
+        offset = self.sized(offset)
         return base if offset == 0 else self.op(f"getelementptr i8, ptr {base}, i64 {offset}", "ptr").text
 
     # control
@@ -206,6 +228,7 @@ class Code:
 
         `stop - start` is a multiple of `step`. A loop of one turn is none.
         """
+        start, stop = self.sized(start), self.sized(stop)
         known = isinstance(start, int) and isinstance(stop, int)
         if isinstance(start, int) and isinstance(stop, int) and stop - start == step:
             single = Loop(start, list(carried))
