@@ -66,4 +66,4 @@ class EagerCore:
             if size is not None and done:
                 carry[i][: len(state[i])] = state[i]
         own = [x.clone(memory_format=torch.contiguous_format) for x in state]
-        return [x if size is None else y for x, y, size in zip(carry, own, of_carry, strict=True)], done
+        return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done

@@ -5,17 +5,17 @@ it are sums with that symbol in them. So torch traces them as numbers, and a bac
 the array, which it knows when it runs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.operations import value_of, values_of
+from tensorloop.loop.compiled.operations import aten, value_of, values_of
 
 SYMBOLS = (1_234_567_891, 1_409_386_519, 1_648_721_273)
 OTHERS = (1_111_333_771, 1_537_171_723, 1_802_775_637)  # of a second trace, which shows what was computed from them
-_MOST_SHIFT, _MOST_SCALE = 1 << 20, 1 << 24
+_MOST_SHIFT, _MOST_SCALE = 1 << 20, 1 << 28
+WRITES = frozenset({aten.select_scatter.default, aten.index_put.default})  # to slots that there are
 
 
 class Length(NamedTuple):
@@ -66,8 +66,16 @@ def growth_of(array: fx.Node, growth: Sequence[int]) -> int | None:
 
 
 def meets_growing(node: fx.Node) -> bool:
-    """Whether a node is of such a size, or made from what is."""
-    return grows(node) or any(grows(a) for a in node.all_input_nodes)
+    """Whether a node is of such a size, or made from what is, or from a length itself."""
+    if node.op != "call_function":
+        return grows(node)
+    return grows(node) or any(grows(a) for a in node.all_input_nodes) or _has_length((node.args, node.kwargs.values()))
+
+
+def _has_length(x: Any) -> bool:
+    if isinstance(x, (int, float)):
+        return length_in(x) is not None
+    return not isinstance(x, (str, fx.Node)) and isinstance(x, Iterable) and any(map(_has_length, x))
 
 
 def actual(x: Any, lengths: Sequence[int]) -> Any:
@@ -119,12 +127,37 @@ def _alike(x: Any, y: Any, places: dict[fx.Node, int]) -> bool:
     return type(x) is type(y) and (x == y or (x != x and y != y))
 
 
-def versions(nodes: Iterable[fx.Node], arrays: Sequence[fx.Node]) -> set[fx.Node]:
-    """Arrays of the carry and what is appended to them: what the last version has for ever in its first slots."""
-    found = set(arrays)
-    for n in nodes:
-        if n.target is torch.ops.aten.cat.default and (len(n.args) < 2 or n.args[1] == 0):
-            parts: Any = n.args[0]
-            if parts[0] in found and len(parts) > 1:
-                found.add(n)
+def versions(array: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """What an array of the carry becomes in a step, from the last version back to the first; [] where it is replaced.
+
+    Each is made from the one before by an operation that leaves its other slots as they are, or adds to all.
+    """
+    reached = {array: array}
+    for n in array.graph.nodes:
+        before = _version_before(n, reached)
+        if before is not None:
+            reached[n] = before
+    if last not in reached:
+        return []
+    found = [last]
+    while found[-1] is not array:
+        found.append(reached[found[-1]])
     return found
+
+
+def _version_before(n: fx.Node, reached: Container[fx.Node]) -> fx.Node | None:
+    if n.op != "call_function" or not n.args:
+        return None
+    first: Any = n.args[0]
+    if n.target is aten.cat.default:
+        return first[0] if first[0] in reached and (len(n.args) < 2 or n.args[1] == 0) and len(first) > 1 else None
+    if n.target in WRITES or (n.target is aten.slice.Tensor and tuple(n.args[1:3]) in ((), (0,), (0, 0), (0, None))):
+        return first if first in reached else None
+    if n.target is aten.add.Tensor:
+        return next((a for a in n.args if isinstance(a, fx.Node) and a in reached and _same(a, n)), None)
+    return None
+
+
+def _same(a: fx.Node, b: fx.Node) -> bool:
+    x, y = value_of(a), value_of(b)
+    return x.shape == y.shape and x.dtype is y.dtype

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
 from tensorloop.loop.compiled.lengths import grows, versions
-from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.operations import aten, value_of
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -106,8 +106,8 @@ class Plan:
         """What an array is in a step, where its slots are never overwritten, and its place in the carry."""
         t, found = self.traced, dict[fx.Node, int]()
         for array, i in self.arrays.items():
-            those = versions(t.graph.nodes, [array])
-            if t.next_carry[i] in those:
+            those = versions(array, t.next_carry[i])
+            if all(n is array or n.target is aten.cat.default for n in those):
                 found |= dict.fromkeys(those, i)
         return found
 

@@ -6,6 +6,7 @@ it, and products are sums over walks, whose bounds may be known when they run.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, dense
 from tensorloop.loop.compiled.emitter.code import Code, Index
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter
 from tensorloop.loop.compiled.emitter.vector_math import Math
-from tensorloop.loop.compiled.lengths import grows, length_in
-from tensorloop.loop.compiled.operations import is_view
-from tensorloop.loop.compiled.recurrence import Unsupported
+from tensorloop.loop.compiled.lengths import grows, length_in, versions
+from tensorloop.loop.compiled.operations import aten, is_view
+from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
 
 ARRAYS = ("array", "prefix")
 LINE = 64
@@ -148,36 +149,59 @@ def _is_version(x: Any) -> bool:
     return isinstance(x, Array) and x.buffer.kind == "array" and x.offset == 0 and x.strides == dense(x.shape, x.strides)
 
 
-def _last_to_see(call: Any, old: fx.Node) -> None:
-    """Raises where the array is looked at, as it was before this node, by a later one."""
-    order = {n: i for i, n in enumerate(call.node.graph.nodes)}
-    left, met = [old], {old}
+def written(recurrence: Recurrence) -> set[fx.Node]:
+    """What arrays become in a step, up to the next carry: there is one memory for it."""
+    pairs = zip(recurrence.carry, recurrence.next_carry, strict=True)
+    return {n for array, last in pairs if grows(array) for n in versions(array, last)}
+
+
+def scheduled(recurrence: Recurrence) -> list[fx.Node]:
+    """The nodes in an order in which all that sees an array as it was comes before what writes to its slots."""
+    nodes = list(recurrence.graph.nodes)
+    order, arrays = {n: i for i, n in enumerate(nodes)}, written(recurrence)
+    waits = {n: set(n.all_input_nodes) for n in nodes}
+    for n in arrays:
+        if n.op == "call_function" and n.target is not aten.cat.default:  # slots behind the end disturb nobody
+            for old in arrays.intersection(n.all_input_nodes):
+                waits[n] |= _seeing(old, n)
+    followers: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes}
+    for n, before in waits.items():
+        for one in before:
+            followers[one].append(n)
+    ready = [order[n] for n in nodes if not waits[n]]
+    found: list[fx.Node] = []
+    while ready:
+        n = nodes[heapq.heappop(ready)]
+        found.append(n)
+        for other in followers[n]:
+            waits[other].discard(n)
+            if not waits[other]:
+                heapq.heappush(ready, order[other])
+    if len(found) < len(nodes):
+        raise Unsupported("an array that is read, as it was before, by what is written to it later")
+    return found
+
+
+def _seeing(old: fx.Node, writer: fx.Node) -> set[fx.Node]:
+    """What looks at an array as it was before a node writes to it; a slot is copied, a longer part is not."""
+    found, left = set[fx.Node](), [old]
     while left:
         for user in left.pop().users:
-            if user is call.node or user in met:
+            if user is writer or user in found or user.op == "output":
                 continue
-            met.add(user)
-            if order[user] > order[call.node] and grows_in_place(user):
-                raise Unsupported("an array that is read after it was written to")
-            if is_view(user):
+            found.add(user)
+            if is_view(user) and grows(user):
                 left.append(user)
-
-
-def grows_in_place(user: fx.Node) -> bool:
-    """Whether a node sees an array itself: not through a slot, which is a copy."""
-    return any(grows(a) for a in user.all_input_nodes)
+    return found
 
 
 def _cat(call: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     """An append: what follows is written into slots behind the array."""
     first, low = tensors[0], call.low
-    if dim % len(call.shape) or not _is_version(first):
+    if call.node not in low.written or not _is_version(first):
         return None
     if any(grows(x.shape) for x in tensors[1:]):
         raise Unsupported("an array appended to another")
-    users = [n for n in call.node.args[0][0].users if n.target is call.node.target and n.args[0][0] is call.node.args[0][0]]
-    if len(users) > 1:
-        raise Unsupported("two arrays that begin alike")
     out = Array(first.buffer, call.shape, first.strides)
     at = first.shape[0]
     for x in tensors[1:]:
@@ -197,8 +221,7 @@ def _add(call: Any, a: Any, b: Any, alpha: Any = 1) -> Any:
     if alpha != 1 or not all(isinstance(x, (Array, Pending)) for x in (a, b)):
         return None
     for x, y, node in ((a, b, call.node.args[0]), (b, a, call.node.args[1])):
-        if _is_version(x) and x.shape == call.shape and call.dtype == x.dtype:
-            _last_to_see(call, node)
+        if call.node in low.written and node in low.written and _is_version(x):
             parts = y.parts if isinstance(y, Pending) else ((None, y),)
             for start, value in parts:
                 place = x if start is None else _slots(x, start, value.shape[0])
@@ -220,9 +243,8 @@ def _pad(call: Any, x: Any, pad: Sequence[int], value: Any = 0) -> Any:
 
 def _put(call: Any, x: Any, value: Any, dim: int = 0, index: int = 0) -> Any:
     """One slot written in place."""
-    if dim or not _is_version(x):
+    if dim or call.node not in call.low.written or not _is_version(x):
         return None
-    _last_to_see(call, call.node.args[0])
     place = _slots(x, index + x.shape[0] if index < 0 else index, 1)
     call.low.copy(value, Array(place.buffer, place.shape[1:], place.strides[1:], place.offset))
     return x

@@ -37,6 +37,7 @@ class Lowering:
         self.kernels: list[Kernel] = []
         self.constants: list[Tensor] = []
         self.values: dict[fx.Node, Any] = {}
+        self.written: set[fx.Node] = set()  # nodes that are an array of the carry, changed in place
 
     # buffers
 
@@ -263,6 +264,7 @@ def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:
 def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callable[..., Any]) -> "Step":
     """All of a step: its nodes, then the copies into what outlives it."""
     low = Lowering()
+    low.written = growing.written(recurrence)
     for kind, nodes in (
         ("invariant", recurrence.invariants),
         ("sequence", recurrence.sequences),
@@ -270,7 +272,7 @@ def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callab
     ):
         for n, node in enumerate(nodes):
             low.values[node] = _placed(kind, n, node)
-    low.run(list(recurrence.graph.nodes), handlers, fallback)
+    low.run(growing.scheduled(recurrence) if low.written else list(recurrence.graph.nodes), handlers, fallback)
     return Step(low, recurrence)
 
 
