@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.loop.compiled.fingerprint import Operation, Recorder, Refused, user_place
+from tensorloop.loop.compiled.operations import aten
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import has_holes, kind_of, store_of, with_elements
 from tensorloop.tensor_array.keys import Key
@@ -89,8 +90,35 @@ class StandIn(Store):
         return self.span(0, self._length)
 
     def gather(self, index: Tensor) -> Tensor:
-        self.uses.reads = True
-        return self._known()[index]
+        return self._at(index)
+
+    def read_at(self, index: Any) -> Tensor | None:
+        found = self._index(index)
+        return None if found is None else self._at(found)
+
+    def put_at(self, index: Any, x: Tensor) -> bool:
+        found = self._index(index)
+        if found is None or found.dim() or not isinstance(x, Tensor) or not self._takes(x):
+            return False
+        with self.recorder.instead_of(found):
+            self._become(aten.index_put.default(self._known(), [found], x))
+        return True
+
+    def _at(self, index: Tensor) -> Tensor:
+        with self.recorder.instead_of(index):  # there may be fewer slots here than in the array
+            return aten.index.Tensor(self._known(), [index])
+
+    def _takes(self, x: Tensor) -> bool:
+        values = self._known()
+        return x.shape == values.shape[1:] and x.dtype is values.dtype and x.device == values.device
+
+    def _index(self, index: Any) -> Tensor | None:
+        """An index as a tensor that the step knows; None for numbers."""
+        if isinstance(index, torch.SymInt):
+            number, scale, shift = self.recorder.number, index.node.scale, index.node.shift
+            return None if number is None else number * scale + shift
+        fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device.type == "cpu"
+        return index.to(torch.int64) if fits else None
 
     def fork(self) -> "StandIn":
         return StandIn(self.values, self._length, self.uses, self.recorder, self.number)

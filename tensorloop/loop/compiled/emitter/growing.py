@@ -27,9 +27,9 @@ LINE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Zeros of an array's size and what is added to them: values, from a slot on (None: to all)."""
+    """Zeros of an array's size and what is added to them: values, from a slot on, at indices, or (None) to all."""
 
-    parts: tuple[tuple[int | None, Array], ...]
+    parts: tuple[tuple[int | Array | None, Array], ...]
     shape: tuple[int, ...]
 
 
@@ -60,6 +60,8 @@ def _growing_dim(shape: Sequence[int]) -> int:
 def ordered(kernel: Kernel) -> Kernel:
     """A walk with the growing dim outermost, so that those of one size share a nest."""
     if not any(grows(array.shape) for array in (*kernel.reads(), *kernel.writes())):
+        return kernel
+    if isinstance(kernel, Scatter) and not grows(kernel.source.shape):
         return kernel
     if isinstance(kernel, Matmul | Running | Scatter):
         raise Unsupported(f"{type(kernel).__name__} over a size that changes from step to step")
@@ -224,6 +226,9 @@ def _add(call: Any, a: Any, b: Any, alpha: Any = 1) -> Any:
         if call.node in low.written and node in low.written and _is_version(x):
             parts = y.parts if isinstance(y, Pending) else ((None, y),)
             for start, value in parts:
+                if isinstance(start, Array):
+                    indexed(low, x, start, value, True)
+                    continue
                 place = x if start is None else _slots(x, start, value.shape[0])
                 low.point("more", Math.add, [place, low.cast(value, x.dtype)], x.dtype, out=place)
             return x
@@ -250,7 +255,29 @@ def _put(call: Any, x: Any, value: Any, dim: int = 0, index: int = 0) -> Any:
     return x
 
 
-_OWN = {"cat": _cat, "add": _add, "constant_pad_nd": _pad, "select_scatter": _put}
+def _put_at(call: Any, x: Any, indices: Sequence[Any], value: Any, accumulate: bool = False) -> Any:
+    """Slots written in place at indices; values added to zeros are left to who adds those to an array."""
+    if len(indices) != 1 or not isinstance(x, Array) or not isinstance(value, Array):
+        return None
+    if call.node in call.low.written and _is_version(x):
+        indexed(call.low, x, indices[0], value, accumulate)
+        return x
+    zeros = x.buffer.kind == "value" and x.buffer.value == 0
+    return Pending(((indices[0], value),), call.shape) if zeros and accumulate else None
+
+
+def indexed(low: Any, out: Array, index: Array, value: Array, add: bool) -> None:
+    """Writes slots, or adds to them, in place."""
+    if not index.numel or not value.numel:
+        return
+    value = low.cast(value, out.dtype).expand((*index.shape, *out.shape[1:]))
+    source, one = low.reshape(low.copy(value, low.new(value.shape, value.dtype)), (index.numel, *out.shape[1:])), index
+    one = low.reshape(low.dense(one), (index.numel,))
+    strides = (one.strides[0], *[0] * (len(out.shape) - 1))
+    low.kernels.append(Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, 0, add))
+
+
+_OWN = {"index_put": _put_at, "cat": _cat, "add": _add, "constant_pad_nd": _pad, "select_scatter": _put}
 
 
 def product(low: Any, a: Array, b: Array) -> Array:
