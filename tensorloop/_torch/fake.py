@@ -4,6 +4,7 @@ Private names of torch, tried with 2.11 and 2.13: `torch._subclasses.fake_tensor
 second or so, so it is imported only then.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -54,3 +55,14 @@ def empty_fakes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Ten
 
     with FakeTensorMode():
         return [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not write to its log that an operation failed on fakes: the error says it too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

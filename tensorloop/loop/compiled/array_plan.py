@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._torch.fake import empty_fakes
+from tensorloop._torch.fake import empty_fakes, quiet_fakes
+from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.capture import functional, with_gradients
 from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
 from tensorloop.loop.compiled.fingerprint import Refused
@@ -20,7 +21,7 @@ class ArrayPlan(Plan):
     """A plan, and what its step does for arrays of other lengths than it was looked at with."""
 
     template: Template
-    tried: set[tuple[int, ...]]
+    tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
 
 
 def planned(found: Recorded, examples: list[Tensor], wants: Sequence[bool], grad: bool, reverse: bool) -> ArrayPlan:
@@ -38,10 +39,11 @@ def planned(found: Recorded, examples: list[Tensor], wants: Sequence[bool], grad
         step = dataclasses.replace(base.step, operations=template.operations(symbols))
         return step, _examples(found, examples, symbols)
 
-    step, fakes = made(SYMBOLS)
-    plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
-    step, fakes = made(OTHERS)
-    other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
+    with quiet_fakes():
+        step, fakes = made(SYMBOLS)
+        plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
+        step, fakes = made(OTHERS)
+        other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
     if not same_but_for_lengths(plan.traced.graph, other.graph):
         raise Refused("what torch makes of its operations depends on the length of an array in the carry")
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
@@ -74,21 +76,28 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int |
     """Looks at the step with arrays as long as they will be, where it could do something else then.
 
     Appends have no such choice, reads need the slots to be there, and a body that sees a length may do anything. Each
-    length is tried once.
+    length is tried once, the last one always.
     """
     uses, starts = found.arrays.uses, found.arrays.starts
     if not (uses.sees or uses.reads):
         return
     if uses.sees and steps is None:
         raise Refused("the body sees how long an array in the carry is, in a loop of unknown length")
-    ends = steps if uses.sees and steps is not None else 1
-    for t in range(ends if any(found.growth) else 1):
+    values = _values(found) if uses.sees else ()
+    ends = steps if uses.sees and steps is not None and any(found.growth) else 1
+    for t in range(ends):
         lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
-        if lengths not in plan.tried:
+        if (values, lengths) not in plan.tried or 0 < t == ends - 1:
             seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths))
             if not plan.template.describes(seen, lengths) and not (min(lengths) < 2 and _same_values(found, plan, lengths)):
                 raise length_matters()
-            plan.tried.add(lengths)
+            plan.tried.add((values, lengths))
+
+
+def _values(found: Recorded) -> tuple[Any, ...]:
+    """What the body refers to beside tensors: with other numbers it may ask for other lengths."""
+    held = [x for function in found.loop.functions for x in Constants(function.function).held]
+    return tuple((x.name, type(x.value), x.value) for x in held)
 
 
 def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bool:

@@ -109,7 +109,13 @@ def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan)
         raise Told
-    return _run(found, plan, steps, k)
+    try:
+        return _run(found, plan, steps, k)
+    except IndexError:
+        if not found.arrays.places:
+            raise
+        _forget(loop)  # a slot that there is not, which the eager loop may append, or name
+        return None
 
 
 def _forget(loop: Loop) -> None:
@@ -173,12 +179,7 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
         run = Run(plan, steps, most=loop.length, lengths=found.arrays.starts)
     else:
         run = Segmented(plan, steps, k=k)
-    if plan.grad:
-        outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
-    else:
-        with torch.no_grad(), unseen():
-            last, ys, _ = run.forward([x.detach() for x in tensors])
-        outputs = [*last, *ys]
+    outputs = _outputs(run, tensors)
     loop.taken = run.done
     n = len(found.carry)
     carry = list(loop.init)
@@ -191,6 +192,15 @@ def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple
         left = iter(outputs[n:])
         loop.outputs.stacked = [_column(y, left, loop) for y in found.ys]
     return loop, loop.carry.tree.unflatten(carry)
+
+
+def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The last carry and ys."""
+    if run.plan.grad:
+        return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
+    with torch.no_grad(), unseen():
+        last, ys, _ = run.forward([x.detach() for x in tensors])
+    return [*last, *ys]
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

@@ -59,6 +59,15 @@ def stands(x: Tensor) -> bool:
     return any(size > SYMBOLS[0] // 2 for size in x.shape)
 
 
+def said(size: int) -> str:
+    """A size as one writes it: `n` is the length of an array before the step."""
+    found = length_in(size)
+    if found is None:
+        return str(size)
+    name = f"{found.scale if found.scale > 1 else ''}{'nmk'[found.symbol]}"
+    return name if not found.shift else f"{name} {'+' if found.shift > 0 else '-'} {abs(found.shift)}"
+
+
 def growth_of(array: fx.Node, growth: Sequence[int]) -> int | None:
     """What a step adds to an array's length; None for what is no array."""
     size = length_in(value_of(array).shape[0]) if grows(array) else None

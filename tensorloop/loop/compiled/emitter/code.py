@@ -118,8 +118,6 @@ class Code:
 
     def constant(self, kind: str, value: float, width: int = 1) -> Value:
         """One number in every lane."""
-        if length_in(value) is not None:
-            return self._length(kind, self.sized(int(value)), width)
         text = literal(kind, value)
         return Value(text if width == 1 else self._lanes(kind, [text] * width), kind, width)
 
@@ -210,10 +208,13 @@ class Code:
             name = self.op(f"mul i64 {name}, {found.scale}", "i64").text
         return name if not found.shift else self.op(f"add i64 {name}, {found.shift}", "i64").text
 
-    def _length(self, kind: str, index: Index, width: int) -> Value:
+    def number(self, kind: str, value: float, width: int) -> Value:
+        """As `constant`, of a number that may stand for a length."""
+        if length_in(value) is None:
+            return self.constant(kind, value, width)
+        length = Value(str(self.sized(int(value))), "i64")
         how = "sitofp" if kind in FLOATS else "trunc"
-        value = Value(str(index), "i64")
-        return self.splat(value if kind == "i64" else self.convert(how, value, kind), width)
+        return self.splat(length if kind == "i64" else self.convert(how, length, kind), width)
 
     def pointer(self, base: str, offset: Index) -> str:
         """`offset` bytes further."""
