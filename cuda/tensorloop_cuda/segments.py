@@ -165,13 +165,16 @@ def _column_best(best: Any, place: Any, sign: Any, shared: Any, places: Any) -> 
 
 
 @cuda.jit(device=True)
-def _exp_sum(values: Any, first: Any, last: Any, d: Any, features: Any, top: Any, shared: Any, like: Any) -> Any:
-    """The sum of exp(value - top) over column d of a segment."""
+def _exp_sum(values: Any, first: Any, last: Any, d: Any, features: Any, shared: Any, places: Any, like: Any) -> Any:
+    """(top, sum of exp(value - top)) of column d of a segment, top its maximum; every thread must come here."""
+    best, place = _own_best(values, first, last, d, features, 1, like)
+    best, _ = _column_best(best, place, 1, shared, places)
+    top = cast(best, like)  # a float32's own exp is far faster
     own = _WIDE
     if d < features:
         for i in range(first + cuda.threadIdx.y, last, cuda.blockDim.y):
             own += math.exp(load(values, i * features + d, like) - top)
-    return _column_sum(own, shared)
+    return top, _column_sum(own, shared)
 
 
 @cuda.jit(cache=True)
@@ -221,12 +224,9 @@ def _logsumexp(values: Any, out: Any, offsets: Any, batch: Any, n: Any, features
     for task in range(cuda.blockIdx.x, _tasks(batch, features), cuda.gridDim.x):
         b, d = _strip(task, features)
         first, last = bounds_of(offsets, b, n)
-        best, place = _own_best(values, first, last, d, features, 1, like)
-        best, place = _column_best(best, place, 1, shared, places)
-        top = cast(best, like)  # a float32's own exp is far faster
-        total = _exp_sum(values, first, last, d, features, top, shared, like)
+        top, total = _exp_sum(values, first, last, d, features, shared, places, like)
         if d < features and cuda.threadIdx.y == 0:
-            if place < 0:
+            if first >= last:
                 store(out, b * features + d, -math.inf, like)
             elif math.isinf(top):  # inf - inf in the sum was NaN
                 store(out, b * features + d, top, like)
@@ -241,10 +241,7 @@ def _softmax(values: Any, out: Any, offsets: Any, batch: Any, n: Any, features: 
     for task in range(cuda.blockIdx.x, _tasks(batch, features), cuda.gridDim.x):
         b, d = _strip(task, features)
         first, last = bounds_of(offsets, b, n)
-        best, place = _own_best(values, first, last, d, features, 1, like)
-        best, place = _column_best(best, place, 1, shared, places)
-        top = cast(best, like)  # a float32's own exp is far faster
-        total = _exp_sum(values, first, last, d, features, top, shared, like)
+        top, total = _exp_sum(values, first, last, d, features, shared, places, like)
         if d < features:
             for i in range(first + cuda.threadIdx.y, last, cuda.blockDim.y):
                 e = math.exp(load(values, i * features + d, like) - top)

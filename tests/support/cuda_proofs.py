@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import tensorloop_cuda
 import torch
+from numba.cuda.simulator import kernel as simulator
 from tensorloop_cuda import launch, moves, rows, segments
 
 import tensorloop as tl
 from tensorloop import cuda, kernels
 from tensorloop.kernels import proof
 from tests.support.cuda_cases import kernel
+from tests.support.cuda_turns import Block
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,7 @@ def a_gpu_that_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_chosen", {})
     monkeypatch.setattr(launch, "THREADS", 8)
     monkeypatch.setattr(launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(simulator, "BlockManager", Block)
 
 
 @pytest.mark.parametrize("operation", [name for name, row in kernels.TABLE.items() if row.cuda != kernels.NO])

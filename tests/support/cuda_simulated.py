@@ -4,6 +4,7 @@ The simulator is chosen before numba is imported (NUMBA_ENABLE_CUDASIM=1), and l
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorloop_cuda
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.cuda.simulator import kernel as simulator
 from tensorloop_cuda import launch, target
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from tests.support.cuda_cases import (
     offsets_of,
     some_moves,
 )
+from tests.support.cuda_turns import Block, Thread
 
 LENS = [[], [0, 0], [1], [3, 0, 1, 5, 0], [0, 11]]
 GUARD = 64  # numbers before and behind a tensor that are not its own
@@ -37,6 +40,7 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each simulated thread is one of Python's: a few of them, which take turns at more work than they are."""
     monkeypatch.setattr(launch, "THREADS", 4)
     monkeypatch.setattr(launch, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(simulator, "BlockManager", Block)
 
 
 def test_the_simulator_is_on() -> None:
@@ -71,7 +75,7 @@ def test_whole_blocks(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that a GPU is given: 256 threads a block, as many blocks as there is work."""
     monkeypatch.setattr(launch, "THREADS", 256)
     monkeypatch.setattr(launch, "MOST_BLOCKS", 1 << 16)
-    assert_same(operation, arguments(operation, [20, 0, 13], 2))
+    assert_same(operation, arguments(operation, [20, 0, 13], 9))
 
 
 @pytest.mark.parametrize("operation", MOVED)
@@ -244,6 +248,34 @@ def test_regroup_and_writes_stay_inside(outputs: list[Tensor]) -> None:
 def test_results_repeat_to_the_bit() -> None:
     args = arguments("segment_sum", [30, 7], 2)
     assert all(torch.equal(tensorloop_cuda.segment_sum(*args), tensorloop_cuda.segment_sum(*args)) for _ in range(3))
+
+
+# ---- threads that take turns
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_barrier_that_is_missing_shows(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two for each segment: before what others read is written again, and before what they wrote is read."""
+    monkeypatch.setattr(launch, "MOST_BLOCKS", 1)  # which meets both segments
+    args, wait, met = arguments("segment_softmax_grad", [4, 4], 1), Thread.syncthreads, Counter[Thread]()
+    expected = tensorloop_cuda.segment_softmax_grad(*args)
+    torch.testing.assert_close(expected, kernel("eager", "segment_softmax_grad")(*args))
+
+    def wait_or_not(thread: Thread) -> None:
+        met[thread] += 1
+        if met[thread] % 2 == missing:
+            wait(thread)
+
+    monkeypatch.setattr(Thread, "syncthreads", wait_or_not)
+    tensorloop_cuda.segment_sum(torch.randn(8, 1), args[2])  # other numbers in the memory that threads share
+    assert not torch.allclose(tensorloop_cuda.segment_softmax_grad(*args), expected)
+
+
+def test_a_barrier_that_some_threads_miss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Thread.syncthreads
+    monkeypatch.setattr(Thread, "syncthreads", lambda thread: wait(thread) if thread.threadIdx.y else None)
+    with pytest.raises(RuntimeError, match="3 of 4 threads of a block came to a barrier"):
+        tensorloop_cuda.segment_sum(torch.ones(4, 1), offsets_of([4]))
 
 
 # ---- what is read, and what is in memory
