@@ -30,7 +30,9 @@ def planned(found: Recorded, examples: list[Tensor], wants: Sequence[bool], grad
     if len(groups) > len(SYMBOLS):
         raise Refused(f"arrays of more than {len(SYMBOLS)} different lengths are in the carry")
     looks = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
-    base, *longer = [Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in looks]
+    base, *longer = [
+        Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in looks
+    ]
     template = Template(base, longer)
     if not template.describes(found, found.arrays.lengths):
         raise length_matters()
@@ -64,7 +66,10 @@ def _examples(found: Recorded, examples: list[Tensor], symbols: Sequence[int]) -
             shape, dtype = arrays.kinds[i]
             sizes[k] = (symbols[arrays.groups[i]], *shape), dtype
     fakes = empty_fakes(sizes)
-    return [fakes[k] if k < len(found.places) and i in arrays.first else x for k, (i, x) in enumerate(_placed(found, examples))]
+    return [
+        fakes[k] if k < len(found.places) and i in arrays.first else x
+        for k, (i, x) in enumerate(_placed(found, examples))
+    ]
 
 
 def _placed(found: Recorded, examples: list[Tensor]) -> list[tuple[int | None, Tensor]]:
@@ -89,7 +94,9 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int |
         lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
         if (values, lengths) not in plan.tried or 0 < t == ends - 1:
             seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths))
-            if not plan.template.describes(seen, lengths) and not (min(lengths) < 2 and _same_values(found, plan, lengths)):
+            if not plan.template.describes(seen, lengths) and not (
+                min(lengths) < 2 and _same_values(found, plan, lengths)
+            ):
                 raise length_matters()
             plan.tried.add((values, lengths))
 

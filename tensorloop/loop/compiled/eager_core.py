@@ -25,7 +25,9 @@ class EagerCore:
         graph.output(tuple(found[n] for n in (*r.next_carry, *r.outs, *r.terms, *going)))
         self._module = fx.GraphModule(torch.nn.Module(), graph)
         self._growth = r.growth
-        self._sizes_of_arrays = [length_in(value_of(n).shape[0]) if grows(n) else None for n in (*r.sequences, *r.carry)]
+        self._sizes_of_arrays = [
+            length_in(value_of(n).shape[0]) if grows(n) else None for n in (*r.sequences, *r.carry)
+        ]
         self._sizes = len(r.carry), len(r.outs), len(r.terms)
         self._reverse, self._asks = r.reverse, bool(going)
 

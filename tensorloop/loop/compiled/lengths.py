@@ -126,7 +126,9 @@ def _alike(x: Any, y: Any, places: dict[fx.Node, int]) -> bool:
         return isinstance(y, fx.Node) and places[x] == places[y]
     if isinstance(x, (list, tuple)):
         return (
-            isinstance(y, (list, tuple)) and len(x) == len(y) and all(_alike(*z, places) for z in zip(x, y, strict=True))
+            isinstance(y, (list, tuple))
+            and len(x) == len(y)
+            and all(_alike(*z, places) for z in zip(x, y, strict=True))
         )
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(_alike(x[k], y[k], places) for k in x)

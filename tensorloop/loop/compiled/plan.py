@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop.loop.compiled.batched import Stage
 from tensorloop.loop.compiled.cores import made
-from tensorloop.loop.compiled.lengths import growth_of, grows
+from tensorloop.loop.compiled.lengths import grows, growth_of
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.partition import Parts, Split, split
 from tensorloop.loop.compiled.recurrence import Core, Unsupported
@@ -91,9 +91,7 @@ class Program:
         s = self.split
         fed = [x.contiguous() for x in self._before(0 if steps is None else steps, *invariants, *sequences)]
         loop_invariants, loop_sequences = fed[: len(s.loop_invariants)], fed[len(s.loop_invariants) :]
-        last, done, outs, states = self._loop(
-            self.core, steps, most, loop_invariants, loop_sequences, carry, lengths
-        )
+        last, done, outs, states = self._loop(self.core, steps, most, loop_invariants, loop_sequences, carry, lengths)
         made = dict(zip(self._fed, fed, strict=True))
         more = [made[n] for n in self._made]
         if steps is not None and done < steps:

@@ -31,8 +31,8 @@ class Recurrence:
     out may be any node: a placeholder of the carry stores the state before the step. `going`, where there is one, is a
     bool tensor of one element, computed from this step's *next* carry: the loop ends after a step that gives false.
 
-    A carry whose value `grows` (`lengths`) is an array in memory of the caller's, changed in place: a longer one, or the
-    same; a sequence that grows is one that is only read. `growth` says what a step adds to the lengths, by symbol.
+    A carry whose value `grows` (`lengths`) is an array in memory of the caller's, which is changed in place; a sequence
+    that grows is one that is only read. `growth` says what a step adds to their lengths, by symbol.
     """
 
     graph: fx.Graph
@@ -64,6 +64,6 @@ class Core(Protocol):
 
         `sequences[k]` are (at least `steps`, *shape), `outs[k]` are (at least `steps`, *shape) to be filled, `sums[k]`
         are added to in place; all are contiguous. Under `reverse` step 0 is the one at index steps - 1. 0 steps give
-        the carry again. `lengths` are those before the first step, by symbol; arrays are whole, with room for all steps.
+        the carry again. `lengths` are those before the first step, by symbol; arrays have room for all steps.
         """
         ...

@@ -148,7 +148,9 @@ def following(value: Any, array: Array, node: fx.Node) -> Array:
 
 def _is_version(x: Any) -> bool:
     """Whether a value is an array of the carry, from its first slot on."""
-    return isinstance(x, Array) and x.buffer.kind == "array" and x.offset == 0 and x.strides == dense(x.shape, x.strides)
+    return (
+        isinstance(x, Array) and x.buffer.kind == "array" and x.offset == 0 and x.strides == dense(x.shape, x.strides)
+    )
 
 
 def written(recurrence: Recurrence) -> set[fx.Node]:
@@ -282,9 +284,16 @@ _OWN = {"index_put": _put_at, "cat": _cat, "add": _add, "constant_pad_nd": _pad,
 
 def product(low: Any, a: Array, b: Array) -> Array:
     """(*batch, M, K) @ (*batch, K, N), as the sum of one walk."""
-    turned = Array(b.buffer, (*b.shape[:-2], b.shape[-1], b.shape[-2]), (*b.strides[:-2], b.strides[-1], b.strides[-2]), b.offset)
+    turned = Array(
+        b.buffer, (*b.shape[:-2], b.shape[-1], b.shape[-2]), (*b.strides[:-2], b.strides[-1], b.strides[-2]), b.offset
+    )
     left = Array(a.buffer, (*a.shape[:-1], 1, a.shape[-1]), (*a.strides[:-1], 0, a.strides[-1]), a.offset)
-    right = Array(turned.buffer, (*turned.shape[:-2], 1, *turned.shape[-2:]), (*turned.strides[:-2], 0, *turned.strides[-2:]), turned.offset)
+    right = Array(
+        turned.buffer,
+        (*turned.shape[:-2], 1, *turned.shape[-2:]),
+        (*turned.strides[:-2], 0, *turned.strides[-2:]),
+        turned.offset,
+    )
     shape = torch.broadcast_shapes(left.shape, right.shape)
     made = low.point("mul", Math.mul, [left, right], a.dtype, shape)
     return low.reduce("sum", made, [len(shape) - 1], False)
