@@ -34,7 +34,7 @@ def planned(found: Recorded, examples: list[Tensor], wants: Sequence[bool], grad
         Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in looks
     ]
     template = Template(base, longer)
-    if not template.describes(found, found.arrays.lengths):
+    if not template.describes(base, found.arrays.lengths, found.captures) or base.recorder.key != found.recorder.key:
         raise length_matters()
 
     def made(symbols: Sequence[int]) -> tuple[Any, list[Tensor]]:
@@ -94,7 +94,7 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int |
         lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
         if (values, lengths) not in plan.tried or 0 < t == ends - 1:
             seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths))
-            if not plan.template.describes(seen, lengths) and not (
+            if not plan.template.describes(seen, lengths, found.captures) and not (
                 min(lengths) < 2 and _same_values(found, plan, lengths)
             ):
                 raise length_matters()

@@ -96,7 +96,6 @@ class Template:
     def __init__(self, base: Any, longer: Sequence[Any]) -> None:
         self._base, self._longer = base, longer
         self._key = [self._joined(*entries) for entries in _aligned(x.recorder.key for x in (base, *longer))]
-        self._captures = base.captures
 
     def operations(self, symbols: Sequence[int]) -> list[Operation]:
         """Those of the step, with `symbols` in the place of lengths."""
@@ -122,10 +121,10 @@ class Template:
         """Holds nothing of the steps that were looked at."""
         del self._base, self._longer
 
-    def describes(self, seen: Any, lengths: Sequence[int]) -> bool:
-        """Whether a step that was looked at with these lengths did this."""
+    def describes(self, seen: Any, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:
+        """Whether a step that was looked at with these lengths did this, with these captures."""
         expected = [x.at(lengths) if isinstance(x, _Affine) else x for x in self._key]
-        return expected == seen.recorder.key and same_captures(self._captures, seen.captures)
+        return expected == seen.recorder.key and same_captures(captures, seen.captures)
 
     def _joined(self, first: Any, *others: Any, place: Any = None) -> Any:
         """An argument, with `_Affine` where it changes with the lengths."""

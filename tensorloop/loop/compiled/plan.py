@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
+from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import grows, versions
 from tensorloop.loop.compiled.operations import aten, value_of
 from tensorloop.loop.compiled.partition import Parts
@@ -45,8 +46,7 @@ class Plan:
         self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
         self.saved: list[fx.Node] = self._saved() if self.grad else []
         new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in self.versions]
-        if any(grows(n) for n in (*new, *t.ys)):
-            raise ValueError("its backward needs slots of an array that were overwritten")
+        self._check_arrays(new)
         wanted = list(dict.fromkeys([*t.ys, *new]))
         parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse, self.growth)
         self.forward = Program(t.graph, parts)
@@ -100,6 +100,16 @@ class Plan:
         given = dict(zip(self.traced.xs, xs, strict=True))
         given |= {n: last[i] for n, i in self.versions.items()} if last else {}
         return [given[n] if n in given else wanted[self._places[n]] for n in self.saved]
+
+    def _check_arrays(self, new: Sequence[fx.Node]) -> None:
+        """Refuses a step whose backward needs an array as it was before slots of it were overwritten."""
+        t = self.traced
+        found = [g for grads in t.found.values() for g in grads.values()] if self.grad else []
+        needed = needed_for(found, self.saved)
+        if any(grows(n) for n in new) or any(n in needed and n not in self.versions for n in self.arrays):
+            raise Refused("its backward needs slots of an array in the carry that are overwritten")
+        if any(grows(n) for n in t.ys):
+            raise Refused("a y has another size at each step")
 
     def _versions(self) -> dict[fx.Node, int]:
         """What an array is in a step, where its slots are never overwritten, and its place in the carry."""
