@@ -6,8 +6,9 @@ the bar below; what stands at the side uses the rooms, and no room uses it.
 """
 
 import ast
+import functools
 import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -54,16 +55,25 @@ def modules() -> dict[str, str]:
     return found
 
 
-def imports(source: str) -> Iterator[Import]:
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """All that is in a source."""
+    return list(ast.walk(ast.parse(source)))
+
+
+@functools.cache
+def imports(source: str) -> list[Import]:
     """Everything that a source imports, in functions too, and what it loads by `import_module` or `late`."""
-    for node in ast.walk(ast.parse(source)):
+    found: list[Import] = []
+    for node in nodes(source):
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name) for alias in node.names)
+            found += [Import(alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (f"{node.module}." if node.module else "")
-            yield from (Import(base + alias.name) for alias in node.names)
+            found += [Import(base + alias.name) for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "late"):
-            yield Import(ast.unparse(node.args[0]), late=True)
+            found.append(Import(ast.unparse(node.args[0]), late=True))
+    return found
 
 
 def room(module: str) -> str:

@@ -5,7 +5,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tensorloop.tensor_array import TensorArray
+from tensorloop._common.faces import face
+from tensorloop.tensor_array import TensorArray as TensorArray
 
 if TYPE_CHECKING:
     from tensorloop import beam as beam
@@ -15,35 +16,28 @@ if TYPE_CHECKING:
     from tensorloop import risk as risk
     from tensorloop import schedule as schedule
     from tensorloop import testing as testing
-    from tensorloop.attention import attention
-    from tensorloop.beam import beam_search
-    from tensorloop.loop import Checkpoints, associative_scan, explain, fori_loop, map, scan, while_loop
-    from tensorloop.packed import Dim, PackedTensor, pack_padded
-    from tensorloop.regroup import RegroupPlan, regroup
-    from tensorloop.risk import edit_distance, leave_one_out, minimum_risk, mwer, sentence_bleu
+    from tensorloop.attention import attention as attention
+    from tensorloop.beam import beam_search as beam_search
+    from tensorloop.loop import Checkpoints as Checkpoints
+    from tensorloop.loop import associative_scan as associative_scan
+    from tensorloop.loop import explain as explain
+    from tensorloop.loop import fori_loop as fori_loop
+    from tensorloop.loop import map as map
+    from tensorloop.loop import scan as scan
+    from tensorloop.loop import while_loop as while_loop
+    from tensorloop.packed import Dim as Dim
+    from tensorloop.packed import PackedTensor as PackedTensor
+    from tensorloop.packed import pack_padded as pack_padded
+    from tensorloop.regroup import RegroupPlan as RegroupPlan
+    from tensorloop.regroup import regroup as regroup
+    from tensorloop.risk import edit_distance as edit_distance
+    from tensorloop.risk import leave_one_out as leave_one_out
+    from tensorloop.risk import minimum_risk as minimum_risk
+    from tensorloop.risk import mwer as mwer
+    from tensorloop.risk import sentence_bleu as sentence_bleu
 
-__all__ = [
-    "Checkpoints",
-    "Dim",
-    "PackedTensor",
-    "RegroupPlan",
-    "TensorArray",
-    "associative_scan",
-    "attention",
-    "beam_search",
-    "edit_distance",
-    "explain",
-    "fori_loop",
-    "leave_one_out",
-    "map",
-    "minimum_risk",
-    "mwer",
-    "pack_padded",
-    "regroup",
-    "scan",
-    "sentence_bleu",
-    "while_loop",
-]
+    __all__: list[str]
+
 __version__ = "0.1.0"
 
 # Names that load their module when first touched, so that `import tensorloop` stays quick.
@@ -55,7 +49,6 @@ _LATER = {
     "regroup": ("RegroupPlan", "regroup"),
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
-_HOMES = {name: module for module, names in _LATER.items() for name in names}
 _SUBMODULES = ("beam", "cuda", "memory", "packed", "risk", "schedule", "testing")
 
 
@@ -66,7 +59,7 @@ class _Package(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOMES.get(name) == name:
+        if isinstance(value, ModuleType) and name in _LATER.get(name, ()):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -74,16 +67,11 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
+    _load, _, __all__ = face(__name__, _LATER)
+    __all__ += ["TensorArray"]
 
     def __getattr__(name: str) -> Any:
-        if name in _SUBMODULES:
-            return import_module(f"{__name__}.{name}")
-        if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-        globals()[name] = found
-        return found
+        return import_module(f"{__name__}.{name}") if name in _SUBMODULES else _load(name)
 
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})
+    def __dir__() -> list[str]:
+        return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.dispatch import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from tensorloop._torch.versions import version_of
 from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
 from tensorloop.packed.base import is_packed
 
@@ -227,6 +228,6 @@ def _is_differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def _version(x: Any) -> int:
-    """How often a tensor was changed in place; 0 for what does not count that."""
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+def _version(x: Any) -> int | None:
+    """How often a tensor was changed in place; None for what does not count that."""
+    return version_of(x) if isinstance(x, Tensor) else None

@@ -13,7 +13,7 @@ A user's own function runs inside public ones, and what it calls of ours is name
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -56,8 +56,11 @@ class Misuse(Fact, RuntimeError):
     kind = RuntimeError
 
 
-def named(name: str) -> Callable[[_F], _F]:
-    """For a public function: the facts that are raised inside become errors that begin with `name`."""
+def named(name: str, hints: Mapping[str, str] | None = None) -> Callable[[_F], _F]:
+    """For a public function: the facts that are raised inside become errors that begin with `name`.
+
+    `hints`: what to say of keywords that it does not take, and that others have.
+    """
 
     def mark(function: _F) -> _F:
         @functools.wraps(function)
@@ -66,6 +69,13 @@ def named(name: str) -> Callable[[_F], _F]:
                 return function(*args, **options)
             except Fact as fact:
                 raise fact.named(name) from fact.__cause__
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # of what was called
+                from tensorloop._common.keywords import describe_unknown  # what it takes to compare words loads slowly
+
+                text = describe_unknown(function, options, hints or {})
+                raise error if text is None else TypeError(f"{name}: {text}") from None
 
         wrapper: Any = call
         # `_torch.eager_only` marks code, and may mark that of one function alone.

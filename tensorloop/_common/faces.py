@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import Any
 
 
-def face(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose `homes` are modules below tensorloop -> names in them."""
+def face(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__`, `__all__` of a package whose `homes` are modules below tensorloop -> names in them."""
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def load(name: str) -> Any:
@@ -17,7 +19,7 @@ def face(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[st
         setattr(sys.modules[package], name, found)
         return found
 
-    return load, lambda: sorted(home_of)
+    return load, lambda: sorted(home_of), sorted(home_of)
 
 
 def late(home: str, name: str) -> Callable[..., Any]:

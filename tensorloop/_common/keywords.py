@@ -1,14 +1,23 @@
 """Keyword arguments that a function does not have: the error names the one that it has for it."""
 
 import difflib
-import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from tensorloop._common.errors import WrongType
-
-_F = TypeVar("_F", bound=Callable[..., Any])
+_COMMON = {  # an argument of ours -> what others call it
+    "dim": "axis axes batch_first time_major",
+    "checkpoints": "checkpoint kind remat use_checkpoint",
+    "length": "n num_steps num_iterations steps T max_length sequence_length len",
+    "max_steps": "maximum_iterations max_iter max_iters max_iterations max_length num_steps maxiter max_step steps n "
+    "length",
+    "xs": "elems elements inputs x sequence",
+    "context": "args operands additional_inputs non_sequences",
+    "progress": "verbose tqdm",
+    "reverse": "go_backwards backwards reversed",
+    "element_shape": "shape size_of_element",
+    "capacity": "size dynamic_size max_size maxlen length",
+}
 
 
 def hints(*groups: tuple[str, str]) -> dict[str, str]:
@@ -16,25 +25,18 @@ def hints(*groups: tuple[str, str]) -> dict[str, str]:
     return {key: hint for keys, hint in groups for key in keys.split()}
 
 
-def names_instead(**hints: str) -> Callable[[_F], _F]:
-    """For a function below `@named`: what to say of keywords that others have; for the rest, the nearest of its own."""
-
-    def mark(function: _F) -> _F:
-        known = frozenset(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
-            for key in options:
-                if key not in known:
-                    raise WrongType(_describe_unknown(key, hints.get(key), list(known)))
-            return function(*args, **options)
-
-        return call  # pyright: ignore[reportReturnType]
-
-    return mark
+def describe_unknown(function: Callable[..., Any], given: Iterable[str], hints: Mapping[str, str]) -> str | None:
+    """What is wrong with the first of the keywords given that a function does not take; None where it takes all."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    for key in given:
+        if key not in known:
+            return f"there is no argument {key}=; {hints.get(key) or _find_own(key, known)}"
+    return None
 
 
-def _describe_unknown(key: str, hint: str | None, known: list[str]) -> str:
+def _find_own(key: str, known: list[str]) -> str:
+    for name, words in _COMMON.items():
+        if name in known and key in words.split():
+            return f"here that is {name}="
     near = difflib.get_close_matches(key, known, 1)
-    said = hint or (f"did you mean {near[0]}=" if near else f"it takes {', '.join(sorted(known))}")
-    return f"there is no argument {key}=; {said}"
+    return f"did you mean {near[0]}=" if near else f"it takes {', '.join(known)}"

@@ -5,6 +5,7 @@ Each thread numbers the nodes that it makes, in order. Private names of torch, t
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ Node = Any
 # To a node, and which of its results.
 Edge = tuple[Node, int]
 
+# What a node hands its gradients to, an edge for each of its inputs; (None, 0) where one needs none.
+edges_of: Callable[[Node], Sequence[Edge]] = attrgetter("next_functions")
 # The number of the node that this thread makes next.
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
 
@@ -48,7 +51,7 @@ def walk(starts: Iterable[Node], follows: Callable[[Edge], bool] | None = None) 
             continue
         visited.add(node)
         yield node
-        for edge in node.next_functions:
+        for edge in edges_of(node):
             below = edge[0]
             if below is not None and below not in visited and (follows is None or follows(edge)):
                 stack.append(below)

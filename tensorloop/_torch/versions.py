@@ -1,13 +1,18 @@
 """Which of some tensors were changed in place: torch counts that for each, but for those of inference mode."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from torch import Tensor
 
+# How often x, or a view of the same memory, was changed; raises for one of inference mode. No frame of Python: arrays
+# ask at every read and write.
+read_version: Callable[[Tensor], int] = attrgetter("_version")
+
 
 def version_of(x: Tensor) -> int | None:
-    """How often x, or a view of the same memory, was changed; None where nobody counts."""
-    return None if x.is_inference() else x._version
+    """The same, and None where nobody counts."""
+    return None if x.is_inference() else read_version(x)
 
 
 class Versions:
@@ -23,6 +28,6 @@ class Versions:
     def changed(self) -> int | None:
         """The place of the first that was changed since."""
         for i, x, version in self._noted:
-            if x._version != version:
+            if read_version(x) != version:
                 return i
         return None

@@ -7,14 +7,5 @@ from tensorloop._common.faces import face
 if TYPE_CHECKING:
     from tensorloop.attention.api import attention as attention
 
-__all__ = [
-    "attention",
-]
-
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
-        __name__,
-        {
-            "attention.api": ("attention", "attention", "attention"),
-        },
-    )
+    __getattr__, __dir__, __all__ = face(__name__, {"attention.api": ("attention",)})

@@ -17,22 +17,8 @@ if TYPE_CHECKING:
     from tensorloop.beam.result import Lattice as Lattice
     from tensorloop.beam.scores import linear_log_softmax as linear_log_softmax
 
-__all__ = [
-    "GNMT",
-    "BoundedReward",
-    "Hypotheses",
-    "Lattice",
-    "Power",
-    "Sample",
-    "StochasticBeam",
-    "Sum",
-    "TopK",
-    "beam_search",
-    "linear_log_softmax",
-]
-
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
+    __getattr__, __dir__, __all__ = face(
         __name__,
         {
             "beam.choose": ("Sample", "StochasticBeam", "TopK"),

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from tensorloop._common import arguments, pytree
 from tensorloop._common.errors import WrongType, named
-from tensorloop._common.keywords import names_instead
 from tensorloop._common.progress import Progress
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.beam.arguments import KEYWORDS, check_ids, check_int, check_rules, find_device, read_bos, read_gold
@@ -26,8 +25,7 @@ from tensorloop.schedule import Schedule
 _NAME = "beam_search"
 
 
-@named(_NAME)
-@names_instead(**KEYWORDS)
+@named(_NAME, KEYWORDS)
 @called_eagerly
 def beam_search(
     step_fn: Callable[..., tuple[Any, Tensor]],

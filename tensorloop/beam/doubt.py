@@ -4,26 +4,17 @@ That no later hypothesis can be better is proved from what log-probabilities are
 probability is above 1. Scores that break this disprove the proof.
 """
 
-import sys
-import warnings
 from typing import Never
 
 import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
+from tensorloop._common.user_line import warn
 from tensorloop.beam.batch import Batch
 
 _NAME = "beam_search"
 ENDLESS = 5000  # steps without a limit after which one is told
-
-
-def warn(text: str) -> None:
-    """A UserWarning at the line that called the search."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("tensorloop.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"{_NAME}: {text}", UserWarning, stacklevel=level)
 
 
 def find_slack(dtype: torch.dtype) -> float:
@@ -52,9 +43,9 @@ def warn_of_scores(over: Tensor) -> bool:
     rows = over.nonzero()[:, 0].tolist()
     if rows:
         warn(
-            f"log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of more "
-            f"than 1, so nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax in "
-            f"step_fn. A reward for length belongs into a length model"
+            f"{_NAME}: log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of "
+            f"more than 1, so nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax "
+            f"in step_fn. A reward for length belongs into a length model"
         )
     return bool(rows)
 
@@ -64,8 +55,9 @@ def warn_of_endless(searching: Tensor, ended: Tensor, n_best: int) -> None:
     rows = searching.nonzero()[:, 0].tolist()
     row = rows[0]
     warn(
-        f"{ENDLESS} steps, and {len(rows)} rows still run; in row {row} {int(ended[row].sum())} of {n_best} hypotheses "
-        f"have ended. A search whose eos_id stays improbable, or has probability 0, runs for ever: give max_steps"
+        f"{_NAME}: {ENDLESS} steps, and {len(rows)} rows still run; in row {row} {int(ended[row].sum())} of {n_best} "
+        f"hypotheses have ended. A search whose eos_id stays improbable, or has probability 0, runs for ever: give "
+        f"max_steps"
     )
 
 

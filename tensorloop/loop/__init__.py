@@ -15,20 +15,8 @@ if TYPE_CHECKING:
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
 
-__all__ = [
-    "Checkpoints",
-    "HeldTensorWarning",
-    "NotCompiledWarning",
-    "associative_scan",
-    "explain",
-    "fori_loop",
-    "map",
-    "scan",
-    "while_loop",
-]
-
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
+    __getattr__, __dir__, __all__ = face(
         __name__,
         {
             "loop.api": ("explain", "fori_loop", "map", "scan", "while_loop"),

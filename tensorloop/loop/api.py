@@ -4,11 +4,11 @@ Each function here checks its arguments, says how its body is called (a `Body`),
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Never, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
-from tensorloop._common import advice, arguments
+from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
@@ -115,7 +115,6 @@ def scan(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> tuple[Any, Any]:
     """A fold over slices that also stacks an output of each step: (carry, ys).
 
@@ -147,8 +146,6 @@ def scan(
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 0, 2, 9]))
     """
-    if unknown:
-        advice.refuse_unknown(scan, unknown)
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
@@ -284,7 +281,6 @@ def while_loop(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> Any:
     """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
 
@@ -313,8 +309,6 @@ def while_loop(
         >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor([1, 60]), return_steps=True)
         (tensor([128, 120]), tensor([7, 1]))
     """
-    if unknown:
-        advice.refuse_unknown(while_loop, unknown)
     check_callable(cond_fn=cond_fn, body_fn=body_fn)
     if max_steps is not None and (max_steps := arguments.as_int(max_steps, "max_steps")) < 0:
         raise WrongValue(f"max_steps must be at least 0, got {max_steps}")
@@ -342,7 +336,6 @@ def fori_loop(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> C:
     """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
 
@@ -353,8 +346,6 @@ def fori_loop(
         >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
         tensor(10)
     """
-    if unknown:
-        advice.refuse_unknown(fori_loop, unknown)
     check_callable(body_fn=body_fn)
     first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
 
@@ -378,7 +369,6 @@ def map(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-    **unknown: Never,
 ) -> Y:
     """fn of each slice of xs along `dim`, stacked: ys.
 
@@ -391,8 +381,6 @@ def map(
         >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
         tensor([2., 2., 2.])
     """
-    if unknown:
-        advice.refuse_unknown(map, unknown)
     check_callable(fn=fn)
     dim = arguments.as_int(dim, "dim")
     if batch_size is not None:

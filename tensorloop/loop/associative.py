@@ -6,14 +6,15 @@ or put by slot: the gradient of each operation here is one operation over one le
 """
 
 from collections.abc import Callable
-from typing import Never, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments
+from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongType, named
 from tensorloop._common.pytree import Tree, leaves_with_paths
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
@@ -24,9 +25,7 @@ Xs = TypeVar("Xs")
 
 
 @named("associative_scan")
-def associative_scan(
-    fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, **unknown: Never
-) -> Xs:
+def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False) -> Xs:
     """All partial results of an associative `fn` over `xs`, in O(log T) calls: ys[t] = fn(ys[t - 1], xs[t]).
 
     `fn(a, b)` must be associative; it need not be commutative: `a` is always the earlier one, with `reverse` the later
@@ -53,8 +52,6 @@ def associative_scan(
         >>> tl.associative_scan(torch.maximum, torch.tensor([3, 1, 4, 1, 5]))
         tensor([3, 3, 4, 4, 5])
     """
-    if unknown:
-        advice.refuse_unknown(associative_scan, unknown)
     check_callable(fn=fn)
     dim = arguments.as_int(dim, "dim")
     if not isinstance(reverse, bool):
@@ -117,4 +114,4 @@ def _interleave(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
 
 def _versions(xs: Leaves) -> list[int]:
     """How often each guarded tensor was changed in place: only no_grad can. None where torch.compile looks on."""
-    return [] if torch.compiler.is_compiling() else [x._version for x in xs if is_guarded(x)]
+    return [] if torch.compiler.is_compiling() else [read_version(x) for x in xs if is_guarded(x)]

@@ -10,6 +10,7 @@ from tensorloop._common import pytree
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import plain_mode
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
@@ -139,7 +140,7 @@ class Column:
             self._spill()
             kept = transforms.maybe_level() is None and not y.is_inference()
             self.waiting.append(y if kept else y.clone())
-            self.versions.append(y._version if kept else None)
+            self.versions.append(read_version(y) if kept else None)
         elif self.waiting:
             self.waiting.append(y.detach().clone())
             self.versions.append(None)
@@ -179,7 +180,7 @@ class Column:
 def check_unchanged(ys: Sequence[Tensor], versions: Sequence[int | None], path: str) -> None:
     """Raises where an output that waits to be joined was changed in place meanwhile."""
     for step, (y, version) in enumerate(zip(ys, versions, strict=True)):
-        if version is not None and y._version != version:
+        if version is not None and read_version(y) != version:
             raise Misuse(f"y{path}: the output of step {step} was changed in place at a later step; return y.clone()")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tensorloop._common import arguments, pytree
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch import transforms
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.carry import describe
 from tensorloop.loop.context import packed_leaves
 from tensorloop.loop.outputs import Outputs, check_unchanged
@@ -133,7 +134,7 @@ class _Column:
     def append(self, y: Tensor) -> None:
         kept = transforms.maybe_level() is None and not y.is_inference() and y.requires_grad
         self.waiting.append(y if kept else y.clone())
-        self.versions.append(y._version if kept else None)
+        self.versions.append(read_version(y) if kept else None)
 
     def stack(self, reverse: bool) -> Tensor:
         check_unchanged(self.waiting, self.versions, self.path)

@@ -13,18 +13,8 @@ if TYPE_CHECKING:
     from tensorloop.packed.tensor import collate as collate
     from tensorloop.packed.tensor import pack_padded as pack_padded
 
-__all__ = [
-    "FALLBACKS",
-    "Dim",
-    "PackedFallbackWarning",
-    "PackedTensor",
-    "apply",
-    "collate",
-    "pack_padded",
-]
-
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
+    __getattr__, __dir__, __all__ = face(
         __name__,
         {
             "packed.autograd": ("apply",),

@@ -1,11 +1,10 @@
 """Falling back to padding: only where the result at (b, t) cannot depend on what is behind the end of row b."""
 
-import sys
-import warnings
 from typing import Any
 
 from torch import Tensor
 
+from tensorloop._common.user_line import warn
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed
 
@@ -19,18 +18,11 @@ class PackedFallbackWarning(UserWarning):
 def fall_back(name: str, p: Packed, run: Any, fill: float = 0, reduces: bool = False) -> Any:
     """Pads, runs, and packs the result, unless that is reduced; with a PackedFallbackWarning."""
     assert name in FALLBACKS
-    _warn(name)
+    text = f"{name}: no packed kernel; the rows are padded for it, which costs B * max_len instead of sum(lens)"
+    warn(text, PackedFallbackWarning)
     out = run(segments.pad(p.values, p._dim._offsets, p._dim.max_len, fill))
     if reduces:
         return out
     if isinstance(out, Tensor):
         return p._with(segments.pack(out, p._dim._offsets, p._dim.total))
     return type(out)([p._with(segments.pack(x, p._dim._offsets, p._dim.total)) for x in out])
-
-
-def _warn(name: str) -> None:
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("tensorloop.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    text = f"{name}: no packed kernel; the rows are padded for it, which costs B * max_len instead of sum(lens)"
-    warnings.warn(text, PackedFallbackWarning, stacklevel=level)

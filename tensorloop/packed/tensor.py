@@ -16,6 +16,7 @@ from torch.utils import _pytree
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._torch.versions import read_version
 from tensorloop.packed import features, interop, norms, pieces, reduce, rnn, segments, shape, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
@@ -46,7 +47,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 def _unchanged(x: Tensor, what: str) -> Tensor:
     """What a Dim hands out, unless somebody wrote to it."""
-    if not torch.compiler.is_compiling() and x._version:
+    if not torch.compiler.is_compiling() and read_version(x):
         raise RuntimeError(
             f"PackedTensor.{what}: what it gave was changed in place, which changes no rows; clone() it before, and "
             "make a packed tensor of other rows with PackedTensor(values, lens)"

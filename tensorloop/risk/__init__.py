@@ -13,18 +13,8 @@ if TYPE_CHECKING:
     from tensorloop.risk.objectives import mwer as mwer
     from tensorloop.risk.objectives import stochastic_beam_risk as stochastic_beam_risk
 
-__all__ = [
-    "EDITS",
-    "edit_distance",
-    "leave_one_out",
-    "minimum_risk",
-    "mwer",
-    "sentence_bleu",
-    "stochastic_beam_risk",
-]
-
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
-    __getattr__, __dir__ = face(
+    __getattr__, __dir__, __all__ = face(
         __name__,
         {
             "risk.bleu": ("sentence_bleu",),

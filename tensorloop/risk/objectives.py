@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop._common.keywords import hints, names_instead
+from tensorloop._common.keywords import hints
 
 _ESTIMATORS = ("normalised", "baseline", "unbiased")
 # What other libraries call it.
@@ -30,8 +30,7 @@ _KEYWORDS = hints(
 )
 
 
-@named("minimum_risk")
-@names_instead(**_KEYWORDS)
+@named("minimum_risk", _KEYWORDS)
 def minimum_risk(
     scores: Tensor,
     risks: Tensor,
@@ -72,8 +71,7 @@ def minimum_risk(
     return _reduce((_renormalise(alpha * given.scores, given.valid) * given.risks).sum(1), reduction)
 
 
-@named("mwer")
-@names_instead(**_KEYWORDS)
+@named("mwer", _KEYWORDS)
 def mwer(
     scores: Tensor,
     risks: Tensor,
@@ -113,8 +111,7 @@ def mwer(
     return _reduce(loss, reduction)
 
 
-@named("leave_one_out")
-@names_instead(**_KEYWORDS)
+@named("leave_one_out", _KEYWORDS)
 def leave_one_out(
     scores: Tensor,
     risks: Tensor,
@@ -148,8 +145,7 @@ def leave_one_out(
     return _reduce((_centre(given) * given.scores).sum(1) / others, reduction)
 
 
-@named("stochastic_beam_risk")
-@names_instead(**_KEYWORDS)
+@named("stochastic_beam_risk", _KEYWORDS)
 def stochastic_beam_risk(
     scores: Tensor,
     risks: Tensor,

@@ -14,12 +14,12 @@ This file is the surface: it checks arguments and hands over to what stands behi
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Never, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments, scope
+from tensorloop._common import arguments, scope
 from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
@@ -70,10 +70,7 @@ class TensorArray(Core):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         capacity: int | None = None,
-        **unknown: Never,
     ) -> None:
-        if unknown:
-            advice.refuse_unknown(TensorArray, unknown)
         if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
             raise WrongValue(f"capacity must be at least 0, got {capacity}")
         if dtype is not None and not isinstance(dtype, torch.dtype):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import Misuse
 from tensorloop._torch.grad_modes import plain_mode
+from tensorloop._torch.versions import read_version
 from tensorloop.tensor_array.keys import Key, take
 
 
@@ -30,11 +31,11 @@ class Block:
             # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
             self.views = data.data if owned else data
             self.zero = data.new_zeros(())  # what tokens are expanded from
-        self.expected = self.views._version
+        self.expected = read_version(self.views)
 
     def check(self) -> None:
         """Raises if somebody changed the values through a view, or the tensor that was unstacked."""
-        if self.views._version != self.expected:
+        if read_version(self.views) != self.expected:
             what = "a slice or stack() read from the array" if self.owned else "the tensor given to unstack()"
             raise Misuse(f"{what} was changed in place; clone() it before changing it")
 

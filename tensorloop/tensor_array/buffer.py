@@ -22,6 +22,7 @@ from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import plain_mode, recording
+from tensorloop._torch.versions import read_version
 from tensorloop.tensor_array.block import Block, LiveBlock, allocate
 from tensorloop.tensor_array.checks import check_rows
 from tensorloop.tensor_array.gradient import ArrayNode, pin
@@ -63,7 +64,11 @@ def records_use(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concaten
 
 
 class Buffer(Store):
-    """Slots in one growing block. Arguments are checked and indices normalised by the caller."""
+    """Slots in one growing block. Arguments are checked and indices normalised by the caller.
+
+    A buffer that keeps what was (`LoopBuffer`) says otherwise how slots are filled, and nothing else: `begin` and
+    `overwrite` are all that writes to the block.
+    """
 
     __slots__ = (
         *("block", "born", "length", "masks", "live", "overwritten", "reader", "rows", "token", "versions"),
@@ -117,20 +122,18 @@ class Buffer(Store):
     @records_use
     def append(self, x: Tensor) -> None:
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version)
+            self._wait(x, read_version(x))
         elif self.waiting:
             self._wait(_constant(x), None)
         else:
-            self._reserve(self.length, self.length + 1)
-            self._fill(self.length, x)
-            self._begin(self.length + 1)
+            self.begin(self.length, x)
 
     @records_use
     def append_rows(self, x: Tensor, rows: Tensor) -> None:
         """Appends `x` in these rows, 0 in the others. What waits is masked when it is flushed: all at once, once."""
         check_rows(x, rows)
         if x.requires_grad and torch.is_grad_enabled() and not x.is_inference():
-            self._wait(x, x._version)
+            self._wait(x, read_version(x))
             self.masks[self.length - 1] = rows
         else:
             self.append(_masked(x, rows))
@@ -147,20 +150,16 @@ class Buffer(Store):
     @_plainly
     def extend(self, values: Tensor) -> None:
         self.flush()
-        start, stop = self.length, self.length + len(values)
-        self._reserve(start, stop)
-        self._fill(slice(start, stop), values)
-        self._begin(stop)
-        self._record(slice(start, stop), values)
+        key = slice(self.length, self.length + len(values))
+        self.begin(key, values)
+        self._record(key, values)
 
     @records_use
     @_plainly
     def pad(self, length: int) -> None:
         """Begins slots up to `length`, with zeros that have no gradient."""
         self.flush()
-        self._reserve(self.length, length)
-        self._fill(slice(self.length, length), self.block.zero)
-        self._begin(length)
+        self.begin(slice(self.length, length), self.block.zero)
 
     @records_use
     @_plainly
@@ -173,15 +172,11 @@ class Buffer(Store):
         self.block.check()
         self.rows = self.live = None
         if not self.block.owned or may_reach(key, self.block.exported):
-            self._move(self.length, self.block.data.shape[0])
+            self.move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
-        self._overwrite(key, x)
+        self.overwrite(key, x)
         self._record(key, x)
-
-    def _overwrite(self, key: Key, x: Tensor) -> None:
-        self.overwritten = True
-        put_(self.block.data, key, x.detach())
 
     @records_use
     def flush(self, read: slice | None = None) -> Tensor | None:
@@ -201,12 +196,7 @@ class Buffer(Store):
                     every = torch.ones_like(next(iter(self.masks.values())))
                     rows = [self.masks.get(i, every) for i in range(start, self.length)]
                     values = _masked(values, torch.stack(rows))
-            if start == 0 and isinstance(key, slice) and self.block.data.shape[0] < self.length:
-                self.block = Block(values.data, self.length)  # the stack is the block: no second copy
-            else:
-                self._reserve(start, self.length)
-                self._fill(key, values)
-            self._begin(self.length)
+            self.begin(key, values, whole=start == 0)
             out = ArrayNode.apply(self.token, values, self.block, key, self.length, read)
         self.token, view = (out, None) if read is None else out
         self.waiting, self.versions, self.masks = [], [], {}
@@ -222,14 +212,14 @@ class Buffer(Store):
         if waits < 0 or (version := self.versions[waits]) is None:
             return False
         x = self.waiting[waits]
-        return x._version != version or not x.requires_grad
+        return read_version(x) != version or not x.requires_grad
 
     def _replace(self, slot: int, x: Tensor) -> None:
         recorded = x.requires_grad and torch.is_grad_enabled() and not x.is_inference()
         self.masks.pop(slot, None)
         waits = slot - (self.length - len(self.waiting))
         self.waiting[waits] = x if recorded else _constant(x)
-        self.versions[waits] = x._version if recorded else None
+        self.versions[waits] = read_version(x) if recorded else None
 
     def _record(self, key: Key, x: Tensor) -> None:
         if not x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
@@ -246,29 +236,41 @@ class Buffer(Store):
                 self.token = ArrayNode.apply(self.token, None, self.block, None, self.length, None)
         return self.token
 
-    def _fill(self, key: int | slice, values: Tensor) -> None:
-        """Writes slots that nobody has seen."""
-        self.block.data[key].copy_(values.detach())
+    # -- what writes to the block
+
+    def begin(self, key: int | slice, values: Tensor, whole: bool = False) -> None:
+        """Writes slots at the end, which nobody has seen. `whole`: all there are, in a tensor of nobody else's."""
+        start, stop = (key, key + 1) if isinstance(key, int) else (key.start, key.stop)
+        if whole and isinstance(key, slice) and self.block.data.shape[0] < stop:
+            self.block = Block(values.data, stop)  # the stack is the block: no second copy
+        else:
+            self._reserve(start, stop)
+            self.block.data[key].copy_(values.detach())
+        self.length = self.block.used = stop  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def overwrite(self, key: Key, x: Tensor) -> None:
+        """Writes slots that no view covers."""
+        self.overwritten = True
+        put_(self.block.data, key, x.detach())
 
     def _reserve(self, filled: int, length: int) -> None:
         """Makes room for slots [filled, length) in a block whose free tail is ours."""
         if filled:
             self.block.check()
         if length > self.block.data.shape[0] or self.block.used != filled or not self.block.owned:
-            self._move(filled, max(length, 2 * filled))
+            self.move(filled, max(length, 2 * filled))
 
-    def _move(self, filled: int, capacity: int) -> None:
+    def move(self, filled: int, capacity: int) -> None:
+        """Goes on in a block of its own, of so many slots."""
         before, old = self.block, self.block.data
         data = allocate(old, (capacity, *old.shape[1:]))
         data[:filled].copy_(old[:filled])
         self.block = Block(data, filled)
+        self.block.copies = before.copies
         self.rows = None
         if self.live is not None and self.live.block is before:
             self.live.block = self.block
             self.block.export(0, filled)
-
-    def _begin(self, length: int) -> None:
-        self.length = self.block.used = length  # pyright: ignore[reportIncompatibleMethodOverride]
 
     # -- reading
 
@@ -281,7 +283,7 @@ class Buffer(Store):
             x = self._waiting(i)
             return x if x.requires_grad and torch.is_grad_enabled() else x.detach().clone()
         block, rows = self.block, self.rows
-        if block.views._version != block.expected:
+        if read_version(block.views) != block.expected:
             block.check()
         if rows is not None and (row := rows.read(i)) is not None:
             return row

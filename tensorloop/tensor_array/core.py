@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common import advice, arguments, scope
+from tensorloop._common import arguments, scope
 from tensorloop._common.errors import Fact, Misuse, WrongValue
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
@@ -15,6 +15,7 @@ from tensorloop._torch.transforms import graph_task
 from tensorloop.tensor_array import checks
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.holes import Holes
+from tensorloop.tensor_array.no_tensor import NoTensor
 from tensorloop.tensor_array.slot_list import Slots, element_of
 from tensorloop.tensor_array.store import Store
 
@@ -22,7 +23,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @runs_eagerly
-class Core(advice.NoTensor):
+class Core(NoTensor):
     """The state of an array, and the way into its store."""
 
     __slots__ = (

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch import transforms
+from tensorloop._torch.graph import edges_of, leaf_of
 from tensorloop.kernels import find
 from tensorloop.tensor_array.keys import Key, RowSlots, as_index, first_slot, put_, take
 
@@ -111,8 +112,8 @@ def _add(grad: Tensor | None, key: Key, grad_out: Tensor, shape: tuple[int, ...]
 
 def _feeds_leaves(ctx: Any) -> bool:
     """Whether the values were stacked from leaves, whose `.grad` would be views of what came from outside."""
-    stack = ctx.next_functions[-1][0]
-    return stack is not None and any(hasattr(node, "variable") for node, _ in stack.next_functions)
+    stack, _ = edges_of(ctx)[-1]
+    return stack is not None and any(leaf_of(node) is not None for node, _ in edges_of(stack))
 
 
 def _dense(x: Tensor) -> bool:

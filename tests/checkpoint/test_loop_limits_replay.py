@@ -1,4 +1,7 @@
-"""What `docs/limits.md` says of checkpointed loops: what a replay refuses, and what it cannot see."""
+"""What `docs/limits.md` says of checkpointed loops: what a replay refuses, and what it cannot see.
+
+As long as that section: one test or more for each of its sentences.
+"""
 
 import gc
 import random

@@ -19,7 +19,7 @@ from tensorloop import risk
         ("length_penalty", r"length=tl.beam.Power\(alpha\)"),
         ("eos_token_id", "eos_id="),
         ("n_bests", r"did you mean n_best="),
-        ("colour", "it takes batch_size, beam_size, bos_id"),
+        ("colour", "it takes step_fn, init_carry, batch_size"),
     ],
 )
 def test_beam_search_names_its_own(keyword: str, ours: str):

@@ -7,7 +7,22 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from docs.house import GROUND, PICTURE, SIDE, WHAT, Import, direct, draw, graph, imports, layers, modules, room, target
+from docs.house import (
+    GROUND,
+    PICTURE,
+    SIDE,
+    WHAT,
+    Import,
+    direct,
+    draw,
+    graph,
+    imports,
+    layers,
+    modules,
+    nodes,
+    room,
+    target,
+)
 
 # A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
 ROOMS = {
@@ -48,9 +63,33 @@ DOORS = {
     "attention.strips": {"beam"},
     "kernels.moves": {"regroup"},
 }
+# A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
+INNER = {
+    "loop.checkpoint": {"loop.advice", "loop.loop"},
+    "loop.compiled": {
+        *("loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.stopped_rows", "loop.checkpoint"),
+        "loop.compiled.emitter",
+    },
+    "loop.compiled.emitter": {"loop.compiled.recurrence"},
+    "memory.counting": set[str](),
+    "memory.report": {"memory.counting"},
+    "memory.scaling": {"memory.counting", "memory.report"},
+    "kernels.eager": {"kernels.moves"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.eager"},
+}
+# Their doors, for all in the room around.
+INNER_DOORS = {
+    *(f"loop.checkpoint.{name}" for name in ("closures", "leaving", "node", "options")),
+    *(f"loop.compiled.{name}" for name in ("explain", "front", "recurrence")),
+    *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
+    "memory.counting.storages",
+    *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "page", "picture")),
+    *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),
+    *(f"kernels.eager.{name}" for name in ("beam", "edits", "segments", "slots")),
+}
 # What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
 LATE_DOORS = {
-    "__init__": {"f'{__name__}.{name}'", "f'{__name__}.{_HOMES[name]}'"},
+    "__init__": {"f'{__name__}.{name}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     "packed.time_first": {"'attention.multihead'"},
@@ -60,6 +99,7 @@ LATE_DOORS = {
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
 EMITTER = {"llvmlite"}  # where loops become machine code; numba brings it
+KEPT = {"next_functions": "_torch/graph", "_version": "_torch/versions"}  # what one module reads for all
 PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
 
 
@@ -89,6 +129,8 @@ def _faults(module: str, here: str, found: Import, known: Mapping[str, str]) -> 
 
 
 def _own_faults(module: str, here: str, there: str) -> Iterator[str]:
+    if room(there) == here:
+        yield from _inner_faults(module, there)
     if here in SIDE or here == "__init__" or room(there) == here:
         return
     if there == "__init__" or room(there) in SIDE:
@@ -102,17 +144,45 @@ def _own_faults(module: str, here: str, there: str) -> Iterator[str]:
         yield f"{module} imports {there}, no door for {here}: use the face of {room(there)}, or add it to DOORS"
 
 
+def inner_room(module: str) -> str:
+    """The innermost room that a module is in."""
+    return max((name for name in INNER if f"{module}.".startswith(f"{name}.")), key=len, default=room(module))
+
+
+def _inner_faults(module: str, there: str) -> Iterator[str]:
+    here, home = inner_room(module), inner_room(there)
+    if here == home:
+        return
+    if here in INNER and not INNER[here] & {there, home}:
+        yield f"{module} imports {there}; of {room(module)} {here} may import {sorted(INNER[here]) or 'nothing'}"
+    elif home in INNER and there != home and there not in INNER_DOORS:
+        yield f"{module} imports {there}, no door of {home}: use its face, or add it to INNER_DOORS"
+
+
 def private_names(module: str, source: str) -> list[str]:
     """Private names of torch outside of the rooms that keep them."""
     if module.startswith(("_torch", "memory.counting")):
         return []
-    used = {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    used = {ast.unparse(node) for node in nodes(source) if isinstance(node, ast.Attribute)}
     used |= {found.name for found in imports(source)}
     return [f"{module} uses {name}; private names of torch live in _torch/" for name in sorted(used) if _private(name)]
 
 
 def _private(name: str) -> bool:
     return any(name == private or name.startswith(f"{private}.") for private in PRIVATE)
+
+
+def kept_names(module: str, source: str) -> list[str]:
+    """Attributes of torch's that one module reads for all others, read elsewhere."""
+    if module.startswith(("_torch", "memory.counting")):
+        return []
+    found: set[str] = set()
+    for node in nodes(source):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("getattr", "attrgetter"):
+            found |= {str(name.value) for name in node.args if isinstance(name, ast.Constant)}
+    return [f"{module} reads {name}; {KEPT[name]} does that for all" for name in sorted(found & KEPT.keys())]
 
 
 def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
@@ -126,7 +196,30 @@ def privates_of_arrays(known: Mapping[str, str]) -> set[str]:
     found = {node.name for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef)}
     slots = [node for owner in classes for node in owner.body if isinstance(node, ast.Assign)]
     found |= {str(name.value) for node in slots for name in ast.walk(node) if isinstance(name, ast.Constant)}
-    return {name for name in found if name.startswith("_") and not name.endswith("__")}
+    return set(filter(_is_private, found))
+
+
+def overridden_privates(known: Mapping[str, str]) -> list[str]:
+    """Private methods of a class that a class of another room, which is made from it, says otherwise."""
+    homes: dict[str, set[str]] = {}
+    classes: dict[str, ast.ClassDef] = {}
+    for module, source in known.items():
+        classes |= {f"{module}.{node.name}": node for node in nodes(source) if isinstance(node, ast.ClassDef)}
+    for name, owner in classes.items():
+        homes[name] = {node.name for node in owner.body if isinstance(node, ast.FunctionDef) and _is_private(node.name)}
+    wrong = []
+    for name, owner in classes.items():
+        module = name.rpartition(".")[0]
+        imported = {found.name.removeprefix("tensorloop.") for found in imports(known[module])}
+        bases = {ast.unparse(base) for base in owner.bases}
+        for base in sorted(imported & homes.keys()):
+            if base.rpartition(".")[2] in bases and room(base) != room(module):
+                wrong += [f"{name} overrides {base}.{method}" for method in sorted(homes[name] & homes[base])]
+    return wrong
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
 
 
 def _is_of_self(node: ast.AST) -> bool:
@@ -137,9 +230,9 @@ def reaches_into_arrays(module: str, source: str, privates: set[str]) -> list[st
     """Private names of a TensorArray that another room uses; those of a module's own objects are its `self`'s."""
     if room(module) == "tensor_array":
         return []
-    nodes = [node for node in ast.walk(ast.parse(source)) if not _is_of_self(node)]
-    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    others = [node for node in nodes(source) if not _is_of_self(node)]
+    used = {node.attr for node in others if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in others if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return [f"{module} uses {name} of arrays; see tensor_array/friends.py" for name in sorted(used & privates)]
 
 
@@ -172,12 +265,36 @@ def test_private_names_of_torch_have_one_home() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_graphs_are_walked_and_versions_read_in_one_place() -> None:
+    wrong = [line for module, source in modules().items() for line in kept_names(module, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x.grad_fn.next_functions[0]", "if x._version != 2: pass", "getattr(x, '_version', 0)", "attrgetter('_version')"],
+)
+def test_a_walk_or_a_version_read_elsewhere_is_seen(source: str) -> None:
+    assert len(kept_names("loop.carry", source)) == 1
+    assert kept_names("_torch.graph", source) == []
+    assert kept_names("loop.carry", "version_of(x)\nnames = ('_version', 'next_functions')") == []
+
+
 def test_only_its_room_sees_into_an_array() -> None:
     known = modules()
     privates = privates_of_arrays(known)
     assert {"_store", "_shape", "_dtype", "_device", "_home", "_born", "_mask", "_holes", "_given", "_twin"} <= privates
     wrong = [line for module, source in known.items() for line in reaches_into_arrays(module, source, privates)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_overrides_what_is_private_in_another() -> None:
+    known = modules()
+    assert overridden_privates(known) == []
+    base = "class Buffer:\n    def _move(self): pass\n    def begin(self): pass"
+    heir = "from tensorloop.tensor_array.buffer import Buffer\nclass B(Buffer):\n" + base.partition("\n")[2]
+    found = overridden_privates({"tensor_array.buffer": base, "loop.b": heir, "tensor_array.c": heir})
+    assert found == ["loop.b.B overrides tensor_array.buffer.Buffer._move"]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +314,12 @@ def test_the_tables_name_what_there_is() -> None:
     assert {room(module) for module in known} == {*ROOMS, *SIDE, "__init__"}
     used = {(door, room(m)) for m, found in edges.items() for door in found if door in DOORS}
     assert used >= {(door, here) for door, rooms in DOORS.items() for here in rooms}, "a door that nobody uses"
+    inner = {
+        (inner_room(m), name) for m, found in edges.items() for there in found for name in (there, inner_room(there))
+    }
+    assert inner >= {(here, name) for here, names in INNER.items() for name in names}, "an inner way that nobody goes"
+    outside = {there for m, found in edges.items() for there in found if inner_room(m) != inner_room(there)}
+    assert outside >= INNER_DOORS, "an inner door that nobody uses"
     late = {module for module, source in known.items() if any(found.late for found in imports(source))}
     assert late == LATE_DOORS.keys()
 
@@ -219,6 +342,36 @@ def test_the_tables_name_what_there_is() -> None:
         ("packed.time_first", "import_module(f'tensorloop.{x}')", "packed.time_first loads f'tensorloop.{x}' when"),
         ("risk.bleu", "from tensorloop.packed.index import getitem", "risk.bleu imports packed.index, no door"),
         ("_torch.engine", "from tensorloop._common import scope", "_torch.engine imports _common.scope; _torch stands"),
+        (
+            "loop.checkpoint.node",
+            "from tensorloop.loop.carry import Carry",
+            "loop.checkpoint.node imports loop.carry; of loop loop.checkpoint may import ['loop.advice', 'loop.loop']",
+        ),
+        (
+            "loop.api",
+            "from tensorloop.loop.checkpoint import sweep",
+            "loop.api imports loop.checkpoint.sweep, no door of loop.checkpoint: use its face",
+        ),
+        (
+            "loop.checkpoint.node",
+            "from tensorloop.loop.compiled.front import run",
+            "loop.checkpoint.node imports loop.compiled.front; of loop loop.checkpoint may",
+        ),
+        (
+            "loop.compiled.emitter.core",
+            "from tensorloop.loop.compiled import plan",
+            "loop.compiled.emitter.core imports loop.compiled.plan; of loop loop.compiled.emitter may",
+        ),
+        (
+            "memory.counting.sites",
+            "import tensorloop.memory.report.page",
+            "memory.counting.sites imports memory.report.page; of memory memory.counting may import nothing",
+        ),
+        (
+            "memory.command",
+            "import tensorloop.memory.scaling.advice",
+            "memory.command imports memory.scaling.advice",
+        ),
         ("surprise", "import torch", "surprise: there is no room 'surprise'; add it to ROOMS"),
     ],
 )

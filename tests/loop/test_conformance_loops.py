@@ -1,4 +1,7 @@
-"""Behaviours that loops must hold in combination: orders of backward, functions of torch in a body, odd carries."""
+"""Behaviours that loops must hold in combination: orders of backward, functions of torch in a body, odd carries.
+
+One file, however long: what loops promise beyond single features, to be read as a whole.
+"""
 
 import copy
 import pickle

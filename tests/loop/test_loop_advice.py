@@ -30,23 +30,28 @@ def words(call: Callable[[], Any], kind: type[Exception]) -> str:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: tl.scan(None, XS, XS, axis=0),
-            "scan: there is no argument axis=; here that is dim=. It takes body_fn",
-        ),
+        (lambda: tl.scan(None, XS, XS, axis=0), "scan: there is no argument axis=; here that is dim="),
         (lambda: tl.scan(None, XS, max_length=3), "scan: there is no argument max_length=; here that is length="),
         (lambda: tl.scan(None, XS, n=3), "scan: there is no argument n=; here that is length="),
-        (lambda: tl.scan(None, XS, initializer=3), "scan: there is no argument initializer=. It takes body_fn, init"),
+        (lambda: tl.scan(None, XS, initializer=3), "scan: there is no argument initializer=; it takes body_fn, init"),
         (lambda: tl.while_loop(bool, None, 0, maximum_iterations=3), "maximum_iterations=; here that is max_steps="),
         (lambda: tl.while_loop(bool, None, 0, num_steps=3), "num_steps=; here that is max_steps="),
         (
             lambda: tl.fori_loop(0, 3, None, 0, unroll=2),
-            "fori_loop: there is no argument unroll=. It takes lower, upper",
+            "fori_loop: there is no argument unroll=; it takes lower",
         ),
         (lambda: tl.map(torch.sin, XS, axis=1), "map: there is no argument axis=; here that is dim="),
         (lambda: tl.associative_scan(torch.add, XS, axis=1), "associative_scan: there is no argument axis=; here that"),
+        (
+            lambda: tl.TensorArray.unstack(XS, element_shape=3),
+            "TensorArray.unstack: there is no argument",
+        ),
+        (
+            lambda: tl.attention(XS, XS, XS, casual=True),
+            "attention: there is no argument casual=; did you mean",
+        ),
         (lambda: tl.TensorArray(size=3), "TensorArray: there is no argument size=; here that is capacity="),
-        (lambda: tl.TensorArray(clear_after_read=True), "no argument clear_after_read=. It takes element_shape, dtype"),
+        (lambda: tl.TensorArray(clear_after_read=True), "no argument clear_after_read=; it takes element_shape, dtype"),
     ],
 )
 def test_keywords_of_elsewhere(call: Callable[[], Any], message: str) -> None:

@@ -1,4 +1,7 @@
-"""What loops refuse, and the words they say it in; exceptions of the body pass through."""
+"""What loops refuse, and the words they say it in; exceptions of the body pass through.
+
+One file, however long: every loop is held against the same lists of wrong arguments and wrong bodies.
+"""
 
 import functools
 import operator

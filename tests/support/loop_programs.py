@@ -2,7 +2,8 @@
 
 A program says which loop it is, which of its inputs want a gradient or are the same tensor, and lists the operations of
 its body as (name, number, number). One function carries out an operation for both: on TensorArrays and our inner loops,
-or on lists and plain ones. No operation contracts, so early steps count as much as late ones.
+or on lists and plain ones: so the file is long, and one. No operation contracts, so early steps count as much as late
+ones.
 """
 
 import copy

@@ -62,34 +62,27 @@ class LoopBuffer(Buffer):
         self.flush()
         return Buffer(_copied(self.block, self.length), self.length, self.token)
 
-    def _fill(self, key: int | slice, values: Tensor) -> None:
+    def begin(self, key: int | slice, values: Tensor, whole: bool = False) -> None:
+        """Writes slots at the end. Those that an earlier run of the step has left there are found again."""
         stop = key + 1 if isinstance(key, int) else key.stop
-        if self.block.copies or stop > self.undo.filled:
-            super()._fill(key, values)
+        if stop > self.undo.filled:
+            super().begin(key, values, whole)
+            self.undo.block, self.undo.filled = self.block, stop
+            return
+        if self.block.copies:
+            self.block.data[key].copy_(values.detach())
+        self.length = stop
+        self.block.used = max(self.block.used, stop)
 
-    def _overwrite(self, key: Key, x: Tensor) -> None:
+    def overwrite(self, key: Key, x: Tensor) -> None:
+        """Writes slots, and what they held to the log."""
         if not self.block.copies:
             if self.block.exported != (0, 0):
-                self._move(self.length, self.block.data.shape[0])
+                self.move(self.length, self.block.data.shape[0])
             self.block.copies = True
-        self.undo.entries.append((key, take(self.block.data, key).clone()))
-        super()._overwrite(key, x)
-
-    def _reserve(self, filled: int, length: int) -> None:
-        if length > self.undo.filled:
-            super()._reserve(filled, length)
-
-    def _move(self, filled: int, capacity: int) -> None:
-        copies = self.block.copies
-        super()._move(filled, capacity)
-        self.block.copies = copies
         self.undo.block = self.block
-
-    def _begin(self, length: int) -> None:
-        self.length = length
-        self.undo.block = self.block  # a first flush may have brought a block of its own
-        self.undo.filled = max(self.undo.filled, length)
-        self.block.used = max(self.block.used, length)
+        self.undo.entries.append((key, take(self.block.data, key).clone()))
+        super().overwrite(key, x)
 
 
 class Version:

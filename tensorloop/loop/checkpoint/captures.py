@@ -74,7 +74,7 @@ class Captures(TorchFunctionMode):
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
         self.step = 0
-        self.use = StepUse({})  # of this step
+        self.use = StepUse({})  # of this step; from its end on, of the next
         self.loops = False  # whether loops in the body were nodes of its graph
         self.stayed: list[weakref.ref[Tensor]] = []  # arguments with gradient that lived on after their step
         # Of the step last done: what may be a capture; results and arguments with gradient.
@@ -216,7 +216,7 @@ class Captures(TorchFunctionMode):
     ) -> list[Any]:
         """Before the body of a step: the state as it gets it. Its arguments are that and `row`."""
         self.settle()
-        self.use = StepUse(dict(self.recorded))
+        self.use.first = graph.next_number()
         self.step = step
         self.given.leaves = recorded
         if self.given.changed:
@@ -245,7 +245,7 @@ class Captures(TorchFunctionMode):
             self._given = [weakref.ref(x) for x in arguments if x.requires_grad]
         if use.candidates:
             self._fresh = [(weakref.ref(x), version) for x, version in use.candidates if id(x) not in self.recorded]
-        self.use = StepUse({})
+        self.use = StepUse(self.recorded)
         self.given.leaves = self.given.roots = ()
 
     def _find_recorded(self, outputs: Iterable[Tensor], arguments: set[int]) -> None:
@@ -255,7 +255,7 @@ class Captures(TorchFunctionMode):
         for x in find_captures(outputs, StepGraph(self.step, arguments, numbers, use.made, known, use.seen.values())):
             if id(x) not in self.recorded:
                 self.recorded[id(x)] = x
-                version = next((v for y, v in use.candidates if y is x), x._version)
+                version = next((v for y, v in use.candidates if y is x), version_of(x))
                 self.met[id(x)] = Met(lambda x=x: x, version)
 
     def _look_for_left(self, returned: set[int]) -> None:
@@ -362,7 +362,7 @@ class Captures(TorchFunctionMode):
             self.check_versions()
         finally:
             self.replaying = False
-            self._fresh, self.use = [], StepUse({})
+            self._fresh, self.use = [], StepUse(self.recorded)
             self.writes.fresh = {}
             self.end_sweep()
             self.writes.restore(now)

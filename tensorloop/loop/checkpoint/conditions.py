@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
 from tensorloop._torch import transforms
-from tensorloop._torch.versions import version_of
+from tensorloop._torch.versions import read_version, version_of
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves, copied
 from tensorloop.loop.loop import Loop
@@ -89,7 +89,7 @@ class Conditions:
 def _marks(leaves: Sequence[Any]) -> list[Any]:
     """What shows that leaves were changed in place. Asked twice a step."""
     try:
-        return [x._version for x in leaves]
+        return [*map(read_version, leaves)]
     except (AttributeError, RuntimeError):  # numbers, arrays; tensors made in inference mode
         return [_mark(x) for x in leaves]
 

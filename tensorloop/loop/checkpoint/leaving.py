@@ -1,14 +1,14 @@
 """Tensors of single steps that somebody still holds when a checkpointed loop is over, and the warning about them."""
 
 import gc
-import sys
 import time
-import warnings
 from types import CodeType
 
 from torch import Tensor
 
+from tensorloop._common import user_line
 from tensorloop._common.arguments import describe
+from tensorloop._common.user_line import Place, user_place
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.step_use import StepUse
 
@@ -18,7 +18,7 @@ class HeldTensorWarning(UserWarning):
 
 
 # Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.
-_FOUND: dict[tuple[CodeType | None, str, int], bool] = {}
+_FOUND: dict[tuple[CodeType | None, Place | None], bool] = {}
 _MOMENT_S = 0.05
 
 
@@ -60,10 +60,7 @@ def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
     """
     if not (tensors := leaving.tensors()):
         return
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("tensorloop.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    place = code, frame.f_code.co_filename, frame.f_lineno
+    place = code, user_place()
     if place not in _FOUND:
         del tensors
         gc.collect()
@@ -78,4 +75,4 @@ def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
         f"{describe(tensors[0])}, its argument; with checkpoints its graph is that of one step, and so is a gradient "
         f"through it: return it from the body, as a y or in the carry, or keep a detach() of it"
     )
-    warnings.warn(text, HeldTensorWarning, stacklevel=level)
+    user_line.warn(text, HeldTensorWarning)

@@ -4,8 +4,6 @@ import weakref
 
 from torch import Tensor
 
-from tensorloop._torch import graph
-
 # Candidates and tensors seen that are no longer held for the step's sake.
 Released = tuple[list[tuple[weakref.ref[Tensor], int | None]], dict[int, weakref.ref[Tensor]]]
 
@@ -15,13 +13,13 @@ class StepUse:
 
     __slots__ = ("candidates", "count", "first", "leads_out", "made", "seen")
 
-    def __init__(self, seen: dict[int, Tensor]) -> None:
-        self.seen = seen  # arguments, results and captures
+    def __init__(self, captures: dict[int, Tensor]) -> None:
+        self.seen = dict(captures)  # and arguments and results
         self.made: list[int] = []  # results
         self.candidates: list[tuple[Tensor, int | None]] = []  # may be captures: with their versions
         self.count = 0  # functions that gave a tensor
         self.leads_out = False  # whether its graph may lead to a capture
-        self.first = graph.next_number()
+        self.first = 0  # the number of the first node that the step may make
 
     def mark(self) -> tuple[int, int]:
         """How much is known now."""

@@ -193,7 +193,7 @@ def _ways_out(outputs: Sequence[Tensor], recorded: Sequence[Tensor], substitutes
     for end in ends:
         into[end[0]].add(GradientEdge(*end))
     for node in graph.walk([node for node, _ in ends], lambda edge: capture_at(edge) is None):
-        for i, edge in enumerate(node.next_functions):
+        for i, edge in enumerate(graph.edges_of(node)):
             if (capture := capture_at(edge)) is None:
                 into[edge[0]].add(GradientEdge(*edge))
             elif id(recorded[capture]) in substitutes:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 
+from tensorloop._common.user_line import Place
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
-from tensorloop.loop.compiled.fingerprint import Number, Operation, Place, Ref
+from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
 from tensorloop.loop.compiled.lengths import stands
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.loop.compiled.simplify import simplified

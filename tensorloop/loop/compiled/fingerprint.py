@@ -9,16 +9,15 @@ Python, writes to tensors from outside, random numbers, blocks under another gra
 """
 
 import dataclasses
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop._common.user_line import Place, user_place
 from tensorloop._torch.dispatch import OperationMode
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
@@ -46,14 +45,13 @@ _NUMBERED = {
 }
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
-Place = tuple[str, int]  # file and line
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class Refused(Exception):
     """Why a body is not compiled, and the file and line that say so."""
 
-    def __init__(self, reason: str, place: "Place | None" = None) -> None:
+    def __init__(self, reason: str, place: Place | None = None) -> None:
         super().__init__(reason)
         self.reason, self.place = reason, place
 
@@ -286,11 +284,3 @@ def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
             f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_place()
         )
     return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
-
-
-def user_place() -> Place | None:
-    """The innermost line that runs now and is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop"):
-        frame = frame.f_back
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -1,6 +1,5 @@
 """From a loop that asks to be compiled to its result: by a plan where there is one, else as an eager loop."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
+from tensorloop._common.user_line import user_place, warn
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
@@ -18,7 +18,7 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.array_plan import planned, try_lengths
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
-from tensorloop.loop.compiled.fingerprint import Refused, user_place
+from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
@@ -76,13 +76,11 @@ def _surroundings(loop: Loop) -> bool:
 
 def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
     """Raises or warns, as the user's line; Python says each warning once."""
-    file, line = refusal.place or user_place() or ("<unknown>", 0)
+    file, line = place = refusal.place or user_place() or ("<unknown>", 0)
     text = f"not compiled: {refusal.reason} ({file}:{line})"
     if compile == "strict":
         raise Misuse(f"{text}; with compile=True it would run as an eager loop")
-    text = f"{loop.name}: {text}; it runs as an eager loop"
-    registry = globals().setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, NotCompiledWarning, file, line, __name__, registry)
+    warn(f"{loop.name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
 
 
 def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop, Any] | None:

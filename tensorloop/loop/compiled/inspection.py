@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._common.user_line import user_place
+from tensorloop._torch import graph
 from tensorloop.loop.checkpoint.closures import Constants
-from tensorloop.loop.compiled.fingerprint import Refused, user_place
+from tensorloop.loop.compiled.fingerprint import Refused
 
 _READS = {
     "numpy": "turns a tensor into an array",
@@ -85,17 +87,12 @@ def _compare_captures(first: Any, second: Any) -> None:
 
 def _find_functions(recorded: Any) -> None:
     """Custom Functions have gradients that the graph of their operations does not."""
-    stop = {id(x.grad_fn) for x in recorded.captures}
+    stop = {None, *(x.grad_fn for x in recorded.captures)}
     outputs = [x for x in (*recorded.leaves, *recorded.ys) if isinstance(x, Tensor)]
-    left, met = [x.grad_fn for x in outputs if x.grad_fn is not None], set[int]()
-    while left:
-        node = left.pop()
-        if node is None or id(node) in met or id(node) in stop:
-            continue
-        met.add(id(node))
+    ends = [x.grad_fn for x in outputs if x.grad_fn not in stop]
+    for node in graph.walk(ends, lambda edge: edge[0] not in stop):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise Refused(f"the body uses the custom Function {type(node).__name__.removesuffix('Backward')}")
-        left += [next_node for next_node, _ in node.next_functions]
 
 
 def _find_held(recorded: Any) -> None:

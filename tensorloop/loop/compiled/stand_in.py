@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.loop.compiled.fingerprint import Recorder, Refused, user_place
+from tensorloop._common.user_line import user_place
+from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.tensor_array.friends import store_of
 from tensorloop.tensor_array.keys import Key

@@ -9,7 +9,8 @@ from typing import Any, Never
 
 import torch
 
-from tensorloop.loop.compiled.fingerprint import Refused, user_place
+from tensorloop._common.user_line import user_place
+from tensorloop.loop.compiled.fingerprint import Refused
 
 
 class StepNumber:

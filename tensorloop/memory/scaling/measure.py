@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tensorloop._common.progress import Progress
+from tensorloop._torch import graph
 from tensorloop.memory.counting.finder import BACKWARD, OURS, PACKAGE, USER, kind_of_file
 from tensorloop.memory.counting.located import LocatedStorages, operation_name
 from tensorloop.memory.counting.nodes import no_modes
@@ -262,16 +263,7 @@ def _backward(edge: _Edge) -> float:
 
 def _leaves(end: Any) -> list[Tensor]:
     """The leaves that a graph ends in."""
-    seen, reach, found = {end}, [end], []
-    while reach:
-        node = reach.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                reach.append(following)
-    return found
+    return [leaf for node in graph.walk([end]) if (leaf := graph.leaf_of(node)) is not None]
 
 
 def _lines(Ts: tuple[int, ...], runs: list[_Run]) -> tuple[LineGrowth, ...]:

@@ -7,7 +7,5 @@ from tensorloop._common.faces import face
 if TYPE_CHECKING:
     from tensorloop.loop.compiled.emitter.core import emit as emit
 
-__all__ = ["emit"]
-
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = face(__name__, {"loop.compiled.emitter.core": ("emit",)})
+    __getattr__, __dir__, __all__ = face(__name__, {"loop.compiled.emitter.core": ("emit",)})

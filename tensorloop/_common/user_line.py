@@ -1,0 +1,29 @@
+"""The user's line that runs now: the innermost one that is neither torch's nor this library's. Warnings stand there."""
+
+import sys
+import warnings
+from types import FrameType
+
+Place = tuple[str, int]  # a file and a line
+
+
+def user_place() -> Place | None:
+    """Where that line is."""
+    frame = _user_frame()
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def warn(text: str, kind: type[Warning] = UserWarning, place: Place | None = None) -> None:
+    """Warns in the name of that line; what is shown is `place`, where there is a better one."""
+    frame = _user_frame()
+    names = {} if frame is None else frame.f_globals
+    file, line = place or user_place() or ("<unknown>", 0)
+    registry = names.setdefault("__warningregistry__", {})  # by which Python says each warning once
+    warnings.warn_explicit(text, kind, file, line, names.get("__name__"), registry)
+
+
+def _user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop"):
+        frame = frame.f_back
+    return frame
