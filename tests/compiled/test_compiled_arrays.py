@@ -443,6 +443,18 @@ def test_overwritten_slots_that_backward_needs_are_refused():
     check_equal(found, expected, 1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
+def test_elements_of_other_dtypes_fall_back(dtype: torch.dtype):
+    def body(state: Any, x: Tensor) -> Any:
+        h, a = state
+        return (h + a.append(x).stack().sum(0).to(h.dtype), a), None
+
+    init, xs = (torch.zeros(D), TensorArray()), torch.arange(T * D).view(T, D).to(dtype)
+    with pytest.warns(NotCompiledWarning, match="an array of torch"):
+        found = tensors(tl.scan(body, init, xs, compile=True))
+    check_equal(found, tensors(tl.scan(body, init, xs)), 0)
+
+
 def test_checkpoints_with_arrays_fall_back():
     refused(Inputs(), appends, "checkpoints", checkpoints=3)
 

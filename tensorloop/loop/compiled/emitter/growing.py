@@ -38,6 +38,7 @@ class Pending:
 
 def scratch(shape: Sequence[int], dtype: torch.dtype) -> Array:
     """Memory whose growing dim comes first."""
+    check_elements(dtype)
     first = _growing_dim(shape)
     order = [first, *(d for d in range(len(shape)) if d != first)]
     numel = 1
@@ -51,6 +52,12 @@ def scratch(shape: Sequence[int], dtype: torch.dtype) -> Array:
     for d, stride in zip(order, inner, strict=True):
         strides[d] = stride
     return Array(Buffer("scratch", 0, numel, dtype), tuple(shape), tuple(strides))
+
+
+def check_elements(dtype: torch.dtype) -> None:
+    """Raises for elements whose vectors LLVM does not cut under a mask that only the run knows: it ends the process."""
+    if dtype not in (torch.float32, torch.float64, torch.int64, torch.bool):
+        raise Unsupported(f"an array of {dtype}")
 
 
 def _growing_dim(shape: Sequence[int]) -> int:

@@ -284,6 +284,7 @@ def _placed(kind: str, index: int, node: fx.Node) -> Array:
         raise Unsupported(refusal.reason, node) from None
     shape = tuple(value.shape)
     if grows(shape):
+        growing.check_elements(value.dtype)
         kind = {"carry": "array", "sequence": "prefix"}[kind]
     buffer = Buffer(kind, index, value.numel(), value.dtype)
     strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)
