@@ -6,9 +6,26 @@ with the path of each leaf. Tried with torch 2.11 and 2.13.
 """
 
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
-__all__ = ["OperationMode", "keystr", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = [
+    "OperationMode",
+    "keystr",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
 
 
 class OperationMode(TorchDispatchMode):

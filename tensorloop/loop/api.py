@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import zero_steps
 from tensorloop.loop.associative import associative_scan
@@ -17,6 +18,7 @@ from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
+from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.loop import Loop
@@ -100,7 +102,9 @@ def scan(
     compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
+@stands_in_graphs(in_graph.scan)
 @called_eagerly
+@in_graph.exports(in_graph.scan)
 @named("scan")
 def scan(
     body_fn: Callable[..., tuple[Any, Any]],
@@ -325,7 +329,9 @@ def while_loop(
     return (carry, ended.steps()) if return_steps else carry
 
 
+@stands_in_graphs(in_graph.fori_loop)
 @called_eagerly
+@in_graph.exports(in_graph.fori_loop)
 @named("fori_loop")
 def fori_loop(
     lower: int | Tensor,
@@ -358,7 +364,9 @@ def fori_loop(
     return run_loop(loop, checkpoints, progress, compile)[1]
 
 
+@stands_in_graphs(in_graph.map)
 @called_eagerly
+@in_graph.exports(in_graph.map)
 @named("map")
 def map(
     fn: Callable[[X], Y],

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
+import tensorloop as tl
 from tensorloop.loop.compiled import cores
 from tensorloop.loop.compiled.eager_core import EagerCore
 from tensorloop.loop.compiled.plan import plans
@@ -32,7 +34,8 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torc
 
 @pytest.mark.parametrize("checkpoints", [1, 2, 3, 100])
 @pytest.mark.parametrize(
-    "name", ["lstm", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped"]
+    "name",
+    ["lstm", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped", "until", "while_one"],
 )
 def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)
@@ -40,3 +43,17 @@ def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: 
     found, grads = outcome(CASES[name], torch.float64, "strict", checkpoints=checkpoints)
     check_equal(found, expected, 1e-12)
     check_equal(grads, expected_grads, 1e-12)
+
+
+def test_checkpoints_with_two_captures_of_one_gradient():
+    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+
+    def loss(checkpoints: int | None) -> Tensor:
+        def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return (h + x + a + b).sin(), h
+
+        compiled = False if checkpoints is None else "strict"
+        return tl.scan(body, torch.zeros(3), torch.ones(5, 3), compile=compiled, checkpoints=checkpoints)[0].sum()
+
+    for found, expected in zip(*(torch.autograd.grad(loss(k), (a, b)) for k in (2, None)), strict=True):
+        torch.testing.assert_close(found, expected)

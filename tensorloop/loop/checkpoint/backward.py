@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop import schedule
-from tensorloop._common.errors import Misuse
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
+from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.replay import Recomputed, Replay
 from tensorloop.loop.checkpoint.snapshots import State
 from tensorloop.loop.checkpoint.substitutes import differentiate
@@ -70,35 +70,26 @@ class Reversal:
     def run(self) -> list[Tensor | None]:
         """Carries out the schedule; the gradient of each input of the node."""
         swept, snapshots = self.swept, self.swept.snapshots
-        step = left = swept.taken  # the step at hand; how many are not yet reversed
+        step = swept.taken  # at hand
         if 0 not in snapshots.by_step:
             self.replay.place_snapshots()
         state: State = []
-        at: int | None = None  # the step of `state`
         try:
-            for action in swept.schedule.reverse(swept.taken, sorted(snapshots.by_step)):
+            for action in reversal(swept.schedule, swept.taken, [*snapshots.by_step]):
                 if isinstance(action, schedule.Restore):
-                    at, state = action.step, self.replay.restore(action.step)
+                    state = self.replay.restore(action.step)
                 elif isinstance(action, schedule.Drop):
                     snapshots.drop(action.step)
-                elif at != (start := action.start if isinstance(action, schedule.Advance) else action.step):
-                    held = "none" if at is None else f"that of step {at}"
-                    raise Misuse(f"the schedule wants {action}, but the state at hand is {held}")
                 elif isinstance(action, schedule.Advance):
-                    for step in range(start, action.stop):
+                    for step in range(action.start, action.stop):
                         state = self.replay.advance(step, state)
-                    at = action.stop
                 elif isinstance(action, schedule.Snapshot):
-                    state = snapshots.keep(start, state)
+                    state = snapshots.keep(action.step, state)
                 else:
-                    step, left = start, left - 1
-                    if step != left:
-                        raise Misuse(f"the schedule reverses step {step} where {left} is next")
+                    step = action.step
                     self._reverse(step, state)
                     self.bar.update()
-                    at, state = None, []
-            if left:
-                raise Misuse(f"the schedule ended with {left} steps not reversed")
+                    state = []
         except BaseException as error:
             error.add_note(f"raised in the replay of step {step} of {swept.name}")
             snapshots.forget()

@@ -143,31 +143,48 @@ def _read(path: Path, expected: int) -> list[Tensor]:
         return torch.load(path, weights_only=True)
 
 
+class Stored:
+    """Tensors where an offload puts them: as they are, copied to the CPU, or in a file."""
+
+    def __init__(self, values: list[Tensor], offload: Offload) -> None:
+        self.values = values
+        self.path: Path | None = None
+        self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
+        self.moved = offload.to_cpu or offload.folder is not None
+        self.devices = [x.device for x in values]
+        if not self.moved:
+            return
+        self.values = [x.to("cpu", copy=True) for x in values]
+        if offload.folder is not None:
+            self.path = offload.file()
+            self.sum, self.process = _written(self.values, self.path), offload.process
+            self.values = []
+
+    def read(self) -> list[Tensor]:
+        """The tensors, where they were before."""
+        values = self.values if self.path is None else _read(self.path, self.sum)
+        return [x.to(device) for x, device in zip(values, self.devices, strict=True)] if self.moved else values
+
+    def drop(self) -> None:
+        """Deletes the file, unless another process wrote it."""
+        if self.path is not None and self.process == os.getpid():
+            self.path.unlink(missing_ok=True)
+
+
 class Snapshot:
     """The state before one step, and all else that its result depends on."""
 
     def __init__(self, state: State, captures: Captures, offload: Offload) -> None:
-        self.state, self.rng, self.written = state, captures.rng_state(), captures.writes.values()
+        self.rng, self.written = captures.rng_state(), captures.writes.values()
+        self.state: State = list(state)
+        self.places = [i for i, x in enumerate(state) if type(x) is SavedTensor]
+        self.stored = Stored([state[i].values for i in self.places], offload)
         self.versions = Versions([])
-        self.devices: list[torch.device] = []
-        self.path: Path | None = None
-        self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
-        if offload.to_cpu or offload.folder is not None:
-            self._move(offload)
-        else:
+        if not self.stored.moved:
             self.versions = Versions(x.values if type(x) is SavedTensor else None for x in state)
-
-    def _move(self, offload: Offload) -> None:
-        places = [i for i, x in enumerate(self.state) if type(x) is SavedTensor]
-        self.devices = [self.state[i].values.device for i in places]
-        values = [self.state[i].values.to("cpu", copy=True) for i in places]
-        if offload.folder is not None:
-            self.path = offload.file()
-            self.sum, self.process = _written(values, self.path), offload.process
-            values = [torch.empty(0)] * len(values)
-        self.state = list(self.state)
-        for i, x in zip(places, values, strict=True):
-            self.state[i] = SavedTensor(x, self.state[i].recorded)
+        else:
+            for i in self.places:
+                self.state[i] = SavedTensor(torch.empty(0), state[i].recorded)
 
     def restored(self) -> State:
         """The state, copied: a body may change what it is given in place."""
@@ -177,16 +194,13 @@ class Snapshot:
                 f"it; clone() it before changing it"
             )
         state = list(self.state)
-        if self.devices:
-            places = [i for i, x in enumerate(state) if type(x) is SavedTensor]
-            values = _read(self.path, self.sum) if self.path else [state[i].values for i in places]
-            for i, x, device in zip(places, values, self.devices, strict=True):
-                state[i] = SavedTensor(x.to(device), state[i].recorded)
+        if self.stored.moved:
+            for i, x in zip(self.places, self.stored.read(), strict=True):
+                state[i] = SavedTensor(x, state[i].recorded)
         return copied(state)
 
     def drop(self) -> None:
-        if self.path is not None and self.process == os.getpid():
-            self.path.unlink(missing_ok=True)
+        self.stored.drop()
 
 
 class Snapshots:

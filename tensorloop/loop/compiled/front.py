@@ -23,48 +23,41 @@ from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
-from tensorloop.loop.compiled.segments import Segmented
+from tensorloop.loop.compiled.segments import Segmented, blocks_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
+from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import refill
 
 Compile = bool | Literal["strict"]
+Kept = Checkpoints | Schedule | None
 
 
 class NotCompiledWarning(UserWarning):
     """A loop that was to be compiled runs as an eager one; it says why, and by which line."""
 
 
-def run(loop: Loop, compile: Compile | Asked, checkpoints: Any) -> tuple[Loop, Any] | None:
+def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | None:
     """(the loop as it ended, its carry), or None: what cannot be compiled is left to the caller."""
     if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
     if not _surroundings(loop):
         return None
     try:
-        return _compiled(loop, _kept(loop, checkpoints), compile)
+        if isinstance(checkpoints, Checkpoints) and checkpoints.check:
+            raise Refused(
+                "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does"
+            )
+        return _compiled(loop, checkpoints, compile)
     except Refused as refusal:
         if isinstance(compile, Asked):
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
-        _tell(loop, compile, refusal)
+        tell(loop.name, compile, refusal)
         _forget(loop)
         return None
-
-
-def _kept(loop: Loop, checkpoints: Any) -> int | None:
-    """How many carries to keep, None for all that a backward needs."""
-    if checkpoints is None:
-        return None
-    if not isinstance(checkpoints, Checkpoints) or checkpoints.k is None:
-        raise Refused("checkpoints= as a schedule or a budget is not compiled; give a number")
-    if checkpoints.offload is not None or checkpoints.check:
-        raise Refused("Checkpoints with offload or check are not compiled")
-    if loop.cond is not None or loop.until is not None:
-        raise Refused("checkpoints of a loop of unknown length are not compiled")
-    return checkpoints.k
 
 
 def _surroundings(loop: Loop) -> bool:
@@ -74,16 +67,16 @@ def _surroundings(loop: Loop) -> bool:
     return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
 
 
-def _tell(loop: Loop, compile: Compile, refusal: Refused) -> None:
+def tell(name: str, compile: Compile, refusal: Refused) -> None:
     """Raises or warns, as the user's line; Python says each warning once."""
     file, line = place = refusal.place or user_place() or ("<unknown>", 0)
     text = f"not compiled: {refusal.reason} ({file}:{line})"
     if compile == "strict":
         raise Misuse(f"{text}; with compile=True it would run as an eager loop")
-    warn(f"{loop.name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
+    warn(f"{name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
 
 
-def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop, Any] | None:
+def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[Loop, Any] | None:
     first = None
     try:
         if isinstance(loop, ConditionalLoop):
@@ -101,14 +94,14 @@ def _compiled(loop: Loop, k: int | None, compile: Compile | Asked) -> tuple[Loop
     if isinstance(plan, Refused):
         raise Refused(plan.reason, plan.place)
     if found.arrays.places:
-        if k is not None and plan.grad:
+        if checkpoints is not None and plan.grad:
             raise Refused("checkpoints of a loop with a TensorArray in the carry are not compiled")
         try_lengths(found, plan, steps, loop.length)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan)
         raise Told
     try:
-        return _run(found, plan, steps, k)
+        return _run(found, plan, steps, checkpoints)
     except IndexError:
         if not found.arrays.places:
             raise
@@ -170,13 +163,14 @@ def _made(found: Recorded, grad: bool) -> Any:
     return plan
 
 
-def _run(found: Recorded, plan: Plan, steps: int | None, k: int | None) -> tuple[Loop, Any]:
+def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> tuple[Loop, Any]:
     loop = found.loop
     tensors = [*(x.contiguous() for x in found.given()), *found.xs, *found.captures]
-    if k is None or not plan.grad:
+    if checkpoints is None or not plan.grad:
         run = Run(plan, steps, most=loop.length, lengths=found.arrays.starts)
     else:
-        run = Segmented(plan, steps, k=k)
+        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
+        run = Segmented(plan, steps, loop.length, blocks, loop.name)
     outputs = _outputs(run, tensors)
     loop.taken = run.done
     n = len(found.carry)

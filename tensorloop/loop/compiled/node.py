@@ -9,9 +9,12 @@ from torch import Tensor, fx
 
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
-from tensorloop.loop.compiled.lengths import Sized, actual
+from tensorloop.loop.compiled.lengths import Sized, actual, grows
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
+from tensorloop.loop.compiled.totals import Totals
+
+FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
 
 
 @dataclasses.dataclass
@@ -41,11 +44,17 @@ class Run:
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
-        missing, carry, ys = self.coming(grads)
         _, _, captures = self.split(tensors)
-        lengths = self._lengths(self.done - 1)
-        last, _, xs, sums = self.plan.backward(missing)(self.done, captures, [*saved, *ys], carry, None, lengths)
-        return self._placed(last, xs, sums, missing)
+        total = Totals(self.plan, self.done, *self.coming(grads))
+        whole = [grows(n) for n in self.plan.saved]  # arrays, which have all steps' slots
+        room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
+        size = max(1, room // max(total.program.bytes_a_step(), 1))
+        for done in range(0, self.done, size):
+            stop = min(done + size, self.done)
+            part = slice(done, stop) if self.plan.reverse else slice(self.done - stop, self.done - done)
+            kept = [x if array else x[part] for x, array in zip(saved, whole, strict=True)]
+            total.reverse(part, captures, kept, self._lengths(self.done - 1 - done))
+        return self._placed(total.carry, total.xs, total.sums, total.missing)
 
     def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
         """(the ys that got no gradient, the gradients of the carry, those of the other ys)."""

@@ -131,11 +131,16 @@ def _stored(
     outside = [n for n in order if n in carried and n not in inner and n not in given]
     sunk: set[fx.Node] = set()
     if parts.carry:
+        ready = set[fx.Node]()
         for n in outside:
             within = [a for a in n.all_input_nodes if a in carried]
-            ready = all(a in inner or a in sunk or a in parts.carry for a in within)
-            if ready and n in parts.wanted and is_pointwise(n) and n.target not in pulled.hoisted:
-                sunk.add(n)
+            there = all(a in inner or a in ready or a in parts.carry for a in within)
+            if there and is_pointwise(n) and n.target not in pulled.hoisted:
+                ready.add(n)
+        ends = [n for n in parts.wanted if n in ready]
+        sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
+        for n in order:
+            if n in sunk:
                 for a in n.all_input_nodes:
                     pulled.need(a, inner | sunk)
     users = [n for n in outside if n not in sunk]

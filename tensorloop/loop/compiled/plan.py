@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
 from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import grows, versions
-from tensorloop.loop.compiled.operations import aten, value_of
+from tensorloop.loop.compiled.operations import aten, bytes_of, value_of
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -51,7 +51,7 @@ class Plan:
         parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse, self.growth)
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
-        self._lights: dict[bool, Program] = {}
+        self._replays: dict[str, Program] = {}
         self._backward: dict[frozenset[int], tuple[Program, Traced]] = {}
         self._lock = threading.Lock()
 
@@ -72,28 +72,40 @@ class Plan:
 
     @property
     def light(self) -> Program:
-        """The program forward that keeps nothing for a backward."""
-        return self._light(True)
+        """The program forward that keeps nothing for a backward: ys, and the answers of a condition."""
+        answer = () if self.traced.answer is None else (self.traced.answer,)
+        return self._replay("light", [*self.traced.ys, *answer], self.traced.answer)
 
     @property
     def bare(self) -> Program:
-        """That gives the last carry alone."""
-        return self._light(False)
+        """That gives the last carry alone, after as many steps as it is told."""
+        return self._replay("bare", [], None)
 
-    def _light(self, outputs: bool) -> Program:
+    @property
+    def again(self) -> Program:
+        """The program forward for steps that are known to be done: it asks no condition."""
+        return self.forward if self.traced.answer is None else self._replay("again", [*self._places], None)
+
+    def _replay(self, name: str, wanted: Sequence[fx.Node], answer: fx.Node | None) -> Program:
         t = self.traced
         with self._lock:
-            if outputs not in self._lights:
-                wanted = list(dict.fromkeys(t.ys)) if outputs else []
-                going, grow = t.answer, self.growth
-                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), going, self.reverse, grow)
-                self._lights[outputs] = Program(t.graph, parts)
-            return self._lights[outputs]
+            if name not in self._replays:
+                asked, grow = list(dict.fromkeys(wanted)), self.growth
+                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, asked, (), answer, self.reverse, grow)
+                self._replays[name] = Program(t.graph, parts)
+            return self._replays[name]
 
     def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
         """The ys among what the program forward gave, or the light one."""
         places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places
         return [wanted[places[n]] for n in self.traced.ys]
+
+    def goes_on(self, wanted: Sequence[Tensor]) -> bool:
+        """What the condition said after the last step, among what the light program gave."""
+        if (answer := self.traced.answer) is None:
+            return True
+        place = [*dict.fromkeys([*self.traced.ys, answer])].index(answer)
+        return bool(wanted[place][0 if self.reverse else -1])
 
     def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor], last: Sequence[Tensor] = ()) -> list[Tensor]:
         """What the backward keeps, of that, of xs and of the last carry: arrays, which have all slots there."""
@@ -173,6 +185,14 @@ class Plan:
         there = {*t.xs, *t.ys, *self.versions, *states}
         new = [n for n in self.saved if n not in there]
         return sum(value_of(n).numel() * value_of(n).element_size() for n in new)
+
+    def bytes_of_carry(self) -> int:
+        """What one kept carry takes."""
+        return sum(map(bytes_of, self.traced.carry))
+
+    def bytes_reversed(self) -> int:
+        """What a step takes, about, while it is run again and reversed: there are gradients of most of what is kept."""
+        return 2 * self.again.bytes_a_step()
 
 
 class Plans:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from tensorloop.loop.compiled.batched import Stage
 from tensorloop.loop.compiled.cores import made
 from tensorloop.loop.compiled.lengths import grows, growth_of
-from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.operations import bytes_of, value_of
 from tensorloop.loop.compiled.partition import Parts, Split, split
 from tensorloop.loop.compiled.recurrence import Core, Unsupported
 from tensorloop.loop.compiled.saving import needed_for
@@ -47,6 +47,12 @@ class Program:
     def native(self) -> bool:
         """Whether the loop, where there is one, runs as one native function."""
         return self.lacking is None
+
+    def bytes_a_step(self) -> int:
+        """What the loop is given, stores and gives of each step, beside the sequences that come from outside."""
+        given = {*self.parts.sequences, *self.parts.carry}  # states before the steps are those after them, a step on
+        found = dict.fromkeys([*self._made, *self.split.outs, *self.parts.wanted])
+        return sum(bytes_of(n) for n in found if n in self.split.moving and n not in given)
 
     def _compiled(self, graph: fx.Graph) -> tuple[Split, Core | None]:
         """The split whose loop a back end takes: what it lacks is kept out of the loop, as far as that goes."""

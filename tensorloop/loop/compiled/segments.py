@@ -1,10 +1,12 @@
-"""Checkpoints of a compiled loop: K carries are kept, and the programs run again over blocks of steps.
+"""Checkpoints of a compiled loop: a few carries are kept, and the programs run again over blocks of steps.
 
-A block is to the schedule what a step is to that of an eager loop. What a backward keeps is held for one block at a
-time; blocks of more steps than `MOST_STEPS` would hold more and run no faster.
+A block is to the schedule what a step is to that of an eager loop. What a backward keeps is there for one block at a
+time: a block is as long as the carries that are kept leave it room, and small loops a little more.
 """
 
 import dataclasses
+import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,118 +14,200 @@ import torch
 from torch import Tensor
 
 from tensorloop import schedule
-from tensorloop._torch.engine import keeps_graph
+from tensorloop._common.errors import Misuse, named
+from tensorloop.loop.checkpoint.in_order import reversal
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.checkpoint.snapshots import Offload, Stored
 from tensorloop.loop.compiled.node import Run
 from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.totals import Totals, room_for
+from tensorloop.schedule import Schedule
 
-MOST_STEPS = 128
+MOST_STEPS = 128  # in a block: more would run no faster
+FREE_BYTES = 2**20  # what a block may take, however few carries are kept
+AT_ONCE = 1024  # steps that run at once where nothing is kept of them, at most
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a loop is cut into blocks of `size` steps, and where the carries before them are kept."""
+
+    schedule: Schedule
+    size: int
+    offload: Any = None
+
+
+def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> Blocks:
+    """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
+    carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed(), 1)
+    own = checkpoints if isinstance(checkpoints, Schedule) else None
+    offload = None if isinstance(checkpoints, Schedule) else checkpoints.offload
+    k, budget = checkpoints.k, None if isinstance(checkpoints, Schedule) else checkpoints.budget
+    room = max((k or 1) * carry, FREE_BYTES) if budget is None else budget // 2
+    size = max(1, min(MOST_STEPS, room // step))
+    if budget is not None:
+        k = max((budget - size * step) // carry, 1)
+    return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)
+
+
 class Segmented(Run):
-    """One loop that runs by a plan in blocks, with `k` carries kept. The number of steps is known."""
+    """One loop that runs by a plan in blocks."""
 
-    k: int = 1
-    snapshots: dict[int, list[Tensor]] = dataclasses.field(default_factory=dict)
+    def __init__(self, plan: Plan, steps: int | None, most: int | None, blocks: Blocks, name: str) -> None:
+        super().__init__(plan, steps, most=most)
+        self.known = plan.traced.answer is None
+        self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
+        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step(), 1))
+        self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
+        self.offload = Offload(blocks.offload)
+        self.carries: dict[int, Stored | None] = {}  # before which block; of the first one there is init
+        self.lock = threading.Lock()  # one backward at a time
 
-    @property
-    def _blocks(self) -> int:
-        assert self.steps is not None
-        return -(-self.steps // self._block)
+    def _count(self, steps: int) -> int:
+        return -(-steps // self.size)
 
-    @property
-    def _block(self) -> int:
-        assert self.steps is not None
-        return max(1, min(MOST_STEPS, -(-self.steps // self.k)))
+    def _part(self, start: int, stop: int, steps: int | None) -> slice:
+        """The indices of these steps among so many; a reversed loop begins at the end."""
+        if not self.plan.reverse:
+            return slice(start, stop)
+        assert steps is not None
+        return slice(steps - stop, steps - start)
 
-    def _part(self, i: int) -> slice:
-        """The indices of block i; a reversed loop begins at the end."""
-        assert self.steps is not None
-        start, end = i * self._block, min((i + 1) * self._block, self.steps)
-        return slice(self.steps - end, self.steps - start) if self.plan.reverse else slice(start, end)
-
-    def _run(self, program: Program, i: int, tensors: Sequence[Tensor], carry: list[Tensor]) -> Any:
-        """(the carry after block i, what the program wants of it)."""
+    def _run(self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor]) -> Any:
+        """(the carry after these steps, how many were done, what the program wants of them)."""
         _, xs, captures = self.split(tensors)
-        part = self._part(i)
-        last, _, wanted, _ = program(part.stop - part.start, captures, [x[part] for x in xs], carry)
-        return last, wanted
+        part = self._part(start, stop, self.steps)
+        return program(stop - start, captures, [x[part] for x in xs], state)[:3]
+
+    # -- forward
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Runs all blocks and keeps the carries that the schedule wants."""
-        assert self.steps is not None
-        state, _, _ = self.split(tensors)
-        light = self.plan.light
-        shapes = [(value_of(n).shape, value_of(n).dtype) for n in self.plan.traced.ys]
-        ys = [torch.empty((self.steps, *shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
-        for action in schedule.of(self.k, self._blocks).sweep(self._blocks):
-            if isinstance(action, schedule.Snapshot):
-                self.snapshots[action.step] = state
-            elif isinstance(action, schedule.Drop):
-                del self.snapshots[action.step]
+        state, limit = self.split(tensors)[0], self._limit()
+        ys = _Outputs(self)
+        for action in self.schedule.sweep(self._count(int(limit)) if self.known else None):
+            if isinstance(action, schedule.Advance):
+                state, going = self._advance(min(action.stop * self.size, limit), tensors, state, ys)
+                if not going or self.done >= limit:
+                    break
             else:
-                for i in range(action.start, min(action.stop, self._blocks)):
-                    state, wanted = self._run(light, i, tensors, state)
-                    for y, x in zip(ys, self.plan.ys_of(wanted, light=True), strict=True):
-                        y[self._part(i)] = x
-        self.done = self.steps
-        return list(state), ys, []
+                self._keep(action, state)
+        else:
+            raise Misuse(f"the schedule's sweep ended at step {self.done}, where the loop goes on")
+        return list(state), ys.whole(), []
+
+    def _limit(self) -> float:
+        """The most steps that there can be."""
+        bounds = [n for n in (self.steps, self.most) if n is not None]
+        return min(bounds, default=math.inf)
+
+    def _advance(
+        self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], ys: "_Outputs"
+    ) -> tuple[list[Tensor], bool]:
+        """(the carry after the steps before `stop`, or fewer, whether the loop goes on)."""
+        going = True
+        while going and self.done < stop:
+            start = self.done
+            end = int(min(start + self.stride, stop))
+            state, done, wanted = self._run(self.plan.light, start, end, tensors, state)
+            self.done += done
+            ys.add(self.plan.ys_of(wanted, light=True), start, self.done)
+            going = start + done == end and self.plan.goes_on(wanted)
+        return state, going
+
+    def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:
+        """Carries out what the schedule wants with the carry before a block."""
+        if isinstance(action, schedule.Snapshot):
+            self.carries[action.step] = Stored(state, self.offload) if action.step else None
+        elif isinstance(action, schedule.Drop) and (stored := self.carries.pop(action.step)) is not None:
+            stored.drop()
+
+    # -- backward
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, block by block from the last one."""
-        snapshots = dict(self.snapshots)
-        if not keeps_graph():
-            self.snapshots.clear()
-        total = _Total(self, grads)
+        with self.lock:
+            try:
+                return named(self.name)(self._reversed)(grads, tensors)
+            finally:
+                for step in list(self.carries):
+                    self._keep(schedule.Drop(step), [])
+
+    def _reversed(self, grads: Sequence[Tensor | None], tensors: list[Tensor]) -> list[Any]:
+        count = self._count(self.done)
+        if not self.carries:
+            self._keep_again(tensors, count)
+        total = Totals(self.plan, self.done, *self.coming(grads))
         state: list[Tensor] = []
-        for action in schedule.of(self.k, self._blocks).reverse(self._blocks, sorted(snapshots)):
-            if isinstance(action, schedule.Snapshot):
-                snapshots[action.step] = state
-            elif isinstance(action, schedule.Drop):
-                del snapshots[action.step]
-            elif isinstance(action, schedule.Restore):
-                state = snapshots[action.step]
+        for action in reversal(self.schedule, count, [*self.carries]):
+            if isinstance(action, schedule.Restore):
+                state = self._restored(action.step, tensors)
             elif isinstance(action, schedule.Advance):
-                for i in range(action.start, action.stop):
-                    state, _ = self._run(self.plan.bare, i, tensors, state)
-            else:
+                state = self._again(action.start, action.stop, tensors, state)
+            elif isinstance(action, schedule.Backward):
                 self._reverse(action.step, tensors, state, total)
+                state = []
+            else:
+                self._keep(action, state)
         return self._placed(total.carry, total.xs, total.sums, total.missing)
 
-    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: "_Total") -> None:
+    def _keep_again(self, tensors: list[Tensor], count: int) -> None:
+        """Takes the carries of the sweep anew: an earlier backward has used them up."""
+        state = self._restored(0, tensors)
+        for action in self.schedule.sweep(count if self.known else None):
+            if isinstance(action, schedule.Advance):
+                state = self._again(action.start, min(action.stop, count), tensors, state)
+                if action.stop >= count:
+                    break
+            else:
+                self._keep(action, state)
+
+    def _restored(self, block: int, tensors: list[Tensor]) -> list[Tensor]:
+        stored = self.carries.get(block)
+        return self.split(tensors)[0] if stored is None else stored.read()
+
+    def _again(self, first: int, last: int, tensors: list[Tensor], state: list[Tensor]) -> list[Tensor]:
+        """The carry after some blocks, run for it alone."""
+        stop = min(last * self.size, self.done)
+        for start in range(first * self.size, stop, self.stride):
+            state = self._run(self.plan.bare, start, min(start + self.stride, stop), tensors, state)[0]
+        return state
+
+    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: Totals) -> None:
         """Runs block i with what a backward keeps, and then that."""
-        part = self._part(i)
+        start, stop = i * self.size, min((i + 1) * self.size, self.done)
         _, xs, captures = self.split(tensors)
-        _, wanted = self._run(self.plan.forward, i, tensors, state)
+        _, _, wanted = self._run(self.plan.again, start, stop, tensors, state)
+        part = self._part(start, stop, self.steps)
         saved = self.plan.saved_of(wanted, [x[part] for x in xs])
         del wanted
-        program = self.plan.backward(total.missing)
-        given = [*saved, *(g[part] for g in total.ys)]
-        del saved
-        total.carry, _, found, sums = program(part.stop - part.start, captures, given, total.carry)
-        for whole, g in zip(total.xs, found, strict=True):
-            whole[part] = g
-        total.add(sums)
+        total.reverse(self._part(start, stop, self.done), captures, saved)
 
 
-class _Total:
-    """Gradients on their way: of the carry between blocks, and those that are complete after the last block."""
+class _Outputs:
+    """ys on their way: in memory for all steps where their number is known, else block by block."""
 
-    def __init__(self, run: Segmented, grads: Sequence[Tensor | None]) -> None:
-        self.missing, self.carry, self.ys = run.coming(grads)
-        plan = run.plan
-        assert run.steps is not None
-        found = plan.gradients(self.missing)["xs"]
-        values = [value_of(plan.traced.xs[k]) for k in sorted(found)]
-        self.xs = [torch.empty((run.steps, *x.shape), dtype=x.dtype, device="cpu") for x in values]
-        self.sums: list[Tensor] = []
+    def __init__(self, run: Segmented) -> None:
+        self.run = run
+        self.values = [value_of(n) for n in run.plan.traced.ys]
+        self.parts: list[list[Tensor]] = [[] for _ in self.values]
+        self.made: list[Tensor] = []
+        if run.known:
+            self.made = [room_for(run.steps or 0, x) for x in self.values]
 
-    def add(self, sums: list[Tensor]) -> None:
-        """What one block gives to the captures' gradients."""
-        self.sums = [a.add_(b) for a, b in zip(self.sums, sums, strict=True)] if self.sums else _own(sums)
+    def add(self, ys: list[Tensor], start: int, stop: int) -> None:
+        """Those of some steps."""
+        for y, x in zip(self.made, ys, strict=False):
+            y[self.run._part(start, stop, self.run.steps)] = x
+        if not self.made:
+            for parts, x in zip(self.parts, ys, strict=True):
+                parts.append(x)
 
-
-def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to."""
-    return [x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone() for x in sums]
+    def whole(self) -> list[Tensor]:
+        """Those of all steps."""
+        if self.run.known:
+            return self.made
+        step = -1 if self.run.plan.reverse else 1
+        return [torch.cat(parts[::step]) for parts in self.parts]

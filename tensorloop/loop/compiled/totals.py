@@ -1,0 +1,57 @@
+"""Gradients of a compiled loop on their way: its steps are reversed part by part, the last ones first."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.plan import Plan
+
+
+class Totals:
+    """The gradient of the carry between parts; those of xs, and sums over steps, which are complete after the last.
+
+    `carry` and `ys` are the gradients that come, `missing` the ys that got none.
+    """
+
+    def __init__(
+        self, plan: Plan, steps: int, missing: frozenset[int], carry: list[Tensor], ys: Sequence[Tensor]
+    ) -> None:
+        self.plan, self.steps, self.missing, self.carry, self.ys = plan, steps, missing, carry, ys
+        self.program = plan.backward(missing)
+        self.xs: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def reverse(
+        self, part: slice, captures: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int] = ()
+    ) -> None:
+        """Takes the gradients through some steps; `saved` is what was kept of these, `lengths` of the last one."""
+        count = part.stop - part.start
+        given = [*saved, *(g[part] for g in self.ys)]
+        self.carry, _, xs, sums = self.program(count, captures, given, self.carry, None, lengths)
+        if count == self.steps:
+            self.xs, self.sums = xs, sums
+            return
+        if not self.xs:
+            found = self.plan.gradients(self.missing)["xs"]
+            self.xs = [room_for(self.steps, value_of(self.plan.traced.xs[k])) for k in sorted(found)]
+        for whole, g in zip(self.xs, xs, strict=True):
+            whole[part] = g
+        self.sums = [a.add_(b) for a, b in zip(self.sums, sums, strict=True)] if self.sums else _own(sums)
+
+
+def room_for(steps: int, value: Tensor) -> Tensor:
+    """Memory for a value of each step."""
+    return torch.empty((steps, *value.shape), dtype=value.dtype, device="cpu")
+
+
+def _own(sums: list[Tensor]) -> list[Tensor]:
+    """The first terms, in memory that may be added to: two captures may have one gradient."""
+    found, met = list[Tensor](), set[int]()
+    for x in sums:
+        storage = x.untyped_storage()
+        alone = storage.nbytes() == x.nbytes and x.is_contiguous() and storage._cdata not in met
+        met.add(storage._cdata)
+        found.append(x if alone else x.clone())
+    return found
