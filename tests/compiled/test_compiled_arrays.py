@@ -498,4 +498,3 @@ def test_explain_names_lengths():
 
     text = str(tl.explain(body, (d.h, TensorArray()), d.xs))
     assert "cat [n + 1, 3, 5]" in text
-    assert "kept for backward" in text

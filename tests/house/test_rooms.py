@@ -70,7 +70,7 @@ INNER = {
         *("loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.stopped_rows", "loop.checkpoint"),
         "loop.compiled.emitter",
     },
-    "loop.compiled.emitter": {"loop.compiled.recurrence"},
+    "loop.compiled.emitter": {"loop.compiled.lengths", "loop.compiled.operations", "loop.compiled.recurrence"},
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
