@@ -80,7 +80,7 @@ INNER = {
 # Their doors, for all in the room around.
 INNER_DOORS = {
     *(f"loop.checkpoint.{name}" for name in ("closures", "in_order", "leaving", "node", "options", "snapshots")),
-    *(f"loop.compiled.{name}" for name in ("explain", "front", "in_graph", "recurrence")),
+    *(f"loop.compiled.{name}" for name in ("explain", "front", "in_graph", "lengths", "operations", "recurrence")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "page", "picture")),
