@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/installed
 
-.PHONY: demo test check format bench docs clean
+.PHONY: demo test test-compiled check format bench docs clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
@@ -11,6 +11,10 @@ demo: $(STAMP)
 # A process for each core, four at most, of one thread each.
 test: $(STAMP)
 	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+# Every test of loops with compiled loops; `test` has some of them.
+test-compiled: $(STAMP)
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --compiled tests/loop tests/checkpoint
 
 check: $(STAMP)
 	$(PY) -m ruff check .

@@ -18,6 +18,7 @@ PICTURE = Path(__file__).parent / "images" / "house.svg"
 GROUND = {"_torch", "_common"}  # everybody may import these; `_common` stands on `_torch`
 SIDE = {"memory", "testing", "reference"}  # these may import anything, and nobody imports them
 WHAT = {  # what is in a room, in so many words as a box takes
+    "hf": "transformers models in loops",
     "beam": "beam search, trained through",
     "risk": "objectives over hypotheses",
     "loop": "scan, while_loop, map",

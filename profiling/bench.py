@@ -31,6 +31,7 @@ SCRIPTS = (
     "regroup",
     "attention",
     "beam",
+    "compiled",
     "memory_tools",
     "import_time",
     "torch_loops",

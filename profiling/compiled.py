@@ -1,201 +1,230 @@
-"""Compiled loops beside eager ones, nn.LSTM and lax.scan: forward + backward, float32.
+"""Compiled loops beside eager ones, lax.scan, Equinox's checkpointed scan, torch's modules and its scan operator.
 
-    python profiling/compiled.py                       # 3 rounds, some minutes
-    python profiling/compiled.py --jax-python PYTHON   # a Python that has JAX: see peers/README.md
+    python profiling/compiled.py                       # 3 rounds, about half an hour
+    python profiling/compiled.py --jax-python PYTHON   # a Python that has JAX and Equinox: see peers/README.md
+    python profiling/compiled.py --only W2s crf        # these workloads anew, the others stay as they are
 
-Values and gradients come first: where a compiled loop's differ from the eager one's, nothing is timed.
+Forward + backward in float32. Values and gradients come first, in float64: where a compiled loop's or a peer's differ
+from the eager loop's, nothing is timed.
 """
 
+import contextlib
+import os
 import sys
+import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiled_report as report
 import harness
-import plots
+import loop_peers
 import torch
 import workloads
-from loop_peers import JAX
-from loop_workloads import Cache, State, lstm_start, lstm_step
-from script import Result, Script, Target, target_table
-from torch import Tensor, nn
-from workloads import Leaves
+from compiled_workloads import SCANS, leaves, loss_of
+from script import Peer, Script
+from torch import Tensor
 
-import tensorloop as tl
+from tensorloop.loop.compiled import front, program
+from tensorloop.loop.compiled.emitter.core import NativeCore
+from tensorloop.loop.compiled.plan import plans
 
-LENGTHS = {"W2s": 1024, "W2": 512, "RNNs": 1024, "RNN": 512, "W3": 1024}
-TITLES = {
-    "W2s": "LSTM, B = 4, H = 32, T = 1024",
-    "W2": "LSTM, B = 32, H = 256, T = 512",
-    "RNNs": "tanh RNN + where, B = 4, H = 32, T = 1024",
-    "RNN": "tanh RNN + where, B = 32, H = 256, T = 512",
-    "W3": "a cache that trains, B = 8, D = 64, T = 1024",
-}
-WAYS = ("compiled", "compiled_k32", "eager", "nn_lstm", "lax_scan")
-BOUNDS = {  # of what another way takes
-    "W2s": {"lax_scan": 0.3, "nn_lstm": 1.0},
-    "W2": {"lax_scan": 0.5, "nn_lstm": 0.85},
-    "RNNs": {"lax_scan": 0.4},
-    "RNN": {"lax_scan": 0.7},
-    "W3": {"eager": 0.7},
-}
-RUNS = {"quick": 2, "short": 5, "usual": 10}
+JAX = Peer("jax", ("jax", "equinox"), lambda cell: loop_peers.is_of(cell, ("lax_", "eqx_")), report.PEER)
+SHORT = ("W2s", "RNNs", "rk4", "crf", "kalman")
+RUNS = {"quick": 1, "short": 5, "usual": 10}
+CHECKED = 24  # steps, in float64
+AGREE = 1e-9  # a score's or a filter's gradient is a sum over many steps
+MEMORY = {"W2s": 1024, "W2": 512, "W4": 10000}
 
 
-def lstm(d: Leaves, compile: Any, checkpoints: int | None = None) -> Tensor:
-    """The loss of W2."""
-
-    def body(state: State, x: Tensor) -> tuple[State, Tensor]:
-        state = lstm_step(d, state, x)
-        return state, state[0]
-
-    _, hs = tl.scan(body, lstm_start(d), d["xs"], checkpoints=checkpoints, compile=compile)
-    return (hs**2).sum() / len(d["xs"])
+# ---- which cells ----
 
 
-def rnn(d: Leaves, compile: Any, checkpoints: int | None = None) -> Tensor:
-    """The loss of RNN: a row whose first feature is below -0.5 keeps its state."""
-
-    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.where(x[:, :1] > -0.5, torch.tanh(x @ d["Wx"] + h @ d["Wh"]), h)
-        return h, h
-
-    start = d["xs"].new_zeros(d["xs"].shape[1], d["Wh"].shape[0])
-    _, hs = tl.scan(body, start, d["xs"], checkpoints=checkpoints, compile=compile)
-    return (hs**2).sum() / len(d["xs"])
+def chosen(args: Namespace) -> list[str]:
+    return args.only or list(SHORT if args.set == "short" else report.TITLES)
 
 
-def cache(d: Leaves, compile: Any, checkpoints: int | None = None) -> Tensor:
-    """The loss of W3."""
-
-    def body(carry: Cache, x: Tensor) -> tuple[Cache, Tensor]:
-        o, K, V = carry
-        h = torch.tanh(x @ d["Wx"] + o @ d["Wo"])
-        K.append(h @ d["Wk"])
-        V.append(h @ d["Wv"])
-        o = workloads.attend(h @ d["Wq"], K.stack(), V.stack())
-        return (o, K, V), (o**2).sum()
-
-    init = torch.zeros_like(d["xs"][0]), tl.TensorArray(), tl.TensorArray()
-    return tl.scan(body, init, d["xs"], checkpoints=checkpoints, compile=compile)[1].sum()
-
-
-def loss_of(workload: str, way: str, d: Leaves) -> Callable[[], Tensor]:
-    """What a way computes."""
-    loop = lstm if workload.startswith("W2") else cache if workload == "W3" else rnn
-    if way == "nn_lstm":
-        module = nn.LSTM(d["xs"].shape[2], d["Wh"].shape[0])
-        return lambda: (module(d["xs"])[0] ** 2).sum() / len(d["xs"])
-    if way == "eager":
-        return partial(loop, d, False)
-    return partial(loop, d, "strict", 32 if way == "compiled_k32" else None)
-
-
-def run_cell(cell: harness.Cell) -> dict[str, Any]:
-    """What a process of its own does."""
-    torch.set_num_threads(harness.THREADS)
-    workload, way = cell["workload"], cell["variant"]
-    if cell["kind"] == "check":
-        d = workloads.leaves(workload, cell["T"], torch.float64)
-        expected = workloads.gradients(partial(_called, loss_of(workload, "eager", d)), d)
-        found = workloads.gradients(partial(_called, loss_of(workload, way, d)), d)
-        return {"apart": max(workloads.apart(found, expected).values())}
-    d = workloads.leaves(workload, cell["T"])
-    loss, leaves = loss_of(workload, way, d), workloads.differentiated(d)
-
-    def run() -> None:
-        torch.autograd.grad(loss(), leaves, allow_unused=True)
-
-    start = time.perf_counter()
-    run()  # tracing, partition and compiling, in a process that has done none of them
-    return {"first_s": [time.perf_counter() - start], "total_s": harness.seconds(run, cell["repeats"])}
-
-
-def _called(loss: Callable[[], Tensor], d: Leaves) -> Tensor:
-    return loss()
-
-
-def ways(workload: str) -> list[str]:
-    lacks = {"compiled_k32", "nn_lstm"} if workload == "W3" else set() if workload.startswith("W2") else {"nn_lstm"}
-    return [way for way in WAYS if way not in lacks]
+def sizes(args: Namespace, workload: str) -> list[tuple[int, int]]:
+    """(T, threads) of each row."""
+    if args.set == "quick":
+        return [(CHECKED, 1)]
+    if args.set == "short":
+        return [report.SIZES[workload][0]]
+    return list(report.SIZES[workload])
 
 
 def cells(args: Namespace) -> list[harness.Cell]:
-    small = ("W2s", "RNNs") if args.set == "short" else tuple(LENGTHS)
-    repeats = RUNS[args.set]
-    return [
-        {
-            "kind": "time",
-            "workload": w,
-            "variant": way,
-            "T": 32 if args.set == "quick" else LENGTHS[w],
-            "repeats": repeats,
-        }
-        for w in small
-        for way in ways(w)
-    ]
+    found: list[harness.Cell] = []
+    for w in chosen(args):
+        for T, threads in sizes(args, w):
+            cell = {"workload": w, "T": T, "threads": threads, "repeats": RUNS[args.set]}
+            slow = ("torch_scan",) if args.set in ("short", "quick") else ()
+            found += [cell | {"kind": "time", "variant": way} for way in report.ways(w) if way not in slow]
+        if w in MEMORY and args.set == "usual":
+            cell = {"kind": "memory", "workload": w, "T": MEMORY[w], "threads": 2}
+            found += [cell | {"variant": way} for way in report.MEMORY_WAYS if way in report.ways(w)]
+    if "W2s" in chosen(args):
+        T = CHECKED if args.set == "quick" else 1024
+        found.append({"kind": "parts", "workload": "W2s", "T": T, "threads": 1, "variant": "parts"})
+        found.append({"kind": "plan", "workload": "W2s", "T": CHECKED, "threads": 1, "variant": "plan"})
+    return found
 
 
 def checks(args: Namespace) -> list[harness.Cell]:
     return [
-        {"kind": "check", "workload": w, "variant": way, "T": 33, "at_most": 1e-10}
-        for w in LENGTHS
-        for way in ("compiled", "compiled_k32")
-        if way in ways(w)
+        {"kind": "check", "workload": w, "T": CHECKED, "variants": [way for way in report.ways(w) if comparable(way)]}
+        for w in chosen(args)
     ]
 
 
-def measured(result: Result) -> list[str]:
-    found = {entry["cell"]["workload"] for entry in result["entries"]}
-    return [w for w in LENGTHS if w in found]
+def comparable(way: str) -> bool:
+    """Whether a way has our weights, and is there in float64."""
+    return not way.startswith(("nn_", "torch_")) and way != "eager"
 
 
-def time_of(result: Result, workload: str, way: str) -> float | None:
-    return harness.milliseconds(result, "total_s", workload=workload, variant=way)
+# ---- what a process of its own does ----
 
 
-def section(result: Result, picture: str) -> str:
-    shown = measured(result)
-    rows = [[way, *(_shown(result, w, way) for w in shown)] for way in WAYS]
-    return "\n\n".join(
-        [
-            f"Milliseconds of forward + backward, float32, medians of {result['about']['runs']} runs. `compiled_k32` "
-            "keeps 32 carries. lax.scan computes x W in the loop, as the body is written.",
-            harness.table(["", *(TITLES[w] for w in shown)], rows),
-            target_table(targets(result)),
-            f"![forward + backward beside the eager loop]({picture})",
-        ]
-    )
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    torch.set_num_threads(cell.get("threads", 1))
+    warnings.simplefilter("ignore", front.NotCompiledWarning)  # the time of such a loop says so in its results
+    kinds = {"check": check_cell, "time": time_cell, "memory": memory_cell, "parts": parts_cell, "plan": plan_cell}
+    return kinds[cell["kind"]](cell)
 
 
-def _shown(result: Result, workload: str, way: str) -> str:
-    if way not in ways(workload):
-        return "-"
-    value = time_of(result, workload, way)
-    return harness.why_not(result, workload=workload, variant=way) if value is None else f"{value:.2f}"
+def check_cell(cell: harness.Cell) -> dict[str, Any]:
+    """How far values and gradients lie from the eager loop's."""
+    w, T = cell["workload"], cell["T"]
+    d = leaves(w, T, torch.float64)
+    expected = gradients(loss_of(w, "eager", d, T), d)
+    apart: dict[str, Any] = {}
+    for way in cell["variants"]:
+        if loop_peers.is_of({"variant": way}, ("lax_", "eqx_")):
+            found = loop_peers.gradients_of(JAX, {"workload": w, "variant": way, "T": T, "threads": 1})
+        else:
+            found = gradients(loss_of(w, way, d, T), d)
+        apart[way] = max(workloads.apart(found, expected).values()) if isinstance(found, tuple) else found
+    return apart
 
 
-def targets(result: Result) -> list[Target]:
+def gradients(loss: Callable[[], Tensor], d: workloads.Leaves) -> workloads.Gradients:
+    """The loss, and its gradients by name; zeros where a leaf gets none."""
+    total = loss()
+    names = [name for name, x in d.items() if x.requires_grad]
+    grads = torch.autograd.grad(total, [d[name] for name in names], allow_unused=True)
+    return total.item(), {
+        name: torch.zeros_like(d[name]) if g is None else g for name, g in zip(names, grads, strict=True)
+    }
+
+
+def differing(checks: list[harness.Entry]) -> list[str]:
+    """A line for each way whose numbers are others; a peer that is missing or fails has none."""
     found = []
-    for w in measured(result):
-        ours = time_of(result, w, "compiled")
-        for peer, bound in BOUNDS[w].items():
-            theirs = time_of(result, w, peer)
-            found.append(Target(f"{TITLES[w]}: time / {peer}", ours / theirs if ours and theirs else None, bound))
+    for entry in checks:
+        for way, apart in entry["raw"][0].items():
+            known = isinstance(apart, float)
+            # Not the other way round, so that NaN is caught.
+            if way == "error" or (known and not apart <= AGREE):
+                found.append(f"{entry['cell']['workload']} {way}: {apart}")
     return found
 
 
-def draw(result: Result, path: Path) -> None:
-    groups = {}
-    for w in measured(result):
-        eager = time_of(result, w, "eager")
-        found = [(way, time_of(result, w, way)) for way in ways(w)]
-        groups[TITLES[w]] = [plots.Ratio(way, t / eager, way.startswith("compiled")) for way, t in found if t and eager]
-    with plots.drawing(path, (8, 6)) as drawn:
-        plots.ratios(drawn.subplots(), groups, "forward + backward, against the eager loop (less is faster)")
+def time_cell(cell: harness.Cell) -> dict[str, Any]:
+    w, way, T = cell["workload"], cell["variant"], cell["T"]
+    d = leaves(w, T)
+    loss, inputs = loss_of(w, way, d, T), workloads.differentiated(d)
+
+    def run() -> None:
+        torch.autograd.grad(loss(), inputs, allow_unused=True)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        start = time.perf_counter()
+        run()  # tracing, partition and compiling, in a process that has done none of them
+        first = time.perf_counter() - start
+        total = harness.seconds(run, cell["repeats"])
+    reasons = [str(w.message) for w in told if issubclass(w.category, front.NotCompiledWarning)]
+    return {"first_s": [first], "total_s": total} | ({"not_compiled": reasons[0]} if reasons else {})
+
+
+def memory_cell(cell: harness.Cell) -> dict[str, Any]:
+    w, way, T = cell["workload"], cell["variant"], cell["T"]
+    d = leaves(w, T)
+    return harness.peak_of(loss_of(w, way, d, T), workloads.differentiated(d))
+
+
+# ---- the parts of a call ----
+
+
+def parts_cell(cell: harness.Cell) -> dict[str, Any]:
+    """Seconds of each part of forward + backward: loops, products over all steps, key, and all."""
+    w, T = cell["workload"], cell["T"]
+    d = leaves(w, T)
+    loss, inputs = loss_of(w, "compiled", d, T), workloads.differentiated(d)
+    torch.autograd.grad(loss(), inputs)
+    spent: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        for owner, name, part in [
+            (front, "recorded", "key"),
+            (front, "plan_of", "key"),
+            (program.Program, "__call__", "programs"),
+            (NativeCore, "__call__", "loops"),
+        ]:
+            stack.enter_context(watched(owner, name, part, spent))
+        found: dict[str, list[float]] = {"loops": [], "products": [], "key": [], "all": []}
+        for _ in range(30):
+            spent.clear()
+            start = time.perf_counter()
+            torch.autograd.grad(loss(), inputs)
+            found["all"].append(time.perf_counter() - start)
+            found["loops"].append(spent["loops"])
+            found["products"].append(spent["programs"] - spent["loops"])
+            found["key"].append(spent["key"])
+    return {f"{name}_s": seconds for name, seconds in found.items()}
+
+
+@contextlib.contextmanager
+def watched(owner: Any, name: str, part: str, spent: dict[str, float]) -> Iterator[None]:
+    """Adds up the seconds that a function takes."""
+    plain = getattr(owner, name)
+
+    def timed(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return plain(*args, **options)
+        finally:
+            spent[part] = spent.get(part, 0.0) + time.perf_counter() - start
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def plan_cell(cell: harness.Cell) -> dict[str, Any]:
+    """Seconds to make the plan of a body: the first of a process, a new one, and one whose code is on disk."""
+    w, T = cell["workload"], cell["T"]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        for name, workload in (("first_s", "RNNs"), ("new_s", w), ("kept_s", w)):
+            plans.clear()
+            d = leaves(workload, T)
+            loss = loss_of(workload, "compiled", d, T)
+            start = time.perf_counter()
+            torch.autograd.grad(loss(), workloads.differentiated(d))
+            found[name] = [time.perf_counter() - start]
+    return found
+
+
+def options(parser: ArgumentParser) -> None:
+    names = ", ".join(SCANS)
+    parser.add_argument(
+        "--only", nargs="+", choices=list(report.TITLES), metavar="NAME", help=f"these alone: {names}, W4, ode"
+    )
 
 
 SCRIPT = Script(
@@ -203,13 +232,18 @@ SCRIPT = Script(
     text=__doc__,
     cells=cells,
     run_cell=run_cell,
-    section=section,
+    section=report.section,
     rounds={"quick": 1, "short": 1, "usual": 3},
     checks=checks,
-    targets=targets,
-    draw=draw,
+    disagreements=differing,
+    targets=report.targets,
+    draw=report.draw,
     peers=[JAX],
+    options=options,
+    group=lambda cell: cell["workload"],
     settings=lambda args: {"runs": RUNS[args.set]},
+    # W4 contracts: its gradients fade into denormal numbers, which are many times slower. XLA has none either.
+    prepare=lambda: torch.set_flush_denormal(True),
 )
 
 if __name__ == "__main__":

@@ -39,10 +39,14 @@ def compare(
 
 
 def gradients_of_peer(workload: str, variant: str, T: int) -> workloads.Gradients | dict[str, Any]:
+    """Those of the peer that has the variant."""
+    cell = {"workload": workload, "variant": variant, "T": T}
+    return gradients_of(next(peer for peer in PEERS if peer.runs(cell)), cell)
+
+
+def gradients_of(peer: Peer, cell: dict[str, Any]) -> workloads.Gradients | dict[str, Any]:
     """The loss and the gradients by name; why there are none, where that is so."""
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "gradients.npz")
-        cell = {"kind": "gradients", "workload": workload, "variant": variant, "T": T, "out": out}
-        peer = next(peer for peer in PEERS if peer.runs(cell))
-        answer = peer.answer(FOLDER, cell)
+        answer = peer.answer(FOLDER, cell | {"kind": "gradients", "out": out})
         return (answer["loss"], dict(np.load(out))) if "loss" in answer else answer

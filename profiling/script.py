@@ -86,7 +86,7 @@ class Peer(NamedTuple):
             return {"absent": "not installed"}
         if self.script is None:
             return harness.spawn(script, cell, python)
-        return harness.spawn(self.script, cell | {"threads": harness.THREADS, "slow": harness.SLOW}, python)
+        return harness.spawn(self.script, {"threads": harness.THREADS, "slow": harness.SLOW} | cell, python)
 
 
 class Place(NamedTuple):

@@ -11,6 +11,7 @@ from tensorloop.tensor_array import TensorArray as TensorArray
 if TYPE_CHECKING:
     from tensorloop import beam as beam
     from tensorloop import cuda as cuda
+    from tensorloop import hf as hf
     from tensorloop import memory as memory
     from tensorloop import packed as packed
     from tensorloop import risk as risk
@@ -49,7 +50,7 @@ _LATER = {
     "regroup": ("RegroupPlan", "regroup"),
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
-_SUBMODULES = ("beam", "cuda", "memory", "packed", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "cuda", "hf", "memory", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):

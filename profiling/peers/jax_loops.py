@@ -45,18 +45,6 @@ def w2(scan: Callable[..., Any], p: Arrays, T: int) -> Any:
     return jnp.sum(hs**2) / T
 
 
-# ---- RNN ----
-
-
-def rnn(p: Arrays, T: int) -> Any:
-    def step(h: Any, x: Any) -> Any:
-        h = jnp.where(x[:, :1] > -0.5, jnp.tanh(x @ p["Wx"] + h @ p["Wh"]), h)
-        return h, h
-
-    _, hs = lax.scan(step, jnp.zeros((p["xs"].shape[1], p["Wh"].shape[0]), p["xs"].dtype), p["xs"])
-    return jnp.sum(hs**2) / T
-
-
 # ---- W3 ----
 
 
@@ -132,9 +120,6 @@ def w5_masked(p: Arrays, T: int) -> Any:
 LOOPS: dict[str, dict[str, Callable[[Arrays, int], Any]]] = {
     "W1": {"lax_scan": w1},
     "W2": {"lax_scan": partial(w2, lax.scan), "eqx_scan": partial(w2, partial(eqxi.scan, kind="checkpointed"))},
-    "W2s": {"lax_scan": partial(w2, lax.scan)},
-    "RNN": {"lax_scan": rnn},
-    "RNNs": {"lax_scan": rnn},
     "W3": {"eqx_buffers": w3_buffers, "lax_scan": w3_carried},
     "W4": {"lax_scan": w4_told, **{f"eqx_{K}": partial(w4_checkpointed, K) for K in (8, 32, 128)}},
     "W5": {"lax_scan": w5_masked},
@@ -144,13 +129,20 @@ WARM = 500  # steps that warm up a loop which reads N, as in loops.py
 
 
 def compiled(cell: dict[str, Any], double: bool) -> answering.Compiled:
-    """The warm-up is the same executable, given a smaller N where it reads one."""
+    """One of LOOPS with its inputs."""
+    arrays = loop_inputs.make(cell["workload"], cell["T"])
+    return executable(cell, arrays, LOOPS[cell["workload"]][cell["variant"]], double)
+
+
+def executable(
+    cell: dict[str, Any], inputs: loop_inputs.Arrays, loop: Callable[[Arrays, int], Any], double: bool
+) -> answering.Compiled:
+    """A loss and its gradients. The warm-up is the same executable, given a smaller N where it reads one."""
     jax.config.update("jax_enable_x64", double)
-    arrays = {name: jnp.asarray(x) for name, x in loop_inputs.make(cell["workload"], cell["T"]).items()}
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
     dtype = jnp.float64 if double else jnp.float32
     floating = {name: x.astype(dtype) for name, x in arrays.items() if x.dtype.kind == "f"}
     counts = {name: x for name, x in arrays.items() if x.dtype.kind != "f"}
-    loop = LOOPS[cell["workload"]][cell["variant"]]
 
     def loss(floating: Arrays, counts: Arrays) -> Any:
         return loop(floating | counts, cell["T"])

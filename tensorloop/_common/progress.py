@@ -11,9 +11,9 @@ class Progress:
         self.is_shown = shown
         self.bar: Any = _bar(name, total) if shown else None
 
-    def update(self) -> None:
+    def update(self, steps: int = 1) -> None:
         if self.bar is not None:
-            self.bar.update()
+            self.bar.update(steps)
 
     def __enter__(self) -> Self:
         return self

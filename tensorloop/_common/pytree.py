@@ -3,7 +3,8 @@
 The registry of node types is torch's (dict, list, tuple, namedtuple, and what users register); plain dataclasses are
 nodes too, and None and everything else is a leaf. torch's own `tree_flatten` costs 10 us for a small tree, at every
 step of a loop; a `Tree` compiles the structure into nested closures instead. Private name of torch, tried with 2.11 and
-2.13: `torch.utils._pytree` (`SUPPORTED_NODES`, `SequenceKey`, `keystr`).
+2.13: `torch.utils._pytree` (`SUPPORTED_NODES`, `SequenceKey`, `keystr`,
+`register_pytree_node`).
 
 A dataclass is rebuilt field by field, as `copy.copy` does it: neither `__init__` nor `__post_init__` runs again. What
 they did to the fields is in the fields; done once more, it would be done as often as somebody rebuilds the object.
@@ -39,6 +40,12 @@ class Tree:
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The tree of these leaves, `size` of them."""
         return self._unflatten(leaves, 0)[0]
+
+
+def register(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[..., Any]) -> None:
+    """Makes a class a node, for torch and for us: what its leaves are, and the object of leaves and structure."""
+    if kind not in _pytree.SUPPORTED_NODES:
+        _pytree.register_pytree_node(kind, flatten, unflatten)
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:

@@ -4,3 +4,8 @@ import torch
 
 unseen = torch._C.DisableTorchFunction  # neither by modes nor by classes
 unseen_by_classes = torch._C.DisableTorchFunctionSubclass
+
+
+def modes() -> int:
+    """How many of the caller's modes see each call of torch in this thread."""
+    return torch._C._len_torch_function_stack()

@@ -1,11 +1,15 @@
-"""Graphs of aten operations: how torch writes them down, and the decompositions it has.
+"""Graphs of aten operations: how they are written down, and the decompositions that torch has.
 
 Names that torch describes for extension writers but keeps out of its public modules, tried with 2.11 and 2.13:
-`torch.fx.experimental.proxy_tensor.make_fx`, `torch._decomp.get_decompositions`, `torch._C._len_torch_dispatch_stack`,
-`torch._C._autograd._top_saved_tensors_default_hooks`. The first two import sympy and more, a second or so, so they are
-imported only then.
+`OpOverload.decompose`, `torch._decomp.get_decompositions`, `torch._C._len_torch_dispatch_stack`,
+`torch._C._autograd._top_saved_tensors_default_hooks`.
+
+Torch's own `make_fx` and its fake tensors load sympy, dynamo and inductor, two seconds in each process. Here operations
+run on small real tensors while they are written down, and what is kept of their values are shapes. Only where an input
+is a fake, because there is no memory for its size, all of them are.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,19 +17,101 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback
+from torch.fx.node import map_aggregate
+
+from tensorloop._torch.dispatch import OperationMode
+from tensorloop._torch.fake import fakes_like
+
+Table = dict[Any, Callable[..., Any]]
 
 
-def traced(
-    function: Callable[..., Any], examples: Sequence[Tensor], table: dict[Any, Callable[..., Any]]
-) -> fx.GraphModule:
-    """The aten operations of `function(*examples)`, below autograd, on tensors without numbers."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with warnings.catch_warnings(), without_hooks():
+def traced(function: Callable[..., Any], examples: Sequence[Tensor], table: Table) -> fx.GraphModule:
+    """The aten operations of `function(*examples)`, below autograd; the value of a node (`val`) is on `meta`."""
+    writer = _Writer(table)
+    with warnings.catch_warnings(), without_hooks(), fakes_like(examples) as fake:
         warnings.simplefilter("ignore")
-        return make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=False)(
-            *examples
-        )
+        given = [fake(x) for x in examples]
+        for x in given:
+            writer.given(x)
+        with writer:
+            outputs = function(*given)
+    writer.graph.output([writer.node_of(x) for x in outputs])
+    return fx.GraphModule(torch.nn.Module(), writer.graph)
+
+
+class _Writer(OperationMode):
+    """Writes operations down as a graph: those in the table as theirs, composite ones as what they are made of."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.graph, self._table = fx.Graph(), table
+        self._nodes: dict[int, fx.Node] = {}
+        self._held: list[Any] = []  # so that no id comes twice
+
+    def given(self, x: Tensor) -> None:
+        """An input."""
+        self._note(self.graph.placeholder(f"given_{len(self._held)}"), x)
+
+    def node_of(self, x: Tensor) -> fx.Node:
+        """The node whose value this is."""
+        node = self._nodes.get(id(x))
+        if node is None:
+            raise TypeError("a tensor that is no input, and that no operation made")
+        return node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation and writes it down."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # where a tensor is: no operation
+            return func(*args, **kwargs)
+        for simpler in (self._table.get(func), func.decompose):
+            if simpler is not None:
+                with self:
+                    out = simpler(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+        if func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self._nodes:
+            return self._constant(args[0])
+        nodes: Any = map_aggregate((args, kwargs), lambda x: self.node_of(x) if isinstance(x, Tensor) else x)
+        node = self.graph.call_function(func, *nodes)
+        node.meta["stack_trace"] = traceback.get_current_meta().get("stack_trace")
+        out = func(*args, **kwargs)
+        self._note(node, out)
+        return out
+
+    def _constant(self, x: Tensor) -> Tensor:
+        """A number that Python made a tensor of."""
+        with self:
+            return torch.full((), x.item(), dtype=x.dtype, device=x.device)
+
+    def _note(self, node: fx.Node, out: Any) -> None:
+        self._held.append(out)
+        node.meta["val"] = _shape_of(out)
+        if isinstance(out, Tensor):
+            self._nodes[id(out)] = node
+        elif isinstance(out, (tuple, list)):
+            for i, x in enumerate(out):
+                if x is not None:
+                    self._note(self.graph.call_function(operator.getitem, (node, i)), x)
+
+
+def _shape_of(x: Any) -> Any:
+    """Tensors without memory in the place of tensors."""
+    if isinstance(x, Tensor):
+        with torch._C._DisableTorchDispatch():  # no fakes either
+            return _without_memory(x)
+    return type(x)(_shape_of(y) for y in x) if type(x) in (tuple, list) else x
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if offset := x.storage_offset():  # a view's, which an operation may take it for
+        whole = shape.new_empty(offset + shape.untyped_storage().nbytes() // shape.itemsize)
+        shape = whole[offset:].as_strided(x.shape, x.stride(), offset)
+    return shape
 
 
 def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

@@ -62,6 +62,8 @@ TABLE = {
     "beam_pool": Operation("beam", cpu=REAL),  # 0.005 : 0.09
     "beam_chosen": Operation("beam", cpu=TOKENS),  # 0.006 : 0.03
     "beam_ancestors": Operation("beam", cpu=ANY),  # 0.003 : 0.04, 12 states
+    "past_attend": Operation("past", cpu=SINGLE),
+    "past_attend_grad": Operation("past", cpu=SINGLE),
     "beam_attend": Operation("attend", cpu=SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
 

@@ -18,7 +18,10 @@ def run_loop(
     plan = node.plan_of(checkpoints, loop.name)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         if compile and (done := front.run(loop, compile, plan)) is not None:
+            bar.update(done[0].taken)
             return done
+        if loop.slices is not None:
+            loop.slices.begin()
         if plan is None or not node.applies(loop):
             return _run(loop, bar)
         return node.run(loop, plan, length, bar)

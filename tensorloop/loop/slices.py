@@ -42,6 +42,10 @@ class Slices:
         self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
         self._versions = Versions(x for x, _ in self.tensors)
         self._chunks: list[tuple[int, tuple[Tensor, ...]]] = [(-1, ())] * len(leaves)
+        self._rows: list[Any] = []
+
+    def begin(self) -> None:
+        """Makes what is made for all steps at once. Before the first `row`; a compiled loop asks for none."""
         self._rows = [self._all_rows(x, d) for x, d in self.tensors]
 
     def row(self, t: int) -> list[Tensor | None]:

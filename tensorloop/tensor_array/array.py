@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, scope
-from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
+from tensorloop._common.errors import Fact, Misuse, WrongIndex, WrongType, WrongValue, named
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
@@ -235,6 +235,30 @@ class TensorArray(Core):
                 values = self._running_rows(values, store.gather(index), lead=1)
             store.put(index, values)
         self._holes.fill(written)
+        return self
+
+    @named("TensorArray.truncate")
+    def truncate(self, length: SupportsIndex) -> Self:
+        """Forgets the slots from `length` on: the array is then that long, and appends go on from there.
+
+        Gradient: what was read of the slots forgotten still passes it to their values. Cost: O(1), or a copy of the
+        `length` slots that stay where a slice or `stack()` handed out covers one of those that go; backward O(n).
+        Raises: IndexError (more slots than there are), TypeError, RuntimeError (an array made outside the loop that
+        runs; rows of the loop have stopped).
+        """
+        length = arguments.as_int(length, "length")
+        if not 0 <= length <= len(self):
+            raise WrongIndex(f"length must be in [0, {len(self)}], got {length}")
+        if length == len(self):
+            return self
+        self._refuse_outside()
+        if self._mask is not None:
+            raise Misuse("rows of the loop have stopped, and keep their slots; write slots by row instead")
+        store = self._store
+        assert store is not None
+        if not store.truncate(length):
+            self._store = Buffer.unstack(store.span(0, length))
+        del self._holes[length:]
         return self
 
     def __setitem__(self, i: SupportsIndex, x: Tensor) -> None:

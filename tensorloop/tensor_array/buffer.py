@@ -37,16 +37,15 @@ _R = TypeVar("_R")
 WAITING = 1024
 
 
-def _plainly(method: Callable[_P, None]) -> Callable[_P, None]:
+def _plainly(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Runs a writing method outside the caller's transforms: the values it gets are plain, and so must it be."""
 
     @wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if transforms.maybe_level() is None:
-            method(*args, **kwargs)
-        else:
-            with transforms.outside_transforms():
-                method(*args, **kwargs)
+            return method(*args, **kwargs)
+        with transforms.outside_transforms():
+            return method(*args, **kwargs)
 
     return run
 
@@ -163,6 +162,26 @@ class Buffer(Store):
 
     @records_use
     @_plainly
+    def truncate(self, length: int) -> bool:
+        """Forgets the slots from `length` on; copies the others where views of those are handed out."""
+        filled = self.length - len(self.waiting)
+        kept, waits = min(length, filled), max(0, length - filled)
+        del self.waiting[waits:], self.versions[waits:]
+        self.masks = {slot: rows for slot, rows in self.masks.items() if slot < length}
+        self.length, self.rows, self.live = length, None, None
+        if self.token is not None and self.token.shape[0] > kept:
+            with recording():
+                self.token = self.token[:kept]
+        block = self.block
+        if kept < filled and block.owned:
+            if block.used == filled and block.exported[1] <= kept:
+                block.used = kept
+            else:  # as much room as what was forgotten took, twice: who takes back what he tried tries again
+                self.move(kept, 2 * filled - kept)
+        return True
+
+    @records_use
+    @_plainly
     def put(self, key: Key, x: Tensor) -> None:
         """Overwrites slots that have been begun; copies the block first if a view covers one of them."""
         if isinstance(key, int) and self._is_spoilt(key):
@@ -201,6 +220,21 @@ class Buffer(Store):
         self.token, view = (out, None) if read is None else out
         self.waiting, self.versions, self.masks = [], [], {}
         return view
+
+    @records_use
+    def settle(self) -> Tensor | None:
+        """Moves what waits into the block; one value alone is given back, and recorded by the caller in a node of his.
+
+        The token is then as long as the array was before that value.
+        """
+        if len(self.waiting) != 1 or self.masks or self._is_spoilt(self.length - 1):
+            self.flush()
+            self.whole_token()
+            return None
+        slot, x = self.length - 1, self.waiting[0]
+        self.begin(slot, x)
+        self.waiting, self.versions = [], []
+        return x
 
     def _waiting(self, slot: int) -> Tensor:
         x = self.waiting[slot - (self.length - len(self.waiting))]

@@ -96,16 +96,7 @@ class Core(NoTensor):
         if x.dim() < lead:
             raise WrongValue("values must have a leading dim of slots, got a 0-d tensor")
         checks.check_fits(x.shape[lead:], x, self.element_shape, self.dtype, self.device)
-        if self._born < here.serial:
-            raise Misuse(
-                "the array was made outside the loop whose body writes to it; put it in the carry, "
-                "write to the one that the body is given, and return it"
-            )
-        if graph_task() not in (-1, self._task) and torch.is_grad_enabled():
-            raise Misuse(
-                "the array was made outside the function that torch.utils.checkpoint is recomputing, "
-                "and would be written a second time; make the array inside, or work on a copy.copy() of it"
-            )
+        self._refuse_outside()
         functional = self._functional(x)
         if self._store is None:
             with scope.unrecorded():
@@ -118,6 +109,19 @@ class Core(NoTensor):
         if self._shape is None:
             self._know(x.shape[lead:], x)
         return self._store
+
+    def _refuse_outside(self) -> None:
+        """Raises where a loop's body, or a function that is recomputed, changes an array from outside of it."""
+        if self._born < here.serial:
+            raise Misuse(
+                "the array was made outside the loop whose body writes to it; put it in the carry, "
+                "write to the one that the body is given, and return it"
+            )
+        if graph_task() not in (-1, self._task) and torch.is_grad_enabled():
+            raise Misuse(
+                "the array was made outside the function that torch.utils.checkpoint is recomputing, "
+                "and would be written a second time; make the array inside, or work on a copy.copy() of it"
+            )
 
     def _running_rows(self, x: Tensor, old: Tensor | None = None, lead: int = 0) -> Tensor:
         """`x` in the rows that still run; what the slot held (or 0) in those that have stopped."""

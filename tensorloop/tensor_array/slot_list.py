@@ -50,6 +50,10 @@ class Slots(Store):
     def pad(self, length: int) -> None:
         self.slots.extend(self._zeros() for _ in range(length - len(self.slots)))
 
+    def truncate(self, length: int) -> bool:
+        del self.slots[length:]
+        return True
+
     def put(self, key: Key, x: Tensor) -> None:
         if isinstance(key, int):
             self.slots[key] = x.clone()

@@ -60,6 +60,10 @@ class Store(Protocol):
         """Takes in what waits as the tensors that were given."""
         return None
 
+    def truncate(self, length: int) -> bool:
+        """Forgets the slots from `length` on; False where the caller has to make another store instead."""
+        return False
+
     def one(self) -> "Store":
         """A `Buffer` or `Slots` with the same slots."""
         return self

@@ -115,6 +115,7 @@ def test_a_hook_that_the_body_puts_on_what_it_closes_over(made: bool, checkpoint
             run(Ours(checkpoints))
 
 
+@pytest.mark.eager_only("a compiled loop is one node, with and without checkpoints", cases=["all"])
 @with_and_without_checkpoints
 def test_a_hook_on_a_result_gets_what_comes_from_outside(checkpoints: Any) -> None:
     """With checkpoints the last carry is an output of the loop: what the last y adds to it is inside."""

@@ -44,6 +44,7 @@ def looped(body: Callable[[int, Tensor], Tensor], checkpoints: Any = 2) -> Tenso
 # -- what a body must not do
 
 
+@pytest.mark.eager_only("the error is torch's own")
 @pytest.mark.parametrize("which", ["closed over", "closed over, no gradient", "init"])
 def test_a_change_in_place_is_refused_and_one_through_data_is_not_seen(which: str) -> None:
     w, b, init = randn(2), randn(2, seed=1, grad=False), randn(2, seed=2)
@@ -58,6 +59,7 @@ def test_a_change_in_place_is_refused_and_one_through_data_is_not_seen(which: st
         grad(outs[1].sum(), w)
 
 
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_a_name_bound_to_another_tensor_or_number_is_refused_and_another_number_in_a_list_is_not_seen() -> None:
     w, b, number, numbers = randn(2), torch.ones(2, dtype=torch.float64), 1.0, [1.0]
     out = looped(lambda i, c: swung(c, w) * b * number * numbers[0])
@@ -83,6 +85,7 @@ def test_a_module_set_to_eval_before_backward_is_not_seen() -> None:
     assert not torch.allclose(grad(out.sum(), w)[0], true)
 
 
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_another_number_of_tensors_is_seen() -> None:
     w, extra = randn(2), list[int]()
     out = looped(lambda i, c: swung(c + 1 if extra else c, w))
@@ -130,6 +133,7 @@ def test_what_leaves_the_body_by_another_way_has_the_graph_of_its_step() -> None
     torch.testing.assert_close(grad(seen[3].sum(), w), grad(swung(before, w).sum(), w))
 
 
+@pytest.mark.eager_only("the step that is looked at has filled the cache: the loop is right")
 def test_a_cache_that_a_step_fills_is_refused() -> None:
     linear: Any = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, dtype=torch.float64))
 
@@ -212,6 +216,7 @@ def test_snapshots_stay_inside_torch_checkpoint(checkpoints: Any, carries: int) 
     torch.testing.assert_close(found, grad(segment(w).sum(), w)[0])
 
 
+@pytest.mark.eager_only("tensors are saved once, packed and unpacked, as in every autograd function")
 def test_hooks_on_saved_tensors_see_the_sweep_alone() -> None:
     w, log = randn(2), list[str]()
 
@@ -236,6 +241,7 @@ def test_a_folder_that_is_deleted_before_backward(tmp_path: Path) -> None:
         grad(out.sum(), w)
 
 
+@pytest.mark.eager_only("the error is torch's own")
 def test_a_second_backward_needs_the_graph() -> None:
     w = randn(2)
     out = looped(lambda i, c: swung(c, w))
@@ -369,6 +375,7 @@ def test_what_a_step_leaves_for_the_next_outside_of_the_carry(detached: bool) ->
         looped(body)
 
 
+@pytest.mark.eager_only("the step that is looked at waits for the other thread", run=False)
 def test_an_array_is_read_by_checkpointed_loops_of_one_thread_at_a_time() -> None:
     array = tl.TensorArray.unstack(randn(1, 2))
     begun, go = threading.Event(), threading.Event()
@@ -445,6 +452,7 @@ def test_one_tensor_twice_in_the_result_is_two_tensors() -> None:
     assert torch.equal(b, before)
 
 
+@pytest.mark.eager_only("a compiled loop does not hold its body: no cycle", cases=["collected"], run=False)
 @pytest.mark.parametrize("end", ["collected", "backward"])
 def test_an_object_that_is_body_and_keeps_the_result_is_a_cycle(end: str) -> None:
     class Cell:

@@ -2,43 +2,20 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.loop.compiled import cores
 from tensorloop.loop.compiled.eager_core import EagerCore
-from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.plan import plans
+from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, appends, next_state, scanned, tensors
 from tests.support.compiled_cases import check_equal
-
-B, D, SLOTS, T = 3, 5, 4, 7
-
-
-def rotation(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0].to(dtype).requires_grad_()
-
-
-class Inputs:
-    """Tensors that get gradients: weights, the first state, slots, xs."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64, steps: int = T, slots: int = SLOTS) -> None:
-        torch.manual_seed(0)
-        self.U, self.W, self.Q = (rotation(D, dtype) for _ in range(3))
-        self.h, self.xs, self.slots = (
-            torch.randn(*shape, B, D, dtype=dtype).requires_grad_() for shape in ((), (steps,), (slots,))
-        )
-
-    def leaves(self) -> list[Tensor]:
-        return [self.U, self.W, self.Q, self.h, self.xs, self.slots]
-
 
 Loop = Callable[[Inputs, Any], Any]
 LOOPS: dict[str, Loop] = {}
@@ -50,30 +27,8 @@ def loop(make: Loop) -> Loop:
     return make
 
 
-def scanned(d: Inputs, compile: Any, step: Callable[..., Tensor], empty: bool = False, **options: Any) -> Any:
-    """A scan whose step is given (h, array, x, Inputs), changes the array and gives the next h."""
-
-    def body(state: Any, x: Tensor) -> Any:
-        h, array = state
-        h = step(h, array, x, d)
-        return (h, array), h.sum(-1)
-
-    array = TensorArray() if empty else TensorArray.unstack(d.slots)
-    return tl.scan(body, (d.h, array), d.xs, compile=compile, **options)
-
-
 def table(name: str, step: Callable[..., Tensor], **options: Any) -> None:
     LOOPS[name] = lambda d, compile: scanned(d, compile, step, **options)
-
-
-def next_state(h: Tensor, x: Tensor, d: Inputs, more: Tensor | float = 0.0) -> Tensor:
-    return torch.tanh(h @ d.U + x + more)
-
-
-def appends(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
-    h = next_state(h, x, d)
-    a.append(h * 2)
-    return h
 
 
 def appends_twice(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
@@ -245,14 +200,6 @@ def integers(d: Inputs, compile: Any) -> Any:
     return tl.scan(body, (d.h, TensorArray()), d.xs, compile=compile)
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    return [
-        x.stack() if isinstance(x, TensorArray) else x
-        for x in tree_leaves(tree)
-        if isinstance(x, (Tensor, TensorArray))
-    ]
-
-
 def outcome(
     make: Loop, compile: Any, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -385,108 +332,6 @@ def test_bytes_kept_are_linear_in_the_steps():
     few, many, most = (kept_bytes(steps) for steps in (32, 64, 128))
     assert most - many == pytest.approx(2 * (many - few), rel=0.01)
     assert most <= 128 * B * D * 8 * 6  # weights of the attention would be 128 * 128 / 2 * B numbers
-
-
-def refused(d: Inputs, step: Callable[..., Tensor], reason: str, **options: Any) -> None:
-    """The loop is an eager one, and right."""
-    with pytest.raises(RuntimeError, match=reason):
-        scanned(d, "strict", step, **options)
-    with pytest.warns(NotCompiledWarning, match=reason):
-        found = tensors(scanned(d, True, step, **options))
-    check_equal(found, tensors(scanned(d, False, step, **options)), 0)
-
-
-def test_a_body_that_asks_for_the_length_is_tried_with_every_length():
-    edges = [99]
-
-    def step(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
-        h = next_state(h, x, d, a[0] if len(a) > edges[0] else 0.0)
-        a.append(h)
-        return h
-
-    def odd(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
-        return step(h, a, x, d) * (1.0 if len(a) % 5 == 2 else 2.0)
-
-    d = Inputs()
-    plans.clear()
-    assert torch.equal(*(tensors(scanned(d, c, step))[0].detach().round(decimals=9) for c in (False, "strict")))
-    edges[0] = SLOTS + T - 2  # the last step alone takes the other branch
-    refused(d, step, "depends on the length")
-    refused(d, odd, "depends on the length")
-
-
-@pytest.mark.parametrize(
-    ("step", "reason"),
-    [
-        (
-            lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().sum(0) / math.sqrt(len(a))),
-            "depends on the length",
-        ),
-        (lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().cumsum(0)[-1]), "numel|cumsum"),
-        (lambda h, a, x, d: next_state(h, x, d, a.write_rows(torch.arange(B), h)[0]), "in Python|row by row"),
-    ],
-    ids=["a float of the length", "a running sum", "rows"],
-)
-def test_what_falls_back(step: Callable[..., Tensor], reason: str):
-    refused(Inputs(), step, reason)
-
-
-def test_overwritten_slots_that_backward_needs_are_refused():
-    def step(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
-        h = next_state(h, x, d, a.stack().sin().sum(0))
-        a[1] = h
-        return h
-
-    refused(Inputs(), step, "overwritten")
-    with torch.no_grad():
-        expected, found = (tensors(scanned(Inputs(), compile, step)) for compile in (False, "strict"))
-    check_equal(found, expected, 1e-11)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32])
-def test_elements_of_other_dtypes_fall_back(dtype: torch.dtype):
-    def body(state: Any, x: Tensor) -> Any:
-        h, a = state
-        return (h + a.append(x).stack().sum(0).to(h.dtype), a), None
-
-    init, xs = (torch.zeros(D), TensorArray()), torch.arange(T * D).view(T, D).to(dtype)
-    with pytest.warns(NotCompiledWarning, match="an array of torch"):
-        found = tensors(tl.scan(body, init, xs, compile=True))
-    check_equal(found, tensors(tl.scan(body, init, xs)), 0)
-
-
-def test_checkpoints_with_arrays_fall_back():
-    refused(Inputs(), appends, "checkpoints", checkpoints=3)
-
-
-def test_a_slot_that_there_is_not_is_the_eager_loops_error():
-    def far(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
-        a.append(h)
-        return h + a[SLOTS + 1]
-
-    with pytest.raises(IndexError, match="slot 5 is out of range"):
-        scanned(Inputs(), True, far)
-
-    def body(state: Any, x: Tensor) -> Any:
-        h, a, t = state
-        return (h + a[t], a, t + 1), None
-
-    d = Inputs()
-    with pytest.raises(IndexError, match="slot 4 is out of range"):
-        tl.scan(body, (d.h, TensorArray.unstack(d.slots), torch.tensor(0)), d.xs, compile=True)
-
-
-def test_a_write_behind_the_end_appends_as_in_the_eager_loop():
-    def body(state: Any, x: Tensor) -> Any:
-        h, a, t = state
-        return (h @ d.U, a.write(t, h), t + 1), None
-
-    d = Inputs()
-    init = d.h, TensorArray.unstack(d.slots), torch.tensor(SLOTS - 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected, found = (tensors(tl.scan(body, init, d.xs, compile=compile)) for compile in (False, True))
-    check_equal(found, expected, 1e-11)
 
 
 def test_explain_names_lengths():

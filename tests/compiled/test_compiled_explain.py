@@ -1,6 +1,7 @@
 """What `explain` says: where each operation of a body ends up, and why a loop stays eager."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_compiler_that_fails_costs_speed_alone(monkeypatch: pytest.MonkeyPatch
         found = outcome(CASES["lstm"], torch.float64, True)
     plans.clear()
     check_equal(found[0], outcome(CASES["lstm"], torch.float64, False)[0], 0)
+
+
+def test_a_cache_that_others_can_write_costs_speed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "tensorloop").mkdir()
+    (tmp_path / "tensorloop").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plans.clear()
+    with pytest.warns(RuntimeWarning, match="compiled loops are not kept: .* is not yours alone"):
+        found = outcome(CASES["lstm"], torch.float64, "strict")
+    check_equal(found[0], outcome(CASES["lstm"], torch.float64, False)[0], 1e-11)
+    outcome(CASES["iir"], torch.float64, "strict")  # without a further warning, which would be an error
+    assert not list((tmp_path / "tensorloop").iterdir())
+    plans.clear()
 
 
 @pytest.mark.parametrize("wrong", ["Strict", 1, None])

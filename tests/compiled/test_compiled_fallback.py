@@ -45,7 +45,7 @@ def branches_on_a_value(h: Tensor, x: Tensor) -> Any:
 
 
 def prints(h: Tensor, x: Tensor) -> Any:
-    SEEN.append(f"{h}")
+    print(f"{h}", end="")
     return h + x, h
 
 
@@ -58,11 +58,18 @@ def lists(h: Tensor, x: Tensor) -> Any:
 
 
 def draws(h: Tensor, x: Tensor) -> Any:
+    return h + x[torch.multinomial(x.detach().exp(), 2)].sum(), h
+
+
+def seeds(h: Tensor, x: Tensor) -> Any:
+    torch.manual_seed(7)
     return h + torch.randn_like(x), h
 
 
-def drops(h: Tensor, x: Tensor) -> Any:
-    return nn.functional.dropout(h, 0.5) + x, h
+def draws_apart(h: Tensor, x: Tensor) -> Any:
+    with torch.random.fork_rng([]):
+        y = nn.functional.dropout(h, 0.5)
+    return y + x, h
 
 
 def draws_in_python(h: Tensor, x: Tensor) -> Any:
@@ -114,6 +121,12 @@ def has_a_shape_of_values(h: Tensor, x: Tensor) -> Any:
     return h + x[x > 0].sum(), h
 
 
+def writes_to_what_was_detached(h: Tensor, x: Tensor) -> Any:
+    y = (h * x).detach()
+    y[0] = x[1] * h[0]
+    return y + h, h
+
+
 def looks_behind(h: Tensor, x: Tensor) -> Any:
     return h + x.data, h
 
@@ -125,18 +138,20 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (prints, "the body prints a tensor"),
     (turns_to_numpy, "the body turns a tensor into an array"),
     (lists, "the body turns a tensor into a list"),
-    (draws, "randn_like draws random numbers"),
-    (drops, "draws random numbers"),
+    (draws, "multinomial draws random numbers"),
+    (seeds, "the body sets the state of a generator"),
+    (draws_apart, "the body sets the state of a generator"),
     (draws_in_python, "random numbers of Python or NumPy"),
     (draws_in_numpy, "random numbers of Python or NumPy"),
     (writes_outside, "add_"),
     (writes_outside_with_gradients, "add_ writes to a tensor from outside"),
-    (holds, "keeps a tensor of the step elsewhere"),
+    (holds, "the body changes SEEN, a Python value outside of it"),
     (has_no_graph, "mul runs under another grad mode"),
     (has_a_function, "mul runs under another grad mode or in a custom Function"),
     (has_a_function_of_views, "custom Function"),
     (hooks, "registers a hook"),
     (has_a_shape_of_values, "whose shape depends on values"),
+    (writes_to_what_was_detached, "copy_ writes to a tensor that was detached before"),
 ]
 
 
@@ -163,7 +178,7 @@ def test_a_body_that_is_more_than_its_operations_runs_eagerly(body: Callable[...
     assert len(told) == 1
     assert "test_compiled_fallback.py:" in str(told[0].message)
     # bodies that draw or write have done so for one step more
-    if body not in (draws, drops, draws_in_python, draws_in_numpy, writes_outside, writes_outside_with_gradients):
+    if body not in (draws_in_python, draws_in_numpy, writes_outside, writes_outside_with_gradients):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -13,17 +13,21 @@ from tensorloop.loop.compiled.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, outcome
 
 
-@pytest.fixture(params=["native", "eager"])
-def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture
+def core(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The cores that are made: those of the emitter, or those that run torch's operations, taken for native."""
     plans.clear()
-    if request.param == "eager":
+    if kind == "torch":
         monkeypatch.setattr(cores, "native", EagerCore)
     yield
     plans.clear()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-4)], ids=["f64", "f32"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [("native", torch.float64, 1e-11), ("native", torch.float32, 2e-4), ("torch", torch.float64, 1e-11)],
+    ids=["native-f64", "native-f32", "torch"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torch.dtype, tolerance: float, core: None):
     expected, expected_grads = outcome(CASES[name], dtype, False)
@@ -35,7 +39,10 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torc
 @pytest.mark.parametrize("checkpoints", [1, 2, 3, 100])
 @pytest.mark.parametrize(
     "name",
-    ["lstm", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped", "until", "while_one"],
+    [
+        *("lstm", "lstm_cell", "gru_cell_backwards", "last_state_alone", "runge_kutta", "numbered", "mapped"),
+        *("until", "while_one"),
+    ],
 )
 def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)

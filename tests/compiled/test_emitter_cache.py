@@ -2,10 +2,9 @@
 
 import dataclasses
 import errno
+import multiprocessing
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -147,19 +146,19 @@ def test_a_place_where_no_folder_can_be(tmp_path: Path) -> None:
         runs(Folder(tmp_path / "file" / "cache"))
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_two_processes_that_compile_the_same(tmp_path: Path) -> None:
-    program = (
-        "from pathlib import Path\n"
-        "from tensorloop.loop.compiled.emitter.cache import Folder\n"
-        "from tests.compiled.test_emitter_cache import runs\n"
-        f"for _ in range(3): runs(Folder(Path({str(tmp_path)!r})))\n"
-    )
-    root = str(Path(__file__).parents[2])
-    team = [
-        subprocess.Popen([sys.executable, "-c", program], cwd=root, env={**os.environ, "PYTHONPATH": root})
-        for _ in range(2)
-    ]
-    assert [one.wait(120) for one in team] == [0, 0]
+    def work() -> None:
+        for _ in range(3):
+            runs(Folder(tmp_path))
+
+    forked = multiprocessing.get_context("fork")
+    team = [forked.Process(target=work) for _ in range(2)]
+    for one in team:
+        one.start()
+    for one in team:
+        one.join(120)
+    assert [one.exitcode for one in team] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 1
 
 

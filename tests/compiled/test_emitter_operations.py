@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tensorloop.loop.compiled.emitter import emit
 from tensorloop.loop.compiled.emitter.cache import Folder
-from tests.support.recurrences import assert_same, recurrence
+from tensorloop.loop.compiled.recurrence import Recurrence
+from tests.support.recurrences import interpreted, places, recurrence
 
 aten = torch.ops.aten
 Body = Callable[[Tensor, Tensor], Tensor]
@@ -219,35 +220,58 @@ def _places(y: Tensor, size: int) -> Tensor:
 
 
 _X, _YS = (torch.randn(shape, generator=torch.Generator().manual_seed(3)).double() for shape in ((3, 17), (2, 3, 17)))
-DIFFERENTIABLE = {name for name, body in FLOAT.items() if body(_X, _YS[0]).is_floating_point()}
+_RESULTS = {name: body(_X, _YS[0]) for name, body in FLOAT.items()}
+# One compilation for many operations: tracing and LLVM cost less for each than alone.
+GROUPS = [list(FLOAT)[n : n + 12] for n in range(0, len(FLOAT), 12)]
 
 
-@pytest.mark.parametrize("name", FLOAT)
-def test_an_operation_gives_what_torch_gives(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    body, x, ys = FLOAT[name], _X.float(), _YS.float()
-
-    def step(invariants, slices, carry):
-        return {"carry": [carry[0] * 1.5], "outs": [body(carry[0], slices[0])]}
-
-    rec = recurrence(step, (), [ys], [x])
-    core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
-    assert_same(core, rec, 2, (), [ys], [x], rtol=3e-5, atol=3e-6)
-
-
-@pytest.mark.parametrize("name", FLOAT)
-def test_an_operation_and_what_its_gradient_is_made_of_in_double(
-    name: str, tmp_path_factory: pytest.TempPathFactory
+def check(
+    names: list[str], rec: Recurrence, ys: list[Tensor], x: Tensor, folder: Folder, tolerances: list[float]
 ) -> None:
-    body = FLOAT[name]
+    """The outs are those of torch; `names` has the operation of each."""
+    found, expected = places(rec, 2)[0], places(rec, 2)[0]
+    emit(rec, folder=folder)(2, (), ys, [x], found, ())
+    interpreted(rec, 2, (), ys, [x], expected, ())
+    for name, mine, theirs, tolerance in zip(names, found, expected, tolerances, strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=tolerance, atol=tolerance / 10, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return Folder(tmp_path_factory.getbasetemp() / "cache")
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
+def test_operations_give_what_torch_gives(group: list[str], folder: Folder) -> None:
+    def step(invariants, slices, carry):
+        return {"carry": [carry[0] * 1.5], "outs": [FLOAT[name](carry[0], slices[0]) for name in group]}
+
+    ys, x = [_YS.float()], _X.float()
+    check(group, recurrence(step, (), ys, [x]), ys, x, folder, [3e-5] * len(group))
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
+def test_operations_and_what_their_gradients_are_made_of_in_double(group: list[str], folder: Folder) -> None:
+    floats = [name for name in group if _RESULTS[name].is_floating_point()]
+    grads = [torch.randn(2, *_RESULTS[name].shape).double() for name in floats]
+    named: list[str] = []
 
     def step(invariants, slices, carry):
-        if name not in DIFFERENTIABLE:
-            return {"carry": [carry[0] * 1.5], "outs": [body(carry[0], slices[0])]}
-        y, back, *_ = torch.func.vjp(body, carry[0], slices[0])
-        return {"carry": [carry[0] * 1.5], "outs": [y, *back(1 + y.detach().nan_to_num().sin())]}
+        y, *coming = slices
+        outs: list[Tensor] = []
+        for name in group:
+            if name in floats:
+                value, back, *_ = torch.func.vjp(FLOAT[name], carry[0], y)
+                new = [value, *back(coming[floats.index(name)])]
+            else:
+                new = [FLOAT[name](carry[0], y)]
+            outs += new
+            named.extend([name] * len(new))
+        return {"carry": [carry[0] * 1.5], "outs": outs}
 
-    rec = recurrence(step, (), [_YS], [_X])
-    core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
+    rec = recurrence(step, (), [_YS, *grads], [_X])
     # torch's own hardsigmoid has a sixth in float32
-    tolerance = 1e-7 if name == "hardsigmoid" else 1e-11
-    assert_same(core, rec, 2, (), [_YS], [_X], rtol=tolerance, atol=tolerance)
+    tolerances = [1e-7 if name == "hardsigmoid" else 1e-11 for name in named]
+    check(named, rec, [_YS, *grads], _X, folder, tolerances)

@@ -28,7 +28,7 @@ OF_KERNELS = {
     "edit_distance": ["edit_distance", "edit_cost"],
     "edit_path": ["edit_paths"],
     "beam_search": ["beam_best", "beam_pool", "beam_chosen", "beam_ancestors", "beam_trace"],
-    "attention": ["beam_attend"],
+    "attention": ["beam_attend", "past_attend", "past_attend_grad"],
 }
 # Public functions of other names; a schedule and a type compute nothing.
 OF_FUNCTIONS = {"map": "scan", "fori_loop": "while_loop", "pack_padded": "pack", "RegroupPlan": "regroup"}

@@ -26,10 +26,11 @@ from docs.house import (
 
 # A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
 ROOMS = {
+    "hf": {"beam", "loop", "attention", "packed", "tensor_array"},
     "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
     "risk": {"packed", "kernels"},
     "loop": {"packed", "tensor_array", "schedule"},
-    "attention": {"packed", "tensor_array"},
+    "attention": {"packed", "tensor_array", "kernels"},
     "packed": {"kernels"},
     "tensor_array": {"kernels"},
     "regroup": {"kernels"},
@@ -50,9 +51,9 @@ DOORS = {
     "packed.segments": {"loop"},
     "packed.time_first": {"attention"},
     "tensor_array.array": {"attention", "beam", "loop"},
-    "tensor_array.block": {"beam", "loop"},
-    "tensor_array.buffer": {"beam", "loop"},
-    "tensor_array.gradient": {"beam"},
+    "tensor_array.block": {"attention", "beam", "loop"},
+    "tensor_array.buffer": {"attention", "beam", "loop"},
+    "tensor_array.gradient": {"attention", "beam"},
     "tensor_array.friends": {"attention", "beam", "loop"},
     "tensor_array.keys": {"loop"},
     "tensor_array.sequential_reads": {"loop"},
@@ -62,6 +63,7 @@ DOORS = {
     "attention.engine": {"beam"},
     "attention.strips": {"beam"},
     "kernels.moves": {"regroup"},
+    "kernels.past": {"attention"},
 }
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
@@ -74,8 +76,8 @@ INNER = {
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
-    "kernels.eager": {"kernels.moves"},
-    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.eager"},
+    "kernels.eager": {"kernels.moves", "kernels.past"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
 }
 # Their doors, for all in the room around.
 INNER_DOORS = {
@@ -98,6 +100,7 @@ LATE_DOORS = {
 }
 THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
+MODELS = {"transformers"}  # in the room for them, which comes with an extra
 EMITTER = {"llvmlite"}  # where loops become machine code; numba brings it
 KEPT = {"next_functions": "_torch/graph", "_version": "_torch/versions"}  # what one module reads for all
 PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
@@ -120,8 +123,8 @@ def _faults(module: str, here: str, found: Import, known: Mapping[str, str]) -> 
         yield f"{module} imports {name}; write the import with its full name"
     elif name.split(".")[0] != "tensorloop":
         emits = module.startswith("loop.compiled.emitter")
-        compilers = COMPILERS if here == "kernels" else EMITTER if emits else set()
-        allowed = sys.stdlib_module_names | THIRD_PARTY | compilers
+        special = {"kernels": COMPILERS, "hf": MODELS}.get(here, EMITTER if emits else set())
+        allowed = sys.stdlib_module_names | THIRD_PARTY | special
         if name.split(".")[0] not in allowed:
             yield f"{module} imports {name}, which is neither the standard library nor torch"
     else:

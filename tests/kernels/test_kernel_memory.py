@@ -15,6 +15,7 @@ from tensorloop._torch.dispatch import tree_leaves, tree_map_only
 from tensorloop.kernels import memory
 from tensorloop.kernels.cpu import rows as cpu_rows
 from tensorloop.kernels.cpu import segments
+from tensorloop.kernels.past import Sight, whole
 from tensorloop.packed import PackedTensor
 from tests.support.cuda_cases import (
     DISGUISES,
@@ -71,6 +72,14 @@ def _attend(rows: int) -> tuple[Any, ...]:
     return q, list(prefix), list(slots), torch.ones(2, rows).long(), torch.full((4, rows, 3), 2), 0.5
 
 
+def _past(rows: int, *, reverse: bool = False) -> tuple[Any, ...]:
+    q, k, v = torch.randn(rows, 2, 4, 3), *torch.randn(2, 5, rows, 2, 3)
+    sight = Sight(0.5, first=torch.ones(rows).long(), bias=torch.randn(1, 4, 2, 5))
+    if not reverse:
+        return q, k, v, sight
+    return torch.randn_like(q), q, k, v, *whole(q, k, v, sight), sight, torch.zeros_like(k), torch.zeros_like(v)
+
+
 # operation -> the arguments, of a size 0 or about 3, in a dtype where it takes any; which of the tensors it writes to.
 CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     **{
@@ -92,8 +101,16 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     ),
     "beam_trace": lambda n, _: (torch.ones(5, n, 3).long(), torch.full((n, 2), 3), torch.full((n, 2), 2)),
     "beam_attend": lambda n, _: _attend(n),
+    "past_attend": lambda n, _: _past(n),
+    "past_attend_grad": lambda n, _: _past(n, reverse=True),
 }  # fmt: skip
-WRITTEN = {"write_rows": {0}, "take_rows": {0}, "beam_pool": {4, 5, 6, 7, 8}, "beam_ancestors": {0, 1}}
+WRITTEN = {
+    "past_attend_grad": {8, 9},
+    "write_rows": {0},
+    "take_rows": {0},
+    "beam_pool": {4, 5, 6, 7, 8},
+    "beam_ancestors": {0, 1},
+}
 ANY_DTYPE = [
     *(name for name in OPERATIONS if name.endswith("_rows")),
     "regroup",

@@ -392,6 +392,7 @@ def test_an_exception_of_any_body_passes_through(checkpoints: Any) -> None:
         assert error.value.__notes__ == [f"raised in step 0 of {name}"]
 
 
+@pytest.mark.eager_only("a backward does not run the body: nothing has changed", cases=["python", "all"])
 @pytest.mark.parametrize("inner", ["python", "all", "K=1"])
 def test_an_inner_loop_of_another_number_of_steps_in_the_replay(inner: str) -> None:
     w, limits = randn(2), [3]
@@ -413,6 +414,7 @@ def test_an_inner_loop_of_another_number_of_steps_in_the_replay(inner: str) -> N
         grad(out.sum(), w)
 
 
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_a_function_mode_around_the_loop_is_not_there_in_replays() -> None:
     """Not even around backward, as torch takes a mode off while it handles that call: enter it in the body."""
     w, init = randn(2), randn(2, seed=1)

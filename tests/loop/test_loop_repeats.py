@@ -28,6 +28,7 @@ def looped(body: Callable[[int, Tensor], Tensor], init: Tensor, checkpoints: Any
 # -- what closures hold
 
 
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter", cases=["None"])
 @pytest.mark.parametrize("outer", [None, 2])
 def test_bodies_made_in_a_loop_that_all_see_its_last_number_are_refused(outer: int | None) -> None:
     """The natural way to write the tasks of MAML: every replay saw the last of them."""
@@ -78,6 +79,10 @@ def helper(c: Tensor) -> Tensor:
     return next((c * SCALE).sin() for _ in range(c.ndim)) + 0 * c.size(0)
 
 
+@pytest.mark.eager_only(
+    "a backward does not run the body: what has changed since does not matter",
+    cases=["closure", "global", "partial", "nested", "default"],
+)
 @pytest.mark.parametrize("how", ["method", "closure", "global", "partial", "nested", "default"])
 def test_a_number_that_the_body_refers_to_must_stay(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     init, task, number = randn(2), Task(), 1.0
@@ -127,6 +132,7 @@ def test_what_a_body_changes_itself_is_its_own() -> None:
     torch.testing.assert_close(grad(out, init)[0], true)
 
 
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_nan_and_a_variable_that_is_gone() -> None:
     init, nothing, gone = randn(2), float("nan"), 1.0
     out = looped(lambda i, c: rotate(c) if nothing == 1 else c.sin(), init)
@@ -176,6 +182,7 @@ def test_a_tensor_that_stays_behind_is_warned_of(what: str, outer: int | None) -
     assert met[0].filename == __file__
 
 
+@pytest.mark.eager_only("it says that a carry with arrays is not compiled")
 @pytest.mark.parametrize("outer", [None, 3])
 def test_nothing_else_is_warned_of(outer: int | None) -> None:
     w, init, log, cell = randn(2), randn(2), list[Any](), nn.LSTMCell(2, 2, dtype=torch.float64)

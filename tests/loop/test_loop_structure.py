@@ -213,7 +213,7 @@ def test_changing_arguments_in_place(what: str, grad: bool, checkpoints: Any) ->
     else:
         torch.testing.assert_close(tensors((carry, ys)), tensors(tl.scan(pure, pair, xs)))
         if grad:
-            grads = torch.autograd.grad(ys.sum(), (init, xs), allow_unused=True)
+            grads = torch.autograd.grad(ys.sum(), (init, xs), allow_unused=True, retain_graph=True)
             true = torch.autograd.grad(tl.scan(pure, pair, xs)[1].sum(), (init, xs), allow_unused=True)
             torch.testing.assert_close(grads, true)
     assert all(torch.equal(x, y) for x, y in zip((init, pair[1], xs), before, strict=True)), "the caller's changed"

@@ -20,6 +20,7 @@ Program = list[tuple[str, int, int]]
 INSTRUCTIONS = (
     "append", "append", "append", "append_constant", "overwrite", "overwrite_constant", "extend", "scatter",
     "write_rows", "read", "slice", "slice", "stack", "gather", "iterate", "copy", "twin_append", "twin_overwrite",
+    "truncate",
 )  # fmt: skip
 
 programs = st.lists(
@@ -51,6 +52,9 @@ class ReferenceMachine:
 
     def write_rows(self, pos: list[int], x: Tensor, where: list[bool]) -> None:
         self.slots = reference.write_rows(self.slots, pos, x, where)
+
+    def truncate(self, n: int) -> None:
+        self.slots = self.slots[:n]
 
     def read(self, i: int) -> Tensor:
         return self.slots[i]
@@ -103,6 +107,9 @@ class ArrayMachine:
 
     def write_rows(self, pos: list[int], x: Tensor, where: list[bool]) -> None:
         self.array.write_rows(torch.tensor(pos), x, torch.tensor(where))
+
+    def truncate(self, n: int) -> None:
+        self.array.truncate(n)
 
     def read(self, i: int) -> Tensor:
         return self.array.read(i)
@@ -167,11 +174,13 @@ def run(machine: Any, program: Program, source: Tensor, wrap: Callable[[Tensor],
             reads.extend(machine.iterate())
         elif name == "copy":
             machine.copy()
+        elif name == "truncate":
+            machine.truncate(q % (n + 1))
         elif machine.twin_length():
             reads.append(machine.twin_append(x) if name == "twin_append" else machine.twin_overwrite(q, x))
     if len(machine):
         reads.append(machine.slice(0, len(machine)))
-    return reads
+    return reads or [source.sum()]  # all was forgotten, and nothing read
 
 
 def loss(reads: list[Tensor]) -> Tensor:

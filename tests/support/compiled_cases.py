@@ -303,6 +303,21 @@ def writes_in_place(d: torch.dtype) -> Case:
 
 
 @case
+def writes_into_zeros(d: torch.dtype) -> Case:
+    k = leaf(d)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        new = torch.zeros_like(h)
+        new[:, 0] = h[:, 1] * k
+        new[:, 1:] = h[:, :-1] + x[:, 1:H]
+        scaled = torch.ones_like(h)
+        scaled[:, 1:] *= x[:, 1:H]
+        return new, scaled.mul_(h)
+
+    return Case(body, leaf(d, B, H), leaf(d, T, B, F), [k])
+
+
+@case
 def until(d: torch.dtype) -> Case:
     U = rotation(d)
 

@@ -62,6 +62,10 @@ class LoopBuffer(Buffer):
         self.flush()
         return Buffer(_copied(self.block, self.length), self.length, self.token)
 
+    def truncate(self, length: int) -> bool:
+        """Left to the array: the loop may still need what is behind."""
+        return False
+
     def begin(self, key: int | slice, values: Tensor, whole: bool = False) -> None:
         """Writes slots at the end. Those that an earlier run of the step has left there are found again."""
         stop = key + 1 if isinstance(key, int) else key.stop

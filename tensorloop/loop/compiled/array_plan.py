@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
 from tensorloop.loop.checkpoint.closures import Constants
+from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import functional, with_gradients
 from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
 from tensorloop.loop.compiled.fingerprint import Refused
@@ -24,26 +25,56 @@ class ArrayPlan(Plan):
     tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
 
 
-def planned(found: Recorded, examples: list[Tensor], wants: Sequence[bool], grad: bool, reverse: bool) -> ArrayPlan:
-    """The plan of a step with arrays in its carry."""
+class Looks(NamedTuple):
+    """What was seen of a step with arrays: one that is written down, and what it does for arrays of any length."""
+
+    base: Recorded
+    template: Template
+
+
+def looked(found: Recorded) -> Looks:
+    """Runs a step with arrays in its carry again, with arrays of other lengths too."""
     groups = range(len(found.arrays.starts))
     if len(groups) > len(SYMBOLS):
         raise Refused(f"arrays of more than {len(SYMBOLS)} different lengths are in the carry")
-    looks = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
-    base, *longer = [
-        Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in looks
-    ]
+    if found.draws:
+        raise Refused("random numbers are drawn in a loop with a TensorArray in the carry")
+    lengths = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
+    try:
+        base, *longer = [
+            Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in lengths
+        ]
+    except Refused:
+        raise
+    except Exception:  # at a length that the loop may never have
+        raise length_matters() from None
     template = Template(base, longer)
-    if not template.describes(base, found.arrays.lengths, found.captures) or base.recorder.key != found.recorder.key:
+    if not template.describes(base, found.arrays.lengths, found.captures) or _seen(base) != _seen(found):
         raise length_matters()
+    for x in longer:
+        x.let_go()
+    return Looks(base, template)
+
+
+def _seen(recorded: Recorded) -> list[Any]:
+    assert recorded.recorder is not None
+    return recorded.recorder.key
+
+
+def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequence[bool], reverse: bool) -> ArrayPlan:
+    """The plan of a step with arrays in its carry."""
+    base, template = looks
 
     def made(symbols: Sequence[int]) -> tuple[Any, list[Tensor]]:
         step = dataclasses.replace(base.step, operations=template.operations(symbols))
         return step, _examples(found, examples, symbols)
 
+    grad = any(wants)
     with quiet_fakes():
         step, fakes = made(SYMBOLS)
         plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
+        if plan.step is not step:  # their pairs would be no arguments of the step
+            raise Refused("complex numbers meet a TensorArray in the carry")
         step, fakes = made(OTHERS)
         other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
     if not same_but_for_lengths(plan.traced.graph, other.graph):
@@ -51,8 +82,7 @@ def planned(found: Recorded, examples: list[Tensor], wants: Sequence[bool], grad
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}")
     plan.template, plan.tried = template, set()
-    for x in (base, *longer):
-        x.let_go()
+    base.let_go()
     template.forget()
     return plan
 
@@ -112,7 +142,7 @@ def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bo
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths, known=True), noise=generator)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             values = Sized(plan.module, lengths).run(*seen.before, *found.captures)
         results = [*(seen.leaves[i] for i in found.places), *(y for y in seen.ys if isinstance(y, Tensor))]
         if not same_captures(found.captures, seen.captures):

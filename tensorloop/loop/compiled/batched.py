@@ -5,14 +5,20 @@ no rule runs under `torch.func.vmap`. A `Stage` is a graph for tensors that hold
 are.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.compiled.operations import aten, is_pointwise, value_of
 from tensorloop.loop.compiled.saving import needed_for
+
+
+class NotBatched(Exception):
+    """An operation that torch's vmap does not take."""
 
 
 class Stage:
@@ -84,7 +90,9 @@ class Stage:
         dims = tuple(0 if a in self.moving else None for a in nodes)
         place = {a: i for i, a in enumerate(nodes)}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: _Place(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        return self.call(_Mapped(n.target, args, kwargs, dims), *(self.found[a] for a in nodes))
+        mapped = _Mapped(n, args, kwargs, dims)
+        mapped.try_with([(value_of(a), a in self.moving) for a in nodes])
+        return self.call(mapped, *(self.found[a] for a in nodes))
 
 
 def _is_where(n: fx.Node) -> bool:
@@ -115,17 +123,34 @@ class _Place:
 class _Mapped:
     """An operation under vmap."""
 
-    def __init__(self, target: Any, args: Any, kwargs: Any, dims: Sequence[int | None]) -> None:
-        self.target, self.args, self.kwargs, self.dims = target, args, kwargs, tuple(dims)
-        self.__name__ = f"mapped_{getattr(target, '_opname', 'operation')}"
+    def __init__(self, node: fx.Node, args: Any, kwargs: Any, dims: Sequence[int | None]) -> None:
+        self.target: Any = node.target
+        self.args, self.kwargs, self.dims = args, kwargs, tuple(dims)
+        value = node.meta["val"]
+        self.there = None if isinstance(value, Tensor) else [x is not None for x in value]  # of several results
+        self.__name__ = f"mapped_{getattr(self.target, '_opname', 'operation')}"
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The operation for all steps."""
 
         def one(*tensors: Tensor) -> Any:
-            return self.target(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
+            out = self.target(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
+            return out if self.there is None else tuple(x for x in out if x is not None)
 
-        return torch.func.vmap(one, self.dims)(*tensors)
+        found = torch.func.vmap(one, self.dims)(*tensors)
+        if self.there is None:
+            return found
+        left = iter(found)
+        return tuple(next(left) if there else None for there in self.there)
+
+    def try_with(self, values: Sequence[tuple[Tensor, bool]]) -> None:
+        """Runs for two steps on tensors without numbers; `values` are those of one step, and whether they move."""
+        try:
+            with fake_tensors():
+                self(*(torch.empty((2, *x.shape) if moves else x.shape, dtype=x.dtype) for x, moves in values))
+        except Exception as error:
+            text = str(error).strip().partition("\n")[0]
+            raise NotBatched(f"{self.target} does not run for all steps at once: {text}") from error
 
 
 def _filled(x: Any, tensors: Sequence[Tensor]) -> Any:
@@ -209,6 +234,35 @@ def _expand(s: Stage, n: fx.Node, x: fx.Node, sizes: Any, **_: Any) -> fx.Node |
     return s.call(_expanded, inner, list(sizes))
 
 
+@_rule(operator.getitem)
+def _part(s: Stage, n: fx.Node, x: fx.Node, index: int) -> fx.Node | None:
+    return s.call(operator.getitem, s.found[x], index)
+
+
+@_rule(aten.convolution.default)
+def _convolution(s: Stage, n: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, *options: Any) -> Any:
+    """With a kernel that stays, steps are further rows of the batch."""
+    if weight in s.moving or bias in s.moving:
+        return None
+    return s.call(_convolved, s.found[x], s.found[weight], None if bias is None else s.found[bias], options)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, options: Sequence[Any]) -> Tensor:
+    return aten.convolution.default(x.flatten(0, 1), weight, bias, *options).unflatten(0, x.shape[:2])
+
+
+@_rule(aten.convolution_backward.default)
+def _convolution_backward(s: Stage, n: fx.Node, grad: fx.Node, x: fx.Node, weight: fx.Node, *options: Any) -> Any:
+    if weight in s.moving or list(options[-1]) != [True, False, False]:
+        return None
+    return s.call(_spread_back, s.whole(grad), s.whole(x), s.found[weight], options)
+
+
+def _spread_back(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any]) -> Any:
+    found, *_ = aten.convolution_backward.default(grad.flatten(0, 1), x.flatten(0, 1), weight, *options)
+    return found.unflatten(0, x.shape[:2]), None, None
+
+
 @_rule(aten.permute.default)
 def _permute(s: Stage, n: fx.Node, x: fx.Node, dims: Any) -> fx.Node | None:
     return s.call(torch.permute, s.found[x], [0, *(_later(x, d) for d in dims)])
@@ -269,6 +323,11 @@ def _scatter(s: Stage, n: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx
     if not all(value_of(a).dim() for a in (x, index, src)):
         return None
     return s.call(n.target, s.whole(x), _later(x, dim), s.whole(index), s.whole(src))  # pyright: ignore[reportArgumentType]
+
+
+@_rule(aten.slice_scatter.default, aten.select_scatter.default)
+def _scatter_slice(s: Stage, n: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *rest: Any) -> fx.Node | None:
+    return s.call(n.target, s.whole(x), s.whole(src), _later(x, dim), *rest)  # pyright: ignore[reportArgumentType]
 
 
 @_rule(aten.index_select.default)

@@ -9,10 +9,11 @@ from torch import Tensor, fx
 from torch.fx import traceback
 
 from tensorloop._common.user_line import Place
+from tensorloop._torch import engine
+from tensorloop._torch.fake import fakes_like
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
 from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
-from tensorloop.loop.compiled.lengths import stands
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.loop.compiled.simplify import simplified
 
@@ -95,6 +96,7 @@ class Traced:
     carry_grads: dict[int, fx.Node]
     y_grads: dict[int, fx.Node]
     found: dict[str, dict[int, fx.Node]]  # "carry", "xs", "captures" -> place -> gradient
+    reached: set[int]  # outputs, the next carry and then ys, that are functions of what wants a gradient
 
 
 def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
@@ -109,7 +111,7 @@ def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
 
 
 def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[set[int], set[int]]:
-    """Through which leaves of the carry a gradient may flow, and to which ys it may come.
+    """Through which leaves of the carry a gradient may flow, and to which outputs it may come.
 
     `wants` says so of each input before the first step; a leaf that gets a gradient from any of them has one after it.
     """
@@ -126,8 +128,7 @@ def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[se
                 live.add(n)
         found = carried | {i for i in range(len(step.carry)) if outputs[i] in live and _differentiable(inputs[i])}
         if found == carried:
-            first = len(step.next_carry)
-            return carried, {k for k in range(len(step.ys)) if outputs[first + k] in live}
+            return carried, {i for i in range(len(step.next_carry) + len(step.ys)) if outputs[i] in live}
         carried = found
 
 
@@ -141,8 +142,9 @@ def with_gradients(
     step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool
 ) -> Traced:
     """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
-    carried, flowing = flows(step, module, wants) if grad else (set[int](), set[int]())
+    carried, reached = flows(step, module, wants) if grad else (set[int](), set[int]())
     n, m = len(step.carry), len(step.xs)
+    flowing = {i - n for i in reached if i >= n}
     wanted = sorted({i for i, w in enumerate(wants) if w and grad} | carried)
     targets = [*sorted(carried), *(n + k for k in sorted(flowing))]  # of the outputs, whose gradients come
     places: dict[str, Any] = {}
@@ -156,14 +158,14 @@ def with_gradients(
         found: Sequence[Any] = [None] * len(wanted)
         if pairs and wanted:
             outs, gs = zip(*pairs, strict=True)
-            found = torch.autograd.grad(outs, [inputs[i] for i in wanted], gs, allow_unused=True)
+            found = engine.gradients(outs, [inputs[i] for i in wanted], gs, keep=False)
         places["found"] = [i for i, g in zip(wanted, found, strict=True) if g is not None]
         return [*(x.detach() for x in outputs), *(g for g in found if g is not None)]
 
-    fakes = [x.detach() for x in examples]
     # An output's gradient is like the output; of the carry, like the carry.
-    comes = [_empty(_output(module, i)) for i in targets]
-    graph = simplified(traced(joint, [*fakes, *comes], after_autograd()).graph)
+    with fakes_like(examples):
+        comes = [_zeros(_output(module, i)) for i in targets]
+    graph = simplified(traced(joint, [*(x.detach() for x in examples), *comes], after_autograd()).graph)
     inputs = [p for p in graph.nodes if p.op == "placeholder"]
     (output,) = (p for p in graph.nodes if p.op == "output")
     outputs: Any = output.args[0]
@@ -182,6 +184,7 @@ def with_gradients(
         dict(zip(sorted(carried), rest, strict=False)),
         dict(zip(sorted(flowing), rest[len(carried) :], strict=True)),
         {name: {i - low: g for i, g in grads.items() if low <= i < high} for name, (low, high) in bounds.items()},
+        reached,
     )
 
 
@@ -197,5 +200,5 @@ def _output(module: fx.GraphModule, i: int) -> Any:
     return outputs[i].meta["val"]
 
 
-def _empty(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape) if stands(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu")

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.tracing import decompositions
+from tensorloop.loop.compiled import compositions
 
 _aten = torch.ops.aten
+_HALVES = (torch.bfloat16, torch.float16)
 Table = dict[Any, Callable[..., Any]]
 
 
@@ -26,9 +28,11 @@ def before_autograd() -> Table:
         _aten.dot.default: lambda a, b: (a * b).sum(),
         _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
         _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
-        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(a @ b, x, beta, alpha),
-        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added((a @ b).sum(0), x, beta, alpha),
-        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(a @ b, x, beta, alpha),
+        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
+        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
+            _aten.bmm.default(a, b).sum(0), x, beta, alpha
+        ),
+        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
         _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
         _aten.bmm.default: _bmm,
         _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
@@ -36,7 +40,9 @@ def before_autograd() -> Table:
         _aten.unsafe_split.Tensor: _aten.split.Tensor,
         _aten.unsafe_chunk.default: _aten.chunk.default,
         _aten.lift_fresh.default: lambda x: x,
-    }
+        _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
+        _aten._neg_view.default: torch.neg,
+    } | compositions.TABLE
 
 
 def _mv(a: Tensor, v: Tensor) -> Tensor:
@@ -84,14 +90,23 @@ _TORCHS = (
     *("isposinf", "square", "rad2deg", "deg2rad", "logical_and", "logical_or", "fill", "masked_fill", "index_add"),
     *("relu6", "heaviside", "native_dropout_backward", "var", "embedding", "tril", "triu", "linspace", "eye"),
 )
-_KEPT = {"fill", "stack", "index_add", "logical_and", "logical_or", "logsumexp"}  # as simple as they are, or ours
+_KEPT = {
+    "fill",
+    "stack",
+    "index_add",
+    "logical_and",
+    "logical_or",
+    "logsumexp",
+    "hypot",
+}  # as simple as they are, or ours
 
 
 @cache
 def after_autograd() -> Table:
     """For the step with its gradients."""
     packets = [getattr(_aten, name) for name in _TORCHS if name not in _KEPT and hasattr(_aten, name)]
-    return decompositions(packets) | {
+    torchs = decompositions(packets)
+    return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
         _aten._fused_rms_norm.default: _rms_norm,
         _aten.logsumexp.default: _logsumexp,
@@ -102,9 +117,15 @@ def after_autograd() -> Table:
         _aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
         _aten.select_backward.default: _select_backward,
         _aten.slice_backward.default: _slice_backward,
+        _aten.convolution_backward.default: _convolution_backward,
+        _aten.mm.default: lambda a, b: _in_float32(_aten.mm.default, a, b),
+        _aten.bmm.default: lambda a, b: _in_float32(_aten.bmm.default, a, b),
+        _aten.convolution.default: lambda *args: _in_float32(_aten.convolution.default, *args),
         _aten.gelu.default: _gelu,
         _aten.linalg_vector_norm.default: _vector_norm,
         _aten.square.default: lambda x: x * x,
+        **_of_plain_dtypes(torchs, _aten.tanh_backward.default, lambda grad, y: grad * (1 - y * y)),
+        **_of_plain_dtypes(torchs, _aten.sigmoid_backward.default, lambda grad, y: grad * (y * (1 - y))),
         _aten.ones_like.default: lambda x, **options: _filled(x, 1, options),
         _aten.zeros_like.default: lambda x, **options: _filled(x, 0, options),
         _aten.full_like.default: lambda x, value, **options: _filled(x, value, options),
@@ -117,6 +138,15 @@ def after_autograd() -> Table:
         _aten._reshape_alias.default: lambda x, size, stride: x.reshape(size),
         _aten.new_empty_strided.default: lambda x, size, stride, **options: _filled(x, 0, options, size),
     }
+
+
+def _of_plain_dtypes(torchs: Table, operation: Any, formula: Callable[..., Tensor]) -> Table:
+    """A formula in the place of torch's, which casts and, for that, loads sympy; other dtypes need the casts."""
+
+    def simpler(grad: Tensor, y: Tensor) -> Any:
+        return (formula if y.dtype in (torch.float32, torch.float64) else torchs[operation])(grad, y)
+
+    return {operation: simpler}
 
 
 def _filled(x: Tensor, value: Any, options: dict[str, Any], size: Sequence[int] | None = None) -> Tensor:
@@ -132,6 +162,8 @@ def _typed(options: dict[str, Any]) -> dict[str, Any]:
 
 def _mean(x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
+    if x.dtype in _HALVES:
+        return _mean(x.float(), dim, keepdim, None).to(x.dtype)
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     count = 1
     for d in dims:
@@ -143,6 +175,10 @@ def _mean(x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Tens
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if x.dtype in _HALVES:
+        out, *statistics = _layer_norm(x.float(), shape, weight, bias, eps)
+        dtype = x.dtype if weight is None else weight.dtype
+        return out.to(x.dtype), *(s.to(dtype) for s in statistics)  # pyright: ignore[reportReturnType]
     dims = list(range(x.dim() - len(shape), x.dim()))
     mean = _mean(x, dims, True, None)
     centred = x - mean
@@ -153,10 +189,40 @@ def _layer_norm(
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    if x.dtype in _HALVES:
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        out, scale = _rms_norm(x.float(), shape, weight, eps)
+        return out.to(x.dtype), scale
     dims = list(range(x.dim() - len(shape), x.dim()))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     scale = torch.rsqrt(_mean(x * x, dims, True, None) + eps)
     return x * scale if weight is None else x * scale * weight, scale
+
+
+def _in_float32(operation: Any, *args: Any) -> Any:
+    """A product of two-byte floats: exact in float32, whose sums are rounded once, as torch's are."""
+    if args[0].dtype not in _HALVES:
+        return NotImplemented
+    dtype = args[0].dtype
+    found = operation(*(x.float() if isinstance(x, Tensor) else x for x in args))
+    if isinstance(found, Tensor):
+        return found.to(dtype)
+    return tuple(None if x is None else x.to(dtype) for x in found)
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, sizes: Any, *options: Any) -> Any:
+    """One operation for each gradient: that of the input stays in a loop, those of the weights are had after it."""
+    if x.dtype in _HALVES:
+        return _in_float32(_aten.convolution_backward.default, grad, x, weight, sizes, *options)
+    wanted = options[-1]
+    if sum(wanted) == 1 and not wanted[2]:
+        return NotImplemented
+    found: list[Tensor | None] = [None, None, grad.sum([0, *range(2, grad.dim())]) if wanted[2] else None]
+    for k in range(2):
+        if wanted[k]:
+            one = [i == k for i in range(3)]
+            found[k] = _aten.convolution_backward.default(grad, x, weight, None, *options[:-1], one)[k]
+    return tuple(found)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

@@ -12,13 +12,14 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tensorloop._common.user_line import Place, user_place
 from tensorloop._torch.dispatch import OperationMode
+from tensorloop.loop.compiled import draws
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -45,7 +46,7 @@ _NUMBERED = {
 }
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 class Refused(Exception):
@@ -86,23 +87,38 @@ class Operation:
 class Recorder(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
-    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False) -> None:
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, glance: Any = None) -> None:
         super().__init__()
         self.key: list[Any] = []
         self.functions: list[Any] = []
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
-        self.lines = lines
+        self.lines, self.glance = lines, glance
         self.writes = False
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
+        self.may_draw = True
+        self.draws: list[draws.Draw] = []
+        self.generators = draws.Generators(watched=lines)
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
         self._foreign: set[int] = set()  # the memory of captures
-        self._empty: set[int] = set()
+        self._cut: set[int] = set()  # what detach() gave, and views of it
+        self._empty: set[int] = set()  # memory that empty() gave
         self._instead: Tensor | None = None
         self._fills = False  # whether the operation at hand fills what was empty
+
+    def __enter__(self) -> Self:
+        """Begins to look, with the glance that is to be learnt."""
+        if self.glance is not None:
+            self.glance.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        if self.glance is not None:
+            self.glance.__exit__(*raised)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,8 +129,10 @@ class Recorder(OperationMode):
             raise Refused(f"{traits.name} {traits.reason}", user_place())
         if torch.is_grad_enabled() is not self.grad and func is not _aten.detach.default:  # autograd's own are
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
+        if self.glance is not None and not self.glance.inside:
+            self.glance.clear = False
         self.functions.append(func)
-        self._fills = traits.fills
+        self._fills = traits.fills or func is _aten.detach.default  # torch's factories detach what they made
         key, note = self.key, self._note
         key.append(id(func))  # what hashes quickly
         for x in args:
@@ -126,6 +144,8 @@ class Recorder(OperationMode):
         if traits.writes or traits.named or traits.masks:
             self._check(traits, args, kwargs or {})
         noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
+        if traits.draws:
+            return self._draw(func, args, kwargs or {}, noted[0])
         if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
             args = _with_numbers(func, args)
         if self._instead is not None:
@@ -134,11 +154,40 @@ class Recorder(OperationMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         self._made(out)
         if traits.empty:
-            self._empty.add(self._numbers[id(out)])
+            self._empty.add(_storage(out))
         if self.lines:
+            if func is _aten.detach.default:
+                func = self._detached(args[0], out)
+            elif self._cut:
+                self._follow(args, out)
             self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
         if len(self.functions) > MOST_OPERATIONS:
             raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
+        return out
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
+        """Runs an operation that draws random numbers; to the step they are given, like xs."""
+        if not self.may_draw:
+            raise Refused("random numbers are drawn in a loop of unknown length", user_place())
+        k = self.generators.index(kwargs.get("generator"))
+        if self.generators.moved():
+            raise Refused("the body sets the state of a generator", user_place())
+        out = func(*args, **kwargs)
+        self.generators.drew(k)
+        draw = draws.of(func, args, kwargs, out, len(self._tensors))
+        fresh = id(out) not in self._numbers
+        if not fresh or draw.made is not None:
+            draw.example = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            self._tensors.append(draw.example)
+            self._made(out)
+            if self.lines:
+                ref, result = Ref(draw.number), self._structure(out)
+                made = _aten.copy_.default if draw.made is None else draw.made
+                given = [result, ref] if draw.made is None else [ref, *noted]
+                self.operations.append(Operation(made, given, {}, result, user_place()))
+        else:
+            self._made(out)
+        self.draws.append(draw)
         return out
 
     def finish(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -150,6 +199,11 @@ class Recorder(OperationMode):
             if any(_storage(x) in own for x in self.captures.values()):
                 raise Refused("a tensor was taken out of its graph by .data or the like")
         return [self._numbers[id(x)] for x in tensors]
+
+    def made(self, x: Tensor) -> bool:
+        """Whether an operation of the step gave this tensor."""
+        number = self._numbers.get(id(x), 0)
+        return number >= self._given and number not in self.captures
 
     def stand(self, x: Tensor, number: int) -> None:
         """From now on x, which the step made, is the argument of this number, whose shape nobody knew."""
@@ -169,6 +223,7 @@ class Recorder(OperationMode):
         made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
         self._tensors.clear()
         self._numbers.clear()
+        self.draws.clear()
         self.number = None
         return made
 
@@ -179,7 +234,7 @@ class Recorder(OperationMode):
             number = self._numbers.get(id(x))
             if number is None:
                 number = self._capture(x)
-            elif number in self._empty and not self._fills:
+            elif self._empty and not self._fills and _storage(x) in self._empty:
                 raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_place())
             key.append(number)
         elif isinstance(x, (list, tuple)):
@@ -189,6 +244,8 @@ class Recorder(OperationMode):
         elif isinstance(x, torch.SymInt):
             assert self.number is not None
             key.append((self._numbers[id(self.number)], x.node.scale, x.node.shift))
+        elif isinstance(x, torch.Generator):
+            key.append(self.generators.index(x))
         elif isinstance(x, (float, complex)):
             key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
         else:
@@ -208,7 +265,7 @@ class Recorder(OperationMode):
         return x
 
     def _capture(self, x: Tensor) -> int:
-        if type(x) not in _PLAIN or x.layout is not torch.strided:
+        if type(x) not in PLAIN or x.layout is not torch.strided:
             raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
@@ -226,6 +283,21 @@ class Recorder(OperationMode):
             for x in out:
                 self._made(x)
 
+    def _detached(self, x: Tensor, out: Tensor) -> Any:
+        """What a detach is in the graph: without a gradient to cut off it is a plain view, which may be written to."""
+        if not x.requires_grad:
+            self._follow((x,), out)
+            return _aten.alias.default
+        self._cut.add(self._numbers[id(out)])
+        return _aten.detach.default
+
+    def _follow(self, args: Sequence[Any], out: Any) -> None:
+        """Notes views of what was detached."""
+        cut = {_storage(x) for x in args if isinstance(x, Tensor) and self._numbers[id(x)] in self._cut}
+        if cut:
+            outs = out if isinstance(out, (list, tuple)) else [out]
+            self._cut |= {self._numbers[id(x)] for x in outs if isinstance(x, Tensor) and _storage(x) in cut}
+
     def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses masks as indices and writes to memory from outside."""
         if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
@@ -237,8 +309,10 @@ class Recorder(OperationMode):
                     self.writes = True
                     if _storage(y) in self._foreign:
                         raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
+                    if self._numbers[id(y)] in self._cut:
+                        raise Refused(f"{traits.name} writes to a tensor that was detached before", user_place())
                     if traits.fills:
-                        self._empty.discard(self._numbers[id(y)])
+                        self._empty.discard(_storage(y))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +324,7 @@ class _Traits:
     empty: bool
     masks: bool
     fills: bool
+    draws: bool
 
 
 _TRAITS: dict[int, _Traits] = {}  # by the id of an operation, which lives for ever
@@ -259,7 +334,8 @@ def _traits(func: Any) -> _Traits:
     schema = func._schema
     writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     reason = _REASONS.get(func)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    drawn = torch.Tag.nondeterministic_seeded in func.tags and draws.known(func)
+    if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
         reason = "draws random numbers"
     elif torch.Tag.data_dependent_output in func.tags:
         reason = "reads a value in Python"
@@ -267,9 +343,9 @@ def _traits(func: Any) -> _Traits:
         reason = "has a result whose shape depends on values"
     elif func.namespace not in ("aten", "prims"):
         reason = "is an operation of its own, whose gradient a graph does not have"
-    fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes)
+    fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
-    found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills)
+    found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills, drawn)
     return _TRAITS.setdefault(id(func), found)
 
 

@@ -6,24 +6,30 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place, warn
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
-from tensorloop._torch.tracing import dispatched
+from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled.array_plan import planned, try_lengths
+from tensorloop.loop.compiled import pairs
+from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
+from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
+from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
-from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.glance import looking
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import Recorded, recorded
-from tensorloop.loop.compiled.segments import Segmented, blocks_of
+from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
@@ -45,24 +51,34 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
     if not _surroundings(loop):
         return None
+    before, done = Outside(loop.functions), None
     try:
         if isinstance(checkpoints, Checkpoints) and checkpoints.check:
             raise Refused(
                 "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does"
             )
-        return _compiled(loop, checkpoints, compile)
+        done = _compiled(loop, checkpoints, compile, before)
     except Refused as refusal:
         if isinstance(compile, Asked):
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
         tell(loop.name, compile, refusal)
         _forget(loop)
-        return None
+    finally:
+        if done is None:
+            before.put_back()
+    return done
 
 
 def _surroundings(loop: Loop) -> bool:
     """Whether where the loop runs lets it be compiled: not under transforms, which the eager loop is for."""
-    if loop.length == 0 or transforms.maybe_level() is not None or transforms.forward_mode() or dispatched():
+    if (
+        loop.length == 0
+        or looking.depth
+        or transforms.maybe_level() is not None
+        or transforms.forward_mode()
+        or dispatched()
+    ):
         return False
     return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
 
@@ -76,7 +92,7 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     warn(f"{name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
 
 
-def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[Loop, Any] | None:
+def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
     first = None
     try:
         if isinstance(loop, ConditionalLoop):
@@ -84,6 +100,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked) -> tuple[
             if first is None:  # no step to do, or an error
                 return None
         found = recorded(loop, first)
+        before.check()
     except Refused:
         raise
     except Exception:  # the eager loop meets it too, and says in which step
@@ -119,7 +136,11 @@ def _forget(loop: Loop) -> None:
 
 def _first_answer(loop: ConditionalLoop) -> Tensor | None:
     """What the condition says before the first step, None where the eager loop has to look at it."""
-    answer = loop.answer(0, loop.begin())
+    state = loop.begin()
+    recorder = Recorder([x for x in state if isinstance(x, Tensor)])  # refuses what asking twice would do twice
+    recorder.grad = recorder.may_draw = False
+    with recorder, without_hooks():
+        answer = loop.answer(0, state)
     if not isinstance(answer, Tensor):
         raise Refused(f"the condition gave {describe(answer)}, no tensor")
     if answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
@@ -131,28 +152,39 @@ def _first_answer(loop: ConditionalLoop) -> Tensor | None:
 
 def plan_of(found: Recorded) -> Any:
     """The plan of a recorded step, or the reason why it has none."""
-    grad = torch.is_grad_enabled()
-    return plans.get(found.key(grad), lambda: _made(found, grad))
+    if found.known is not None:
+        if (plan := plans.find(found.known)) is not None:
+            return plan
+        found.write()
+    key = found.key
+    plan = plans.find(key)
+    if plan is None:
+        looks = None
+        try:  # no lock is held here: the body runs, and may wait for other threads
+            again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
+            looks = looked(found) if found.arrays.places else None
+        except Refused as refusal:
+            again = Refused(refusal.reason, refusal.place)
+        plan = plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, looks))
+    found.learn(key)
+    return plan
 
 
-def _made(found: Recorded, grad: bool) -> Any:
-    loop = found.loop
-    try:
-        again = inspect(found, lambda: Recorded(loop, found.first, lines=True))
-    except Refused as refusal:
-        return Refused(refusal.reason, refusal.place)
-    inputs = [*found.given(), *found.xs, *found.captures]
+def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
+    loop, grad = found.loop, torch.is_grad_enabled()
+    drawn = [draw.example for draw in found.draws]
+    inputs = [*found.given(), *found.xs, *drawn, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [*found.arguments, *found.captures]
+    examples = [*found.arguments, *drawn, *found.captures]
     try:
-        with unseen():
-            if found.arrays.places:
-                plan = planned(found, examples, wants, any(wants), reverse)
-            else:
+        with unseen(), without_autocast():
+            if looks is None:
                 plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+            else:
+                plan = planned(found, looks, examples, wants, reverse)
     except Refused as refusal:
-        return Refused(refusal.reason, refusal.place)
+        return refusal
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
@@ -165,13 +197,15 @@ def _made(found: Recorded, grad: bool) -> Any:
 
 def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> tuple[Loop, Any]:
     loop = found.loop
-    tensors = [*(x.contiguous() for x in found.given()), *found.xs, *found.captures]
-    if checkpoints is None or not plan.grad:
-        run = Run(plan, steps, most=loop.length, lengths=found.arrays.starts)
-    else:
-        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
-        run = Segmented(plan, steps, loop.length, blocks, loop.name)
-    outputs = _outputs(run, tensors)
+    given = found.given()
+    carried = [x.contiguous() for x in pairs.split(given)]
+    run = _planned(found, plan, steps, checkpoints)
+    drawn = [torch.empty(0)] * run.drawn
+    if run.draws is not None and not isinstance(run, Segmented):
+        with torch.no_grad(), unseen(), without_autocast():
+            drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
+    tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
+    outputs = pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
     loop.taken = run.done
     n = len(found.carry)
     carry = list(loop.init)
@@ -190,9 +224,29 @@ def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The last carry and ys."""
     if run.plan.grad:
         return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
-    with torch.no_grad(), unseen():
+    with torch.no_grad(), unseen(), without_autocast():
         last, ys, _ = run.forward([x.detach() for x in tensors])
     return [*last, *ys]
+
+
+def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> Run:
+    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
+    loop, draws = found.loop, None
+    if found.draws:
+        assert found.recorder is not None
+        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
+        if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
+            raise Refused(
+                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
+                f"give checkpoints="
+            )
+    if checkpoints is not None and plan.grad:
+        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
+    elif draws is not None and not plan.grad:
+        blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+    else:
+        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts)
+    return Segmented(plan, steps, loop.length, blocks, loop.name, draws)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

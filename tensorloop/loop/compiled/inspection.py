@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.user_line import user_place
 from tensorloop._torch import graph
-from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.outside import Outside
 
 _READS = {
     "numpy": "turns a tensor into an array",
@@ -48,16 +48,14 @@ class _Looks(TorchFunctionMode):
 def inspect(found: Any, again: Callable[[], Any]) -> Any:
     """Runs the step again and gives it as it was recorded then, with lines; raises `Refused` where that says why."""
     loop = found.loop
-    constants = Constants(loop.functions[-1].function if loop.name == "while_loop" else loop.functions[0].function)
+    outside = Outside(loop.functions)
     before = random.getstate(), _numpys_state()
     with _Looks():
         second = again()
     if (random.getstate(), _numpys_state()) != before:
         raise Refused("the body draws random numbers of Python or NumPy")
-    changed = [x.name for x in constants.held if x.read() is not x.value and x.read() != x.value]
-    if changed:
-        raise Refused(f"the body changes {changed[0]}, a Python value outside of it, at every step")
-    if _functions(second) != _functions(found):
+    outside.check()
+    if _functions(second) != _functions(found) or _floats(second) != _floats(found):
         raise Refused("the body does not do the same at every step")
     _compare_captures(found, second)
     _find_functions(second)
@@ -66,8 +64,14 @@ def inspect(found: Any, again: Callable[[], Any]) -> Any:
 
 
 def _functions(recorded: Any) -> list[Any]:
-    """What a step calls, beside the detaching that autograd does for itself: the second look has more gradients."""
-    return [f for f in recorded.recorder.functions if f is not torch.ops.aten.detach.default]
+    """What a step calls, beside what autograd does for itself: the second look has more gradients."""
+    own = torch.ops.aten.detach.default, torch.ops.aten.clone.default
+    return [f for f in recorded.recorder.functions if f not in own]
+
+
+def _floats(recorded: Any) -> list[str]:
+    """The floats in a step, such as a clock's, and names."""
+    return [x for x in recorded.recorder.key if type(x) is str]
 
 
 def _numpys_state() -> Any:

@@ -9,6 +9,9 @@ from torch import Tensor, fx
 
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
+from tensorloop.loop.compiled.autocast import without_autocast
+from tensorloop.loop.compiled.batched import NotBatched
+from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.lengths import Sized, actual, grows
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
@@ -25,7 +28,13 @@ class Run:
     steps: int | None
     done: int = 0
     most: int | None = None  # steps, where only a condition knows them
+    draws: Draws | None = None  # whose numbers are the last of xs
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
+
+    @property
+    def drawn(self) -> int:
+        """How many of xs are drawn."""
+        return 0 if self.draws is None else self.draws.tensors
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(carry, xs, captures) of all inputs."""
@@ -111,8 +120,13 @@ class Run:
         by_place = dict(zip(wants, found, strict=True))
         return [by_place.get(i) for i in range(len(tensors))]
 
+    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+        """All sequences, of all steps."""
+        return xs
+
     def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         carry, xs, captures = self.split(tensors)
+        xs = self.whole(xs)
         n, k = len(carry), len(self.plan.step.ys)
         ys: list[list[Tensor]] = []
         length = self.done if self.steps is None else self.steps
@@ -143,14 +157,13 @@ class Looped(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop."""
         ctx.set_materialize_grads(False)
-        with unseen():  # a default device, or other modes of the caller's
+        with unseen(), without_autocast():  # nor a default device, or other modes of the caller's
             last, ys, saved = run.forward(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
-        plan = run.plan
-        flowing = {*plan.flowing_carry, *(len(last) + k for k in plan.flowing_ys)}
+        reached = run.plan.traced.reached
         outputs = tuple(x.detach() for x in (*last, *ys))  # those that are kept hold no graph
-        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in flowing))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in reached))
         return outputs
 
     @staticmethod
@@ -165,6 +178,10 @@ class Looped(torch.autograd.Function):
             g is not None and transforms.is_legacy_batched(g) for g in grads
         )
         if torch.is_grad_enabled() or batched:
-            return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
-        with unseen():
-            return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
+            with without_autocast():
+                return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
+        with unseen(), without_autocast():
+            try:
+                return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
+            except NotBatched:  # it is seen before anything runs
+                return (None, *run.differentiable(kept[:n], grads, False))

@@ -1,6 +1,7 @@
 """What kinds of aten operations there are for a partition: views, pointwise ones, dear ones, those without inputs."""
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def is_view(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each number of the result comes from one number of each argument."""
     target: Any = node.target
-    if node.op != "call_function" or not hasattr(target, "tags"):
+    if node.op != "call_function" or not hasattr(target, "tags") or not isinstance(node.meta.get("val"), Tensor):
         return False
     return target in _COPIES or torch.Tag.pointwise in target.tags
 
@@ -72,6 +73,17 @@ def is_dear(node: fx.Node) -> bool:
     """Whether it is pointwise, and better kept than computed again."""
     target: Any = node.target
     return getattr(target, "_opname", "") in _DEAR
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node is one of the tensors that an operation gives together: it belongs where that one runs."""
+    return node.target is operator.getitem
+
+
+def with_parts(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and the parts of those that give several tensors."""
+    found = set(nodes)
+    return found | {part for n in found for part in n.users if is_part(part)}
 
 
 def is_constant(node: fx.Node) -> bool:

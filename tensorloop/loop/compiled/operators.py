@@ -102,7 +102,8 @@ def prepared(text: str, wants: Sequence[bool]) -> Prepared:
 
 def _made(text: str, wants: Sequence[bool]) -> Prepared:
     found = read(text)
-    examples = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in found.inputs] + found.constants
+    # Operations run on these while they are written down: 0 is an index, too.
+    examples = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in found.inputs] + found.constants
     wants = [*wants, *(False for _ in found.constants)]
     return Prepared(Plan(found.step, examples, wants, grad=any(wants), reverse=found.reverse), found)
 

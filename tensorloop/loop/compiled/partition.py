@@ -8,10 +8,11 @@ memory. The rest runs before the loop or after it, for all steps at once (`batch
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from tensorloop.loop.compiled.lengths import grows, meets_growing
-from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of
+from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 
@@ -67,7 +68,8 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     arrays = [n for n in parts.sequences if grows(n)]
     carried = depends_on((n for n in order if n not in given), [*parts.carry, *arrays])
     growing = {n for n in order if n not in given and meets_growing(n)}  # there is no such thing for all steps
-    inner = ((needed_for([*roots, *growing], given) & carried) | growing) - set(arrays)
+    inner = (needed_for([*roots, *growing], given) & carried) | growing
+    inner = (with_parts(inner) & every) - set(arrays)
     pulled = _Pulled(parts, given, moving, hoisted)
     for n in order:
         if n in inner and n not in given:
@@ -188,7 +190,7 @@ def _recurrence(
     for c, new in zip(parts.carry, parts.next_carry, strict=True):
         if new is None:
             value = value_of(c)
-            options = {"dtype": value.dtype, "device": value.device}
+            options = {"dtype": value.dtype, "device": torch.device("cpu")}
             zeros = graph.call_function(aten.full.default, (list(value.shape), 0), options)
             zeros.meta["val"] = value
             following.append(zeros)

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
 from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import grows, versions
-from tensorloop.loop.compiled.operations import aten, bytes_of, value_of
+from tensorloop.loop.compiled.operations import aten, bytes_of, value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -37,8 +38,8 @@ class Plan:
         reverse: bool,
         growth: Sequence[int] = (),
     ) -> None:
+        step, self.module, examples, wants = pairs.apart(step, functional(step, examples), examples, wants)
         self.step, self.reverse, self.growth = step, reverse, tuple(growth)
-        self.module = functional(step, examples)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
         self.wants = tuple(wants)
         self.arrays = {n: i for i, n in enumerate(t.carry) if grows(n)}
@@ -94,6 +95,10 @@ class Plan:
                 parts = Parts(t.captures, t.xs, t.carry, t.next_carry, asked, (), answer, self.reverse, grow)
                 self._replays[name] = Program(t.graph, parts)
             return self._replays[name]
+
+    def keeps_last(self, n: int) -> bool:
+        """Whether a backward keeps the last n of xs, as they are."""
+        return all(x in self.saved for x in self.traced.xs[len(self.traced.xs) - n :])
 
     def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
         """The ys among what the program forward gave, or the light one."""
@@ -169,7 +174,7 @@ class Plan:
         found = [g for grads in t.found.values() for g in grads.values()]
         needed = needed_for(found) & linear
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
-        forward = needed_for([*t.next_carry, *t.ys])
+        forward = with_parts(needed_for([*t.next_carry, *t.ys]))
         price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2) | dict.fromkeys(self.versions, 1)
         pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry and not grows(c)]
         price |= {c: 3 for c, new in pairs if new in t.ys}
@@ -204,16 +209,12 @@ class Plans:
         self.made = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The plan of a key."""
-        with self._lock:
-            found = self._plans.get(key)
-            if found is not None:
-                self._plans.move_to_end(key)
-                return found
+        """The plan of a key, made where there is none."""
+        if (found := self.find(key)) is not None:
+            return found
         with self._making:  # torch traces one graph at a time
-            with self._lock:
-                if (found := self._plans.get(key)) is not None:
-                    return found
+            if (found := self.find(key)) is not None:
+                return found
             found = make()
         with self._lock:
             self.made += 1
@@ -221,6 +222,14 @@ class Plans:
             while len(self._plans) > MOST_PLANS:
                 self._plans.popitem(last=False)
         return found
+
+    def find(self, key: Hashable) -> Any:
+        """The same, None where there is none."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+            return found
 
     def clear(self) -> None:
         """Lets all plans go."""

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
+from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
+from tensorloop.loop.compiled import autocast
 from tensorloop.loop.compiled.capture import Step
 from tensorloop.loop.compiled.carried_arrays import Arrays
+from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.glance import Glance, Missed, paths
 from tensorloop.loop.compiled.step_number import symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import RowsLoop
@@ -53,17 +57,39 @@ class Recorded:
             lasts = make_first_inputs(self.rows, loop.init)
             taken = torch.zeros(first.shape, dtype=torch.int64, device="cpu")
             self.carry += [*(lasts[i] for i in self.held), first, taken]
-        self.xs = [] if loop.slices is None else [x.movedim(d, 0) for x, d in loop.slices.tensors if x is not None]
+        self.xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
         if loop.name == "fori_loop":
             assert loop.length is not None
             self.xs.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
-        self._record(lines, live)
+        self.recorder: Recorder | None = None
+        self._watch: Any = None  # the mode that the body runs under
+        self.known: Key | None = None  # of the plan, where the step was known at a glance
+        self.root = self._root()
+        self._glance: Glance | None = None
+        self.draws: list[Draw] = []
+        if lines or not self._known_at_a_glance():
+            self._record(lines, live)
 
-    def _record(self, lines: bool, live: bool) -> None:
-        loop = self.loop
-        carry = [_own(x) for x in self.carry]
-        t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
-        rows = [_own(x[t]) for x in self.xs]
+    def _known_at_a_glance(self) -> bool:
+        """Runs the step and compares its calls with those of known steps."""
+        known = None if self.arrays.places else paths.of(self.root)
+        if known is None or modes():
+            return False
+        carry, rows = self._inputs()
+        glance = Glance([*carry, *rows], known)
+        try:
+            with without_hooks(), autocast.without_kept_casts():
+                tensors, others = self._ran(glance, carry, rows)
+            leaf = glance.end(tensors, others)
+        except Missed:
+            return False
+        assert leaf is not None
+        self.known = leaf.key
+        self.captures = [glance.captures[i] for i in leaf.captures]
+        return True
+
+    def _record(self, lines: bool, live: bool = True) -> None:
+        carry, rows = self._inputs()
         if lines and live and torch.is_grad_enabled():  # the second look is at custom Functions too
             carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
         if self.noise is not None:
@@ -71,35 +97,75 @@ class Recorded:
                 x.normal_(generator=self.noise) if x.is_floating_point() else x
             self.before = [x.clone() for x in (*carry, *rows)]
         self.arguments = [*carry, *rows]
-        self.recorder = r = Recorder(self.arguments, lines=lines)
-        with r, without_hooks():
-            new, self.leaves, self.ys, self.answer = self._step(carry, rows)
+        calls_tell = self.loop.name != "fori_loop" and not self.arrays.places
+        if calls_tell and not (lines or paths.unclear(self.root) or modes()):
+            self._glance = Glance(self.arguments)
+        self.recorder = r = Recorder(self.arguments, lines=lines, glance=self._glance)
+        r.may_draw = self.loop.cond is None and self.loop.until is None and self.loop.length is not None
+        try:
+            with without_hooks(), autocast.without_kept_casts():
+                tensors, others = self._ran(r, carry, rows)
+            self._check_draws(r, tensors[: len(carry)])
+        finally:
+            r.generators.restore()
+        self.draws = list(r.draws)
+        numbers = r.finish(tensors)
         n, m = len(carry), len(rows)
-        tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
-        numbers = r.finish([*tensors, *([] if self.answer is None else [self.answer])])
         self.captures = list(r.captures.values())
         answer = None if self.answer is None else numbers[-1]
-        self.outputs = numbers[:n], numbers[n : len(tensors)], answer
-        self.step = Step(r.operations, range(n), range(n, n + m), list(r.captures), *self.outputs, r.writes)
+        ys = numbers[n:] if self.answer is None else numbers[n:-1]
+        self.outputs = numbers[:n], ys, answer
+        xs = [*range(n, n + m), *(draw.number for draw in self.draws)]
+        self.step = Step(r.operations, range(n), xs, list(r.captures), *self.outputs, r.writes)
+        if self._glance is not None:
+            self._glance.clear &= not any(r.made(x) for x in self._glance.captures)
+            self._glance.end(tensors, others)
+
+    def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(carry, row) of the step, the body's own."""
+        loop = self.loop
+        t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
+        return [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
+
+    def _ran(self, watch: Any, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """(the tensors that the step gives, what else decides about its plan)."""
+        self._watch = watch
+        new, self.leaves, self.ys, self.answer = self._step(carry, rows)
+        self._watch = None
+        tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
+        kinds = tuple("y" if isinstance(y, Tensor) else type(y) for y in self.ys)
+        return [*tensors, *([] if self.answer is None else [self.answer])], (kinds, self.answer is None)
+
+    def _check_draws(self, r: Recorder, new: list[Tensor]) -> None:
+        """Refuses what would be drawn in another order, or again, at another step."""
+        if r.generators.moved():
+            raise Refused("the body sets the state of a generator")
+        rows = [x[0] for x in self.xs] if r.draws else []
+        if r.draws and not all(torch.empty_like(x).is_contiguous() for x in (*new, *rows)):
+            raise Refused("the body draws random numbers, and a tensor in the carry or xs is transposed in memory")
 
     def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """(the next carry, the body's leaves, ys, the condition's answer)."""
         loop = self.loop
         state = list(loop.init)
-        for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):
-            state[i] = self.arrays.stand_in(i, x, self.recorder, k) if i in self.arrays.first else x
+        with self._watch:
+            for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):
+                state[i] = self.arrays.stand_in(i, x, self._watch, k) if i in self.arrays.first else x
         if self.rows is not None:
             return self._masked(carry, state)
         row: list[Any] = []
         if loop.name == "fori_loop":
             assert loop.numbered is not None
+            assert self.recorder is not None
             self.recorder.number = rows[-1]
-            leaves = loop.checked(loop.numbered(symbol(loop.lower), loop.tree_of(state)), 0)
-            y = None
+            with self._watch:
+                returned, y = loop.numbered(symbol(loop.lower), loop.tree_of(state)), None
         else:
             left = iter(rows)
             row = [] if loop.slices is None else [None if x is None else next(left) for x, _ in loop.slices.tensors]
-            leaves, y = loop.step(0, state, row)
+            with self._watch:
+                returned, y = loop.body(0, loop.tree_of(state), row, loop.context_at(0))
+        leaves = loop.checked(returned, 0)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
         self._check_others(leaves)
         answer, leaves = self._ask(leaves), list(leaves)
@@ -114,30 +180,32 @@ class Recorded:
         loop, n, k = self.loop, len(self.places), len(self.held)
         lasts, active, taken = carry[n : n + k], carry[n + k], carry[n + k + 1]
         fed = list(state)
-        for i, last in zip(self.held, lasts, strict=True):
-            fed[i] = torch.where(spread(active, last), state[i], last.detach())
-        returned, _ = loop.body(0, loop.carry.tree.unflatten(fed), [], loop.context_at(0))
+        with self._watch:
+            for i, last in zip(self.held, lasts, strict=True):
+                fed[i] = torch.where(spread(active, last), state[i], last.detach())
+            returned, _ = loop.body(0, loop.carry.tree.unflatten(fed), [], loop.context_at(0))
         leaves = list(loop.checked(returned, 0))
         self._check_others(leaves)
-        lasts = [fed[i].detach() for i in self.held]
-        for i in self.held:
-            leaves[i] = torch.where(spread(active, leaves[i]), leaves[i], state[i])
-        with torch.no_grad():
-            self.recorder.grad = False
-            asked = self._asked(leaves)
-            if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
-                raise Refused("the condition changes its shape")
-            going = active & asked
-            new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
-            return new, leaves, [], going.any()
+        with self._watch:
+            lasts = [fed[i].detach() for i in self.held]
+            for i in self.held:
+                leaves[i] = torch.where(spread(active, leaves[i]), leaves[i], state[i])
+            with torch.no_grad():
+                self._watch.grad = False
+                asked = self._asked(leaves)
+                if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
+                    raise Refused("the condition changes its shape")
+                going = active & asked
+                new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
+                return new, leaves, [], going.any()
 
     def _ask(self, leaves: list[Any]) -> Tensor | None:
         """Whether the loop goes on, as a tensor; None where nobody asks."""
         loop = self.loop
         if loop.cond is None and loop.until is None:
             return None
-        with torch.no_grad():
-            self.recorder.grad = False
+        with torch.no_grad(), self._watch:
+            self._watch.grad = False
             answer = self._asked(leaves)
             if not isinstance(answer, Tensor):
                 raise Refused(f"the condition gave {describe(answer)}, no tensor")
@@ -169,20 +237,56 @@ class Recorded:
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds nothing of the step but what it did; gives its tensors, weakly."""
-        self.leaves, self.ys, self.answer, self.arguments = [], [], None, []
+        self.leaves, self.ys, self.answer, self.arguments, self.draws = [], [], None, [], []
         self.loop.last_tree = (None, None)
+        assert self.recorder is not None
         return self.recorder.let_go()
 
-    def key(self, grad: bool) -> tuple[Any, ...]:
+    @property
+    def key(self) -> "Key":
         """All that a plan depends on."""
+        if self.known is not None:
+            return self.known
+        assert self.recorder is not None
+        kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
+        carry, ys, answer = self.outputs
+        return Key((self.root, self.arrays.key(), kinds, tuple(carry), tuple(ys), answer, tuple(self.recorder.key)))
+
+    def learn(self, key: "Key") -> None:
+        """Lets the step be known at a glance."""
+        if self._glance is not None and not self.draws:  # what is drawn is drawn by the recorder
+            paths.add(self.root, self._glance, key, self.captures)
+            self._glance = None
+
+    def write(self) -> None:
+        """Writes down a step that was known at a glance: its plan is gone, and a new one may order captures anew."""
+        self.known = None
+        self._record(False)
+
+    def _root(self) -> "Key":
+        """What is known of the key before the step."""
         loop = self.loop
-        carry = tuple((x.shape, x.dtype, x.requires_grad) for x in self.carry), self.arrays.key()
+        carry = tuple((x.shape, x.dtype, x.requires_grad) for x in self.carry)
         xs = tuple((x.shape[1:], x.dtype, x.requires_grad) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
-        kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
-        settings = grad, reverse, torch.get_default_dtype(), loop.cond is None, loop.until is None
-        codes = tuple(_code(function) for function in (called.function for called in loop.functions))
-        return codes, carry, xs, kinds, settings, str(self.outputs), tuple(self.recorder.key)
+        asks = loop.cond is None, loop.until is None
+        settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
+        return Key((tuple(_code(called.function) for called in loop.functions), carry, xs, settings))
+
+
+class Key:
+    """What plans are found by: a tuple whose hash is taken once."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Key and self._hash == other._hash and self.parts == other.parts)
 
 
 def _code(function: Any) -> Any:
@@ -201,6 +305,10 @@ def _holds_function(cell: CellType) -> bool:
         return isinstance(cell.cell_contents, FunctionType)
     except ValueError:  # it is still empty
         return False
+
+
+def _steps_first(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, 0) if dim else x
 
 
 def _own(x: Tensor) -> Tensor:
@@ -231,6 +339,4 @@ def recorded(loop: Loop, first: Tensor | None) -> Recorded:
         raise Refused("only loops on the CPU are compiled")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs")
-    if torch.is_autocast_enabled("cpu"):
-        raise Refused("autocast is on")
     return Recorded(loop, first)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from torch import fx
+from torch import Tensor, fx
 
 from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_pointwise, is_view
@@ -57,7 +57,7 @@ def kept(
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
     for n, i in place.items():
-        edges.add(i, i + 1, price.get(n, _FOREVER if grows(n) else bytes_of(n) * 8 + (8 if is_view(n) else 1)))
+        edges.add(i, i + 1, price.get(n, _price(n)))
         given = [a for a in n.all_input_nodes if a in place]
         if n not in again or not given:
             edges.add(0, i, _FOREVER)
@@ -68,6 +68,13 @@ def kept(
         edges.add(place[n] + 1, 1, _FOREVER)
     late = edges.cut(0, 1)
     return [n for n, i in place.items() if i not in late and i + 1 in late]
+
+
+def _price(n: fx.Node) -> int:
+    """Of what a node gives. Several tensors at once are not kept: each is, by itself; nor is what grows."""
+    if not isinstance(n.meta["val"], Tensor) or grows(n):
+        return _FOREVER
+    return bytes_of(n) * 8 + (8 if is_view(n) else 1)
 
 
 def _again(n: fx.Node) -> bool:

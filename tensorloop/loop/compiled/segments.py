@@ -18,6 +18,7 @@ from tensorloop._common.errors import Misuse, named
 from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Offload, Stored
+from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.node import Run
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
@@ -55,11 +56,20 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
 class Segmented(Run):
     """One loop that runs by a plan in blocks."""
 
-    def __init__(self, plan: Plan, steps: int | None, most: int | None, blocks: Blocks, name: str) -> None:
-        super().__init__(plan, steps, most=most)
+    def __init__(
+        self,
+        plan: Plan,
+        steps: int | None,
+        most: int | None,
+        blocks: Blocks,
+        name: str,
+        draws: Draws | None = None,
+    ) -> None:
+        super().__init__(plan, steps, most=most, draws=draws)
         self.known = plan.traced.answer is None
         self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
         few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step(), 1))
+        few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
         self.offload = Offload(blocks.offload)
         self.carries: dict[int, Stored | None] = {}  # before which block; of the first one there is init
@@ -77,9 +87,21 @@ class Segmented(Run):
 
     def _run(self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor]) -> Any:
         """(the carry after these steps, how many were done, what the program wants of them)."""
-        _, xs, captures = self.split(tensors)
+        _, _, captures = self.split(tensors)
+        return program(stop - start, captures, self._rows(start, stop, tensors), state)[:3]
+
+    def _rows(self, start: int, stop: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sequences of these steps; those that are drawn are drawn now."""
+        _, xs, _ = self.split(tensors)
         part = self._part(start, stop, self.steps)
-        return program(stop - start, captures, [x[part] for x in xs], state)[:3]
+        given = [x[part] for x in xs[: len(xs) - self.drawn]]
+        return given if self.draws is None else [*given, *self.draws.between(start, stop, self.size)]
+
+    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+        """All sequences, of all steps: those that are drawn, drawn again."""
+        if self.draws is None:
+            return xs
+        return [*xs[: len(xs) - self.drawn], *self.draws.between(0, self.done, self.size)]
 
     # -- forward
 
@@ -178,11 +200,11 @@ class Segmented(Run):
     def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: Totals) -> None:
         """Runs block i with what a backward keeps, and then that."""
         start, stop = i * self.size, min((i + 1) * self.size, self.done)
-        _, xs, captures = self.split(tensors)
-        _, _, wanted = self._run(self.plan.again, start, stop, tensors, state)
-        part = self._part(start, stop, self.steps)
-        saved = self.plan.saved_of(wanted, [x[part] for x in xs])
-        del wanted
+        _, _, captures = self.split(tensors)
+        rows = self._rows(start, stop, tensors)
+        _, _, wanted, _ = self.plan.again(stop - start, captures, rows, state)
+        saved = self.plan.saved_of(wanted, rows)
+        del wanted, rows
         total.reverse(self._part(start, stop, self.done), captures, saved)
 
 

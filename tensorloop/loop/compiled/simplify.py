@@ -194,7 +194,7 @@ def _linear(nodes: Any, roots: Any) -> set[fx.Node]:
 
 
 def _zeros(graph: fx.Graph, value: Tensor) -> fx.Node:
-    options = {"dtype": value.dtype, "device": value.device}
+    options = {"dtype": value.dtype, "device": torch.device("cpu")}
     return _made(graph, aten.full.default, (list(value.shape), 0), options, value)
 
 

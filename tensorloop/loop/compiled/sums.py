@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from tensorloop.loop.compiled.batched import Stage
 from tensorloop.loop.compiled.lengths import meets_growing
-from tensorloop.loop.compiled.operations import aten, value_of
+from tensorloop.loop.compiled.operations import aten, is_part, value_of
 
 # Linear in their first argument, whatever the others are.
 _LINEAR = {
@@ -18,7 +18,7 @@ _LINEAR = {
     *(aten.slice.Tensor, aten.constant_pad_nd.default, aten.neg.default, aten.flip.default, aten.clone.default),
     *(aten.sum.dim_IntList, aten.diagonal.default, aten.cumsum.default),
 }
-_FLOATS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Sums:
@@ -38,6 +38,8 @@ class Sums:
             return [a for a in n.args if isinstance(a, fx.Node)]
         if parts == "scattered":
             return n.all_input_nodes
+        if parts == "convolved":
+            return list(_node(n.args[0]).args[:3])  # pyright: ignore[reportReturnType]
         return [leaf for a in parts for leaf in self.leaves(a)] + [
             a for a in n.all_input_nodes if a not in parts and a not in self.stage.moving
         ]
@@ -51,13 +53,18 @@ class Sums:
     def _through(self, n: fx.Node) -> Any:
         """The arguments to sum in the place of a node, or None where that is no use.
 
-        "product" where both factors move, "scattered" where a node adds values to zeros in places.
+        "product" where both factors move, "scattered" where a node adds values to zeros in places, "convolved" where it
+        is the gradient of a kernel.
         """
         moving, target = self.stage.moving, n.target
         if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS or meets_growing(n):
             return None
+        if is_part(n):
+            return "convolved" if _is_kernels(n, moving) else None
         args = [a for a in n.args if isinstance(a, fx.Node)]
         inner = [a for a in args if a in moving]
+        if target is aten._to_copy.default:
+            return inner if value_of(inner[0]).dtype in _FLOATS else None
         if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
             return None
         if target in (aten.mm.default, aten.bmm.default):
@@ -86,6 +93,9 @@ class Sums:
             return s.call(_products if n.target is aten.mm.default else _batches_of_products, a, b)
         if parts == "scattered":
             return s.call(n.target, *fx.map_arg(n.args, lambda a: s.found[a] if _constant(a) else s.whole(a)))  # pyright: ignore[reportArgumentType]
+        if parts == "convolved":
+            grad, x, weight, *options = _node(n.args[0]).args
+            return s.call(_of_kernel, s.whole(_node(grad)), s.whole(_node(x)), s.found[_node(weight)], options)
         if n.target in (aten.add.Tensor, aten.sub.Tensor):
             args: Any = fx.map_arg(n.args, self.of)
         else:
@@ -109,6 +119,24 @@ def _scatters(n: fx.Node) -> bool:
     ranks = {value_of(i).dim() for i in indices}  # pyright: ignore[reportArgumentType]
     rest = value_of(base).dim() - len(indices)
     return len(ranks) == 1 and isinstance(values, fx.Node) and value_of(values).dim() == ranks.pop() + rest
+
+
+def _is_kernels(n: fx.Node, moving: set[fx.Node]) -> bool:
+    """Whether a node is the gradient of a convolution's kernel, which is the same at each step."""
+    source = _node(n.args[0])
+    if source.target is not aten.convolution_backward.default or n.args[1] != 1:
+        return False
+    return _node(source.args[2]) not in moving
+
+
+def _of_kernel(grad: Tensor, x: Tensor, weight: Tensor, options: Any) -> Tensor:
+    """A kernel's gradient over all steps: they are further rows of the batch."""
+    return aten.convolution_backward.default(grad.flatten(0, 1), x.flatten(0, 1), weight, *options)[1]
+
+
+def _node(x: Any) -> fx.Node:
+    assert isinstance(x, fx.Node)
+    return x
 
 
 def _constant(n: fx.Node) -> bool:

@@ -115,8 +115,7 @@ class Arithmetic:
     def _wide(self, a: Value) -> Value:
         if a.kind != "bfloat":
             return a
-        bits = a if a.text == "" else self.code.convert("bitcast", a, "i16")
-        shifted = self.code.convert("zext", bits, "i32")
+        shifted = self.code.convert("zext", a._replace(kind="i16"), "i32")
         return self.code.convert("bitcast", self.bit("shl", shifted, self.like(shifted, 16)), "float")
 
     def _to_bfloat(self, a: Value) -> Value:
@@ -125,8 +124,7 @@ class Arithmetic:
         odd = self.bit("and", self.bit("lshr", bits, self.like(bits, 16)), self.like(bits, 1))
         rounded = self.add(self.add(bits, odd), self.like(bits, 0x7FFF))
         rounded = self.where(self.isnan(a), self.like(bits, 0x7FC00000), rounded)
-        upper = self.code.convert("trunc", self.bit("lshr", rounded, self.like(bits, 16)), "i16")
-        return self.code.convert("bitcast", upper, "bfloat")
+        return self.code.convert("trunc", self.bit("lshr", rounded, self.like(bits, 16)), "bfloat")
 
     def _to_integer(self, a: Value) -> Value:
         known = self.where(self.isnan(a), self.like(a, 0), a)

@@ -105,3 +105,10 @@ def dense(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[i
 def contiguous(buffer: Buffer, shape: Sequence[int]) -> Array:
     """All of a buffer, in order."""
     return Array(buffer, tuple(shape), dense(shape))
+
+
+def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape that these fit into, which torch has checked; its own function loads sympy."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))

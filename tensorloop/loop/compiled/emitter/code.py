@@ -50,14 +50,14 @@ class Value(NamedTuple):
 
 
 def llvm_type(kind: str, width: int = 1) -> str:
-    """A scalar or a vector of a kind."""
-    scalar = "i8" if kind == "u8" else kind
+    """A scalar or a vector of a kind; bfloat16 is only ever moved and cast, as bits: not every machine has it."""
+    scalar = {"u8": "i8", "bfloat": "i16"}.get(kind, kind)
     return scalar if width == 1 else f"<{width} x {scalar}>"
 
 
 def suffix_of(kind: str) -> str:
     """A kind in the name of an intrinsic."""
-    return {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "u8": "i8"}.get(kind, kind)
+    return {"float": "f32", "double": "f64", "half": "f16", "bfloat": "i16", "u8": "i8"}.get(kind, kind)
 
 
 def literal(kind: str, value: float) -> str:

@@ -1,4 +1,4 @@
-"""Operations that are not known here, taken apart by torch's own decompositions."""
+"""Operations that are not known here, taken apart by our own decompositions or torch's."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from tensorloop.loop.compiled.emitter.lowering import Lowering
+from tensorloop.loop.compiled.emitter.ordered import TABLE
 from tensorloop.loop.compiled.recurrence import Unsupported
 
 
@@ -17,7 +18,7 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported("not an operation of aten", node)
-    if target not in decomposition_table or torch.Tag.nondeterministic_seeded in target.tags:
+    if target not in decomposition_table.keys() | TABLE.keys() or torch.Tag.nondeterministic_seeded in target.tags:
         raise Unsupported("not known, and torch does not take it apart", node)
     arrays: list[Any] = []
     examples: list[Any] = []
@@ -35,7 +36,7 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
         inner_args, inner_kwargs = fx.map_arg((node.args, node.kwargs), lambda one: next(left))
         return target(*inner_args, **inner_kwargs)
 
-    decompositions = {key: value for key, value in decomposition_table.items() if key is target}
+    decompositions = {target: TABLE.get(target) or decomposition_table[target]}
     traced = make_fx(torch.func.functionalize(call), decomposition_table=decompositions, tracing_mode="fake")(*examples)
     return _inline(low, traced, arrays, node)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from tensorloop.loop.compiled.emitter.arrays import Array
+from tensorloop.loop.compiled.emitter.arrays import Array, broadcast
 from tensorloop.loop.compiled.emitter.code import Value
 from tensorloop.loop.compiled.emitter.kernels import Running, Scatter
-from tensorloop.loop.compiled.emitter.lowering import Call, Lowering
+from tensorloop.loop.compiled.emitter.lowering import Call, Lowering, computed_in
 from tensorloop.loop.compiled.emitter.pointwise import handles
 from tensorloop.loop.compiled.emitter.vector_math import Math
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -48,7 +48,7 @@ def index(call: Call, x: Array, indices: Sequence[Array | None]) -> Array:
         raise Unsupported("with a mask: how many there are is not known before")
     dims = list(chosen)
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
-    shape = torch.broadcast_shapes(*(one.shape for one in chosen.values()))
+    shape = broadcast(*(one.shape for one in chosen.values()))
     return _index(call, x, chosen, shape, dims[0] if adjacent else 0)
 
 
@@ -112,7 +112,7 @@ def index_put(call: Call, x: Array, indices: Sequence[Array | None], values: Arr
 
 def _joined(low: Lowering, indices: Sequence[Array], sizes: Sequence[int]) -> Array:
     """One index into dims taken as one; what is out of range in any is out of range in all."""
-    shape = torch.broadcast_shapes(*(one.shape for one in indices))
+    shape = broadcast(*(one.shape for one in indices))
     if len(indices) == 1:
         return indices[0]
 
@@ -135,13 +135,11 @@ def _joined(low: Lowering, indices: Sequence[Array], sizes: Sequence[int]) -> Ar
 def running(call: Call, x: Array, dim: int, dtype: Any = None) -> Array:
     """Sums or products of all elements so far."""
     low = call.low
-    x = low.cast(x, call.dtype)
+    x = low.cast(low.cast(x, call.dtype), computed_in(call.dtype))
     if not x.shape:
         return x
-    out = low.new(call.shape, call.dtype)
-    if call.dtype in (torch.bfloat16, torch.float16):
-        raise Unsupported(f"of {call.dtype}")
+    out = low.new(call.shape, x.dtype)
     if out.numel:
         name = "sum" if "cumsum" in str(call.node.target) else "prod"
         low.kernels.append(Running(name, x, dim % len(x.shape), out))
-    return out
+    return low.cast(out, call.dtype)

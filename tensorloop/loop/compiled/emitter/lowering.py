@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.emitter import growing
-from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous, dense
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, broadcast, contiguous, dense
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.loop.compiled.emitter.vector_math import Math
@@ -81,7 +81,7 @@ class Lowering:
     ) -> Array:
         """An elementwise kernel over arrays that broadcast together; gives its output."""
         if shape is None:
-            shape = out.shape if out is not None else torch.broadcast_shapes(*(one.shape for one in ins))
+            shape = out.shape if out is not None else broadcast(*(one.shape for one in ins))
         if out is None:
             out = self.new(shape, dtype)
         if out.numel:
@@ -185,6 +185,8 @@ class Lowering:
 
     def matmul(self, a: Array, b: Array) -> Array:
         """(*batch, M, K) @ (*batch, K, N), batch dims broadcast before."""
+        if computed_in(a.dtype) is not a.dtype:
+            return self.cast(self.matmul(self.cast(a, torch.float32), self.cast(b, torch.float32)), a.dtype)
         batch, m, k, n = a.shape[:-2], a.shape[-2], a.shape[-1], b.shape[-1]
         if grows(a.shape) or grows(b.shape):
             return growing.product(self, a, b)
@@ -249,7 +251,7 @@ def _known_elements(node: fx.Node) -> None:
     for one in value if isinstance(value, list | tuple) else (value,):
         if isinstance(one, Tensor) and one.dtype not in KINDS:
             raise Unsupported(f"elements of {one.dtype}")
-        if isinstance(one, Tensor) and one.device.type != "cpu":
+        if isinstance(one, Tensor) and one.device.type not in ("cpu", "meta"):
             raise Unsupported(f"a tensor on {one.device}")
 
 

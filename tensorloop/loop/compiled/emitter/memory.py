@@ -88,9 +88,7 @@ class Memory:
         if stride == 1 and (mask is None or width == 1):
             code.line(f"store {value.type} {value.text}, ptr {base}, align {align}")
             return
-        suffix = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "u8": "i8"}.get(
-            value.kind, value.kind
-        )
+        suffix = suffix_of(value.kind)
         mask = mask or code.constant("i1", 1, width)
         many = stride != 1
         where, pointer = (self._lanes(base, stride * align, width), f"<{width} x ptr>") if many else (base, "ptr")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.loop.compiled.emitter.arrays import Array
+from tensorloop.loop.compiled.emitter.arrays import Array, broadcast
 from tensorloop.loop.compiled.emitter.lowering import Call, Lowering, computed_in
 from tensorloop.loop.compiled.emitter.pointwise import handles
 from tensorloop.loop.compiled.emitter.vector_math import Math
@@ -200,7 +200,7 @@ def _product(low: Lowering, a: Array, b: Array, dtype: torch.dtype, shape: Seque
         a = Array(a.buffer, (1, *a.shape), (0, *a.strides), a.offset)
     if len(b.shape) == 1:
         b = Array(b.buffer, (*b.shape, 1), (*b.strides, 0), b.offset)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    batch = broadcast(a.shape[:-2], b.shape[:-2])
     made = low.matmul(a.expand((*batch, *a.shape[-2:])), b.expand((*batch, *b.shape[-2:])))
     return low.cast(low.reshape(made, shape), dtype)
 

@@ -1,0 +1,238 @@
+"""Decoding with gradients through transformers' models, one token a step: bytes and time of a TrainCache and DynamicCache.
+
+    python profiling/hf.py             # some 10 minutes
+    python profiling/hf.py --short     # one model, two lengths
+
+Models have four layers of width 128 and 4 heads; four rows, float32. Bytes are those alive after forward that were
+made in it, weights left out. A time is one whole run, forward and backward. `eager`, `sdpa` and `tensorloop` are
+attention implementations; `+ layers` and `+ steps` are checkpointed layers (`hf.checkpoint_layers`) and steps
+(`tl.scan(checkpoints=16)`).
+"""
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import plots
+from script import Result, Script, Target, target_table
+
+MIB = 2**20
+MODELS = ("GPT-2", "Llama", "grouped heads")
+MORE = ("T5", "GPT-2, dropout 0.1", "Llama, padded")
+WAYS = ("DynamicCache", "sdpa", "tensorloop")
+CHECKPOINTED = ("tensorloop + layers", "tensorloop + steps")
+LENGTHS = {"quick": (8, 16), "short": (64, 256), "usual": (32, 64, 128, 256)}
+BOUNDS = {"GPT-2": 8, "Llama": 13, "grouped heads": 8}
+ROUNDS_OF_DRAFTS = 64
+
+
+def cells(args: Namespace) -> list[harness.Cell]:
+    lengths = LENGTHS[args.set]
+    models = MODELS[1:2] if args.set == "short" else (*MODELS, *MORE)
+    found: list[harness.Cell] = []
+    for model in models:
+        ways = (*WAYS, *CHECKPOINTED) if model in MODELS else (WAYS[0], WAYS[2])
+        found += [{"kind": "decode", "model": model, "way": way, "steps": n} for n in lengths for way in ways]
+    drafts = 4 if args.set == "quick" else ROUNDS_OF_DRAFTS
+    return [*found, *({"kind": "crop", "way": way, "rounds": drafts} for way in WAYS)]
+
+
+def model_of(name: str) -> Any:
+    import torch
+    import transformers
+
+    sizes: Any = {
+        "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if name == "T5":
+        config: Any = transformers.T5Config(
+            vocab_size=1000, d_model=128, d_kv=32, d_ff=512, num_layers=4, num_heads=4, dropout_rate=0.0
+        )
+        return transformers.T5ForConditionalGeneration(config).train()
+    if name.startswith("GPT-2"):
+        drop = 0.1 if "dropout" in name else 0.0
+        config = transformers.GPT2Config(
+            vocab_size=1000, n_embd=128, n_layer=4, n_head=4, n_positions=1024, attn_pdrop=drop, resid_pdrop=0.0,
+            embd_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    else:
+        heads = 2 if name == "grouped heads" else 4
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=heads)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def decoding(cell: harness.Cell) -> Callable[[], Any]:
+    """What decodes the steps and gives the loss."""
+    import torch
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    import tensorloop as tl
+    from tensorloop import hf
+
+    model, way, steps = model_of(cell["model"]), cell["way"], cell["steps"]
+    model.set_attn_implementation("sdpa" if way in WAYS[:2] else "tensorloop")
+    if way.endswith("layers"):
+        hf.checkpoint_layers(model)
+    ids = torch.randint(3, 1000, (4, steps), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if "padded" in cell["model"]:
+        mask[0, : steps // 4] = mask[1, : steps // 8] = 0
+
+    def new() -> Any:
+        return DynamicCache(config=model.config) if way == WAYS[0] else hf.TrainCache(model.config, capacity=steps)
+
+    def run() -> Any:
+        cache, out = new(), []
+        if cell["model"] == "T5":
+            states = model.get_encoder()(input_ids=ids[:, :8])
+            cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
+            for t in range(steps):
+                given = {"encoder_outputs": states, "past_key_values": cache, "use_cache": True}
+                out.append(model(decoder_input_ids=ids[:, t : t + 1], **given).logits.square().mean())
+        elif way.endswith("steps"):
+
+            def body(cache: Any, token: Any) -> Any:
+                states = model.base_model(token[:, None], past_key_values=cache, use_cache=True).last_hidden_state
+                return cache, states.square().mean()
+
+            return tl.scan(body, cache, ids.T, checkpoints=16)[1].sum()
+        else:
+            padded = "padded" in cell["model"]
+            for t in range(steps):
+                given = {"attention_mask": mask[:, : t + 1]} if padded else {}
+                states = model.base_model(ids[:, t : t + 1], past_key_values=cache, use_cache=True, **given)
+                out.append(states.last_hidden_state.square().mean())
+        return torch.stack(out).sum()
+
+    return run
+
+
+def drafting(cell: harness.Cell) -> Callable[[], Any]:
+    """Rounds of three draft tokens, of which two are taken back; float64."""
+    import torch
+    from transformers import DynamicCache
+
+    from tensorloop import hf
+
+    model = model_of("Llama").double()
+    model.set_attn_implementation("tensorloop" if cell["way"] == WAYS[2] else "sdpa")
+    ids = torch.randint(3, 1000, (4, 3 * cell["rounds"]), generator=torch.Generator().manual_seed(0))
+
+    def run() -> Any:
+        ours = cell["way"] != WAYS[0]
+        cache: Any = hf.TrainCache(model.config) if ours else DynamicCache(config=model.config)
+        out = []
+        for i in range(cell["rounds"]):
+            drafts = ids[:, 3 * i : 3 * i + 3]
+            states = model.base_model(drafts, past_key_values=cache, use_cache=True).last_hidden_state
+            out.append(states.square().mean())
+            cache.crop(-2)
+        return torch.stack(out).sum()
+
+    return run
+
+
+def run_cell(cell: harness.Cell) -> dict[str, Any]:
+    """Bytes held after forward, and seconds of a run with its backward: the best of three."""
+    from tensorloop import memory
+
+    run = decoding(cell) if cell["kind"] == "decode" else drafting(cell)
+    held = memory.saved_bytes(run)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run().backward()
+        seconds.append(time.perf_counter() - start)
+    return {"bytes": held, "seconds": min(seconds)}
+
+
+def _value(result: Result, key: str, **cell: Any) -> float | None:
+    return harness.figure(result, key, **cell)
+
+
+def lengths_of(result: Result) -> list[int]:
+    return sorted({entry["cell"]["steps"] for entry in result["entries"] if entry["cell"]["kind"] == "decode"})
+
+
+def targets(result: Result) -> list[Target]:
+    longest, found = max(lengths_of(result)), []
+
+    def ratio(key: str, model: str, way: str, under: str) -> float | None:
+        a, b = (_value(result, key, model=model, way=w, steps=longest) for w in (under, way))
+        return None if a is None or b is None else a / b
+
+    for model, bound in BOUNDS.items():
+        what = f"{model}, {longest} steps: bytes, DynamicCache : "
+        found.append(Target(f"{what}ours", ratio("bytes", model, WAYS[2], WAYS[0]), bound, least=True))
+        for way in CHECKPOINTED:
+            found.append(Target(f"{what}{way}", ratio("bytes", model, way, WAYS[0]), 20, least=True))
+        time_ratio = ratio("seconds", model, WAYS[0], WAYS[2])
+        found.append(Target(f"{model}, {longest} steps: seconds, ours : DynamicCache", time_ratio, 0.8))
+    ours, theirs = (_value(result, "bytes", kind="crop", way=w) for w in (WAYS[2], WAYS[0]))
+    both = None if ours is None or theirs is None else ours / theirs
+    return [*found, Target("draft three, take back two: bytes, ours : DynamicCache", both, 1.0)]
+
+
+def section(result: Result, picture: str) -> str:
+    lengths, parts = lengths_of(result), []
+    for key, unit, scale in (("bytes", "MiB", MIB), ("seconds", "s", 1)):
+        rows = []
+        for model in (*MODELS, *MORE):
+            for way in (*WAYS, *CHECKPOINTED):
+                found = [_value(result, key, model=model, way=way, steps=n) for n in lengths]
+                if any(x is not None for x in found):
+                    rows.append([model, way, *("-" if x is None else harness.digits(x / scale) for x in found)])
+        parts.append(harness.table([unit, "", *(f"T = {n}" for n in lengths)], rows))
+    crops = [[way, *(_crop(result, way))] for way in WAYS]
+    parts.append(harness.table(["draft three, take back two", "MiB", "s"], crops))
+    return "\n\n".join([*parts, target_table(targets(result)), f"![Bytes held by the number of steps]({picture})"])
+
+
+def _crop(result: Result, way: str) -> list[str]:
+    held, spent = (_value(result, key, kind="crop", way=way) for key in ("bytes", "seconds"))
+    return ["-" if held is None else harness.digits(held / MIB), "-" if spent is None else harness.digits(spent)]
+
+
+def draw(result: Result, path: Path) -> None:
+    """A panel for each model: MiB by the number of steps, a line for each way."""
+    lengths = lengths_of(result)
+    models = [m for m in MODELS if _value(result, "bytes", model=m, way=WAYS[0], steps=lengths[-1]) is not None]
+    with plots.drawing(path, (4 * max(len(models), 1), 3.6)) as drawn:
+        for place, model in enumerate(models):
+            axes = drawn.add_subplot(1, len(models), place + 1)
+            for number, way in enumerate((*WAYS, *CHECKPOINTED)):
+                held = [_value(result, "bytes", model=model, way=way, steps=n) for n in lengths]
+                shown = [(n, x / MIB) for n, x in zip(lengths, held, strict=True) if x is not None]
+                colour = "#999999" if number == 0 else plots.COLOURS[number - 1]
+                axes.plot(*zip(*shown, strict=True), marker="o", label=way, color=colour)
+            axes.set_title(model, fontsize=10)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(lengths, [str(n) for n in lengths])
+            axes.set_xlabel("steps")
+            if not place:
+                axes.set_ylabel("MiB held for backward")
+                axes.legend(fontsize=7.5, frameon=False)
+
+
+SCRIPT = Script(
+    file=__file__,
+    text=__doc__,
+    cells=cells,
+    run_cell=run_cell,
+    section=section,
+    rounds={"quick": 1, "short": 1, "usual": 1},
+    targets=targets,
+    draw=draw,
+    settings=lambda args: {"threads": 1},
+    page=("docs/benchmarks.md", "hf"),
+)
+
+if __name__ == "__main__":
+    sys.exit(SCRIPT.main())

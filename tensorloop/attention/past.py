@@ -1,0 +1,155 @@
+"""Attention of new tokens to all tokens of two arrays that grow, written and read in one node.
+
+A value that was appended last and waits is written here, and the slots are read where they are. Backward adds to the
+gradient buffers of the arrays in place, as the nodes of `tensor_array/gradient` do. A step keeps its queries, its
+output and a number for each of them. Where gradients must themselves be differentiated, or arrays are not plain
+buffers, the formula is computed over all slots.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import scope
+from tensorloop._torch import transforms
+from tensorloop._torch.formula import differentiate, is_differentiated
+from tensorloop.kernels import find
+from tensorloop.kernels.past import Sight, whole
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.block import LiveBlock
+from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import kind_of, store_of
+from tensorloop.tensor_array.gradient import ArrayNode
+
+
+def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight, start: int = 0) -> Tensor:
+    """Attention of q (B, t, heads, D) to the slots (B, heads_kv, D) of two arrays from `start` on, as `sight` says.
+
+    The last t slots are those of the queries. Gradient: to q, to the bias and to what was written, any number of times.
+    Cost: time of the slots seen; kept: q, the output, a number for each query and head.
+    """
+    k, v = store_of(keys), store_of(values)
+    if not (kind_of(keys)[:2] == kind_of(values)[:2] and keys.dtype is q.dtype and _can_read(k, v, q, sight)):
+        return whole(q, keys[start:], values[start:], sight)[0]
+    assert isinstance(k, Buffer)
+    assert isinstance(v, Buffer)
+    q = q.view_as(q)  # a use that a recorder of the loop sees
+    with scope.unrecorded():
+        written = [x.settle() for x in (k, v)]
+        live = (k.hold(), v.hold())
+        call = Call(live, start, k.length, sight._replace(bias=None))
+        if not torch.is_grad_enabled():
+            return call.compute(q, sight.bias)[0]
+        out, *tokens = _Attend.apply(call, q, sight.bias, k.token, v.token, *written)  # pyright: ignore[reportGeneralTypeIssues]
+        for buffer, token in zip((k, v), tokens, strict=True):
+            buffer.token = token
+    return out
+
+
+def _can_read(k: Any, v: Any, q: Tensor, sight: Sight) -> bool:
+    """Whether both arrays are plain buffers that fit, and nothing but plain autograd is at work."""
+    return (
+        isinstance(k, Buffer)
+        and isinstance(v, Buffer)
+        and k is not v
+        and k.length == v.length > 0
+        and transforms.maybe_level() is None
+        and not transforms.forward_mode()
+        and (sight.bias is None or sight.bias.dtype is q.dtype)
+    )
+
+
+class Call(NamedTuple):
+    """What one attention reads. No array is held: it holds us, by its token."""
+
+    live: tuple[LiveBlock, LiveBlock]
+    start: int
+    length: int
+    sight: Sight
+
+    def slots(self) -> list[Tensor]:
+        """Keys and values, (n, B, heads_kv, D)."""
+        return [x.slots(self.length)[self.start :] for x in self.live]
+
+    def compute(self, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sum-exp of the scores."""
+        k, v = self.slots()
+        return find("past_attend", q, k, v)(q, k, v, self.sight._replace(bias=bias))
+
+
+class _Attend(torch.autograd.Function):
+    """(q, bias, tokens of the arrays, values that were written last) -> (output, the next tokens)."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, call: Call, q: Tensor, bias: Tensor | None, *given: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        out, lse = call.compute(q, bias)
+        ctx.call = call
+        ctx.before = [0 if token is None else len(token) for token in given[:2]]
+        ctx.leaves = [None if x is None else x.is_leaf for x in given[2:]]
+        zero = out.new_zeros(())
+        tokens = [
+            None if token is None and x is None else zero.expand(call.length, *block.block.element_shape)
+            for token, x, block in zip(given[:2], given[2:], call.live, strict=True)
+        ]
+        ctx.save_for_backward(q, bias, out, lse, *tokens)
+        return out, *tokens
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: Call = ctx.call
+        of_q = of_bias = None
+        sums = list(grads)
+        if grad is not None:
+            q, bias, out, lse, *tokens = ctx.saved_tensors
+            if is_differentiated(grad, *grads):
+                of_q, of_bias, sums = _differentiate(call, q, bias, tokens, grad, grads)
+            else:
+                of_q, of_bias, sums = _reverse(call, (q, bias, out, lse), tokens, grad, grads)
+        before, written = [], []
+        for total, length, leaf in zip(sums, ctx.before, ctx.leaves, strict=True):
+            last = None if total is None or leaf is None else total[-1]
+            written.append(last.clone() if leaf and last is not None else last)  # else .grad would hold all of it
+            before.append(None if total is None or not length else total[:length])
+        return None, of_q, of_bias, *before, *written
+
+
+def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> tuple[Any, Any, list[Tensor | None]]:
+    """The gradients of q and of the bias, and the gradient buffers with those of the slots added."""
+    q, bias, out, lse = saved
+    slots = call.slots()
+    # Who needs no gradient of his slots gets one nonetheless, and drops it.
+    sums = [
+        x.new_zeros(call.length, *x.shape[1:]) if old is None else old.contiguous()
+        for old, x in zip(grads, slots, strict=True)
+    ]
+    kernel = find("past_attend_grad", grad, q, *slots, *sums)
+    sight = call.sight._replace(bias=bias)
+    of_q, of_bias = kernel(grad, q, *slots, out, lse, sight, *(x[call.start :] for x in sums))
+    return of_q, of_bias, [None if t is None else x for x, t in zip(sums, tokens, strict=True)]
+
+
+def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:
+    """The same by autograd of the formula, as part of the graph where backward is recorded."""
+    recorded = torch.is_grad_enabled()
+    every = slice(call.start, call.length)
+    slots = [
+        ArrayNode.apply(token, None, at.block, None, call.length, every)[1] if recorded and token is not None else x
+        for at, x, token in zip(call.live, call.slots(), tokens, strict=True)
+    ]
+
+    def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+        return whole(q, k, v, call.sight._replace(bias=bias))[0]
+
+    of_q, of_bias, *found = differentiate(formula, (q, bias, *slots), grad)
+    sums: list[Tensor | None] = []
+    for new, old, token in zip(found, grads, tokens, strict=True):
+        if token is None or new is None:
+            sums.append(None)
+            continue
+        full = torch.cat([new.new_zeros(call.start, *new.shape[1:]), new]) if call.start else new
+        sums.append(full if old is None else old + full)
+    return of_q, of_bias, sums

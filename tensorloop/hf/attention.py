@@ -1,0 +1,102 @@
+"""Attention of transformers' models over the arrays of a TrainCache: `attn_implementation="tensorloop"`.
+
+A model in that mode is handed stand-ins for keys and values, of the right shape and full of NaN, that know their
+arrays; the attention function reads these. So a step keeps its queries and its output: no mask, no weights, and dropout
+as the seed of a hash. A model that computes with keys after `update` meets NaN, not a wrong number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from tensorloop.attention import Sight, attend_past
+from tensorloop.tensor_array import TensorArray
+
+ATTENTION = "tensorloop"  # the name of our `attn_implementation`
+_ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
+_SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once for all layers
+
+
+def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each."""
+    count = len(arrays[0]) - start
+    found = tuple(x.new_full((), float("nan")).expand(*x.shape[:2], count, x.shape[3]) for x in like)
+    setattr(found[0], _ARRAYS, (*arrays, start))
+    return found
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
+    arrays = getattr(key, _ARRAYS, None)
+    if arrays is None and softcap is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **options
+        )
+    if arrays is None:
+        keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (key, value))
+        arrays = keys, values, 0
+    *kv, start = arrays
+    count, new = len(kv[0]) - start, query.shape[2]
+    if attention_mask is None and is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    first, seen, added = _read_mask(attention_mask, query, count)
+    bias = None if position_bias is None else position_bias[..., -count:]
+    if added is not None:
+        bias = added if bias is None else bias + added
+    sight = Sight(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=attention_mask is None and bool(is_causal) and new > 1,
+        first=first,
+        seen=seen,
+        softcap=softcap or 0.0,
+        bias=bias,
+        dropout=dropout,
+        seed=int(torch.randint(1 << 62, ())) if dropout else 0,
+    )
+    return attend_past(query.transpose(1, 2), kv[0], kv[1], sight, start), None
+
+
+def _read_mask(mask: Tensor | None, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(first slot that each row sees, what each query sees, what is added to scores) of a mask (B, heads, t, n)."""
+    if mask is None:
+        return None, None, None
+    found = getattr(mask, _SIGHT, None)
+    if found is None:
+        found = _understand(mask, query, count)
+        setattr(mask, _SIGHT, found)
+    return found
+
+
+def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    mask = mask[..., -count:]
+    if mask.dtype is not torch.bool:
+        return None, None, mask.to(query.dtype)
+    if mask.shape[1] > 1:  # by head
+        return None, None, torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    seen = mask[:, 0].expand(len(query), query.shape[2], count)
+    if seen.shape[1] == 1:  # a step of decoding: padding and windows leave the end of what there is
+        place = torch.arange(count, device=mask.device)
+        first = count - seen[:, 0].sum(-1)
+        if bool((seen[:, 0] == (place >= first[:, None])).all()):
+            return (first if bool(first.any()) else None), None, None
+    return None, seen, None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

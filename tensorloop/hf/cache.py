@@ -1,0 +1,156 @@
+"""A cache for transformers whose gradients cost O(T): `TrainCache`."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Self
+
+from torch import Tensor
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    get_layer_types_and_kwargs,
+)
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.pytree import register
+from tensorloop.hf.layers import ArrayLayer, Kind
+from tensorloop.tensor_array import TensorArray
+
+_OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is made from them
+
+
+class TrainCache(DynamicCache):
+    """A `past_key_values` to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
+
+    Shapes: keys and values (B, heads, n, D), as views of arrays with a slot (B, heads, D) a token. `config` is the
+    model's; its decoder says which layers there are and their windows. Layers of other kinds than (sliding, chunked)
+    attention stay transformers' own. `capacity` (tokens) makes room at once.
+    Gradient: as DynamicCache's. It is a pytree whose leaves are the arrays, so loops of tensorloop carry it, and
+    `copy.copy` branches it: neither sees what is written to the other.
+    Cost: O(1) a token and layer to write, a view to read. A window keeps all tokens and reads the last ones.
+    `crop` copies what stays where attention has read what goes.
+    With `attn_implementation="sdpa"`, or "tensorloop" (masks, bias and dropout in O(T) too). Others that copy keys or
+    keep their weights ("eager") are right, and O(T²).
+    Raises: TypeError (no config), ValueError (tokens that do not fit: the cache is as it was before).
+    Source: transformers' Cache for the surface.
+
+    Example:
+        >>> cache = hf.TrainCache(model.config)
+        >>> for t in range(T):
+        ...     out = model(ids[:, t : t + 1], past_key_values=cache)
+    """
+
+    @named("TrainCache")
+    def __init__(self, config: Any, *, capacity: int | None = None) -> None:
+        if not hasattr(config, "get_text_config"):
+            raise WrongType(f"config must be a model's config, got {arguments.describe(config)}")
+        if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
+            raise WrongValue(f"capacity must be at least 0, got {capacity}")
+        config = config.get_text_config(decoder=True)
+        kinds, options = get_layer_types_and_kwargs(config)
+        layers: list[Any] = []
+        for kind, given in zip(kinds, options, strict=True):
+            layer = DYNAMIC_LAYER_TYPE_MAPPING[kind]
+            ours = layer in _OURS
+            layers.append(
+                ArrayLayer.empty(Kind(config, given.get("sliding_window"), capacity)) if ours else layer(**given)
+            )
+        Cache.__init__(self, layers=layers)
+
+    @classmethod
+    @named("TrainCache.of")
+    def of(cls, cache: Any) -> "TrainCache | EncoderDecoderCache":
+        """A TrainCache with what a DynamicCache holds; of an EncoderDecoderCache, one whose own tokens are so kept.
+
+        Gradient: to the tensors of `cache`. Cost: O(1); the tokens are copied at the next write.
+        Raises: TypeError (another kind of cache).
+        """
+        if isinstance(cache, EncoderDecoderCache):
+            return EncoderDecoderCache(cls.of(cache.self_attention_cache), cache.cross_attention_cache)
+        if not isinstance(cache, Cache):
+            raise WrongType(f"cache must be a transformers Cache, got {arguments.describe(cache)}")
+        return cls._made([_layer_of(layer) for layer in cache.layers])
+
+    @classmethod
+    def _made(cls, layers: list[Any]) -> Self:
+        made = cls.__new__(cls)
+        Cache.__init__(made, layers=layers)
+        return made
+
+    @named("TrainCache.update")
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes in the keys and values (B, heads, t, D) of new tokens in one layer; gives all that they see.
+
+        Raises: ValueError, TypeError (they do not fit): then no layer holds tokens of this call of the model.
+        """
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, ArrayLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        before = layer.get_seq_length()
+        try:
+            return layer.update(key_states, value_states)
+        except BaseException:
+            for other in self.layers[:layer_idx]:
+                if isinstance(other, ArrayLayer) and other.get_seq_length() > before:
+                    other.crop(before - other.get_seq_length())
+            raise
+
+    def __copy__(self) -> "TrainCache":
+        return self._made([_copied(layer) for layer in self.layers])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainCache":
+        return self._made([copy.deepcopy(layer, memo) for layer in self.layers])
+
+
+def _layer_of(layer: Any) -> Any:
+    """A layer of ours with what one of transformers' holds."""
+    if isinstance(layer, ArrayLayer):
+        return _copied(layer)
+    if type(layer) not in _OURS:
+        return copy.copy(layer)
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    if not layer.is_initialized or layer.keys is None:
+        return ArrayLayer.empty(Kind(None, window))
+    if window is not None and layer.get_seq_length() > layer.keys.shape[-2]:
+        raise WrongValue(
+            "cache has a sliding window that has let tokens go, so positions cannot be counted; fill a TrainCache "
+            "from the start instead"
+        )
+    keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (layer.keys, layer.values))
+    return ArrayLayer((keys, values), Kind(None, window))
+
+
+def _copied(layer: Any) -> Any:
+    if not isinstance(layer, ArrayLayer):
+        return copy.copy(layer)
+    keys, values = layer.arrays
+    return ArrayLayer((copy.copy(keys), copy.copy(values)), layer.kind)
+
+
+def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
+    """The arrays of our layers; layers of transformers' own go with the structure."""
+    leaves: list[Any] = []
+    context: list[Any] = []
+    for layer in cache.layers:
+        if isinstance(layer, ArrayLayer):
+            leaves += layer.arrays
+            context.append(layer.kind)
+        else:
+            context.append(layer)
+    return leaves, tuple(context)
+
+
+def _unflatten(leaves: Iterable[Any], context: Any) -> TrainCache:
+    left = iter(leaves)
+    layers = [ArrayLayer((next(left), next(left)), x) if isinstance(x, Kind) else x for x in context]
+    return TrainCache._made(layers)
+
+
+register(TrainCache, _flatten, _unflatten)

@@ -1,0 +1,204 @@
+"""The layers of a cache that trains: keys and values as two TensorArrays of slots (B, heads, D), a slot a token.
+
+What a model gets of them are views (B, heads, n, D): a step keeps its own token for backward and nothing else, where a
+cache that concatenates keeps all tokens again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.hf.attention import ATTENTION, stand_ins
+from tensorloop.tensor_array import TensorArray
+
+
+class Kind:
+    """What all copies of a layer have in common."""
+
+    def __init__(self, config: Any, window: int | None = None, capacity: int | None = None) -> None:
+        self.config, self.window, self.capacity = config, window, capacity
+
+    @property
+    def reads_arrays(self) -> bool:
+        """Whether the model's attention is ours, as it is set now."""
+        return self.config is not None and self.config._attn_implementation == ATTENTION
+
+
+class ArrayLayer(CacheLayerMixin):
+    """One layer. With a `window`, a query sees that many tokens, itself among them; all stay in the arrays."""
+
+    supports_early_init = False
+    is_croppable = True
+
+    def __init__(self, arrays: tuple[TensorArray, TensorArray], kind: "Kind") -> None:
+        # Not the base's: it would set keys and values, which are properties here.
+        self.arrays, self.kind = arrays, kind
+
+    @classmethod
+    def empty(cls, kind: "Kind") -> "ArrayLayer":
+        """A layer that holds nothing."""
+        return cls((TensorArray(capacity=kind.capacity), TensorArray(capacity=kind.capacity)), kind)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees, None for all."""
+        return self.kind.window
+
+    def __repr__(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        return f"{type(self).__name__}(tokens={len(self.arrays[0])}{window})"
+
+    # -- what transformers asks
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds a token."""
+        return len(self.arrays[0]) > 0
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether it has a window."""
+        return self.window is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All keys that the next query may see, (B, heads, n, D)."""
+        return self._seen(0)[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Their values."""
+        return self._seen(0)[1] if self.is_initialized else None
+
+    @property
+    def batch_size(self) -> int:
+        """B; an AttributeError before the first token, as transformers asks for it by `hasattr`."""
+        shape = self.arrays[0].element_shape
+        if shape is None or shape[0] is None:
+            raise AttributeError("batch_size: the layer holds no token")
+        return shape[0]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first token makes the arrays."""
+
+    def get_seq_length(self) -> int:
+        """Tokens so far."""
+        return len(self.arrays[0])
+
+    def get_max_length(self) -> int:
+        """The window, -1 without one."""
+        return -1 if self.window is None else self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys that `query_length` new tokens will see, the position of the first)."""
+        first = self.first_seen(0)
+        return len(self.arrays[0]) + query_length - first, first
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes in the keys and values (B, heads, t, D) of new tokens; gives those that they see, as views."""
+        new = key_states.shape[-2]
+        self.write(key_states, value_states)
+        if self.kind.reads_arrays:
+            keys, values = stand_ins(self.arrays, self.first_seen(new), (key_states, value_states))
+            return keys, values
+        return self._seen(new)
+
+    # -- the arrays
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
+        keys, values = _cast(keys, values)
+        if keys.dim() == values.dim() == 4 and keys.shape[2] != values.shape[2]:
+            raise WrongValue(f"key_states has {keys.shape[2]} tokens, value_states has {values.shape[2]}")
+        for x, array, name in ((keys, self.arrays[0], "key_states"), (values, self.arrays[1], "value_states")):
+            _check_fits(x, array, name)
+        for x, array in ((keys, self.arrays[0]), (values, self.arrays[1])):
+            slots = x.permute(2, 0, 1, 3)
+            if len(slots) == 1:
+                array.append(slots[0])
+            else:
+                array.extend(slots)
+
+    def first_seen(self, new: int) -> int:
+        """The first token that the last `new` ones see; with 0, that the next one will see."""
+        return 0 if self.window is None else max(0, len(self.arrays[0]) - new - self.window + 1)
+
+    def _seen(self, new: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of what the last `new` tokens see."""
+        first = self.first_seen(new)
+        keys, values = (array[first:].permute(1, 2, 0, 3) for array in self.arrays)
+        return keys, values
+
+    def now(self) -> tuple[Tensor, Tensor]:
+        """All slots (n, B, heads, D) of keys and of values as they are now, without their graph and in no array."""
+        with torch.no_grad():
+            keys, values = (array.stack() for array in self.arrays)
+        return keys, values
+
+    def _rows(self, pick: Callable[[Tensor], Tensor]) -> None:
+        """Replaces the arrays by what `pick` makes of their slots (n, B, heads, D)."""
+        if self.is_initialized:
+            keys, values = (TensorArray.unstack(pick(array.stack())) for array in self.arrays)
+            self.arrays = keys, values
+
+    # -- changes of the batch and the length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens: their number, negative."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        for array in self.arrays:
+            array.truncate(max(0, len(array) + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        keys, values = (TensorArray(capacity=self.kind.capacity) for _ in self.arrays)
+        self.arrays = keys, values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes a copy of row beam_idx[b]."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows."""
+        self._rows(lambda x: x.repeat_interleave(repeats, dim=1))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows."""
+        self._rows(lambda x: x[:, indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Refused: arrays stay where their tokens are made."""
+        raise NotImplementedError("TrainCache does not offload; use checkpoints= of a loop with Checkpoints(offload=)")
+
+    prefetch = offload
+
+
+def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
+    """Raises where tokens are not like those that the array holds."""
+    if x.dim() != 4:
+        raise WrongValue(f"{name} must be (B, heads, t, D), got {tuple(x.shape)}")
+    if array.element_shape is None:
+        return
+    slot = (*x.shape[:2], x.shape[3])
+    if slot != array.element_shape:
+        rows, heads, width = array.element_shape
+        raise WrongValue(f"{name} must be (B={rows}, heads={heads}, t, D={width}), as before, got {tuple(x.shape)}")
+    if x.dtype is not array.dtype:
+        raise WrongType(f"{name} must be {array.dtype}, as before, got {x.dtype}")
+    if x.device != array.device:
+        raise WrongValue(f"{name} must be on {array.device}, as before, got {x.device}")
+
+
+def _cast(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """As autocast would cast them in attention, at every step again: rotated keys come in float32."""
+    kind = keys.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return keys, values
+    dtype = torch.get_autocast_dtype(kind)
+    keys, values = (x.to(dtype) if x.dtype is torch.float32 else x for x in (keys, values))
+    return keys, values

@@ -1,0 +1,267 @@
+"""Attention of the last tokens to all of an array on the CPU: slots are read, and their gradients added, in place.
+
+What the functions give is said in `kernels/eager/past.py`. A task is a row of the batch. Float32
+only: libm's exp of a float64 takes one number at a time.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorloop.kernels.cpu.compiling import inlined, summing
+from tensorloop.kernels.cpu.exponential import exp
+from tensorloop.kernels.cpu.pointers import pointer
+from tensorloop.kernels.cpu.threads import share
+from tensorloop.kernels.memory import address, lay_out
+from tensorloop.kernels.past import Sight
+
+BLOCK = 32  # slots that are gone through for all heads, while they are in the first cache
+FEW = 4  # slots that are read at once; divides BLOCK
+
+
+def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of the scores."""
+    q, k, v = map(lay_out, (q, k, v))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    ours = _Sight(q, k, sight)
+    args = (*map(address, (q, k, v, out, lse)), *ours.args)
+    share(_attend, ours.rows * ours.new, ours.size, args, (q, k, v, out, lse, *ours.tensors))
+    return out, lse
+
+
+def past_attend_grad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, of_k: Tensor, of_v: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v`."""
+    grad, q, k, v, out, lse = map(lay_out, (grad, q, k, v, out, lse))
+    dq, ours = torch.empty_like(q), _Sight(q, k, sight)
+    (rows, new, heads, _), length = q.shape, len(k)
+    of_bias = None if sight.bias is None else q.new_zeros(rows, heads, new, length)
+    bias = 0 if of_bias is None else address(of_bias)
+    laid = lay_out(of_k), lay_out(of_v)
+    given = (grad, q, k, v, out, lse, dq, *laid)
+    args = (*map(address, given), bias, *ours.args)
+    kept = () if of_bias is None else (of_bias,)
+    share(_reverse, ours.rows, 3 * ours.size, args, (*given, *kept, *ours.tensors))
+    for into, found in zip((of_k, of_v), laid, strict=True):
+        if found is not into:
+            into.copy_(found)
+    if of_bias is not None and sight.bias is not None:
+        of_bias = of_bias.sum_to_size(sight.bias.shape).to(sight.bias.dtype)
+    return dq, of_bias
+
+
+class _Sight:
+    """A `Sight` as the kernels get it: addresses, 0 for what there is not, and numbers."""
+
+    def __init__(self, q: Tensor, k: Tensor, sight: Sight) -> None:
+        (rows, new, heads, width), (length, _, heads_kv, _) = q.shape, k.shape
+        first, seen, bias = sight.first, sight.seen, sight.bias
+        first = None if first is None else lay_out(first.long())
+        seen = None if seen is None else lay_out(seen.expand(rows, new, length).view(torch.uint8))
+        bias = None if bias is None else lay_out(bias.to(q.dtype).expand(-1, heads, new, length))
+        each = 0 if bias is None or len(bias) == 1 else heads * new * length
+        self.tensors = [x for x in (first, seen, bias) if x is not None]
+        self.rows, self.new = rows, new
+        self.size = 8 * new * length * rows * heads * width
+        places = (0 if x is None else address(x) for x in (first, seen, bias))
+        drop = int(sight.dropout * (1 << 24))
+        self.args = (
+            *places, each, rows, new, heads, heads_kv, width, length, np.float32(sight.scale),
+            np.float32(sight.softcap), drop, np.float32(1 / (1 - sight.dropout)), sight.seed, sight.causal,
+        )  # fmt: skip
+
+
+@summing
+def _attend(
+    begin: int, end: int, q: int, k: int, v: int, out: int, lse: int, first: int, seen: int, bias: int, each: int,
+    rows: int, new: int, heads: int, heads_kv: int, width: int, length: int, scale: Any, cap: Any, drop: int,
+    grown: Any, seed: int, causal: bool,
+) -> None:  # fmt: skip
+    group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
+    table = np.empty((heads, length + FEW), np.float32)
+    for task in range(begin, end):
+        b, i = task // new, task % new
+        k_b, v_b = k + 4 * b * slot, v + 4 * b * slot
+        high = length - new + i + 1 if causal else length
+        low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
+        q_i, out_i, log = q + 4 * task * heads * width, out + 4 * task * heads * width, _floats(lse + 4 * task * heads)
+        for start in range(low, high, BLOCK):  # all heads of a slot stand together
+            stop = min(start + BLOCK, high)
+            for h in range(heads):
+                at = 4 * (h // group) * width
+                _score(_floats(q_i + 4 * h * width), k_b + at, step, start, stop, width, scale, table[h])
+        for h in range(heads):
+            scores = table[h]
+            _bend(scores, scores, low, high, cap, False)
+            _shift(scores, low, high, bias, each * b + (h * new + i) * length, seen, task * length)
+            best = np.float32(-np.inf)
+            for j in range(low, high):
+                best = max(best, scores[j])
+            log[h] = 0
+            total = np.float32(1)
+            if best > -np.inf:
+                total = np.float32(0)
+                for j in range(low, high):
+                    scores[j] = exp(scores[j] - best)
+                    total += scores[j]
+                log[h] = best + np.float32(math.log(total))
+            else:
+                for j in range(low, high):
+                    scores[j] = 0
+            for j in range(low, high):
+                scores[j] /= total
+            if drop:
+                _keep(scores, scores, low, high, ((b * heads + h) * new + i) * length + seed, drop, grown)
+            result = _floats(out_i + 4 * h * width)
+            for d in range(width):
+                result[d] = 0
+        for start in range(low, high, BLOCK):
+            stop = min(start + BLOCK, high)
+            for h in range(heads):
+                _mix(_floats(out_i + 4 * h * width), v_b + 4 * (h // group) * width, step, start, stop, width, table[h])
+
+
+@summing
+def _reverse(
+    begin: int, end: int, grad: int, q: int, k: int, v: int, out: int, lse: int, of_q: int, of_k: int, of_v: int,
+    of_bias: int, first: int, seen: int, bias: int, each: int, rows: int, new: int, heads: int, heads_kv: int,
+    width: int, length: int, scale: Any, cap: Any, drop: int, grown: Any, seed: int, causal: bool,
+) -> None:  # fmt: skip
+    group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
+    size = (heads, length + FEW)
+    weights, slopes, bends = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    for task in range(begin * new, end * new):
+        b, i = task // new, task % new
+        high = length - new + i + 1 if causal else length
+        low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
+        row, at_b = 4 * task * heads * width, 4 * b * slot
+        log = _floats(lse + 4 * task * heads)
+        for start in range(low, high, BLOCK):
+            stop = min(start + BLOCK, high)
+            for h in range(heads):
+                at = at_b + 4 * (h // group) * width
+                _score(_floats(q + row + 4 * h * width), k + at, step, start, stop, width, scale, weights[h])
+                _score(_floats(grad + row + 4 * h * width), v + at, step, start, stop, width, np.float32(1), slopes[h])
+        for h in range(heads):
+            weight, slope, bend = weights[h], slopes[h], bends[h]
+            coming, mixed = _floats(grad + row + 4 * h * width), _floats(out + row + 4 * h * width)
+            found, delta = _floats(of_q + row + 4 * h * width), np.float32(0)
+            for d in range(width):
+                found[d] = 0
+                delta += coming[d] * mixed[d]
+            _bend(weight, bend, low, high, cap, True)
+            _shift(weight, low, high, bias, each * b + (h * new + i) * length, seen, task * length)
+            for j in range(low, high):
+                weight[j] = exp(min(weight[j] - log[h], np.float32(0)))
+            if drop:
+                place = ((b * heads + h) * new + i) * length + seed
+                _keep(slope, slope, low, high, place, drop, grown)
+            for j in range(low, high):
+                slope[j] = weight[j] * (slope[j] - delta)
+            if drop:
+                _keep(weight, weight, low, high, ((b * heads + h) * new + i) * length + seed, drop, grown)
+            if of_bias:
+                into = _floats(of_bias + 4 * ((b * heads + h) * new + i) * length)
+                for j in range(low, high):
+                    into[j] = slope[j]
+            for j in range(low, high):
+                slope[j] *= bend[j] * scale
+        for start in range(low, high, BLOCK):
+            stop = min(start + BLOCK, high)
+            for h in range(heads):
+                at = at_b + 4 * (h // group) * width
+                query, coming = _floats(q + row + 4 * h * width), _floats(grad + row + 4 * h * width)
+                found = _floats(of_q + row + 4 * h * width)
+                for j in range(start, stop):
+                    key, key_grad = _floats(k + at + 4 * j * step), _floats(of_k + at + 4 * j * step)
+                    value_grad = _floats(of_v + at + 4 * j * step)
+                    s, w = slopes[h, j], weights[h, j]
+                    for d in range(width):
+                        found[d] += s * key[d]
+                        key_grad[d] += s * query[d]
+                        value_grad[d] += w * coming[d]
+
+
+@inlined
+def _bend(scores: Any, slopes: Any, low: Any, high: Any, cap: Any, sloped: Any) -> None:
+    """scores = cap * tanh(scores / cap), and where wanted its slopes."""
+    if cap > 0:
+        for j in range(low, high):
+            x = np.float32(math.tanh(scores[j] / cap))
+            scores[j] = cap * x
+            if sloped:
+                slopes[j] = 1 - x * x
+    elif sloped:
+        for j in range(low, high):
+            slopes[j] = 1
+
+
+@inlined
+def _shift(scores: Any, low: Any, high: Any, bias: Any, at: Any, seen: Any, place: Any) -> None:
+    """Adds the bias, and hides what is not seen."""
+    if bias:
+        added = _floats(bias + 4 * at)
+        for j in range(low, high):
+            scores[j] += added[j]
+    if seen:
+        flags = pointer(seen + place, np.uint8(0))
+        for j in range(low, high):
+            scores[j] = scores[j] if flags[j] else np.float32(-np.inf)
+
+
+@inlined
+def _score(query: Any, k: Any, step: Any, low: Any, high: Any, width: Any, scale: Any, scores: Any) -> None:
+    """scores[j] = scale * query . slot j, of low <= j < high"""
+    full = low + (high - low) // FEW * FEW
+    for j in range(low, full, FEW):
+        k0, k1 = _floats(k + 4 * j * step), _floats(k + 4 * (j + 1) * step)
+        k2, k3 = _floats(k + 4 * (j + 2) * step), _floats(k + 4 * (j + 3) * step)
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for d in range(width):
+            s0 += query[d] * k0[d]
+            s1 += query[d] * k1[d]
+            s2 += query[d] * k2[d]
+            s3 += query[d] * k3[d]
+        scores[j], scores[j + 1], scores[j + 2], scores[j + 3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
+    for j in range(full, high):
+        k0 = _floats(k + 4 * j * step)
+        s0 = np.float32(0)
+        for d in range(width):
+            s0 += query[d] * k0[d]
+        scores[j] = s0 * scale
+
+
+@inlined
+def _mix(out: Any, v: Any, step: Any, low: Any, high: Any, width: Any, weights: Any) -> None:
+    """out += the sum of weights[j] * slot j"""
+    full = low + (high - low) // FEW * FEW
+    for j in range(low, full, FEW):
+        v0, v1 = _floats(v + 4 * j * step), _floats(v + 4 * (j + 1) * step)
+        v2, v3 = _floats(v + 4 * (j + 2) * step), _floats(v + 4 * (j + 3) * step)
+        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+        for d in range(width):
+            out[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
+    for j in range(full, high):
+        v0 = _floats(v + 4 * j * step)
+        for d in range(width):
+            out[d] += weights[j] * v0[d]
+
+
+@inlined
+def _keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, grown: Any) -> None:
+    """Drops weights by a hash of their places (the finaliser of MurmurHash3, by A. Appleby), and grows the rest."""
+    for j in range(low, high):
+        x = np.uint64(place + j)
+        x = (x ^ (x >> np.uint64(33))) * np.uint64(18397679294719823053)
+        x = (x ^ (x >> np.uint64(33))) * np.uint64(14181476777654086739)
+        x = x ^ (x >> np.uint64(33))
+        into[j] = weights[j] * grown if (x >> np.uint64(40)) >= np.uint64(drop) else np.float32(0)
+
+
+@inlined
+def _floats(address: Any) -> Any:
+    return pointer(address, np.float32(0))

@@ -1,0 +1,125 @@
+"""Random numbers of a step: which operations may draw them before the loop, and from which generators.
+
+Only what draws the same number of values whatever the values of its arguments may.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+_aten = torch.ops.aten
+# Of these only shapes, dtypes and layouts of tensor arguments matter.
+_FRESH = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("normal.float_float", "bernoulli.p"),
+}
+_IN_PLACE = {
+    *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"),
+}
+
+
+def _bernoulli(u: Tensor, p: Tensor) -> Tensor:
+    return (u < p.detach()).to(p.dtype)
+
+
+def _scaled(z: Tensor, mean: Any, std: Any) -> Tensor:
+    mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
+    return z * std + mean
+
+
+def _shifted(z: Tensor, mean: Tensor, *_: Any) -> Tensor:
+    return z + mean.detach()
+
+
+# What torch draws in these, and what it makes of that and the arguments: (into, generator, args), (drawn, *args).
+_MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    _aten.bernoulli.default: (lambda into, g, args: into.uniform_(0, 1, generator=g), _bernoulli),
+    _aten.normal.Tensor_Tensor: (lambda into, g, args: into.normal_(0, 1, generator=g), _scaled),
+    _aten.normal.float_Tensor: (lambda into, g, args: into.normal_(0, 1, generator=g), _scaled),
+    _aten.normal.Tensor_float: (lambda into, g, args: into.normal_(0, *args[1:2], generator=g), _shifted),
+}
+
+
+def known(func: Any) -> bool:
+    """Whether an operation that draws may do so ahead."""
+    name = func._schema.name.split("::")[1]
+    return func in _MADE or not {name, f"{name}.{func._overloadname}"}.isdisjoint(_FRESH | _IN_PLACE)
+
+
+@dataclasses.dataclass
+class Draw:
+    """One operation of a step that draws. `example` is like what it gives."""
+
+    number: int
+    example: Tensor
+    fill: Callable[[Tensor], Any]  # draws into a contiguous tensor
+    made: Callable[..., Tensor] | None = None  # of what was drawn and the operation's arguments
+
+
+def of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> Draw:
+    """What draws the same as an operation did; it holds no tensor of the step's but `out`."""
+    generator = kwargs.get("generator")
+    if func in _MADE:
+        draw, made = _MADE[func]
+        numbers = [None if isinstance(x, Tensor) else x for x in args]
+        return Draw(number, out, lambda into: draw(into, generator, numbers), made)
+    inplace = func._schema.name.endswith("_")
+    if inplace and out.is_contiguous():
+        rest = args[1:]
+        return Draw(number, out, lambda into: func(into, *rest, **kwargs))
+    like = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None for x in args]
+
+    def fill(into: Tensor) -> None:
+        made = [x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)]
+        into.copy_(func(*made, **kwargs))
+
+    rest = [None if isinstance(x, Tensor) else x for x in args]
+    return Draw(number, out, fill)
+
+
+def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+class Generators:
+    """The generators that a step draws from, and the states that they had before."""
+
+    def __init__(self, *, watched: bool) -> None:
+        self.found: list[Generator] = []
+        self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
+        self.watched, self._drew = watched, False
+        self.index(torch.default_generator)
+
+    def index(self, generator: Generator | None) -> int:
+        """The number of one."""
+        generator = torch.default_generator if generator is None else generator
+        for k, g in enumerate(self.found):
+            if g is generator:
+                return k
+        self.found.append(generator)
+        state = generator.get_state()
+        self._before.append(state)
+        self._after.append(state)
+        return len(self.found) - 1
+
+    def drew(self, k: int) -> None:
+        """Notes the state behind a draw."""
+        self._drew = True
+        if self.watched:
+            self._after[k] = self.found[k].get_state()
+
+    def moved(self) -> bool:
+        """Whether one has another state than after the last draw: the body sets it."""
+        pairs = zip(self.found, self._after, strict=True)
+        return self.watched and any(not torch.equal(g.get_state(), state) for g, state in pairs)
+
+    def restore(self) -> None:
+        """Puts them back to where they were before draws."""
+        if not self._drew:
+            return
+        for g, state in zip(self.found, self._before, strict=True):
+            g.set_state(state)

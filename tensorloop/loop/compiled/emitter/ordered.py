@@ -1,0 +1,92 @@
+"""Order among the elements of a row, by counting: for the few dozen that a step has.
+
+`NotImplemented` leaves longer rows to torch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST_COMPARED = 128  # elements of a row that are compared each with each
+MOST_ROUNDS = 16  # of choosing the largest that is left
+
+_aten = torch.ops.aten
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
+    """Values in order, and where they were; equal ones stay as they stand, NaN is larger than all."""
+    if not x.dim():
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    n, dim = x.shape[dim], dim % x.dim()
+    if n > MOST_COMPARED or x.is_complex():
+        return NotImplemented
+    a, b = x.detach().movedim(dim, -1).unsqueeze(-1), x.detach().movedim(dim, -1).unsqueeze(-2)
+    ahead = _less(a, b) if descending else _less(b, a)  # whether b goes before a
+    earlier = torch.ones(n, n, dtype=torch.bool, device=x.device).tril(-1)
+    before = ahead | (~_less(a, b) & ~_less(b, a) & earlier)
+    rank = before.sum(-1)
+    places = torch.arange(n, device=x.device).expand(rank.shape)
+    index = torch.zeros_like(rank).scatter(-1, rank, places).movedim(-1, dim)
+    return torch.gather(x, dim, index), index
+
+
+def stable_sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """The same."""
+    return sort(x, dim, descending)
+
+
+def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    """The k-th smallest, and where it is."""
+    found = sort(x, dim)
+    if found is NotImplemented or not x.dim():
+        return found
+    values, index = (part.narrow(dim, k - 1, 1) for part in found)
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The k largest in order, and where they are: chosen one by one, or all put in order."""
+    if not x.dim() or not k:
+        return NotImplemented
+    if k > MOST_ROUNDS or x.shape[dim] <= 2 * k:
+        found = sort(x, dim, largest)
+        return found if found is NotImplemented else tuple(part.narrow(dim, 0, k) for part in found)
+    index = _chosen(x.detach(), k, dim, largest)
+    return torch.gather(x, dim, index), index
+
+
+def _chosen(x: Tensor, k: int, dim: int, largest: bool) -> Tensor:
+    """Where the k largest or smallest are, by k rounds over those that are left."""
+    left, found = torch.ones_like(x, dtype=torch.bool), []
+    floating = x.is_floating_point()
+    worst: Any = -float("inf") if floating else torch.iinfo(x.dtype).min
+    worst = worst if largest else float("inf") if floating else torch.iinfo(x.dtype).max
+    extreme = torch.amax if largest else torch.amin
+    for _ in range(k):
+        if floating:  # NaN is the largest of all: first to be chosen, or last
+            nan = torch.isnan(x) & left
+            others = torch.where(left & ~nan, x, worst)
+            best = (x == extreme(others, dim, True)) & left & ~nan
+            any_other, any_nan = best.any(dim, True), nan.any(dim, True)
+            best = torch.where(any_nan if largest else ~any_other, nan, best)
+        else:
+            best = (x == extreme(torch.where(left, x, worst), dim, True)) & left
+        at = best.to(torch.int32).argmax(dim, True)
+        left = left.scatter(dim, at, False)
+        found.append(at)
+    return torch.cat(found, dim)
+
+
+def _less(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_floating_point():
+        return a < b
+    return (a < b) | (torch.isnan(b) & ~torch.isnan(a))
+
+
+TABLE = {
+    _aten.sort.default: sort,
+    _aten.sort.stable: stable_sort,
+    _aten.kthvalue.default: kthvalue,
+    _aten.topk.default: topk,
+}

@@ -1,0 +1,164 @@
+"""Attention of new tokens to all tokens of two arrays: kernels against the formula, the node against plain autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop import memory, reference
+from tensorloop.attention import Sight, attend_past
+from tensorloop.kernels.cpu import past as cpu
+from tensorloop.kernels.eager import past as eager
+from tensorloop.kernels.past import kept, visible, whole
+
+SIZES = [
+    *((2, 1, 4, 4, 8, 7), (2, 3, 4, 2, 8, 7), (3, 1, 4, 1, 5, 9)),
+    *((1, 1, 1, 1, 1, 1), (2, 2, 6, 3, 3, 70), (0, 1, 2, 1, 3, 2)),
+]
+SIGHTS: dict[str, Callable[[int, int, int, int], dict[str, Any]]] = {
+    "plain": lambda B, t, H, n: {},
+    "all": lambda B, t, H, n: {"causal": False},
+    "first": lambda B, t, H, n: {"first": torch.arange(B) * (n // 2)},
+    "nothing": lambda B, t, H, n: {"first": torch.full((B,), n + 1)},
+    "seen": lambda B, t, H, n: {"seen": torch.rand(B, t, n) > 0.4},
+    "softcap": lambda B, t, H, n: {"softcap": 1.5},
+    "bias": lambda B, t, H, n: {"bias": torch.randn(1, H, t, n)},
+    "bias by row": lambda B, t, H, n: {"bias": torch.randn(B, H, t, n), "softcap": 2.0, "first": torch.arange(B)},
+    "dropout": lambda B, t, H, n: {"dropout": 0.3, "seed": (1 << 61) + 12345},
+}
+
+
+def _case(sizes: tuple[int, ...], sight: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    torch.manual_seed(1)
+    B, t, H, heads_kv, D, n = sizes
+    q, k, v = torch.randn(B, t, H, D, dtype=dtype), *torch.randn(2, n, B, heads_kv, D, dtype=dtype)
+    return q, k, v, Sight(0.7, **SIGHTS[sight](B, t, H, n))
+
+
+def _double(sight: Sight) -> Sight:
+    return sight._replace(bias=None if sight.bias is None else sight.bias.double())
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels_give_the_formula_s(sizes: tuple[int, ...], sight: str) -> None:
+    q, k, v, given = _case(sizes, sight)
+    out, lse = cpu.past_attend(q, k, v, given)
+    wide = q.double(), k.double(), v.double()
+    expected, log = whole(*wide, _double(given))
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse.double(), log, atol=2e-6, rtol=2e-6)
+    grad, sums = torch.randn_like(q), (torch.ones_like(k), torch.ones_like(v))
+    of_q, of_bias = cpu.past_attend_grad(grad, q, k, v, out, lse, given, *sums)
+    wanted = torch.ones_like(wide[1]), torch.ones_like(wide[2])
+    dq, dbias = eager.past_attend_grad(grad.double(), *wide, expected, log, _double(given), *wanted)
+    for got, true in zip((of_q, *sums), (dq, *wanted), strict=True):
+        torch.testing.assert_close(got.double(), true, atol=5e-6, rtol=5e-6)
+    assert (of_bias is None) == (dbias is None)
+    if of_bias is not None and dbias is not None:
+        torch.testing.assert_close(of_bias.double(), dbias, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize("sight", ["plain", "first", "seen", "nothing"])
+def test_the_formula_is_the_reference_s(sight: str) -> None:
+    q, k, v, given = _case((2, 3, 4, 2, 5, 7), sight, torch.float64)
+    sees = visible(2, 3, 7, given, q.device)[:, None].expand(2, 4, 3, 7)
+    expected = reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), scale=0.7, sees=sees)
+    torch.testing.assert_close(whole(q, k, v, given)[0], expected, atol=1e-12, rtol=1e-12)
+
+
+def test_dropout_drops_its_share_and_grows_the_rest() -> None:
+    factors = kept(2, 4, 8, 4096, Sight(1.0, dropout=0.25, seed=7))
+    assert set(factors.unique().tolist()) == {0.0, 1 / 0.75}
+    assert abs(float((factors == 0).double().mean()) - 0.25) < 5 * (0.25 * 0.75 / factors.numel()) ** 0.5
+    other = kept(2, 4, 8, 4096, Sight(1.0, dropout=0.25, seed=8 << 30))
+    assert 0.3 < float((factors == other).double().mean()) < 0.9
+
+
+def _decode(arrays: bool, inputs: tuple[Tensor, ...], window: int = 5) -> Tensor:
+    """T steps, each fed by the one before; keys and values are turned, so that nothing contracts."""
+    q, k, v, bias = inputs
+    keys, values = tl.TensorArray(), tl.TensorArray()
+    plain: list[tuple[Tensor, Tensor]] = []
+    out, x = [], q.new_zeros(())
+    for t in range(len(q)):
+        new = torch.sin(k[t] + x), torch.cos(v[t] - x)
+        start = max(0, t + 1 - window)
+        sight = Sight(0.7, bias=bias[t][..., start : t + 1], softcap=2.0 if t % 2 else 0.0)
+        if arrays:
+            y = attend_past(q[t], keys.append(new[0]), values.append(new[1]), sight, start)
+        else:
+            plain.append(new)
+            seen = [torch.stack(z[start:]) for z in zip(*plain, strict=True)]
+            y = whole(q[t], seen[0], seen[1], sight)[0]
+        x = y.mean()
+        out.append(y)
+    return torch.cat(out, 1)
+
+
+def _inputs(dtype: torch.dtype, T: int = 7) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    shapes = (T, 2, 1, 4, 5), (T, 2, 2, 5), (T, 2, 2, 5), (T, 1, 4, 1, T)
+    return tuple(torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_steps_give_the_gradients_of_plain_tensors(dtype: torch.dtype, bound: float) -> None:
+    inputs = _inputs(dtype)
+    outs = [_decode(arrays, inputs) for arrays in (True, False)]
+    weights = torch.randn_like(outs[0])
+    torch.testing.assert_close(outs[0], outs[1], atol=bound, rtol=bound)
+    first, second = [], []
+    for out in outs:
+        grads = torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True)
+        first.append(grads)
+        again = torch.autograd.grad((out * weights).sin().sum(), inputs, create_graph=True)
+        squares = torch.stack([(x * x).sum() for x in again])
+        second.append(torch.autograd.grad(squares.sum(), inputs))
+    for kind in (first, second):
+        for got, true in zip(*kind, strict=True):
+            torch.testing.assert_close(got, true, atol=20 * bound, rtol=20 * bound)
+
+
+def test_values_without_a_gradient_stay_without() -> None:
+    q, k, v, _ = (x.detach() for x in _inputs(torch.float32))
+    keys, values = tl.TensorArray().extend(k), tl.TensorArray().extend(v)
+    query = q[0].clone().requires_grad_()
+    attend_past(query, keys, values, Sight(1.0)).sum().backward()
+    assert query.grad is not None
+    assert not keys.stack().requires_grad
+    with torch.no_grad():
+        assert not attend_past(query, keys, values, Sight(1.0)).requires_grad
+
+
+def test_a_prefix_that_needs_one_and_later_tokens_that_do_not() -> None:
+    _, k, v, _ = _inputs(torch.float64)
+    query = torch.randn(2, 1, 4, 5, dtype=torch.float64)
+    keys, values = tl.TensorArray().extend(k), tl.TensorArray().extend(v)
+    constant = torch.ones(2, 2, 5, dtype=torch.float64)
+    out = attend_past(query, keys.append(constant), values.append(constant), Sight(1.0))
+    true = whole(query, torch.cat([k, constant[None]]), torch.cat([v, constant[None]]), Sight(1.0))[0]
+    weights = torch.randn_like(out)
+    for got, wanted in zip(*(torch.autograd.grad((y * weights).sum(), (k, v)) for y in (out, true)), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
+
+
+def test_bytes_grow_with_the_steps_not_their_square() -> None:
+    def held(T: int) -> int:
+        inputs = _inputs(torch.float32, T)
+        q, k, v = (x.detach() * 1 for x in inputs[:3])
+
+        def run() -> Tensor:
+            keys, values = tl.TensorArray(capacity=T), tl.TensorArray(capacity=T)
+            q_, k_, v_ = (x.requires_grad_() for x in (q, k, v))
+            return torch.stack(
+                [attend_past(q_[t], keys.append(k_[t].sin()), values.append(v_[t].sin()), Sight(1.0)) for t in range(T)]
+            )
+
+        return memory.saved_bytes(run)
+
+    few, more, most = held(16), held(32), held(64)
+    assert most - more == 2 * (more - few)
