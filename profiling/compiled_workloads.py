@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from compiled_inputs import ODE_END, make
-from loop_workloads import lstm_start, lstm_step, w4_step
+from loop_workloads import Cache, lstm_start, lstm_step, w4_step
 from torch import Tensor, nn
 from torch.nn import functional
-from workloads import Leaves
+from workloads import Leaves, attend
 
 import tensorloop as tl
 
@@ -211,10 +211,23 @@ def s5(d: Leaves) -> Work:
     return Work(body, torch.zeros(8, 64, dtype=B.dtype), d["xs"], mean_square)
 
 
+def w3(d: Leaves) -> Work:
+    def body(carry: Cache, x: Tensor) -> tuple[Cache, Tensor]:
+        o, K, V = carry
+        h = torch.tanh(x @ d["Wx"] + o @ d["Wo"])
+        K.append(h @ d["Wk"])
+        V.append(h @ d["Wv"])
+        o = attend(h @ d["Wq"], K.stack(), V.stack())
+        return (o, K, V), (o**2).sum()
+
+    start = torch.zeros_like(d["xs"][0].detach()), tl.TensorArray(), tl.TensorArray()
+    return Work(body, start, d["xs"], lambda carry, ys: ys.sum())
+
+
 SCANS: dict[str, Callable[[Leaves], Work]] = {
     **{"W1": w1, "W2": lstm, "W2s": lstm, "RNN": rnn, "RNNs": rnn, "rk4": rk4, "ln_rnn": ln_rnn, "memory": memory},
     **{"crf": crf, "viterbi": viterbi, "hmm": hmm, "gru": gru, "min_gru": min_gru, "iir": iir, "kalman": kalman},
-    **{"adam": adam, "s5": s5},
+    **{"adam": adam, "s5": s5, "W3": w3},
 }
 
 
@@ -224,7 +237,7 @@ def scanned(workload: str, d: Leaves, T: int, **options: Any) -> Tensor:
     return work.loss(*tl.scan(work.body, work.init, work.xs, T, **options))
 
 
-# ---- loops of unknown length, and of arrays ----
+# ---- loops of unknown length ----
 
 
 def w4(d: Leaves, **options: Any) -> Tensor:

@@ -4,7 +4,8 @@ Private names of torch, tried with 2.11 and 2.13: `torch._subclasses.fake_tensor
 second or so, so it is imported only then.
 """
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,3 +47,33 @@ class _NothingReal(OperationMode):
         """Runs one operation on fakes."""
         positional, named = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
         return func(*positional, **named)
+
+
+def empty_fakes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Contiguous CPU tensors without numbers, for tracing: their shapes may be of any size."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Inside, torch does not write to its log that an operation failed on fakes: the error says it too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def fakes_like(examples: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, if there is a fake among these, new tensors are fakes too; gives what makes one of a real tensor."""
+    mode = next((found for x in examples if (found := getattr(x, "fake_mode", None)) is not None), None)
+    if mode is None:
+        yield lambda x: x
+        return
+    with mode:
+        yield lambda x: x if hasattr(x, "fake_mode") else mode.from_tensor(x)

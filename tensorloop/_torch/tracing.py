@@ -5,7 +5,8 @@ Names that torch describes for extension writers but keeps out of its public mod
 `torch._C._autograd._top_saved_tensors_default_hooks`.
 
 Torch's own `make_fx` and its fake tensors load sympy, dynamo and inductor, two seconds in each process. Here operations
-run on small real tensors while they are written down, and what is kept of their values are shapes.
+run on small real tensors while they are written down, and what is kept of their values are shapes. Only where an input
+is a fake, because there is no memory for its size, all of them are.
 """
 
 import operator
@@ -20,6 +21,7 @@ from torch.fx import traceback
 from torch.fx.node import map_aggregate
 
 from tensorloop._torch.dispatch import OperationMode
+from tensorloop._torch.fake import fakes_like
 
 Table = dict[Any, Callable[..., Any]]
 
@@ -27,11 +29,13 @@ Table = dict[Any, Callable[..., Any]]
 def traced(function: Callable[..., Any], examples: Sequence[Tensor], table: Table) -> fx.GraphModule:
     """The aten operations of `function(*examples)`, below autograd; the value of a node (`val`) is on `meta`."""
     writer = _Writer(table)
-    for x in examples:
-        writer.given(x)
-    with warnings.catch_warnings(), without_hooks(), writer:
+    with warnings.catch_warnings(), without_hooks(), fakes_like(examples) as fake:
         warnings.simplefilter("ignore")
-        outputs = function(*examples)
+        given = [fake(x) for x in examples]
+        for x in given:
+            writer.given(x)
+        with writer:
+            outputs = function(*given)
     writer.graph.output([writer.node_of(x) for x in outputs])
     return fx.GraphModule(torch.nn.Module(), writer.graph)
 
@@ -97,13 +101,17 @@ class _Writer(OperationMode):
 def _shape_of(x: Any) -> Any:
     """Tensors without memory in the place of tensors."""
     if isinstance(x, Tensor):
-        shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        if offset := x.storage_offset():  # a view's, which an operation may take it for
-            shape = shape.new_empty(offset + shape.untyped_storage().nbytes() // shape.itemsize)[offset:].as_strided(
-                x.shape, x.stride(), offset
-            )
-        return shape
+        with torch._C._DisableTorchDispatch():  # no fakes either
+            return _without_memory(x)
     return type(x)(_shape_of(y) for y in x) if type(x) in (tuple, list) else x
+
+
+def _without_memory(x: Tensor) -> Tensor:
+    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if offset := x.storage_offset():  # a view's, which an operation may take it for
+        whole = shape.new_empty(offset + shape.untyped_storage().nbytes() // shape.itemsize)
+        shape = whole[offset:].as_strided(x.shape, x.stride(), offset)
+    return shape
 
 
 def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

@@ -153,6 +153,8 @@ class TensorArray(Core):
         """
         length = len(self)
         try:
+            if type(i) is not int and self._store is not None and self._store.put_at(i, x):
+                return self
             i = arguments.as_int(i)
             if i == length:
                 return self.append(x)
@@ -279,6 +281,8 @@ class TensorArray(Core):
         """
         try:
             store = self._store
+            if type(i) is not int and store is not None and (found := store.read_at(i)) is not None:
+                return found
             length = 0 if store is None else store.length
             slot = i if type(i) is int and 0 <= i < length else checks.find_slot(i, length)
             assert store is not None
@@ -314,6 +318,8 @@ class TensorArray(Core):
         store = self._known_store()
         length = len(self)
         index = arguments.index_tensor(indices, store.device)
+        if (found := store.read_at(index)) is not None:
+            return found
         if arguments.must_check(check, index):
             arguments.in_range(index, -length, length)
             if self._holes:

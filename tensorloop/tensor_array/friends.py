@@ -70,3 +70,16 @@ def mask_rows(array: TensorArray, mask: Tensor | None) -> None:
 def is_plain(array: TensorArray) -> bool:
     """Whether the array was made outside of all `torch.func` transforms."""
     return array._home == 0
+
+
+def with_elements(array: TensorArray, store: Store, like: Tensor | None) -> TensorArray:
+    """A new array with the facts of `array` before this store, its elements like `like` where that is known."""
+    twin = array._twin(store)
+    if like is not None:
+        twin._know(like.shape, like)
+    return twin
+
+
+def has_holes(array: TensorArray) -> bool:
+    """Whether slots of the array were skipped."""
+    return bool(array._holes)

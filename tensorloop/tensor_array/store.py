@@ -68,6 +68,14 @@ class Store(Protocol):
         """A `Buffer` or `Slots` with the same slots."""
         return self
 
+    def read_at(self, index: Any) -> Tensor | None:
+        """The slots of an index that is no number yet, by a store that can: else None, and the array looks at it."""
+        return None
+
+    def put_at(self, index: Any, x: Tensor) -> bool:
+        """The same for one slot that is written; whether it was."""
+        return False
+
     def attend(self, q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
         """Attention of q to what two arrays hold, without a copy of that; else NotImplemented."""
         return NotImplemented

@@ -214,10 +214,20 @@ def test_numbers_that_stay_are_no_trouble():
     assert (carry[0].item(), carry[1:], torch.as_tensor(ys).tolist()) == (12, (3, None), [2, 2, 2, 2])
 
 
-def test_arrays_in_the_carry_run_eagerly():
-    with pytest.warns(NotCompiledWarning, match="the carry holds a TensorArray"):
-        array, _ = tl.scan(lambda a, x: (a.append(x), None), tl.TensorArray(), torch.arange(3.0), compile=True)
-    assert array.stack().tolist() == [0, 1, 2]
+def test_arrays_with_holes_run_eagerly():
+    holed = tl.TensorArray(capacity=3).write(1, torch.ones(()))
+    with pytest.warns(NotCompiledWarning, match="an array in the carry has holes"):
+        array, _ = tl.scan(lambda a, x: (a.append(x), None), holed, torch.arange(3.0), compile=True)
+    assert array[1:].tolist() == [1, 0, 1, 2]
+
+
+def test_arrays_where_rows_stop_run_eagerly():
+    init = torch.zeros(3), tl.TensorArray()
+    limits = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.warns(NotCompiledWarning, match="a TensorArray where rows stop"):
+        h, array = tl.while_loop(lambda c: c[0] < limits, lambda c: (c[0] + 1, c[1].append(c[0])), init, compile=True)
+    assert h.tolist() == [1, 2, 3]
+    assert array.stack().tolist() == [[0, 0, 0], [0, 1, 1], [0, 0, 2]]
 
 
 def test_a_counter_in_the_closure_is_seen():

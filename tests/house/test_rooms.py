@@ -72,7 +72,7 @@ INNER = {
         *("loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.stopped_rows", "loop.checkpoint"),
         "loop.compiled.emitter",
     },
-    "loop.compiled.emitter": {"loop.compiled.recurrence"},
+    "loop.compiled.emitter": {"loop.compiled.lengths", "loop.compiled.operations", "loop.compiled.recurrence"},
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
@@ -81,8 +81,8 @@ INNER = {
 }
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *(f"loop.checkpoint.{name}" for name in ("in_order", "leaving", "node", "options", "snapshots")),
-    *(f"loop.compiled.{name}" for name in ("explain", "front", "in_graph", "recurrence")),
+    *(f"loop.checkpoint.{name}" for name in ("closures", "in_order", "leaving", "node", "options", "snapshots")),
+    *(f"loop.compiled.{name}" for name in ("explain", "front", "in_graph", "lengths", "operations", "recurrence")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "page", "picture")),

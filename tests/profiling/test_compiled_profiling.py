@@ -55,7 +55,7 @@ def test_every_cell_answers(scripts: dict[str, Any], tmp_path: Path, monkeypatch
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["kalman", "viterbi", "adam", "min_gru", "iir", "hmm"])
+@pytest.mark.parametrize("name", ["kalman", "viterbi", "adam", "min_gru", "iir", "hmm", "W3"])
 def test_loops_compare(scripts: dict[str, Any], name: str):
     """The eager loop and the compiled one, by the script's own check."""
     cell = {"kind": "check", "workload": name, "T": 9, "variants": ["compiled"]}

@@ -10,6 +10,7 @@ from torch.fx import traceback
 
 from tensorloop._common.user_line import Place
 from tensorloop._torch import engine
+from tensorloop._torch.fake import fakes_like
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
 from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
@@ -162,7 +163,8 @@ def with_gradients(
         return [*(x.detach() for x in outputs), *(g for g in found if g is not None)]
 
     # An output's gradient is like the output; of the carry, like the carry.
-    comes = [_zeros(_output(module, i)) for i in targets]
+    with fakes_like(examples):
+        comes = [_zeros(_output(module, i)) for i in targets]
     graph = simplified(traced(joint, [*(x.detach() for x in examples), *comes], after_autograd()).graph)
     inputs = [p for p in graph.nodes if p.op == "placeholder"]
     (output,) = (p for p in graph.nodes if p.op == "output")

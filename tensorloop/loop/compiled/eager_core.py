@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.operations import aten
+from tensorloop.loop.compiled.lengths import Sized, grows, length_in
+from tensorloop.loop.compiled.operations import aten, value_of
 from tensorloop.loop.compiled.recurrence import Recurrence
 
 
@@ -22,7 +23,11 @@ class EagerCore:
                     found[n].target = aten.reshape.default
         going = () if r.going is None else (r.going,)
         graph.output(tuple(found[n] for n in (*r.next_carry, *r.outs, *r.terms, *going)))
-        self._step = fx.GraphModule(torch.nn.Module(), graph).forward
+        self._module = fx.GraphModule(torch.nn.Module(), graph)
+        self._growth = r.growth
+        self._sizes_of_arrays = [
+            length_in(value_of(n).shape[0]) if grows(n) else None for n in (*r.sequences, *r.carry)
+        ]
         self._sizes = len(r.carry), len(r.outs), len(r.terms)
         self._reverse, self._asks = r.reverse, bool(going)
 
@@ -34,15 +39,23 @@ class EagerCore:
         carry: Sequence[Tensor],
         outs: Sequence[Tensor],
         sums: Sequence[Tensor],
+        lengths: Sequence[int] = (),
     ) -> tuple[list[Tensor], int]:
         """As `Core` says."""
         n, m, k = self._sizes
-        state = list(carry)
+        of_sequences, of_carry = self._sizes_of_arrays[: len(sequences)], self._sizes_of_arrays[len(sequences) :]
+        state = [x if size is None else x[: size.at(lengths)] for x, size in zip(carry, of_carry, strict=True)]
+        step = self._module.forward
         done = 0
         with torch.no_grad():
             while done < steps:
                 t = steps - 1 - done if self._reverse else done
-                found = self._step(*invariants, *(x[t] for x in sequences), *state)
+                now = [n + more * done for n, more in zip(lengths, self._growth, strict=True)]
+                if now:
+                    step = Sized(self._module, now).run
+                pairs = zip(sequences, of_sequences, strict=True)
+                rows = [x[t] if size is None else x[: size.at(now)] for x, size in pairs]
+                found = step(*invariants, *rows, *state)
                 state = list(found[:n])
                 for out, x in zip(outs, found[n : n + m], strict=True):
                     out[t] = x
@@ -51,4 +64,8 @@ class EagerCore:
                 done += 1
                 if self._asks and not found[-1]:
                     break
-        return [x.clone(memory_format=torch.contiguous_format) for x in state], done
+        for i, size in enumerate(of_carry):
+            if size is not None and done:
+                carry[i][: len(state[i])] = state[i]
+        own = [x.clone(memory_format=torch.contiguous_format) for x in state]
+        return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done

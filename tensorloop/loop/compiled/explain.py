@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from tensorloop.loop.compiled.lengths import said
 from tensorloop.loop.compiled.operations import value_of, values_of
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.program import Program
@@ -38,7 +39,7 @@ def of_plan(name: str, plan: Plan) -> Explanation:
     lines = [f"{name}: compiled", *_program("forward", plan.forward)]
     if plan.grad:
         lines += _program("backward", plan.backward(frozenset()))
-        kept = [_named(n) for n in plan.saved if n not in plan.traced.xs]
+        kept = [_named(n) for n in plan.saved if n not in plan.traced.xs and n not in plan.versions]
         lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
     else:
         lines.append("no backward: nothing wants a gradient")
@@ -83,7 +84,7 @@ def _counted(nodes: Iterable[fx.Node]) -> list[str]:
 def _named(n: fx.Node) -> str:
     operation = getattr(n.target, "_opname", "state") if n.op == "call_function" else "state"
     values = values_of(n)
-    return f"{operation} {list(value_of(n).shape)}" if len(values) == 1 else operation
+    return f"{operation} [{', '.join(map(said, value_of(n).shape))}]" if len(values) == 1 else operation
 
 
 def _wrapped(words: list[str], width: int = 110) -> str:

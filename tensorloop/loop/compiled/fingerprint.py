@@ -10,7 +10,8 @@ Python, writes to tensors from outside, random numbers, blocks under another gra
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -105,6 +106,7 @@ class Recorder(OperationMode):
         self._foreign: set[int] = set()  # the memory of captures
         self._cut: set[int] = set()  # what detach() gave, and views of it
         self._empty: set[int] = set()  # memory that empty() gave
+        self._instead: Tensor | None = None
         self._fills = False  # whether the operation at hand fills what was empty
 
     def __enter__(self) -> Self:
@@ -146,6 +148,9 @@ class Recorder(OperationMode):
             return self._draw(func, args, kwargs or {}, noted[0])
         if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
             args = _with_numbers(func, args)
+        if self._instead is not None:
+            zeros = torch.zeros_like(self._instead)
+            args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
         out = func(*args, **kwargs) if kwargs else func(*args)
         self._made(out)
         if traits.empty:
@@ -199,6 +204,19 @@ class Recorder(OperationMode):
         """Whether an operation of the step gave this tensor."""
         number = self._numbers.get(id(x), 0)
         return number >= self._given and number not in self.captures
+
+    def stand(self, x: Tensor, number: int) -> None:
+        """From now on x, which the step made, is the argument of this number, whose shape nobody knew."""
+        self._numbers[id(x)] = number
+
+    @contextmanager
+    def instead_of(self, index: Tensor) -> Iterator[None]:
+        """Operations run with zeros for this index: what is written down has the index."""
+        self._instead = index
+        try:
+            yield
+        finally:
+            self._instead = None
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds no tensor of the step any more; gives those that operations made, weakly."""

@@ -17,6 +17,7 @@ from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import pairs
+from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.drawn import Draws
@@ -33,6 +34,8 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 from tensorloop.schedule import Schedule
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import refill
 
 Compile = bool | Literal["strict"]
 Kept = Checkpoints | Schedule | None
@@ -107,10 +110,20 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
     steps = loop.length if loop.cond is None else None
     if isinstance(plan, Refused):
         raise Refused(plan.reason, plan.place)
+    if found.arrays.places:
+        if checkpoints is not None and plan.grad:
+            raise Refused("checkpoints of a loop with a TensorArray in the carry are not compiled")
+        try_lengths(found, plan, steps, loop.length)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan)
         raise Told
-    return _run(found, plan, steps, checkpoints)
+    try:
+        return _run(found, plan, steps, checkpoints)
+    except IndexError:
+        if not found.arrays.places:
+            raise
+        _forget(loop)  # a slot that there is not, which the eager loop may append, or name
+        return None
 
 
 def _forget(loop: Loop) -> None:
@@ -146,25 +159,30 @@ def plan_of(found: Recorded) -> Any:
     key = found.key
     plan = plans.find(key)
     if plan is None:
+        looks = None
         try:  # no lock is held here: the body runs, and may wait for other threads
             again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
+            looks = looked(found) if found.arrays.places else None
         except Refused as refusal:
             again = Refused(refusal.reason, refusal.place)
-        plan = plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again))
+        plan = plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, looks))
     found.learn(key)
     return plan
 
 
-def _made(found: Recorded, again: Recorded) -> Any:
+def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
     loop, grad = found.loop, torch.is_grad_enabled()
     drawn = [draw.example for draw in found.draws]
-    inputs = [*found.carry, *found.xs, *drawn, *found.captures]
+    inputs = [*found.given(), *found.xs, *drawn, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
     examples = [*found.arguments, *drawn, *found.captures]
     try:
         with unseen(), without_autocast():
-            plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+            if looks is None:
+                plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+            else:
+                plan = planned(found, looks, examples, wants, reverse)
     except Refused as refusal:
         return refusal
     except Exception as error:  # a body that torch cannot trace
@@ -179,25 +197,20 @@ def _made(found: Recorded, again: Recorded) -> Any:
 
 def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> tuple[Loop, Any]:
     loop = found.loop
-    carried = [x.contiguous() for x in pairs.split(found.carry)]
+    given = found.given()
+    carried = [x.contiguous() for x in pairs.split(given)]
     run = _planned(found, plan, steps, checkpoints)
     drawn = [torch.empty(0)] * run.drawn
     if run.draws is not None and not isinstance(run, Segmented):
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
     tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
-    if plan.grad:
-        outputs: Sequence[Tensor] = Looped.apply(run, *tensors)  # pyright: ignore[reportAssignmentType]
-    else:
-        with torch.no_grad(), unseen(), without_autocast():
-            last, ys, _ = run.forward([x.detach() for x in tensors])
-        outputs = [*last, *ys]
-    outputs = pairs.joined(outputs, [*found.carry, *(y for y in found.ys if isinstance(y, Tensor))])
+    outputs = pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
     loop.taken = run.done
     n = len(found.carry)
     carry = list(loop.init)
     for i, x in zip(found.places, outputs[:n], strict=False):
-        carry[i] = x
+        carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
     if found.rows is not None:
         found.rows.steps = outputs[n - 1]
         loop = RowsLoop(loop, found.rows, None)
@@ -207,10 +220,20 @@ def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> t
     return loop, loop.carry.tree.unflatten(carry)
 
 
+def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The last carry and ys."""
+    if run.plan.grad:
+        return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
+    with torch.no_grad(), unseen(), without_autocast():
+        last, ys, _ = run.forward([x.detach() for x in tensors])
+    return [*last, *ys]
+
+
 def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> Run:
     """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
     loop, draws = found.loop, None
     if found.draws:
+        assert found.recorder is not None
         draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
@@ -222,7 +245,7 @@ def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) 
     elif draws is not None and not plan.grad:
         blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
     else:
-        return Run(plan, steps, most=loop.length, draws=draws)
+        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts)
     return Segmented(plan, steps, loop.length, blocks, loop.name, draws)
 
 

@@ -12,7 +12,9 @@ from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.drawn import Draws
-from tensorloop.loop.compiled.plan import Plan, zeros_like
+from tensorloop.loop.compiled.lengths import Sized, actual, grows
+from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.totals import Totals
 
 FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
@@ -27,6 +29,7 @@ class Run:
     done: int = 0
     most: int | None = None  # steps, where only a condition knows them
     draws: Draws | None = None  # whose numbers are the last of xs
+    lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
 
     @property
     def drawn(self) -> int:
@@ -42,22 +45,24 @@ class Run:
         """(the last carry, ys, what a backward keeps)."""
         carry, xs, captures = self.split(tensors)
         plan = self.plan
-        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most)
+        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most, self.lengths)
         if self.done != self.steps and self.steps is not None:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]
-        return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs)
+        return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
         _, _, captures = self.split(tensors)
         total = Totals(self.plan, self.done, *self.coming(grads))
+        whole = [grows(n) for n in self.plan.saved]  # arrays, which have all steps' slots
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
         size = max(1, room // max(total.program.bytes_a_step(), 1))
         for done in range(0, self.done, size):
             stop = min(done + size, self.done)
             part = slice(done, stop) if self.plan.reverse else slice(self.done - stop, self.done - done)
-            total.reverse(part, captures, [x[part] for x in saved])
+            kept = [x if array else x[part] for x, array in zip(saved, whole, strict=True)]
+            total.reverse(part, captures, kept, self._lengths(self.done - 1 - done))
         return self._placed(total.carry, total.xs, total.sums, total.missing)
 
     def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
@@ -67,9 +72,19 @@ class Run:
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
         ys = [g for k in plan.flowing_ys if (g := grads[n + k]) is not None]
         carry = [
-            zeros_like(plan.traced.carry[i]) if (g := grads[i]) is None else g.contiguous() for i in plan.flowing_carry
+            self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else g.contiguous()
+            for i in plan.flowing_carry
         ]
         return missing, carry, ys
+
+    def _lengths(self, done: int) -> list[int]:
+        """Those of arrays after so many steps."""
+        return [n + more * done for n, more in zip(self.lengths, self.plan.growth, strict=True)]
+
+    def _zeros(self, node: fx.Node) -> Tensor:
+        """Zeros like a carry after the last step."""
+        value = value_of(node)
+        return torch.zeros(actual(value.shape, self._lengths(self.done - 1)), dtype=value.dtype, device="cpu")
 
     def _placed(self, last: Sequence[Tensor], xs: Sequence[Tensor], sums: Sequence[Tensor], missing: Any) -> list[Any]:
         plan, step = self.plan, self.plan.step
@@ -115,9 +130,9 @@ class Run:
         n, k = len(carry), len(self.plan.step.ys)
         ys: list[list[Tensor]] = []
         length = self.done if self.steps is None else self.steps
-        run = fx.Interpreter(self.plan.module).run
-        for t in range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done):
-            found = run(*carry, *(x[t] for x in xs), *captures)
+        steps = range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done)
+        for done, t in enumerate(steps):
+            found = Sized(self.plan.module, self._lengths(done)).run(*carry, *(x[t] for x in xs), *captures)
             carry = list(found[:n])
             ys.append(list(found[n : n + k]))
         ys = ys[::-1] if self.plan.reverse else ys

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
@@ -31,6 +32,7 @@ class Parts:
     sums: Sequence[fx.Node] = ()
     going: fx.Node | None = None
     reverse: bool = False
+    growth: Sequence[int] = ()  # what a step adds to the lengths of arrays, by symbol
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,8 +65,11 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     every = needed_for([*roots, *parts.wanted, *parts.sums], given)
     order = [n for n in order if n in every]
     moving = depends_on((n for n in order if n not in given), [*parts.sequences, *parts.carry])
-    carried = depends_on((n for n in order if n not in given), parts.carry)
-    inner = with_parts(needed_for(roots, given) & carried) & every
+    arrays = [n for n in parts.sequences if grows(n)]
+    carried = depends_on((n for n in order if n not in given), [*parts.carry, *arrays])
+    growing = {n for n in order if n not in given and meets_growing(n)}  # there is no such thing for all steps
+    inner = (needed_for([*roots, *growing], given) & carried) | growing
+    inner = (with_parts(inner) & every) - set(arrays)
     pulled = _Pulled(parts, given, moving, hoisted)
     for n in order:
         if n in inner and n not in given:
@@ -142,7 +147,7 @@ def _stored(
                     pulled.need(a, inner | sunk)
     users = [n for n in outside if n not in sunk]
     asks = [a for n in users for a in n.all_input_nodes] + [n for n in order if n in asked]
-    available = (inner & carried) | sunk | set(parts.carry)
+    available = (inner & carried) | sunk | {n for n in parts.carry if not grows(n)}
     outs: list[fx.Node] = []
     for n in dict.fromkeys(asks):
         if n in available:
@@ -196,4 +201,5 @@ def _recurrence(
     graph.output((*following, *given[3], *([] if going is None else [going])))
     graph.lint()
     invariants, sequences, carry, stored = (tuple(nodes) for nodes in given)
-    return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, (), parts.reverse, going)
+    growth = tuple(parts.growth)
+    return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, (), parts.reverse, going, growth)

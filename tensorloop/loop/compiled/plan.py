@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
-from tensorloop.loop.compiled.operations import bytes_of, value_of, with_parts
+from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.lengths import grows, versions
+from tensorloop.loop.compiled.operations import aten, bytes_of, value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -28,17 +29,27 @@ class Plan:
     """The programs of one step."""
 
     def __init__(
-        self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], *, grad: bool, reverse: bool
+        self,
+        step: Step,
+        examples: Sequence[Tensor],
+        wants: Sequence[bool],
+        *,
+        grad: bool,
+        reverse: bool,
+        growth: Sequence[int] = (),
     ) -> None:
         step, self.module, examples, wants = pairs.apart(step, functional(step, examples), examples, wants)
-        self.step, self.reverse = step, reverse
+        self.step, self.reverse, self.growth = step, reverse, tuple(growth)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
         self.wants = tuple(wants)
+        self.arrays = {n: i for i, n in enumerate(t.carry) if grows(n)}
+        self.versions = self._versions()
         self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
         self.saved: list[fx.Node] = self._saved() if self.grad else []
-        new = [n for n in self.saved if n not in t.xs and n not in t.ys]
+        new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in self.versions]
+        self._check_arrays(new)
         wanted = list(dict.fromkeys([*t.ys, *new]))
-        parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse)
+        parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse, self.growth)
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
         self._replays: dict[str, Program] = {}
@@ -80,9 +91,8 @@ class Plan:
         t = self.traced
         with self._lock:
             if name not in self._replays:
-                parts = Parts(
-                    t.captures, t.xs, t.carry, t.next_carry, list(dict.fromkeys(wanted)), (), answer, self.reverse
-                )
+                asked, grow = list(dict.fromkeys(wanted)), self.growth
+                parts = Parts(t.captures, t.xs, t.carry, t.next_carry, asked, (), answer, self.reverse, grow)
                 self._replays[name] = Program(t.graph, parts)
             return self._replays[name]
 
@@ -102,10 +112,30 @@ class Plan:
         place = [*dict.fromkeys([*self.traced.ys, answer])].index(answer)
         return bool(wanted[place][0 if self.reverse else -1])
 
-    def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-        """What the backward keeps, of that and of xs."""
+    def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor], last: Sequence[Tensor] = ()) -> list[Tensor]:
+        """What the backward keeps, of that, of xs and of the last carry: arrays, which have all slots there."""
         given = dict(zip(self.traced.xs, xs, strict=True))
+        given |= {n: last[i] for n, i in self.versions.items()} if last else {}
         return [given[n] if n in given else wanted[self._places[n]] for n in self.saved]
+
+    def _check_arrays(self, new: Sequence[fx.Node]) -> None:
+        """Refuses a step whose backward needs an array as it was before slots of it were overwritten."""
+        t = self.traced
+        found = [g for grads in t.found.values() for g in grads.values()] if self.grad else []
+        needed = needed_for(found, self.saved)
+        if any(grows(n) for n in new) or any(n in needed and n not in self.versions for n in self.arrays):
+            raise Refused("its backward needs slots of an array in the carry that are overwritten")
+        if any(grows(n) for n in t.ys):
+            raise Refused("a y has another size at each step")
+
+    def _versions(self) -> dict[fx.Node, int]:
+        """What an array is in a step, where its slots are never overwritten, and its place in the carry."""
+        t, found = self.traced, dict[fx.Node, int]()
+        for array, i in self.arrays.items():
+            those = versions(array, t.next_carry[i])
+            if all(n is array or n.target is aten.cat.default for n in those):
+                found |= dict.fromkeys(those, i)
+        return found
 
     def backward(self, missing: frozenset[int]) -> Program:
         """The program backward where these ys got no gradient."""
@@ -132,6 +162,7 @@ class Plan:
             [t.found["xs"][k] for k in sorted(t.found["xs"])],
             [t.found["captures"][k] for k in sorted(t.found["captures"])],
             reverse=not self.reverse,
+            growth=[-more for more in self.growth],
         )
         return Program(t.graph, parts)
 
@@ -144,8 +175,8 @@ class Plan:
         needed = needed_for(found) & linear
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear] + [g for g in found if g in moving]
         forward = with_parts(needed_for([*t.next_carry, *t.ys]))
-        price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2)
-        pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry]
+        price = dict.fromkeys(t.xs, 1) | dict.fromkeys(t.ys, 2) | dict.fromkeys(self.versions, 1)
+        pairs = [(c, new) for c, new in zip(t.carry, t.next_carry, strict=True) if new not in t.carry and not grows(c)]
         price |= {c: 3 for c, new in pairs if new in t.ys}
         first = set(kept(order, moving, forward, uses, price))
         # States before the steps and after them are one memory: who keeps the ones has the others.
@@ -156,7 +187,8 @@ class Plan:
         """What a backward keeps of each step, beside xs and ys, which are there anyway."""
         t = self.traced
         states = {c for c, new in zip(t.carry, t.next_carry, strict=True) if new in t.ys or new in self.saved}
-        new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in states]
+        there = {*t.xs, *t.ys, *self.versions, *states}
+        new = [n for n in self.saved if n not in there]
         return sum(value_of(n).numel() * value_of(n).element_size() for n in new)
 
     def bytes_of_carry(self) -> int:
@@ -206,9 +238,3 @@ class Plans:
 
 
 plans = Plans()
-
-
-def zeros_like(node: fx.Node) -> Tensor:
-    """Zeros as the node's value at one step."""
-    value = value_of(node)
-    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")

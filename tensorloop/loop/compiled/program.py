@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop.loop.compiled.batched import Stage
 from tensorloop.loop.compiled.cores import made
+from tensorloop.loop.compiled.lengths import grows, growth_of
 from tensorloop.loop.compiled.operations import bytes_of, value_of
 from tensorloop.loop.compiled.partition import Parts, Split, split
 from tensorloop.loop.compiled.recurrence import Core, Unsupported
@@ -83,8 +84,12 @@ class Program:
         sequences: Sequence[Tensor],
         carry: Sequence[Tensor],
         most: int | None = None,
+        lengths: Sequence[int] = (),
     ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
-        """Runs the loop; `steps` is None where only the condition knows: then there are `most` of them at most."""
+        """Runs the loop; `steps` is None where only the condition knows: then there are `most` of them at most.
+
+        `lengths` are those of arrays before the first step, by symbol.
+        """
         if self.core is None:
             assert steps is not None
             found = self._after(steps, *invariants, *sequences)
@@ -92,12 +97,12 @@ class Program:
         s = self.split
         fed = [x.contiguous() for x in self._before(0 if steps is None else steps, *invariants, *sequences)]
         loop_invariants, loop_sequences = fed[: len(s.loop_invariants)], fed[len(s.loop_invariants) :]
-        last, done, outs, states = self._loop(self.core, steps, most, loop_invariants, loop_sequences, carry)
+        last, done, outs, states = self._loop(self.core, steps, most, loop_invariants, loop_sequences, carry, lengths)
         made = dict(zip(self._fed, fed, strict=True))
         more = [made[n] for n in self._made]
         if steps is not None and done < steps:
             part = slice(steps - done, steps) if self.parts.reverse else slice(done)
-            sequences = [x[part] for x in sequences]
+            sequences = [x if grows(n) else x[part] for n, x in zip(self.parts.sequences, sequences, strict=True)]
             moving = s.moving
             more = [x[part] if n in moving else x for n, x in zip(self._made, more, strict=True)]
         given = dict.fromkeys([*self.parts.invariants, *self.parts.sequences, *self._made, *s.after_loop])
@@ -117,15 +122,22 @@ class Program:
         invariants: Sequence[Tensor],
         sequences: Sequence[Tensor],
         carry: Sequence[Tensor],
+        lengths: Sequence[int],
     ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
         """(the last carry, steps done, outs, states before the steps)."""
         limit = math.inf if most is None else most
         room = int(min(FIRST_ROOM, limit)) if steps is None else steps
         buffers = [_Room(self, n, room, carry) for n in self.split.outs]
-        last, done = list(carry), 0
+        last, done, growth = list(carry), 0, self.parts.growth
+        arrays = {i: more for i, n in enumerate(self.parts.carry) if (more := growth_of(n, growth)) is not None}
+        for i, more in arrays.items():
+            last[i] = _with_room(last[i], len(last[i]), max(more, 0) * room)
+        grown = [grows(n) for n in self.split.loop_sequences]
         while True:
             outs = [b.part(done, room) for b in buffers]
-            last, n = core(room - done, invariants, [x[done:] for x in sequences], last, outs, ())
+            left = [x if whole else x[done:] for x, whole in zip(sequences, grown, strict=True)]
+            now = [n + more * done for n, more in zip(lengths, growth, strict=True)]
+            last, n = core(room - done, invariants, left, last, outs, (), now)
             done += n
             ended = done < room or self._going is None or not bool(outs[self._going][-1])
             if steps is not None or ended or done >= limit:
@@ -133,10 +145,21 @@ class Program:
             room = int(min(2 * room, limit))
             for b in buffers:
                 b.grow(room, done)
+            for i, more in arrays.items():
+                last[i] = _with_room(last[i], len(carry[i]) + more * done, more * (room - done))
         first = (steps or room) - done if self.parts.reverse else 0
         states = dict(zip(self.split.outs, buffers, strict=True))
         before = [states[n].before(first, done) for n in self.split.states.values()]
+        for i, more in arrays.items():
+            last[i] = last[i][: len(carry[i]) + more * done]
         return last, done, [b.after(first, done) for b in buffers], before
+
+
+def _with_room(array: Tensor, filled: int, more: int) -> Tensor:
+    """Memory of the loop's own for an array, with so many slots in it and room for more."""
+    memory = torch.empty((filled + more, *array.shape[1:]), dtype=array.dtype, device="cpu")
+    memory[:filled] = array[:filled].detach()
+    return memory
 
 
 class _Room:

@@ -13,6 +13,7 @@ from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
 from tensorloop.loop.compiled import autocast
 from tensorloop.loop.compiled.capture import Step
+from tensorloop.loop.compiled.carried_arrays import Arrays
 from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
@@ -20,6 +21,7 @@ from tensorloop.loop.compiled.step_number import symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import RowsLoop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
+from tensorloop.tensor_array.array import TensorArray
 
 _NUMBERS = bool, int, float, complex, str
 
@@ -31,10 +33,22 @@ class Recorded:
     inputs that stopped rows get, which rows run, and how many steps each has taken. `xs` have the steps first.
     """
 
-    def __init__(self, loop: Loop, first: Tensor | None = None, *, lines: bool = False, anew: bool = False) -> None:
-        self.loop, self.first = loop, first
-        self.places = [i for i, x in enumerate(loop.init) if isinstance(x, Tensor)]
-        self.carry: list[Tensor] = [loop.init[i] for i in self.places]
+    def __init__(
+        self,
+        loop: Loop,
+        first: Tensor | None = None,
+        *,
+        lines: bool = False,
+        live: bool = True,
+        arrays: Arrays | None = None,
+        noise: torch.Generator | None = None,
+    ) -> None:
+        self.loop, self.first, self.noise = loop, first, noise
+        self.places = [i for i, x in enumerate(loop.init) if isinstance(x, (Tensor, TensorArray))]
+        self.arrays = Arrays(loop.init) if arrays is None else arrays
+        self.carry: list[Tensor] = [
+            self.arrays.values(i) if i in self.arrays.first else loop.init[i] for i in self.places
+        ]
         self.rows = ActiveRows(first, False) if first is not None and first.dim() else None
         self.held = [] if self.rows is None else [i for i in self.places if self.rows.holds(loop.init[i])]
         if self.rows is not None and first is not None:
@@ -54,11 +68,11 @@ class Recorded:
         self._glance: Glance | None = None
         self.draws: list[Draw] = []
         if lines or not self._known_at_a_glance():
-            self._record(lines)
+            self._record(lines, live)
 
     def _known_at_a_glance(self) -> bool:
         """Runs the step and compares its calls with those of known steps."""
-        known = paths.of(self.root)
+        known = None if self.arrays.places else paths.of(self.root)
         if known is None or modes():
             return False
         carry, rows = self._inputs()
@@ -74,13 +88,17 @@ class Recorded:
         self.captures = [glance.captures[i] for i in leaf.captures]
         return True
 
-    def _record(self, lines: bool) -> None:
+    def _record(self, lines: bool, live: bool = True) -> None:
         carry, rows = self._inputs()
-        if lines and torch.is_grad_enabled():  # the second look is at custom Functions too
+        if lines and live and torch.is_grad_enabled():  # the second look is at custom Functions too
             carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
+        if self.noise is not None:
+            for x in (*carry, *rows):
+                x.normal_(generator=self.noise) if x.is_floating_point() else x
+            self.before = [x.clone() for x in (*carry, *rows)]
         self.arguments = [*carry, *rows]
-        numbered = self.loop.name == "fori_loop"
-        if not (lines or numbered or paths.unclear(self.root) or modes()):
+        calls_tell = self.loop.name != "fori_loop" and not self.arrays.places
+        if calls_tell and not (lines or paths.unclear(self.root) or modes()):
             self._glance = Glance(self.arguments)
         self.recorder = r = Recorder(self.arguments, lines=lines, glance=self._glance)
         r.may_draw = self.loop.cond is None and self.loop.until is None and self.loop.length is not None
@@ -130,8 +148,9 @@ class Recorded:
         """(the next carry, the body's leaves, ys, the condition's answer)."""
         loop = self.loop
         state = list(loop.init)
-        for i, x in zip(self.places, carry, strict=False):
-            state[i] = x
+        with self._watch:
+            for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):
+                state[i] = self.arrays.stand_in(i, x, self._watch, k) if i in self.arrays.first else x
         if self.rows is not None:
             return self._masked(carry, state)
         row: list[Any] = []
@@ -149,7 +168,12 @@ class Recorded:
         leaves = loop.checked(returned, 0)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
         self._check_others(leaves)
-        return [leaves[i] for i in self.places], leaves, ys, self._ask(leaves)
+        answer, leaves = self._ask(leaves), list(leaves)
+        for k, i in enumerate(self.places):
+            if i in self.arrays.first:
+                leaves[i] = self.arrays.take(i, leaves[i], k)
+        self.growth = self.arrays.growth([(i, leaves[i]) for i in self.arrays.places])
+        return [leaves[i] for i in self.places], leaves, ys, answer
 
     def _masked(self, carry: list[Tensor], state: list[Any]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """A step in which rows that have stopped keep their carry."""
@@ -200,9 +224,16 @@ class Recorded:
         """What is no tensor in the carry must stay what it is."""
         loop = self.loop
         for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
-            if not isinstance(old, Tensor) and not (old is new or (isinstance(old, _NUMBERS) and old == new)):
+            same = old is new or (isinstance(old, _NUMBERS) and old == new)
+            if not isinstance(old, (Tensor, TensorArray)) and not same:
                 path, kind = f"carry{loop.carry.tree.paths[i]}", type(old).__name__
                 raise Refused(f"{path} is a Python {kind} that changes; carry a tensor instead")
+
+    def given(self) -> list[Tensor]:
+        """The loop's carry before its first step."""
+        arrays = self.arrays
+        tensors = [arrays.given(i) if i in arrays.first else x for i, x in zip(self.places, self.carry, strict=False)]
+        return tensors + self.carry[len(self.places) :]
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds nothing of the step but what it did; gives its tensors, weakly."""
@@ -219,7 +250,7 @@ class Recorded:
         assert self.recorder is not None
         kinds = tuple(type(y) if not isinstance(y, Tensor) else "y" for y in self.ys)
         carry, ys, answer = self.outputs
-        return Key((self.root, kinds, tuple(carry), tuple(ys), answer, tuple(self.recorder.key)))
+        return Key((self.root, self.arrays.key(), kinds, tuple(carry), tuple(ys), answer, tuple(self.recorder.key)))
 
     def learn(self, key: "Key") -> None:
         """Lets the step be known at a glance."""
@@ -292,13 +323,16 @@ def _live(x: Tensor) -> Tensor:
 
 def recorded(loop: Loop, first: Tensor | None) -> Recorded:
     """One step of a loop, recorded, or why it cannot be. `first` is the condition's answer before the loop."""
-    wrong = [x for x in loop.init if not (isinstance(x, Tensor) or x is None or isinstance(x, _NUMBERS))]
+    known = (Tensor, TensorArray, *_NUMBERS)
+    wrong = [x for x in loop.init if not (x is None or isinstance(x, known))]
     if wrong:
         raise Refused(f"the carry holds a {type(wrong[0]).__name__}")
     if isinstance(loop, RowsLoop) or (loop.slices is not None and type(loop.slices).__name__ != "Slices"):
         raise Refused("xs are packed")
     if first is not None and first.dim() and loop.compact:
         raise Refused("with compact=True rows leave the batch")
+    if first is not None and first.dim() and any(isinstance(x, TensorArray) for x in loop.init):
+        raise Refused("the carry holds a TensorArray where rows stop on their own")
     tensors = [x for x in loop.init if isinstance(x, Tensor)]
     tensors += [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
     if any(x.device.type != "cpu" for x in tensors):

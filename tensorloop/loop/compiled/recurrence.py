@@ -30,6 +30,9 @@ class Recurrence:
     fake value: a tensor, or a tuple of them. Nothing has gradients. A sequence's placeholder is one step's slice. An
     out may be any node: a placeholder of the carry stores the state before the step. `going`, where there is one, is a
     bool tensor of one element, computed from this step's *next* carry: the loop ends after a step that gives false.
+
+    A carry whose value `grows` (`lengths`) is an array in memory of the caller's, which is changed in place; a sequence
+    that grows is one that is only read. `growth` says what a step adds to their lengths, by symbol.
     """
 
     graph: fx.Graph
@@ -41,6 +44,7 @@ class Recurrence:
     terms: tuple[fx.Node, ...]
     reverse: bool = False
     going: fx.Node | None = None
+    growth: tuple[int, ...] = ()
 
 
 class Core(Protocol):
@@ -54,11 +58,12 @@ class Core(Protocol):
         carry: Sequence[Tensor],
         outs: Sequence[Tensor],
         sums: Sequence[Tensor],
+        lengths: Sequence[int] = (),
     ) -> tuple[list[Tensor], int]:
         """Runs at most `steps` steps: (the last carry in new memory, how many steps were done).
 
         `sequences[k]` are (at least `steps`, *shape), `outs[k]` are (at least `steps`, *shape) to be filled, `sums[k]`
         are added to in place; all are contiguous. Under `reverse` step 0 is the one at index steps - 1. 0 steps give
-        the carry again.
+        the carry again. `lengths` are those before the first step, by symbol; arrays have room for all steps.
         """
         ...

@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import Tensor, fx
 
+from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_pointwise, is_view
 
 _FOREVER = 1 << 60
@@ -47,10 +48,11 @@ def kept(
     """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
     What is not computed `forward` has to be computed backward anyway. A node with a `price` is there in some way
-    already: an input, an output that the caller gets.
+    already: an input, an output that the caller gets. What grows with the steps is made again, whatever it costs: kept,
+    it would be quadratic.
     """
     uses = [n for n in uses if n in moving]
-    again = {n for n in moving if _again(n) or n not in forward}
+    again = {n for n in moving if _again(n) or n not in forward or meets_growing(n)}
     wanted = needed_for(uses, moving - again) & moving
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
@@ -69,8 +71,8 @@ def kept(
 
 
 def _price(n: fx.Node) -> int:
-    """Of what a node gives. Several tensors at once are not kept: each is, by itself."""
-    if not isinstance(n.meta["val"], Tensor):
+    """Of what a node gives. Several tensors at once are not kept: each is, by itself; nor is what grows."""
+    if not isinstance(n.meta["val"], Tensor) or grows(n):
         return _FOREVER
     return bytes_of(n) * 8 + (8 if is_view(n) else 1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.batched import Stage
+from tensorloop.loop.compiled.lengths import meets_growing
 from tensorloop.loop.compiled.operations import aten, is_part, value_of
 
 # Linear in their first argument, whatever the others are.
@@ -56,7 +57,7 @@ class Sums:
         is the gradient of a kernel.
         """
         moving, target = self.stage.moving, n.target
-        if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS:
+        if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS or meets_growing(n):
             return None
         if is_part(n):
             return "convolved" if _is_kernels(n, moving) else None

@@ -23,11 +23,13 @@ class Totals:
         self.xs: list[Tensor] = []
         self.sums: list[Tensor] = []
 
-    def reverse(self, part: slice, captures: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
-        """Takes the gradients through some steps; `saved` is what was kept of these."""
+    def reverse(
+        self, part: slice, captures: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int] = ()
+    ) -> None:
+        """Takes the gradients through some steps; `saved` is what was kept of these, `lengths` of the last one."""
         count = part.stop - part.start
         given = [*saved, *(g[part] for g in self.ys)]
-        self.carry, _, xs, sums = self.program(count, captures, given, self.carry)
+        self.carry, _, xs, sums = self.program(count, captures, given, self.carry, None, lengths)
         if count == self.steps:
             self.xs, self.sums = xs, sums
             return

@@ -13,7 +13,8 @@ class Buffer:
     """Memory of one kind. `kind` says whose, `index` which of them:
 
     invariant, constant: the same at every step; sequence, out: one slice a step; carry: the state before the step;
-    next: the state after it; sum: added to; scratch: this step's own; value: no memory at all, one number.
+    next: the state after it; sum: added to; scratch: this step's own; value: no memory at all, one number;
+    array: one of the carry, changed in place; prefix: one that is only read.
     """
 
     kind: str
@@ -30,7 +31,7 @@ class Buffer:
     @property
     def written(self) -> bool:
         """Whether the step writes it."""
-        return self.kind in ("scratch", "next", "out", "sum")
+        return self.kind in ("scratch", "next", "out", "sum", "array")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from tensorloop.loop.compiled.lengths import length_in
+
 Index = int | str
 
 KINDS = {
@@ -91,6 +93,7 @@ class Code:
         self.lines: list[str] = []
         self.declared: dict[str, str] = {}
         self.block = "entry"
+        self.lengths: list[str] = []  # of arrays at this step, by symbol
         self._names = 0
 
     def name(self, prefix: str = "v") -> str:
@@ -184,6 +187,7 @@ class Code:
         for term in terms:
             if isinstance(term, str):
                 total = term if total is None else self.op(f"add i64 {total}, {term}", "i64").text
+        known = self.sized(known)
         if total is None:
             return known
         return total if not known else self.op(f"add i64 {total}, {known}", "i64").text
@@ -194,8 +198,27 @@ class Code:
             return a * b
         return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {b}", "i64").text
 
+    def sized(self, index: Index) -> Index:
+        """An index whose known number may stand for a length."""
+        found = length_in(index)
+        if found is None:
+            return index
+        name = self.lengths[found.symbol]
+        if found.scale != 1:
+            name = self.op(f"mul i64 {name}, {found.scale}", "i64").text
+        return name if not found.shift else self.op(f"add i64 {name}, {found.shift}", "i64").text
+
+    def number(self, kind: str, value: float, width: int) -> Value:
+        """As `constant`, of a number that may stand for a length."""
+        if length_in(value) is None:
+            return self.constant(kind, value, width)
+        length = Value(str(self.sized(int(value))), "i64")
+        how = "sitofp" if kind in FLOATS else "trunc"
+        return self.splat(length if kind == "i64" else self.convert(how, length, kind), width)
+
     def pointer(self, base: str, offset: Index) -> str:
         """`offset` bytes further."""
+        offset = self.sized(offset)
         return base if offset == 0 else self.op(f"getelementptr i8, ptr {base}, i64 {offset}", "ptr").text
 
     # control
@@ -206,6 +229,7 @@ class Code:
 
         `stop - start` is a multiple of `step`. A loop of one turn is none.
         """
+        start, stop = self.sized(start), self.sized(stop)
         known = isinstance(start, int) and isinstance(stop, int)
         if isinstance(start, int) and isinstance(stop, int) and stop - start == step:
             single = Loop(start, list(carried))

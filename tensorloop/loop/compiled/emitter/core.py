@@ -40,7 +40,8 @@ class NativeCore:
     def __init__(self, recurrence: Recurrence, step: Step, text: Text, loaded: Loaded) -> None:
         self.text, self._loaded, self._constants = text, loaded, step.constants
         self._layouts = [(array.shape, array.strides) for array in step.invariants]
-        self._carry = [(array.shape, array.dtype) for array in step.carry]
+        self._carry = [(array.shape, array.dtype, array.buffer.kind == "array") for array in step.carry]
+        self._growth = step.growth
         self._idle: collections.deque[tuple[int, list[Tensor]]] = collections.deque(maxlen=8)
 
     def __call__(
@@ -51,18 +52,26 @@ class NativeCore:
         carry: Sequence[Tensor],
         outs: Sequence[Tensor],
         sums: Sequence[Tensor],
+        lengths: Sequence[int] = (),
     ) -> tuple[list[Tensor], int]:
         """Runs at most `steps` steps: (the last carry, how many were done)."""
-        last = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in self._carry]
+        last = [
+            x if array else torch.empty(shape, dtype=dtype, device="cpu")
+            for x, (shape, dtype, array) in zip(carry, self._carry, strict=True)
+        ]
         if steps <= 0:
-            return [new.copy_(old.detach()) for new, old in zip(last, carry, strict=True)], 0
+            pairs = zip(last, carry, strict=True)
+            return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
         parts = threads.parts(self.text.rows, steps * self.text.work)
-        scratch, packed = memory = self._take(parts)
+        longest = [n + max(0, more) * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
+        scratch, packed = memory = self._take(parts, sum(_line(size.at(longest)) for size in self.text.growing))
         laid = [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
         status = (ctypes.c_int64 * 2)()
         tensors = [*laid, *self._constants, *packed, *sequences, *carry, *outs, *sums, *last]
         addresses = [one.data_ptr() for one in tensors]
-        table = (ctypes.c_int64 * (len(addresses) + 1))(*addresses, ctypes.addressof(status))
+        table = (ctypes.c_int64 * (len(addresses) + 1 + 2 * len(lengths)))(
+            *addresses, ctypes.addressof(status), *lengths, *longest
+        )
         place = scratch.data_ptr()
         if packed:
             self._loaded.prepare(ctypes.addressof(table))
@@ -77,16 +86,21 @@ class NativeCore:
             )
         return last, status[0]
 
-    def _take(self, parts: int) -> list:
-        """(scratch, *panels) from an earlier call that is over, or new."""
+    def _take(self, parts: int, more: int) -> list:
+        """(scratch, *panels) from an earlier call that is over, or new; `more` bytes behind the scratch of one."""
+        size = parts * self.text.scratch + more
         try:
-            had, memory = self._idle.pop()
-            if had >= parts:
+            _, memory = self._idle.pop()
+            if memory[0].numel() >= size:
                 return memory
         except IndexError:
             pass
-        scratch = _aligned(parts * self.text.scratch)
+        scratch = _aligned(size)
         return [scratch, [_aligned(size) for size in self.text.packed]]
+
+
+def _line(size: int) -> int:
+    return -(-size // LINE) * LINE
 
 
 def _aligned(size: int) -> Tensor:

@@ -4,15 +4,16 @@
     void run(i64* table, i64 steps, i64 low, i64 high, char* scratch)     rows low to high of every step
     void member(i64* job)                                     a thread: claims parts of the rows until none is left
 
-The table holds addresses: invariants, constants, packed panels, sequences, carry, outs, sums, last carry, status.
+The table holds addresses: invariants, constants, packed panels, sequences, carry, outs, sums, last carry, status; then
+the lengths of arrays before the first step, and the greatest that they have before one.
 """
 
 import dataclasses
 from collections.abc import Callable
 
-from tensorloop.loop.compiled.emitter import loops
+from tensorloop.loop.compiled.emitter import growing, loops
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous
-from tensorloop.loop.compiled.emitter.code import Code, Value
+from tensorloop.loop.compiled.emitter.code import Code, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
 from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step, copied
@@ -21,6 +22,7 @@ from tensorloop.loop.compiled.emitter.memory import Memory, Rows
 from tensorloop.loop.compiled.emitter.nest import Nest
 from tensorloop.loop.compiled.emitter.rows import Split, split
 from tensorloop.loop.compiled.emitter.target import Target
+from tensorloop.loop.compiled.lengths import Length, grows, length_in
 
 LINE = 64  # bytes; buffers begin at such
 MEMBER = """define void @member(ptr %job) nounwind {
@@ -64,6 +66,7 @@ class Text:
     packed: tuple[int, ...]  # bytes of each
     rows: int  # how many can be shared out among threads; 0 for none
     work: int  # operations a step, roughly
+    growing: tuple[Length, ...] = ()  # further bytes, of what is as long as the longest arrays
 
 
 class Function:
@@ -73,7 +76,7 @@ class Function:
         self.step, self.target, self.reverse = step, target, reverse
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
         kept |= {step.going.buffer} if step.going is not None else set()
-        kernels = alive(step.kernels, kept)
+        kernels = [growing.ordered(kernel) for kernel in alive(step.kernels, kept)]
         kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
         kernels = split_by_readers(join_additions(kernels, kept), kept)
         self.units: list[Unit] = grouped(kernels)
@@ -84,6 +87,8 @@ class Function:
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.offsets, self.scratch = self._place()
+        buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
+        self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and grows((one.numel,))]
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
@@ -95,6 +100,8 @@ class Function:
             arrays = [*unit.reads(), *unit.writes()]
             moved = [self.packed[a].buffer for a in arrays if a in self.packed]
             for buffer in (*(a.buffer for a in arrays), *moved):
+                if grows((buffer.numel,)):
+                    continue
                 if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
                     lives[buffer] = lives.get(buffer, (n, n))[0], n
         if self.step.going is not None and self.step.going.buffer in lives:
@@ -144,7 +151,8 @@ class Function:
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
-        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work)
+        more = tuple(length for one in self.growing if (length := length_in(one.bytes)) is not None)
+        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work, more)
 
     def _fixed_pointers(self, code: Code, sizes: list[int]) -> tuple[dict[tuple[str, int], str], Callable[[int], str]]:
         """Names of what stays where it is, by kind and index, and a reader of the table."""
@@ -178,6 +186,7 @@ class Function:
             place += len(part)
         sequences, first, outs, sums, last = tables
         status = entry(place)
+        self._lengths(code, place + 1)
         rows = Rows("%low", "%high", self.split.count) if self.split else None
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split else None
         pairs = self._pairs(code)
@@ -190,14 +199,20 @@ class Function:
         here = [code.name("carry") for _ in step.carry]
         there = {n: code.name("next") for n in pairs}
         index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
+        growing.at_step(code, self.step.growth)
+        names |= {("array", n): name for n, name in enumerate(first)}
         for kind, bases, arrays in (("sequence", sequences, step.sequences), ("out", outs, step.outs)):
             for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
+                if array.buffer.kind == "prefix":
+                    names["prefix", n] = base
+                    continue
                 names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
         names |= {("carry", n): name for n, name in enumerate(here)}
         names |= {("next", n): name for n, name in there.items()}
         pointers = _Pointers(names)
         for buffer, offset in self.offsets.items():
             pointers[buffer] = code.pointer("%scratch", offset)
+        pointers.update(self.scratch_pointers)
         memory = Memory(code, self.target, pointers, code.pointer(status, 8))
         for n, unit in enumerate(self.units):
             self._unit(memory, unit, rows, None if self.split is None else self.split.dims[n], leading)
@@ -221,6 +236,16 @@ class Function:
             code.lines[n] = f"  {there[k]} = phi ptr [ {one}, %{before} ], [ {swapped[k]}, %{latch} ]"
         code.label("finish")
         self._finish(memory, after, last, rows, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
+
+    def _lengths(self, code: Code, place: int) -> None:
+        """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
+        most = growing.at_start(code, place, len(self.step.growth))
+        self.scratch_pointers: dict[Buffer, str] = {}
+        offset: Index = self.scratch
+        for buffer in self.growing:
+            self.scratch_pointers[buffer] = code.pointer("%scratch", offset)
+            size = growing.line(code, most, buffer)
+            offset = code.add(offset, size)
 
     def _pairs(self, code: Code) -> dict[int, tuple[str, str]]:
         """Two places for each carry that has none in an output."""
@@ -287,7 +312,7 @@ class Function:
         for array, source, place in zip(self.step.carry, after, last, strict=True):
             a, b = (Buffer("last", n, array.buffer.numel, array.dtype) for n in range(2))
             memory.pointers[a], memory.pointers[b] = source, place
-            if not array.numel:
+            if not array.numel or array.buffer.kind == "array":
                 continue
             x, y = contiguous(a, array.shape), contiguous(b, array.shape)
             group = Group(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])

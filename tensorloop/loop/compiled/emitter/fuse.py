@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter, Walk
+from tensorloop.loop.compiled.lengths import grows
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,6 +171,7 @@ def split_by_readers(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[
         views = list(dict.fromkeys(readers.get(kernel.out.buffer, [])))
         slices = None
         usable = isinstance(kernel, Point) and kernel.out.buffer.kind == "scratch" and kernel.out.buffer not in kept
+        usable = usable and not grows(kernel.out.shape)
         if usable and writers[kernel.out.buffer] == 1 and len(views) > 1 and all(view in walked for view in views):
             assert isinstance(kernel, Point)
             slices = _slices(kernel, views)

@@ -17,10 +17,10 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
             with code.loop(start, stop) as loop:
                 walk([*index, loop.index])
             return
-        size = kernel.out.shape[kernel.dim]
+        size = code.number("i64", kernel.out.shape[kernel.dim], 1)
         raw = math.cast(memory.load(kernel.index, index, None, 1, None), "i64")
-        wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, math.like(raw, size)), raw)
-        good = code.compare("ult", wrapped, math.like(wrapped, size))
+        wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, size), raw)
+        good = code.compare("ult", wrapped, size)
         memory.note(good)
         with code.when(good):
             place = [wrapped.text if d == kernel.dim else i for d, i in enumerate(index)]

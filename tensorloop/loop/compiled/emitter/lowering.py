@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tensorloop.loop.compiled.emitter import growing
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, broadcast, contiguous, dense
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.loop.compiled.emitter.vector_math import Math
+from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
 
 Elementwise = Callable[..., Value]
@@ -35,6 +37,7 @@ class Lowering:
         self.kernels: list[Kernel] = []
         self.constants: list[Tensor] = []
         self.values: dict[fx.Node, Any] = {}
+        self.written: set[fx.Node] = set()  # nodes that are an array of the carry, changed in place
 
     # buffers
 
@@ -42,6 +45,8 @@ class Lowering:
         """Scratch memory."""
         if dtype not in KINDS:
             raise Unsupported(f"elements of {dtype}")
+        if grows(shape):
+            return growing.scratch(shape, dtype)
         return contiguous(Buffer("scratch", 0, math.prod(shape), dtype), shape)
 
     def number(self, value: Any, dtype: torch.dtype) -> Array:
@@ -115,6 +120,8 @@ class Lowering:
 
     def dense(self, array: Array) -> Array:
         """In order in memory: itself, or a copy."""
+        if grows(array.shape) and grows(dense(array.shape)):
+            raise Unsupported("a size that changes from step to step lies within another")
         if array.buffer.kind != "value" and array.strides == dense(array.shape, array.strides):
             return array
         return self.copy(array, self.new(array.shape, array.dtype))
@@ -155,8 +162,10 @@ class Lowering:
             self.kernels.append(Reduce(how, source.squeeze(), walked, target.squeeze()))
         elif out.numel:
             self.copy(self.number({"prod": 1, "all": True}.get(how, 0), dtype), out)
-        shape = kept if keepdim else tuple(size for n, size in enumerate(array.shape) if n not in over)
-        return Array(out.buffer, shape, dense(shape))
+        if keepdim:
+            return out
+        left = [n for n in range(rank) if n not in over]
+        return Array(out.buffer, tuple(kept[n] for n in left), tuple(out.strides[n] for n in left))
 
     def gather(
         self, source: Array, dims: Sequence[int], indices: Sequence[Array], shape: Sequence[int], free: Array
@@ -179,6 +188,8 @@ class Lowering:
         if computed_in(a.dtype) is not a.dtype:
             return self.cast(self.matmul(self.cast(a, torch.float32), self.cast(b, torch.float32)), a.dtype)
         batch, m, k, n = a.shape[:-2], a.shape[-2], a.shape[-1], b.shape[-1]
+        if grows(a.shape) or grows(b.shape):
+            return growing.product(self, a, b)
         out = self.new((*batch, m, n), a.dtype)
         if out.numel and not k:
             return self.copy(self.number(0, a.dtype), out)
@@ -198,7 +209,10 @@ class Lowering:
             name = _name(node)
             try:
                 _known_elements(node)
-                if name in handlers:
+                if meets_growing(node):
+                    made = growing.lower(Call(self, node), name, handlers, args, kwargs)
+                    self.values[node] = growing.apart(self, made)
+                elif name in handlers:
                     self.values[node] = handlers[name](Call(self, node), *args, **kwargs)
                 else:
                     self.values[node] = fallback(self, node, args, kwargs)
@@ -252,6 +266,7 @@ def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:
 def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callable[..., Any]) -> "Step":
     """All of a step: its nodes, then the copies into what outlives it."""
     low = Lowering()
+    low.written = growing.written(recurrence)
     for kind, nodes in (
         ("invariant", recurrence.invariants),
         ("sequence", recurrence.sequences),
@@ -259,7 +274,7 @@ def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callab
     ):
         for n, node in enumerate(nodes):
             low.values[node] = _placed(kind, n, node)
-    low.run(list(recurrence.graph.nodes), handlers, fallback)
+    low.run(growing.scheduled(recurrence) if low.written else list(recurrence.graph.nodes), handlers, fallback)
     return Step(low, recurrence)
 
 
@@ -270,6 +285,9 @@ def _placed(kind: str, index: int, node: fx.Node) -> Array:
     except Unsupported as refusal:
         raise Unsupported(refusal.reason, node) from None
     shape = tuple(value.shape)
+    if grows(shape):
+        growing.check_elements(value.dtype)
+        kind = {"carry": "array", "sequence": "prefix"}[kind]
     buffer = Buffer(kind, index, value.numel(), value.dtype)
     strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)
     return Array(buffer, shape, strides)
@@ -284,7 +302,7 @@ class Step:
     """A lowered step: kernels, constants, where the next carry will lie."""
 
     def __init__(self, low: Lowering, recurrence: Recurrence) -> None:
-        self.kernels, self.constants = low.kernels, low.constants
+        self.kernels, self.constants, self.growth = low.kernels, low.constants, recurrence.growth
         self.invariants = [low.values[node] for node in recurrence.invariants]
         self.carry = [low.values[node] for node in recurrence.carry]
         self.sequences = [low.values[node] for node in recurrence.sequences]
@@ -307,6 +325,8 @@ class Step:
     def _next(self, low: Lowering, index: int, node: fx.Node) -> Array:
         """What a step stores is the next carry where it lies; anything else is put into two buffers in turn."""
         value = low.values[node]
+        if self.carry[index].buffer.kind == "array":
+            return growing.following(value, self.carry[index], node)
         if value.buffer.kind == "scratch" and value.whole:
             value.buffer.kind, value.buffer.index = "next", index
         if (value.whole and value.buffer.kind == "out") or (value.buffer.kind, value.buffer.index) == ("next", index):

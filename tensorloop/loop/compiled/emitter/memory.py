@@ -38,7 +38,7 @@ class Memory:
         """The elements at an index and those after it along one dim."""
         code, kind = self.code, KINDS[array.dtype]
         if array.buffer.kind == "value":
-            wide = code.constant(KINDS[computed_in(array.dtype)], array.buffer.value, width)
+            wide = code.number(KINDS[computed_in(array.dtype)], array.buffer.value, width)
             return self.math.cast(wide, kind)
         memory = "i8" if kind == "i1" else kind
         stride = 0 if lane_dim is None or width == 1 else array.strides[lane_dim]
@@ -111,9 +111,9 @@ class Memory:
         code, math, size = self.code, self.math, walk.source.dtype.itemsize
         total: Value | None = None
         for value, step, length in zip(values, walk.steps, walk.sizes, strict=True):
-            raw = math.cast(value, "i64")
-            wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, math.like(raw, length)), raw)
-            good = code.compare("ult", wrapped, math.like(wrapped, length))
+            raw, size_of = math.cast(value, "i64"), code.number("i64", length, width)
+            wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, size_of), raw)
+            good = code.compare("ult", wrapped, size_of)
             self.note(good)
             wrapped = math.where(good, wrapped, math.like(wrapped, 0))
             part = math.mul(wrapped, math.like(wrapped, step * size))

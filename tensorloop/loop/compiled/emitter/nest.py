@@ -86,7 +86,7 @@ class Nest:
     def _bounds(self, dim: int) -> tuple[Index, Index]:
         if dim == self.row and self.rows is not None:
             return self.code.times(self.rows.low, self.factor), self.code.times(self.rows.high, self.factor)
-        return 0, self.space[dim]
+        return 0, self.code.sized(self.space[dim])
 
     def _outer(self, dims: list[int], index: list[Index]) -> None:
         if dims:
@@ -194,14 +194,16 @@ class Nest:
     ) -> list[Value]:
         code = self.code
         if dims:
-            with code.loop(0, self.space[dims[0]], 1, held) as loop:
+            with code.loop(*self._bounds(dims[0]), 1, held) as loop:
                 index[dims[0]] = loop.index
                 loop.carry(self._reduced(dims[1:], index, loop.values, mask, lanes))
             return loop.results
         if not lanes:
             return self._step(index, held, mask, None)
         assert self.lane is not None
-        stop, width = self.space[self.lane], self.width
+        stop, width = self._bounds(self.lane)[1], self.width
+        if not isinstance(stop, int):
+            return self._reduced_lanes(self.lane, stop, index, held)
         whole = stop - stop % width
         if whole:
             with code.loop(0, whole, width, held) as loop:
@@ -212,6 +214,20 @@ class Nest:
             index[self.lane] = whole
             held = self._step(index, held, code.lanes("i1", [whole + n < stop for n in range(width)]), self.lane)
         return held
+
+    def _reduced_lanes(self, lane: int, stop: Index, index: list[Index], held: list[Value]) -> list[Value]:
+        """The same along a dim whose size is known when the loop runs."""
+        code, width = self.code, self.width
+        whole = code.op(f"and i64 {stop}, {-width}", "i64").text
+        with code.loop(0, whole, width, held) as loop:
+            index[lane] = loop.index
+            loop.carry(self._step(index, loop.values, None, lane))
+        if width == 1:
+            return loop.results
+        index[lane] = whole
+        rest = code.splat(code.op(f"sub i64 {stop}, {whole}", "i64"), width)
+        mask = code.compare("slt", code.lanes("i64", range(width)), rest)
+        return self._step(index, loop.results, mask, lane)
 
     def _step(self, index: list[Index], held: list[Value], mask: Value | None, along: int | None) -> list[Value]:
         """The accumulators after one more vector; reduced lanes outside of the mask stay as they were."""

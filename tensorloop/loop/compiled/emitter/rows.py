@@ -25,6 +25,8 @@ class Split:
 
 def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
     """How rows are told apart; None where they meet."""
+    if any(array.buffer.kind in ("array", "prefix") for array in (*step.carry, *step.sequences)):
+        return None
     sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape]
     count = max(sizes, default=(0, 0))[1]
     if count < 2:

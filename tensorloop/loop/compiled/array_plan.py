@@ -1,0 +1,154 @@
+"""Plans of loops that have TensorArrays in the carry: made for every length, and which lengths have been tried."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch.fake import empty_fakes, quiet_fakes
+from tensorloop.loop.checkpoint.closures import Constants
+from tensorloop.loop.compiled.autocast import without_autocast
+from tensorloop.loop.compiled.capture import functional, with_gradients
+from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
+from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.lengths import OTHERS, SYMBOLS, Sized, same_but_for_lengths
+from tensorloop.loop.compiled.plan import Plan
+from tensorloop.loop.compiled.recorded import Recorded
+
+
+class ArrayPlan(Plan):
+    """A plan, and what its step does for arrays of other lengths than it was looked at with."""
+
+    template: Template
+    tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
+
+
+class Looks(NamedTuple):
+    """What was seen of a step with arrays: one that is written down, and what it does for arrays of any length."""
+
+    base: Recorded
+    template: Template
+
+
+def looked(found: Recorded) -> Looks:
+    """Runs a step with arrays in its carry again, with arrays of other lengths too."""
+    groups = range(len(found.arrays.starts))
+    if len(groups) > len(SYMBOLS):
+        raise Refused(f"arrays of more than {len(SYMBOLS)} different lengths are in the carry")
+    if found.draws:
+        raise Refused("random numbers are drawn in a loop with a TensorArray in the carry")
+    lengths = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
+    try:
+        base, *longer = [
+            Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in lengths
+        ]
+    except Refused:
+        raise
+    except Exception:  # at a length that the loop may never have
+        raise length_matters() from None
+    template = Template(base, longer)
+    if not template.describes(base, found.arrays.lengths, found.captures) or _seen(base) != _seen(found):
+        raise length_matters()
+    for x in longer:
+        x.let_go()
+    return Looks(base, template)
+
+
+def _seen(recorded: Recorded) -> list[Any]:
+    assert recorded.recorder is not None
+    return recorded.recorder.key
+
+
+def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequence[bool], reverse: bool) -> ArrayPlan:
+    """The plan of a step with arrays in its carry."""
+    base, template = looks
+
+    def made(symbols: Sequence[int]) -> tuple[Any, list[Tensor]]:
+        step = dataclasses.replace(base.step, operations=template.operations(symbols))
+        return step, _examples(found, examples, symbols)
+
+    grad = any(wants)
+    with quiet_fakes():
+        step, fakes = made(SYMBOLS)
+        plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
+        if plan.step is not step:  # their pairs would be no arguments of the step
+            raise Refused("complex numbers meet a TensorArray in the carry")
+        step, fakes = made(OTHERS)
+        other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
+    if not same_but_for_lengths(plan.traced.graph, other.graph):
+        raise Refused("what torch makes of its operations depends on the length of an array in the carry")
+    if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
+        raise Refused(f"the loop's core backward lacks a native form, {lack.reason}")
+    plan.template, plan.tried = template, set()
+    base.let_go()
+    template.forget()
+    return plan
+
+
+def _examples(found: Recorded, examples: list[Tensor], symbols: Sequence[int]) -> list[Tensor]:
+    """Tensors without numbers, those of arrays as long as their symbols."""
+    arrays = found.arrays
+    sizes = [(tuple(x.shape), x.dtype) for x in examples]
+    for k, i in enumerate(found.places):
+        if i in arrays.first:
+            shape, dtype = arrays.kinds[i]
+            sizes[k] = (symbols[arrays.groups[i]], *shape), dtype
+    fakes = empty_fakes(sizes)
+    return [
+        fakes[k] if k < len(found.places) and i in arrays.first else x
+        for k, (i, x) in enumerate(_placed(found, examples))
+    ]
+
+
+def _placed(found: Recorded, examples: list[Tensor]) -> list[tuple[int | None, Tensor]]:
+    places = [*found.places, *[None] * (len(examples) - len(found.places))]
+    return list(zip(places, examples, strict=True))
+
+
+def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int | None) -> None:
+    """Looks at the step with arrays as long as they will be, where it could do something else then.
+
+    Appends have no such choice, reads need the slots to be there, and a body that sees a length may do anything. Each
+    length is tried once, the last one always.
+    """
+    uses, starts = found.arrays.uses, found.arrays.starts
+    if not (uses.sees or uses.reads):
+        return
+    if uses.sees and steps is None:
+        raise Refused("the body sees how long an array in the carry is, in a loop of unknown length")
+    values = _values(found) if uses.sees else ()
+    ends = steps if uses.sees and steps is not None and any(found.growth) else 1
+    for t in range(ends):
+        lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
+        if (values, lengths) not in plan.tried or 0 < t == ends - 1:
+            seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths))
+            if not plan.template.describes(seen, lengths, found.captures) and not (
+                min(lengths) < 2 and _same_values(found, plan, lengths)
+            ):
+                raise length_matters()
+            plan.tried.add((values, lengths))
+
+
+def _values(found: Recorded) -> tuple[Any, ...]:
+    """What the body refers to beside tensors: with other numbers it may ask for other lengths."""
+    held = [x for function in found.loop.functions for x in Constants(function.function).held]
+    return tuple((x.name, type(x.value), x.value) for x in held)
+
+
+def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bool:
+    """Whether the plan's step gives the values of the body: torch has other operations for one slot than for many."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths, known=True), noise=generator)
+        with torch.no_grad(), without_autocast():
+            values = Sized(plan.module, lengths).run(*seen.before, *found.captures)
+        results = [*(seen.leaves[i] for i in found.places), *(y for y in seen.ys if isinstance(y, Tensor))]
+        if not same_captures(found.captures, seen.captures):
+            return False
+        for a, b in zip(results, values, strict=False):
+            small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0
+            if a.shape != b.shape or not torch.allclose(a.detach(), b, small, small, equal_nan=True):
+                return False
+    return True
