@@ -154,9 +154,8 @@ def test_a_miss_draws_no_random_number():
     torch.manual_seed(0)
     expected = scanned(body, U, False)
     torch.manual_seed(0)
-    with pytest.warns(front.NotCompiledWarning, match="random"):
-        found = scanned(body, U, True)
-    check_equal(found, expected, 0)
+    found = scanned(body, U, "strict")
+    check_equal(found, expected, 1e-12)  # the eager loop's own numbers were drawn
 
 
 def test_captures_stay_in_place_when_a_plan_is_made_anew():

@@ -137,7 +137,7 @@ def _forget(loop: Loop) -> None:
 def _first_answer(loop: ConditionalLoop) -> Tensor | None:
     """What the condition says before the first step, None where the eager loop has to look at it."""
     state = loop.begin()
-    recorder = Recorder([x for x in state if isinstance(x, Tensor)])  # refuses what asking twice would do twice
+    recorder = Recorder([])  # refuses what asking twice would do twice, writes to the carry among that
     recorder.grad = recorder.may_draw = False
     with recorder, without_hooks():
         answer = loop.answer(0, state)
