@@ -69,7 +69,15 @@ DOORS = {
 INNER = {
     "loop.checkpoint": {"loop.advice", "loop.loop"},
     "loop.compiled": {
-        *("loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.stopped_rows", "loop.checkpoint"),
+        *(
+            "loop.advice",
+            "loop.carry",
+            "loop.loop",
+            "loop.outputs",
+            "loop.rows_loop",
+            "loop.stopped_rows",
+            "loop.checkpoint",
+        ),
         "loop.compiled.emitter",
     },
     "loop.compiled.emitter": {"loop.compiled.lengths", "loop.compiled.operations", "loop.compiled.recurrence"},

@@ -14,6 +14,7 @@ from tensorloop._common.user_line import user_place, warn
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched, without_hooks
+from tensorloop.loop import advice
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import pairs
@@ -106,6 +107,9 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
     except Exception:  # the eager loop meets it too, and says in which step
         _forget(loop)
         return None
+    except BaseException as error:  # an interrupt comes once
+        advice.explain(loop, error)
+        raise
     plan = plan_of(found)
     steps = loop.length if loop.cond is None else None
     if isinstance(plan, Refused):
