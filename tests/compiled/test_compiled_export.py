@@ -1,5 +1,6 @@
 """Compiled loops under `torch.compile` and `torch.export`: one operation of the graph, with a fake and a gradient."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -139,12 +140,14 @@ def custom(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by dynamo
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by dynamo too, which looks at every input
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [(dropped, "draws random numbers"), (custom, "custom Function|autograd_function_apply")],
+    [(dropped, None), (custom, "custom Function|autograd_function_apply")],
     ids=["dropout", "custom Function"],
 )
-def test_what_is_not_compiled_breaks_the_graph(body: Callable[..., Any], reason: str) -> None:
+def test_what_is_not_compiled_breaks_the_graph(body: Callable[..., Any], reason: str | None) -> None:
+    """Outside of the graph a loop may be compiled all the same: then there is no `reason`."""
     torch._dynamo.reset()
     xs = randn(3, 2, 4)
 
@@ -152,7 +155,7 @@ def test_what_is_not_compiled_breaks_the_graph(body: Callable[..., Any], reason:
         return tl.scan(body, torch.zeros_like(xs[0]), xs * 2, compile=compiled)[1].sin().sum()
 
     torch.manual_seed(0)
-    with pytest.warns(NotCompiledWarning, match=reason):
+    with contextlib.nullcontext() if reason is None else pytest.warns(NotCompiledWarning, match=reason):
         out = torch.compile(loss, backend="aot_eager")(xs, True)
     torch.manual_seed(0)
     expected = loss(xs, False)
