@@ -117,7 +117,7 @@ def _layer_of(layer: Any) -> Any:
     if type(layer) not in _OURS:
         return copy.copy(layer)
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-    if not layer.is_initialized or layer.keys is None:
+    if not layer.is_initialized or layer.keys is None or layer.values is None:
         return ArrayLayer.empty(Kind(None, window))
     if window is not None and layer.get_seq_length() > layer.keys.shape[-2]:
         raise WrongValue(
