@@ -5,7 +5,7 @@ arrays; the attention function reads these. So a step keeps its queries and its 
 as the seed of a hash. A model that computes with keys after `update` meets NaN, not a wrong number.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
 from tensorloop.tensor_array import TensorArray
 
 ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
 _READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
-_SIGHT = "_tensorloop_sight"  # of masks: what was found out about them, once for all layers
+_SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found out), once for all layers
 
 
 def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -29,6 +30,18 @@ def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[T
     found = tuple(nothing.expand(*x.shape[:2], count, x.shape[3]) for x in like)
     setattr(found[0], _ARRAYS, (*arrays, start))
     return found
+
+
+class Asked(NamedTuple):
+    """What a model asks of its attention, beside keys and values."""
+
+    module: Any
+    query: Tensor  # (B, heads, t, D)
+    mask: Tensor | None
+    dropout: float
+    scale: float
+    softcap: float | None
+    bias: Tensor | None  # by position
 
 
 def handed_by(reader: Any, key: Tensor) -> Tensor:
@@ -51,10 +64,10 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reader = getattr(key, _READER, None)
     if reader is not None:
-        given = dropout, scaling, softcap, position_bias
-        out = reader.attend(module, query, attention_mask, *given)
+        out = reader.attend(Asked(module, query, attention_mask, dropout, scale, softcap, position_bias))
         if out is not None:
             return out, None
         key, value = reader.gather()
@@ -75,7 +88,7 @@ def attend(
     if added is not None:
         bias = added if bias is None else bias + added
     sight = Sight(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale,
         causal=attention_mask is None and bool(is_causal) and new > 1,
         first=first,
         seen=seen,
@@ -91,11 +104,12 @@ def _read_mask(mask: Tensor | None, query: Tensor, count: int) -> tuple[Tensor |
     """(first slot that each row sees, what each query sees, what is added to scores) of a mask (B, heads, t, n)."""
     if mask is None:
         return None, None, None
-    found = getattr(mask, _SIGHT, None)
-    if found is None:
-        found = _understand(mask, query, count)
-        setattr(mask, _SIGHT, found)
-    return found
+    now = version_of(mask), count, query.dtype
+    known = getattr(mask, _SIGHT, None)
+    if known is None or known[0] != now:
+        known = now, _understand(mask, query, count)
+        setattr(mask, _SIGHT, known)
+    return known[1]
 
 
 def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -105,12 +119,13 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
     if mask.shape[1] > 1:  # by head
         return None, None, torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     seen = mask[:, 0].expand(len(query), query.shape[2], count)
-    if seen.shape[1] == 1:  # a step of decoding: padding and windows leave the end of what there is
-        place = torch.arange(count, device=mask.device)
+    # A step of decoding: padding and windows leave the end of what there is. A look at a device would wait for it.
+    if seen.shape[1] == 1 and seen.is_cpu:
+        place = torch.arange(count, device="cpu")
         first = count - seen[:, 0].sum(-1)
         if bool((seen[:, 0] == (place >= first[:, None])).all()):
             return (first if bool(first.any()) else None), None, None
-    return None, seen, None
+    return None, seen.clone(), None  # backward reads it, and the caller may change his
 
 
 AttentionInterface.register(ATTENTION, attend)

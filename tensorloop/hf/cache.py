@@ -64,17 +64,19 @@ class TrainCache(DynamicCache):
 
     @classmethod
     @named("TrainCache.of")
-    def of(cls, cache: Any) -> "TrainCache | EncoderDecoderCache":
+    def of(cls, cache: Any, config: Any = None) -> "TrainCache | EncoderDecoderCache":
         """A TrainCache with what a DynamicCache holds; of an EncoderDecoderCache, one whose own tokens are so kept.
 
+        `config`: the model's, for `attn_implementation="tensorloop"`; without it that model attends as by "sdpa".
         Gradient: to the tensors of `cache`. Cost: O(1); the tokens are copied at the next write.
-        Raises: TypeError (another kind of cache).
+        Raises: TypeError (another kind of cache), ValueError (a window that has let tokens go).
         """
         if isinstance(cache, EncoderDecoderCache):
-            return EncoderDecoderCache(cls.of(cache.self_attention_cache), cache.cross_attention_cache)
+            return EncoderDecoderCache(cls.of(cache.self_attention_cache, config), cache.cross_attention_cache)
         if not isinstance(cache, Cache):
             raise WrongType(f"cache must be a transformers Cache, got {arguments.describe(cache)}")
-        return cls.of_layers([_layer_of(layer) for layer in cache.layers])
+        text = None if config is None else config.get_text_config(decoder=True)
+        return cls.of_layers([_layer_of(layer, text) for layer in cache.layers])
 
     @classmethod
     def of_layers(cls, layers: list[Any]) -> Self:
@@ -98,7 +100,7 @@ class TrainCache(DynamicCache):
         try:
             return layer.update(key_states, value_states)
         except BaseException:
-            for other in self.layers[:layer_idx]:
+            for other in self.layers[: layer_idx + 1]:
                 if isinstance(other, ArrayLayer) and other.get_seq_length() > before:
                     other.crop(before - other.get_seq_length())
             raise
@@ -110,7 +112,7 @@ class TrainCache(DynamicCache):
         return self.of_layers([copy.deepcopy(layer, memo) for layer in self.layers])
 
 
-def _layer_of(layer: Any) -> Any:
+def _layer_of(layer: Any, config: Any) -> Any:
     """A layer of ours with what one of transformers' holds."""
     if isinstance(layer, ArrayLayer):
         return _copied(layer)
@@ -118,14 +120,14 @@ def _layer_of(layer: Any) -> Any:
         return copy.copy(layer)
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
     if not layer.is_initialized or layer.keys is None or layer.values is None:
-        return ArrayLayer.empty(Kind(None, window))
+        return ArrayLayer.empty(Kind(config, window))
     if window is not None and layer.get_seq_length() > layer.keys.shape[-2]:
         raise WrongValue(
             "cache has a sliding window that has let tokens go, so positions cannot be counted; fill a TrainCache "
             "from the start instead"
         )
     keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (layer.keys, layer.values))
-    return ArrayLayer((keys, values), Kind(None, window))
+    return ArrayLayer((keys, values), Kind(config, window))
 
 
 def _copied(layer: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tensorloop._common.errors import Misuse
 from tensorloop.attention import attention
-from tensorloop.hf.attention import handed_by, stand_ins
+from tensorloop.hf.attention import Asked, handed_by, stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
@@ -65,22 +65,12 @@ class HypothesesLayer(ArrayLayer):
         keys, values = stand_ins(self.arrays, self.start, (key_states, value_states))
         return handed_by(self, keys), values
 
-    def attend(
-        self,
-        module: Any,
-        query: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        scaling: float | None,
-        softcap: float | None,
-        bias: Tensor | None,
-    ) -> Tensor | None:
-        """(B * K, 1, heads, D) of query (B * K, heads, 1, D); None where keys must be gathered for it."""
-        if self.start or dropout or softcap or bias is not None:
+    def attend(self, asked: Asked) -> Tensor | None:
+        """(B * K, 1, heads, D) of a query (B * K, heads, 1, D); None where keys must be gathered for it."""
+        if self.start or asked.dropout or asked.softcap or asked.bias is not None:
             return None
-        width = query.shape[-1]
-        q = query.reshape(*self.beams[:2], -1, width)
-        scale = width**-0.5 if scaling is None else scaling
+        q = asked.query.reshape(*self.beams[:2], -1, asked.query.shape[-1])
+        scale = asked.scale
         if not self.beams.padded:
             out = attention(q, *self.arrays, scale=scale)
         else:
@@ -141,23 +131,14 @@ class SourceLayer(CacheLayerMixin):
         """Refused."""
         raise Misuse("the source of a search does not grow")
 
-    def attend(
-        self,
-        module: Any,
-        query: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        scaling: float | None,
-        softcap: float | None,
-        bias: Tensor | None,
-    ) -> Tensor | None:
+    def attend(self, asked: Asked) -> Tensor | None:
         """Attention of K queries of a row to its keys, (B * K, 1, heads, D)."""
-        if softcap or (bias is not None and len(bias) != 1):
+        bias = asked.bias
+        if asked.softcap or (bias is not None and len(bias) != 1):
             return None
-        q = query.squeeze(2).unflatten(0, (-1, self.size)).transpose(1, 2)  # (B, heads, K, D)
-        mask = None if mask is None else mask[:: self.size]
-        keys, values = self.own
-        out = sdpa_attention_forward(module, q, keys, values, mask, dropout, scaling, False, bias)[0]
+        q = asked.query.squeeze(2).unflatten(0, (-1, self.size)).transpose(1, 2)  # (B, heads, K, D)
+        mask = None if asked.mask is None else asked.mask[:: self.size]
+        out, _ = sdpa_attention_forward(asked.module, q, *self.own, mask, asked.dropout, asked.scale, False, bias)
         return out.flatten(0, 1)[:, None]
 
     def gather(self) -> tuple[Tensor, Tensor]:

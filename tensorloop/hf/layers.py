@@ -34,12 +34,12 @@ class ArrayLayer(CacheLayerMixin):
     supports_early_init = False
     is_croppable = True
 
-    def __init__(self, arrays: tuple[TensorArray, TensorArray], kind: "Kind") -> None:
+    def __init__(self, arrays: tuple[TensorArray, TensorArray], kind: Kind) -> None:
         # Not the base's: it would set keys and values, which are properties here.
         self.arrays, self.kind = arrays, kind
 
     @classmethod
-    def empty(cls, kind: "Kind") -> "ArrayLayer":
+    def empty(cls, kind: Kind) -> "ArrayLayer":
         """A layer that holds nothing."""
         return cls((TensorArray(capacity=kind.capacity), TensorArray(capacity=kind.capacity)), kind)
 

@@ -62,11 +62,13 @@ def test_kernels_give_the_formula_s(sizes: tuple[int, ...], sight: str) -> None:
         torch.testing.assert_close(of_bias.double(), dbias, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.parametrize("sight", ["plain", "first", "seen", "nothing"])
+@pytest.mark.parametrize("sight", [name for name in SIGHTS if name != "dropout"])
 def test_the_formula_is_the_reference_s(sight: str) -> None:
     q, k, v, given = _case((2, 3, 4, 2, 5, 7), sight, torch.float64)
+    given = _double(given)
     sees = visible(2, 3, 7, given, q.device)[:, None].expand(2, 4, 3, 7)
-    expected = reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), scale=0.7, sees=sees)
+    scores = {"softcap": given.softcap, "bias": 0.0 if given.bias is None else given.bias}
+    expected = reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), scale=0.7, sees=sees, **scores)
     torch.testing.assert_close(whole(q, k, v, given)[0], expected, atol=1e-12, rtol=1e-12)
 
 

@@ -142,11 +142,29 @@ def test_changes_of_the_batch_and_the_length() -> None:
     _same(grads[1], grads[0])
 
 
-def test_a_filled_cache_and_a_branch() -> None:
-    model, ids = model_of("grouped"), _ids()
+def test_a_mask_that_is_changed_is_looked_at_again() -> None:
+    model, ids, found = model_of("llama"), _ids(2, 4), []
+    for attention in ATTENTION:
+        model.set_attn_implementation(attention)
+        mask = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4).clone()
+        cache = hf.TrainCache(model.config)
+        first = model(ids, attention_mask=mask.clone(), past_key_values=cache).logits
+        used = model(ids, attention_mask=mask, past_key_values=hf.TrainCache(model.config)).logits
+        grads = gradients(model, used) if attention == "sdpa" else None  # before it is changed, as autograd wants
+        mask[:, :, 3, 1] = False
+        second = model(ids, attention_mask=mask, past_key_values=hf.TrainCache(model.config)).logits
+        assert not torch.allclose(first[:, 3], second[:, 3])
+        found.append((first, second, gradients(model, used) if grads is None else grads))
+    _same(found[1][:2], found[0][:2])
+    _same(found[1][2], found[0][2])
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_filled_cache_and_a_branch(attention: str) -> None:
+    model, ids = model_of("grouped", attention), _ids()
     filled = DynamicCache(config=model.config)
     model(ids[:, :4], past_key_values=filled, use_cache=True)
-    cache = hf.TrainCache.of(filled)
+    cache = hf.TrainCache.of(filled, model.config)
     assert isinstance(cache, hf.TrainCache)
     twin = copy.copy(cache)
     true = decode(model, copy.deepcopy(DynamicCache(config=model.config)), ids)[:, 4:]

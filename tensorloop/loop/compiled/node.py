@@ -49,7 +49,7 @@ class Run:
         if self.done != self.steps and self.steps is not None:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]
-        return last, _apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
+        return last, apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
@@ -139,8 +139,8 @@ class Run:
         return [*carry, *(torch.stack([y[j] for y in ys]) for j in range(k))]
 
 
-def _apart(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that share memory neither with each other nor with an input."""
+def apart(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs as graphs have them: contiguous, sharing memory neither with each other nor with an input."""
     met = {x.untyped_storage()._cdata for x in inputs}
     found = []
     for y in ys:

@@ -16,7 +16,7 @@ from tensorloop._torch.dynamo import below_autograd, undisturbed
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.node import Looped, Run, apart
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.segments import Segmented, blocks_of
@@ -131,7 +131,7 @@ def _forward(found: Prepared, tensors: list[Tensor], steps: int) -> tuple[list[T
     with unseen():
         last, ys, saved = found.run(steps).forward(inputs)
     values = dict(zip(found.plan.saved, saved, strict=True))
-    outputs = _apart([*last, *ys, *(values[n] for n in found.own)], tensors)
+    outputs = apart([*last, *ys, *(values[n] for n in found.own)], tensors)
     n = len(last) + len(ys)
     return outputs[:n], outputs[n:]
 
@@ -158,18 +158,7 @@ def _loop_backward(
             run.done = steps
             saved = found.saved(inputs, kept)
         given = run.backward(grads, inputs, saved)
-    return _apart([g for g in given if g is not None], [*tensors, *(g for g in grads if g is not None)])
-
-
-def _apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs as a graph has them: contiguous, and sharing memory neither with each other nor with an input."""
-    met = {x.untyped_storage()._cdata for x in inputs}
-    found = []
-    for x in outputs:
-        place = x.untyped_storage()._cdata
-        found.append(x.clone(memory_format=torch.contiguous_format) if place in met or not x.is_contiguous() else x)
-        met.add(place)
-    return found
+    return apart([g for g in given if g is not None], [*tensors, *(g for g in grads if g is not None)])
 
 
 def _fake_loop(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]:
