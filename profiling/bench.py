@@ -32,6 +32,7 @@ SCRIPTS = (
     "attention",
     "beam",
     "compiled",
+    "hf",
     "memory_tools",
     "import_time",
     "torch_loops",

@@ -1,4 +1,4 @@
-"""Decoding with gradients through models of transformers, a token a step: bytes and time beside DynamicCache.
+"""Models of transformers in loops: decoding with gradients beside DynamicCache, searches, rows without padding.
 
     python profiling/hf.py             # some 10 minutes
     python profiling/hf.py --short     # one model, two lengths
@@ -6,7 +6,7 @@
 Models have four layers of width 128 and 4 heads; four rows, float32. Bytes are those alive after forward that were
 made in it, weights left out. A time is one whole run, forward and backward. `eager`, `sdpa` and `tensorloop` are
 attention implementations; `+ layers` and `+ steps` are checkpointed layers (`hf.checkpoint_layers`) and steps
-(`tl.scan(checkpoints=16)`).
+(`tl.scan(checkpoints=16)`). Searches stand beside `generate`, packed calls beside padded ones, in turns in one process.
 """
 
 import sys
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import hf_packed
+import hf_search
 import plots
 from script import Result, Script, Target, target_table
 
@@ -25,20 +27,29 @@ MODELS = ("GPT-2", "Llama", "grouped heads")
 MORE = ("T5", "GPT-2, dropout 0.1", "Llama, padded")
 WAYS = ("DynamicCache", "sdpa", "tensorloop")
 CHECKPOINTED = ("tensorloop + layers", "tensorloop + steps")
-LENGTHS = {"quick": (8, 16), "short": (64, 256), "usual": (32, 64, 128, 256)}
+LENGTHS = {"quick": (4,), "short": (64, 128), "usual": (32, 64, 128, 256)}
+PROMPTS = {"quick": (4,), "short": (8,), "usual": (8, 128, 512)}
+SEARCHED = ("gpt2", "llama", "bart")
+PACKED = ("gpt2", "llama", "gpt2, dropout")
 BOUNDS = {"GPT-2": 8, "Llama": 13, "grouped heads": 8}
 ROUNDS_OF_DRAFTS = 64
 
 
 def cells(args: Namespace) -> list[harness.Cell]:
     lengths = LENGTHS[args.set]
-    models = MODELS[1:2] if args.set == "short" else (*MODELS, *MORE)
+    few = args.set != "usual"
+    models = MODELS[1:2] if few else (*MODELS, *MORE)
     found: list[harness.Cell] = []
     for model in models:
         ways = (*WAYS, *CHECKPOINTED) if model in MODELS else (WAYS[0], WAYS[2])
         found += [{"kind": "decode", "model": model, "way": way, "steps": n} for n in lengths for way in ways]
-    drafts = 4 if args.set == "quick" else ROUNDS_OF_DRAFTS
-    return [*found, *({"kind": "crop", "way": way, "rounds": drafts} for way in WAYS)]
+    drafts, steps = {"quick": (2, 3), "short": (16, 64), "usual": (ROUNDS_OF_DRAFTS, 64)}[args.set]
+    found += [{"kind": "crop", "way": way, "rounds": drafts} for way in WAYS]
+    searched, packed = (SEARCHED[:1], PACKED[:1]) if few else (SEARCHED, PACKED)
+    found += [
+        {"kind": "search", "model": model, "prompt": n, "steps": steps} for model in searched for n in PROMPTS[args.set]
+    ]
+    return [*found, *({"kind": "packed", "model": model} for model in packed if args.set != "quick")]
 
 
 def model_of(name: str) -> Any:
@@ -142,6 +153,10 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     """Bytes held after forward, and seconds of a run with its backward: the best of three."""
     from tensorloop import memory
 
+    if cell["kind"] == "search":
+        return hf_search.time_search(cell["model"], cell["prompt"], cell["steps"])
+    if cell["kind"] == "packed":
+        return hf_packed.time_padding(cell["model"])
     run = decoding(cell) if cell["kind"] == "decode" else drafting(cell)
     held = memory.saved_bytes(run)
     seconds = []
@@ -176,7 +191,18 @@ def targets(result: Result) -> list[Target]:
         found.append(Target(f"{model}, {longest} steps: seconds, ours : DynamicCache", time_ratio, 0.8))
     ours, theirs = (_value(result, "bytes", kind="crop", way=w) for w in (WAYS[2], WAYS[0]))
     both = None if ours is None or theirs is None else ours / theirs
-    return [*found, Target("draft three, take back two: bytes, ours : DynamicCache", both, 1.0)]
+    found.append(Target("draft three, take back two: bytes, ours : DynamicCache", both, 1.0))
+    for cell in cells_of(result, "search"):
+        what = f"search, {cell['model']} after {cell['prompt']} tokens: times as fast as generate"
+        found.append(Target(what, _value(result, "ratio", **cell), 1.6, least=True))
+    for cell in cells_of(result, "packed"):
+        what = f"half padding, {cell['model']}: seconds, packed : padded"
+        found.append(Target(what, _value(result, "ratio", **cell), 0.6))
+    return found
+
+
+def cells_of(result: Result, kind: str) -> list[harness.Cell]:
+    return [entry["cell"] for entry in result["entries"] if entry["cell"]["kind"] == kind]
 
 
 def section(result: Result, picture: str) -> str:

@@ -1,30 +1,12 @@
 """The profiling script of compiled loops: its loops compare, its cells answer, its report holds; never its times."""
 
-import importlib
 import json
-import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-FOLDER = Path(__file__).parents[2] / "profiling"
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, Any]]:
-    """The modules of profiling/, found as a script run by path finds them, and forgotten afterwards."""
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    modules = {name: importlib.import_module(name) for name in names}
-    sys.path[:] = before
-    yield modules
-    for name in names:
-        del sys.modules[name]
 
 
 def test_every_cell_answers(scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,14 +3,11 @@
 What is looked at are fields, losses and gradients, never times.
 """
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,19 +19,6 @@ SCRIPT = FOLDER / "tensor_array.py"
 # Longer than the ring has slots, so that some are overwritten, most of them read.
 STEPS = {"W1": 50, "W3": 24, "ring": 150}
 RECORDED_LOSS = {("W1", 1000): -2901.21484375, ("W3", 128): 1962.356201171875}
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, Any]]:
-    """The modules of profiling/, found as a script run by path finds them, and forgotten afterwards."""
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
-    sys.path[:] = before
-    yield modules
-    for name in names:
-        del sys.modules[name]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,12 +4,8 @@ The cells run in this process, small; what is looked at are losses, gradients, c
 """
 
 import gc
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,19 +16,6 @@ FOLDER = Path(__file__).parents[2] / "profiling"
 STEPS = {"W2": 12, "W3": 40, "W4": 80, "W5": 25}
 # In float32, of the first sizes that anybody measured.
 RECORDED_LOSS = {("W2", 128): 324.73236, ("W3", 128): 1962.3562, ("W4", 100): 1056.8103, ("W5", 256): 220881.42}
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[dict[str, Any]]:
-    """The modules of profiling/, found as a script run by path finds them, and forgotten afterwards."""
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
-    sys.path[:] = before
-    yield modules
-    for name in names:
-        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
