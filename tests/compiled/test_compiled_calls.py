@@ -1,7 +1,6 @@
 """Compiled loops in the world around them: plans used again, backward passes, transforms, threads, memory."""
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,7 @@ from tests.support.compiled_cases import CASES, Case, check_equal, leaf, outcome
 D = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No plan of another test."""
-    plans.clear()
-    plans.made = 0
-    yield
-    plans.clear()
+pytestmark = pytest.mark.usefixtures("fresh_plans")
 
 
 def rnn(U: Tensor, xs: Tensor, h: Tensor | None = None, *, compile: Any = "strict", scale: float = 1.0) -> Any:

@@ -1,6 +1,5 @@
 """Which loops share a plan: what a step does decides, and nothing else."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,7 @@ from tests.support.compiled_cases import check_equal
 D = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No plan of another test."""
-    plans.clear()
-    plans.made = 0
-    yield
-    plans.clear()
+pytestmark = pytest.mark.usefixtures("fresh_plans")
 
 
 class Net(nn.Module):
