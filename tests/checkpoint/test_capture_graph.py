@@ -1,8 +1,8 @@
 """Which tensors that a step did not make carry a gradient of what it gave, asked of graphs without a loop."""
 
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor
 from tensorloop._common.errors import Misuse
 from tensorloop._torch import graph
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
+
+T = TypeVar("T")
 
 
 def leaf() -> Tensor:
@@ -65,26 +67,31 @@ def test_a_source_that_no_function_was_given_is_refused() -> None:
     assert same(found(lambda: Hidden.apply(x, v), arguments=[x], met=[x, v]), [v])
 
 
+def in_new_thread(function: Callable[[], T]) -> T:
+    """What a function gives in a thread whose nodes are numbered from 0."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 def test_nodes_of_other_threads() -> None:
     """Their numbers say nothing: what leads to an argument is of the step, and what was met and does not a capture."""
-    x, w = leaf(), leaf()
 
-    def elsewhere(function: Callable[[], Tensor]) -> Tensor:
-        results: list[Tensor] = []
+    def check() -> None:  # not here, where all tests before have made millions of nodes
+        x, w = leaf(), leaf()
+        here = graph.next_number()
 
-        def run() -> None:
-            y = leaf()
-            for _ in range(graph.next_number(), here + 1000):
-                y = y * 1  # until the numbers of this thread are higher
-            results.append(function())
+        def elsewhere(function: Callable[[], Tensor]) -> Tensor:
+            def run() -> Tensor:
+                y = leaf()
+                for _ in range(graph.next_number(), here + 1000):
+                    y = y * 1  # until the numbers of this thread are higher
+                return function()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        return results[0]
+            return in_new_thread(run)
 
-    here = graph.next_number()
-    v = elsewhere(lambda: w * 2)
-    assert graph.number_of(v.grad_fn) > here
-    assert same(found(lambda: x * v, arguments=[x], met=[x, v]), [v])
-    assert found(lambda: elsewhere(lambda: x * 2).sin(), arguments=[x], met=[x]) == []
+        v = elsewhere(lambda: w * 2)
+        assert graph.number_of(v.grad_fn) > here
+        assert same(found(lambda: x * v, arguments=[x], met=[x, v]), [v])
+        assert found(lambda: elsewhere(lambda: x * 2).sin(), arguments=[x], met=[x]) == []
+
+    in_new_thread(check)

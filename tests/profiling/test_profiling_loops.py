@@ -3,7 +3,6 @@
 The cells run in this process, small; what is looked at are losses, gradients, counts and texts, never times.
 """
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,10 @@ def quick(scripts: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     def spawn(script: Path, cell: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(loops.run_cell(cell)))
 
-    gc.freeze()  # every cell collects garbage: without all that pytest has made, a matter of milliseconds
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loops.harness, "spawn", spawn)
-            patch.delenv("JAX_PYTHON", raising=False)
-            assert loops.SCRIPT.main(["--quick", "--out", str(out)]) == 0
-    finally:
-        gc.unfreeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loops.harness, "spawn", spawn)
+        patch.delenv("JAX_PYTHON", raising=False)
+        assert loops.SCRIPT.main(["--quick", "--out", str(out)]) == 0
     return out
 
 
