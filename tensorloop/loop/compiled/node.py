@@ -57,7 +57,7 @@ class Run:
         total = Totals(self.plan, self.done, *self.coming(grads))
         whole = [grows(n) for n in self.plan.saved]  # arrays, which have all steps' slots
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
-        size = max(1, room // max(total.program.bytes_a_step(), 1))
+        size = max(1, room // max(total.program.bytes_a_step, 1))
         for done in range(0, self.done, size):
             stop = min(done + size, self.done)
             part = slice(done, stop) if self.plan.reverse else slice(self.done - stop, self.done - done)

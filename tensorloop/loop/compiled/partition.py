@@ -15,6 +15,7 @@ from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
+from tensorloop.loop.compiled.sums import leaves, terms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,6 +48,7 @@ class Split:
     loop_invariants: list[fx.Node]
     loop_sequences: list[fx.Node]
     outs: list[fx.Node]
+    terms: list[fx.Node]  # added up in the loop
     states: dict[int, fx.Node]  # place in the carry -> the out that is this carry one step later
     moving: set[fx.Node]  # other at each step
     inside: list[fx.Node]  # of the whole graph, computed in the loop
@@ -78,10 +80,10 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     for n in roots:
         if n is not None and n not in inner:
             pulled.need(n, inner)
-    sunk, outs, states = _stored(order, parts, given, moving, inner, carried, pulled)
+    sunk, outs, added, states = _stored(order, parts, given, moving, inner, carried, pulled)
     inside = [n for n in order if n not in given and (n in inner or n in sunk or n in pulled.inside)]
-    loop = _recurrence(order, parts, pulled, inside, outs) if parts.carry else None
-    return Split(parts, loop, pulled.invariants, pulled.sequences, outs, states, moving, inside)
+    loop = _recurrence(order, parts, pulled, inside, outs, added) if parts.carry else None
+    return Split(parts, loop, pulled.invariants, pulled.sequences, outs, added, states, moving, inside)
 
 
 class _Pulled:
@@ -126,27 +128,23 @@ def _stored(
     inner: set[fx.Node],
     carried: set[fx.Node],
     pulled: _Pulled,
-) -> tuple[set[fx.Node], list[fx.Node], dict[int, fx.Node]]:
-    """(nodes behind the loop that move into it, its outs, states)."""
+) -> tuple[set[fx.Node], list[fx.Node], list[fx.Node], dict[int, fx.Node]]:
+    """(nodes behind the loop that move into it, its outs, what it adds up, states)."""
     inner = inner | {n for n in pulled.inside if n in moving}
-    asked = {*parts.wanted, *parts.sums, *([] if parts.going is None else [parts.going])}
     outside = [n for n in order if n in carried and n not in inner and n not in given]
-    sunk: set[fx.Node] = set()
-    if parts.carry:
-        ready = set[fx.Node]()
-        for n in outside:
-            within = [a for a in n.all_input_nodes if a in carried]
-            there = all(a in inner or a in ready or a in parts.carry for a in within)
-            if there and is_pointwise(n) and n.target not in pulled.hoisted:
-                ready.add(n)
-        ends = [n for n in parts.wanted if n in ready]
-        sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
-        for n in order:
-            if n in sunk:
-                for a in n.all_input_nodes:
-                    pulled.need(a, inner | sunk)
-    users = [n for n in outside if n not in sunk]
-    asks = [a for n in users for a in n.all_input_nodes] + [n for n in order if n in asked]
+    ready = _ready(outside, parts, inner, carried, pulled.hoisted) if parts.carry else set[fx.Node]()
+    added = terms(parts.sums, moving, {n for n in inner if n in carried} | ready) if parts.carry else []
+    ends = [n for n in (*parts.wanted, *added) if n in ready]
+    sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
+    for n in order:
+        if n in sunk:
+            for a in n.all_input_nodes:
+                pulled.need(a, inner | sunk)
+    asked = {*parts.wanted, *([] if parts.going is None else [parts.going])}
+    summed = [leaf for n in parts.sums for leaf in leaves(n, moving, (), set(added))]
+    late = needed_for([*asked, *summed], {*given, *inner, *sunk})
+    users = [n for n in outside if n not in sunk and n in late]
+    asks = [a for n in users for a in n.all_input_nodes] + [n for n in order if n in asked or n in summed]
     available = (inner & carried) | sunk | {n for n in parts.carry if not grows(n)}
     outs: list[fx.Node] = []
     for n in dict.fromkeys(asks):
@@ -161,7 +159,19 @@ def _stored(
             states[i] = new
             if new not in outs:
                 outs.append(new)
-    return sunk, outs, states
+    return sunk, outs, added, states
+
+
+def _ready(
+    outside: list[fx.Node], parts: Parts, inner: set[fx.Node], carried: set[fx.Node], hoisted: frozenset
+) -> set[fx.Node]:
+    """What could be computed in the loop, element after element, from what is there."""
+    found = set[fx.Node]()
+    for n in outside:
+        there = all(a in inner or a in found or a in parts.carry for a in n.all_input_nodes if a in carried)
+        if there and is_pointwise(n) and n.target not in hoisted:
+            found.add(n)
+    return found
 
 
 def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
@@ -175,7 +185,12 @@ def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
 
 
 def _recurrence(
-    order: list[fx.Node], parts: Parts, pulled: _Pulled, inside: list[fx.Node], outs: list[fx.Node]
+    order: list[fx.Node],
+    parts: Parts,
+    pulled: _Pulled,
+    inside: list[fx.Node],
+    outs: list[fx.Node],
+    added: list[fx.Node],
 ) -> Recurrence:
     """The loop as a graph of its own."""
     graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -196,10 +211,10 @@ def _recurrence(
             following.append(zeros)
         else:
             following.append(found[new])
-    given = [[found[n] for n in nodes] for nodes in (pulled.invariants, pulled.sequences, parts.carry, outs)]
+    given = [[found[n] for n in nodes] for nodes in (pulled.invariants, pulled.sequences, parts.carry, outs, added)]
     going = None if parts.going is None else found[parts.going]
-    graph.output((*following, *given[3], *([] if going is None else [going])))
+    graph.output((*following, *given[3], *given[4], *([] if going is None else [going])))
     graph.lint()
-    invariants, sequences, carry, stored = (tuple(nodes) for nodes in given)
     growth = tuple(parts.growth)
-    return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, (), parts.reverse, going, growth)
+    invariants, sequences, carry, stored, sums = (tuple(nodes) for nodes in given)
+    return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, sums, parts.reverse, going, growth)

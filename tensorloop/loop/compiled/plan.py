@@ -197,7 +197,7 @@ class Plan:
 
     def bytes_reversed(self) -> int:
         """What a step takes, about, while it is run again and reversed: there are gradients of most of what is kept."""
-        return 2 * self.again.bytes_a_step()
+        return 2 * self.again.bytes_a_step
 
 
 class Plans:

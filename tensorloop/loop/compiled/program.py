@@ -33,25 +33,36 @@ class Program:
         before = Stage(given, s.moving)
         before.compute(self.order, self._fed)
         self._before = before.finished(before.found[n] for n in self._fed)
-        self._made = [n for n in self._fed if n not in given]
-        after = Stage([*given, *self._made, *s.after_loop], s.moving)
-        sums = Sums(after)
+        made = [n for n in self._fed if n not in given]
+        nodes = [*given, *made, *s.after_loop]
+        after = Stage(nodes, s.moving)
+        sums = Sums(after, s.terms)
         after.compute(self.order, [*parts.wanted, *(leaf for n in parts.sums for leaf in sums.leaves(n))])
         asked = needed_for([*parts.next_carry, parts.going, *parts.wanted, *parts.sums], {*given, *parts.carry})
         self.needed = [n for n in self.order if n in asked]
         self.early = set(before.found)
         self._after = after.finished([*(after.whole(n) for n in parts.wanted), *(sums.of(n) for n in parts.sums)])
         self._going = None if parts.going is None else s.outs.index(parts.going)
+        # What is looked up here is not looked for at every call.
+        self._places = [(self._fed.index(n), n in s.moving) for n in made]
+        self._given = [nodes.index(n) for n in after.given]
+        self._cut = [not grows(n) for n in parts.sequences]
+        self._grown = [grows(n) for n in s.loop_sequences]
+        self._arrays = {i: more for i, n in enumerate(parts.carry) if (more := growth_of(n, parts.growth)) is not None}
+        self._rooms = [_Room(self, n) for n in s.outs]
+        self._states = [s.outs.index(n) for n in s.states.values()]
+        self._terms = [(value_of(n).shape, value_of(n).dtype) for n in s.terms]
+        self.bytes_a_step = self._bytes_a_step(made)
 
     @property
     def native(self) -> bool:
         """Whether the loop, where there is one, runs as one native function."""
         return self.lacking is None
 
-    def bytes_a_step(self) -> int:
+    def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
         """What the loop is given, stores and gives of each step, beside the sequences that come from outside."""
         given = {*self.parts.sequences, *self.parts.carry}  # states before the steps are those after them, a step on
-        found = dict.fromkeys([*self._made, *self.split.outs, *self.parts.wanted])
+        found = dict.fromkeys([*made, *self.split.outs, *self.parts.wanted])
         return sum(bytes_of(n) for n in found if n in self.split.moving and n not in given)
 
     def _compiled(self, graph: fx.Graph) -> tuple[Split, Core | None]:
@@ -90,69 +101,63 @@ class Program:
 
         `lengths` are those of arrays before the first step, by symbol.
         """
+        wanted = len(self.parts.wanted)
         if self.core is None:
             assert steps is not None
             found = self._after(steps, *invariants, *sequences)
-            return [], steps, list(found[: len(self.parts.wanted)]), list(found[len(self.parts.wanted) :])
-        s = self.split
-        fed = [x.contiguous() for x in self._before(0 if steps is None else steps, *invariants, *sequences)]
-        loop_invariants, loop_sequences = fed[: len(s.loop_invariants)], fed[len(s.loop_invariants) :]
-        last, done, outs, states = self._loop(self.core, steps, most, loop_invariants, loop_sequences, carry, lengths)
-        made = dict(zip(self._fed, fed, strict=True))
-        more = [made[n] for n in self._made]
+            return [], steps, list(found[:wanted]), list(found[wanted:])
+        fed = [x.contiguous() for x in self._before(steps or 0, *invariants, *sequences)]
+        totals = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._terms]
+        last, done, outs = self._loop(self.core, steps, most, fed, carry, totals, lengths)
+        more = [fed[i] for i, _ in self._places]
         if steps is not None and done < steps:
             part = slice(steps - done, steps) if self.parts.reverse else slice(done)
-            sequences = [x if grows(n) else x[part] for n, x in zip(self.parts.sequences, sequences, strict=True)]
-            moving = s.moving
-            more = [x[part] if n in moving else x for n, x in zip(self._made, more, strict=True)]
-        given = dict.fromkeys([*self.parts.invariants, *self.parts.sequences, *self._made, *s.after_loop])
-        values = [*invariants, *sequences, *more, *outs, *states]
-        nodes = [*self.parts.invariants, *self.parts.sequences, *self._made, *s.after_loop]
-        for n, x in zip(nodes, values, strict=True):
-            given[n] = x if given[n] is None else given[n]
-        del fed, made, more, values, loop_invariants, loop_sequences, outs, states
-        found = self._after(done, *given.values())
-        return last, done, list(found[: len(self.parts.wanted)]), list(found[len(self.parts.wanted) :])
+            sequences = [x[part] if cut else x for x, cut in zip(sequences, self._cut, strict=True)]
+            more = [x[part] if moves else x for x, (_, moves) in zip(more, self._places, strict=True)]
+        values = [*invariants, *sequences, *more, *outs]
+        given = [values[i] for i in self._given]
+        del fed, more, values, outs
+        found = self._after(done, *given, *totals)
+        return last, done, list(found[:wanted]), list(found[wanted:])
 
     def _loop(
         self,
         core: Core,
         steps: int | None,
         most: int | None,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
+        fed: Sequence[Tensor],
         carry: Sequence[Tensor],
+        totals: Sequence[Tensor],
         lengths: Sequence[int],
-    ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
-        """(the last carry, steps done, outs, states before the steps)."""
+    ) -> tuple[list[Tensor], int, list[Tensor]]:
+        """(the last carry, steps done, outs and states before the steps)."""
+        n = len(self.split.loop_invariants)
+        invariants, sequences = fed[:n], fed[n:]
         limit = math.inf if most is None else most
         room = int(min(FIRST_ROOM, limit)) if steps is None else steps
-        buffers = [_Room(self, n, room, carry) for n in self.split.outs]
-        last, done, growth = list(carry), 0, self.parts.growth
-        arrays = {i: more for i, n in enumerate(self.parts.carry) if (more := growth_of(n, growth)) is not None}
-        for i, more in arrays.items():
+        rooms, growth = self._rooms, self.parts.growth
+        memory = [r.made(room, carry) for r in rooms]
+        last, done = list(carry), 0
+        for i, more in self._arrays.items():
             last[i] = _with_room(last[i], len(last[i]), max(more, 0) * room)
-        grown = [grows(n) for n in self.split.loop_sequences]
         while True:
-            outs = [b.part(done, room) for b in buffers]
-            left = [x if whole else x[done:] for x, whole in zip(sequences, grown, strict=True)]
+            outs = [r.part(x, done, room, room) for r, x in zip(rooms, memory, strict=True)]
+            left = [x if whole or not done else x[done:] for x, whole in zip(sequences, self._grown, strict=True)]
             now = [n + more * done for n, more in zip(lengths, growth, strict=True)]
-            last, n = core(room - done, invariants, left, last, outs, (), now)
+            last, n = core(room - done, invariants, left, last, outs, totals, now)
             done += n
             ended = done < room or self._going is None or not bool(outs[self._going][-1])
             if steps is not None or ended or done >= limit:
                 break
             room = int(min(2 * room, limit))
-            for b in buffers:
-                b.grow(room, done)
-            for i, more in arrays.items():
+            memory = [r.grown(x, room, done, carry) for r, x in zip(rooms, memory, strict=True)]
+            for i, more in self._arrays.items():
                 last[i] = _with_room(last[i], len(carry[i]) + more * done, more * (room - done))
         first = (steps or room) - done if self.parts.reverse else 0
-        states = dict(zip(self.split.outs, buffers, strict=True))
-        before = [states[n].before(first, done) for n in self.split.states.values()]
-        for i, more in arrays.items():
+        for i, more in self._arrays.items():
             last[i] = last[i][: len(carry[i]) + more * done]
-        return last, done, [b.after(first, done) for b in buffers], before
+        found = [r.part(x, first, first + done, room) for r, x in zip(rooms, memory, strict=True)]
+        return last, done, found + [rooms[i].before(memory[i], first, done) for i in self._states]
 
 
 def _with_room(array: Tensor, filled: int, more: int) -> Tensor:
@@ -165,36 +170,36 @@ def _with_room(array: Tensor, filled: int, more: int) -> Tensor:
 class _Room:
     """The memory of one out: a row for each step and, where it is a carry too, one for the state before the first."""
 
-    def __init__(self, program: Program, out: fx.Node, room: int, carry: Sequence[Tensor]) -> None:
+    def __init__(self, program: Program, out: fx.Node) -> None:
         value = value_of(out)
-        self.reverse = program.parts.reverse
         places = [i for i, n in program.split.states.items() if n is out]
-        self.first = carry[places[0]] if places else None
+        self.place = places[0] if places else None  # in the carry
+        self.reverse = program.parts.reverse
+        self.shift = int(self.place is not None and not self.reverse)
         self.shape, self.dtype = value.shape, value.dtype
-        self.memory = self._made(room)
 
-    def _made(self, room: int) -> Tensor:
-        memory = torch.empty((room + (self.first is not None), *self.shape), dtype=self.dtype, device="cpu")
-        if self.first is not None:
-            memory[-1 if self.reverse else 0].copy_(self.first)
+    def made(self, room: int, carry: Sequence[Tensor]) -> Tensor:
+        """For so many steps."""
+        if self.place is None:
+            return torch.empty((room, *self.shape), dtype=self.dtype, device="cpu")
+        memory = torch.empty((room + 1, *self.shape), dtype=self.dtype, device="cpu")
+        memory[-1 if self.reverse else 0].copy_(carry[self.place])
         return memory
 
-    def part(self, start: int, end: int) -> Tensor:
-        """Where the steps from start to end go."""
-        shift = self.first is not None and not self.reverse
-        return self.memory[start + shift : end + shift]
+    def part(self, memory: Tensor, start: int, end: int, room: int) -> Tensor:
+        """Where the steps from start to end of `room` go."""
+        if self.place is None and start == 0 and end == room:
+            return memory
+        return memory[start + self.shift : end + self.shift]
 
-    def grow(self, room: int, done: int) -> None:
+    def grown(self, memory: Tensor, room: int, done: int, carry: Sequence[Tensor]) -> Tensor:
         """More room, with the steps done in it."""
-        old, self.memory = self.memory, self._made(room)
-        n = done + (self.first is not None)
-        self.memory[:n] = old[:n]
+        more = self.made(room, carry)
+        n = done + (self.place is not None)
+        more[:n] = memory[:n]
+        return more
 
-    def after(self, first: int, done: int) -> Tensor:
-        """The values of the steps done."""
-        return self.part(first, first + done)
-
-    def before(self, first: int, done: int) -> Tensor:
+    def before(self, memory: Tensor, first: int, done: int) -> Tensor:
         """The carry before each of the steps done."""
-        shift = 1 if self.reverse else 0
-        return self.memory[first + shift : first + done + shift]
+        shift = int(self.reverse)
+        return memory[first + shift : first + done + shift]

@@ -68,7 +68,7 @@ class Segmented(Run):
         super().__init__(plan, steps, most=most, draws=draws)
         self.known = plan.traced.answer is None
         self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
-        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step(), 1))
+        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step, 1))
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
         self.offload = Offload(blocks.offload)

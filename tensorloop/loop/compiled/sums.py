@@ -3,6 +3,7 @@
 A weight's gradient, the sum of products x[t]^T g[t], becomes one product over all steps and rows.
 """
 
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,30 +20,49 @@ _LINEAR = {
     *(aten.sum.dim_IntList, aten.diagonal.default, aten.cumsum.default),
 }
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ADDED = (torch.float32, torch.float64)  # one after another; halves would lose too much
+
+
+def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: Container[fx.Node]) -> list[fx.Node]:
+    """The nodes whose values at all steps the sum of a node needs; of `known` ones the sums are known."""
+    if n not in moving or n in known:
+        return []
+    if (parts := _through(n, moving, given)) is None:
+        return [n]
+    if parts == "product":
+        return [a for a in n.args if isinstance(a, fx.Node)]
+    if parts == "scattered":
+        return n.all_input_nodes
+    if parts == "convolved":
+        return list(_node(n.args[0]).args[:3])  # pyright: ignore[reportReturnType]
+    return [leaf for a in parts for leaf in leaves(a, moving, given, known)] + [
+        a for a in n.all_input_nodes if a not in parts and a not in moving
+    ]
+
+
+def terms(nodes: Iterable[fx.Node], moving: set[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
+    """What a loop adds up for the sums of these nodes: of what they are made of, what is computed `inside` of it."""
+    found: list[fx.Node] = []
+    left = list(nodes)
+    while left:
+        n = left.pop()
+        if n in inside and n.target is not aten.expand.default and value_of(n).dtype in _ADDED:
+            found.append(n)
+        elif n in moving and isinstance(parts := _through(n, moving, ()), list):
+            left += parts
+    return list(dict.fromkeys(found))
 
 
 class Sums:
-    """Sums over all steps, as further nodes of a stage."""
+    """Sums over all steps, as further nodes of a stage. Of `terms` the loop gives them: further values of the stage."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, terms: Sequence[fx.Node] = ()) -> None:
         self.stage = stage
-        self.found: dict[fx.Node, fx.Node] = {}
+        self.found: dict[fx.Node, fx.Node] = {n: stage.graph.placeholder(f"total_{i}") for i, n in enumerate(terms)}
 
     def leaves(self, n: fx.Node) -> list[fx.Node]:
         """The nodes whose values at all steps the sum of a node needs."""
-        if n not in self.stage.moving:
-            return []
-        if (parts := self._through(n)) is None:
-            return [n]
-        if parts == "product":
-            return [a for a in n.args if isinstance(a, fx.Node)]
-        if parts == "scattered":
-            return n.all_input_nodes
-        if parts == "convolved":
-            return list(_node(n.args[0]).args[:3])  # pyright: ignore[reportReturnType]
-        return [leaf for a in parts for leaf in self.leaves(a)] + [
-            a for a in n.all_input_nodes if a not in parts and a not in self.stage.moving
-        ]
+        return leaves(n, self.stage.moving, self.stage.given, self.found)
 
     def of(self, n: fx.Node) -> fx.Node:
         """The sum of a node over all steps. Its leaves are in the stage."""
@@ -50,42 +70,11 @@ class Sums:
             self.found[n] = self._made(n)
         return self.found[n]
 
-    def _through(self, n: fx.Node) -> Any:
-        """The arguments to sum in the place of a node, or None where that is no use.
-
-        "product" where both factors move, "scattered" where a node adds values to zeros in places, "convolved" where it
-        is the gradient of a kernel.
-        """
-        moving, target = self.stage.moving, n.target
-        if n.op != "call_function" or n in self.stage.given or value_of(n).dtype not in _FLOATS or meets_growing(n):
-            return None
-        if is_part(n):
-            return "convolved" if _is_kernels(n, moving) else None
-        args = [a for a in n.args if isinstance(a, fx.Node)]
-        inner = [a for a in args if a in moving]
-        if target is aten._to_copy.default:
-            return inner if value_of(inner[0]).dtype in _FLOATS else None
-        if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
-            return None
-        if target in (aten.mm.default, aten.bmm.default):
-            return "product" if len(inner) == 2 else inner
-        if target in _LINEAR:
-            return inner
-        if _scatters(n):
-            return "scattered"
-        if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
-            return inner
-        if target is aten.mul.Tensor and len(inner) == 1:
-            return inner
-        if target is aten.div.Tensor and inner == args[:1]:
-            return inner
-        return None
-
     def _made(self, n: fx.Node) -> fx.Node:
         s = self.stage
         if n not in s.moving:
             return s.call(_times, s.found[n], s.steps)
-        parts = self._through(n)
+        parts = _through(n, s.moving, s.given)
         if parts is None:
             return s.call(_over_steps, s.found[n])
         if parts == "product":
@@ -103,6 +92,38 @@ class Sums:
         if n.target is aten.view.default:
             return s.call(torch.reshape, *args)
         return s.call(n.target, *args, **n.kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def _through(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Any:
+    """The arguments to sum in the place of a node, or None where that is no use.
+
+    "product" where both factors move, "scattered" where a node adds values to zeros in places, "convolved" where it
+    is the gradient of a kernel.
+    """
+    target: Any = n.target
+    if n.op != "call_function" or n in given or value_of(n).dtype not in _FLOATS or meets_growing(n):
+        return None
+    if is_part(n):
+        return "convolved" if _is_kernels(n, moving) else None
+    args = [a for a in n.args if isinstance(a, fx.Node)]
+    inner = [a for a in args if a in moving]
+    if target is aten._to_copy.default:
+        return inner if value_of(inner[0]).dtype in _FLOATS else None
+    if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
+        return None
+    if target in (aten.mm.default, aten.bmm.default):
+        return "product" if len(inner) == 2 else inner
+    if target in _LINEAR:
+        return inner
+    if _scatters(n):
+        return "scattered"
+    if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
+        return inner
+    if target is aten.mul.Tensor and len(inner) == 1:
+        return inner
+    if target is aten.div.Tensor and inner == args[:1]:
+        return inner
+    return None
 
 
 def _scatters(n: fx.Node) -> bool:
