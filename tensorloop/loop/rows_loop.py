@@ -25,6 +25,7 @@ from tensorloop.tensor_array.friends import store_of
 class ConditionalLoop(Loop):
     """A loop that asks before each step. Its condition's first answer says whether rows stop on their own."""
 
+    first: Any = None  # what the condition said before the first step, where it was asked already
     before: State | None = None  # the last state, where vmap may have elements stop on their own from the next on
 
     def ask(self, state: State) -> Loop:
@@ -57,6 +58,8 @@ class ConditionalLoop(Loop):
         The latter is no more than to choose what `return_steps` gives: the row stops when the loop does.
         """
         assert self.cond is not None
+        if self.first is not None and not t:
+            return self.first
         with without_graph():
             answer = self.cond(self.tree_of(state), *self.context_at(t))
         if not isinstance(answer, Tensor) or not answer.dim() or answer.numel() != 1 or answer.dtype is not torch.bool:

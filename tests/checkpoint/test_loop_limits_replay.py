@@ -77,6 +77,7 @@ def test_a_name_bound_to_another_tensor_or_number_is_refused_and_another_number_
         grad(out.sum(), w)
 
 
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_a_module_set_to_eval_before_backward_is_not_seen() -> None:
     w, dropout = randn(2), nn.Dropout(0.5)
     out = looped(lambda i, c: swung(dropout(c), w))
@@ -231,6 +232,7 @@ def test_hooks_on_saved_tensors_see_the_sweep_alone() -> None:
     assert log == []
 
 
+@pytest.mark.eager_only("so few steps are one block, of which no carry is kept")
 def test_a_folder_that_is_deleted_before_backward(tmp_path: Path) -> None:
     w = randn(2)
     folder = tmp_path / "snapshots"
@@ -303,6 +305,7 @@ class Mistaken(Schedule):
                 yield Backward(step)
 
 
+@pytest.mark.eager_only("so few steps are one block to a schedule", cases=["last", "order", "place"])
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -331,6 +334,7 @@ class Short(Schedule):
         raise AssertionError
 
 
+@pytest.mark.eager_only("so few steps are one block to a schedule")
 def test_a_sweep_that_ends_before_the_loop_does() -> None:
     init, xs, w = inputs()
     with pytest.raises(RuntimeError, match="the schedule's sweep ended at step 2, where the loop goes on"):

@@ -58,8 +58,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     found: dict[str, int] = {}
     call = Program.__call__
 
-    def counted(self: Program, steps: Any, *args: Any) -> Any:
-        result = call(self, steps, *args)
+    def counted(self: Program, steps: Any, *args: Any, **options: Any) -> Any:
+        result = call(self, steps, *args, **options)
         (plan,) = plans._plans.values()
         names = {id(p): name for name, p in plan._replays.items()} | {id(plan.forward): "again"}
         name = names.get(id(self), "backward")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from tensorloop._torch.transforms import random_numbers_allowed
 from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.pairs import split
 
@@ -40,9 +41,10 @@ class Draws:
             self._set(self._states[i])
         found = [torch.empty((steps, *d.example.shape), dtype=d.example.dtype, device="cpu") for d in self.draws]
         rows = [x.unbind(0) for x in found]
-        for t in reversed(range(steps)) if self.reverse else range(steps):
-            for draw, row in zip(self.draws, rows, strict=True):
-                draw.fill(row[t])
+        with random_numbers_allowed():  # in a batched backward too: the same for all its elements
+            for t in reversed(range(steps)) if self.reverse else range(steps):
+                for draw, row in zip(self.draws, rows, strict=True):
+                    draw.fill(row[t])
         if again:
             self._set(now)
         return split(found)

@@ -1,6 +1,6 @@
 """A recurrence run step by step in torch operations: for what a back end lacks, and to test others against."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -69,3 +69,7 @@ class EagerCore:
                 carry[i][: len(state[i])] = state[i]
         own = [x.clone(memory_format=torch.contiguous_format) for x in state]
         return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done
+
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
+        """As `Core` says."""
+        return self

@@ -24,12 +24,13 @@ from tensorloop.loop.compiled import draws
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
 _aten = torch.ops.aten
+_READS = "reads a value in Python"
 # Operations that say something about a step which a graph of it would not.
 _REASONS = {
-    _aten._local_scalar_dense.default: "reads a value in Python",
-    _aten.item.default: "reads a value in Python",
-    _aten.is_nonzero.default: "reads a value in Python",
-    _aten.equal.default: "reads a value in Python",
+    _aten._local_scalar_dense.default: _READS,
+    _aten.item.default: _READS,
+    _aten.is_nonzero.default: _READS,
+    _aten.equal.default: _READS,
     _aten.nonzero.default: "has a result whose shape depends on values",
     _aten.masked_select.default: "has a result whose shape depends on values",
     _aten.unique_consecutive.default: "has a result whose shape depends on values",
@@ -98,6 +99,8 @@ class Recorder(OperationMode):
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
         self.may_draw = True
+        self.may_read = False  # values in Python; `reads` then says whether that was done
+        self.reads = False
         self.draws: list[draws.Draw] = []
         self.generators = draws.Generators(watched=lines)
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
@@ -126,7 +129,9 @@ class Recorder(OperationMode):
         """Runs one operation and writes it down."""
         traits = _TRAITS.get(id(func)) or _traits(func)
         if traits.reason is not None:
-            raise Refused(f"{traits.name} {traits.reason}", user_place())
+            if not (self.may_read and traits.reason == _READS):
+                raise Refused(f"{traits.name} {traits.reason}", user_place())
+            self.reads = True
         if torch.is_grad_enabled() is not self.grad and func is not _aten.detach.default:  # autograd's own are
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
         if self.glance is not None and not self.glance.inside:
@@ -338,7 +343,7 @@ def _traits(func: Any) -> _Traits:
     if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
         reason = "draws random numbers"
     elif torch.Tag.data_dependent_output in func.tags:
-        reason = "reads a value in Python"
+        reason = _READS
     elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
         reason = "has a result whose shape depends on values"
     elif func.namespace not in ("aten", "prims"):

@@ -17,7 +17,7 @@ from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop import advice
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled import pairs
+from tensorloop.loop.compiled import asking, pairs
 from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
@@ -29,7 +29,7 @@ from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.plan import Plan, plans
-from tensorloop.loop.compiled.recorded import Recorded, recorded
+from tensorloop.loop.compiled.recorded import AnswersInPython, Recorded, recorded
 from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
@@ -94,14 +94,23 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
 
 
 def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
-    first = None
+    ask = None
     try:
-        if isinstance(loop, ConditionalLoop):
-            first = _first_answer(loop)
-            if first is None:  # no step to do, or an error
-                return None
-        found = recorded(loop, first)
-        before.check()
+        first = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else None
+        if first is False or (first is None and isinstance(loop, ConditionalLoop)):
+            return None  # no step to do, or an error
+        if first is True or asking.is_known(loop):
+            ask = asking.Asking(loop)
+            found = recorded(ask.stepped, None)
+            ask.begin(found, grad=torch.is_grad_enabled())
+        else:
+            found = recorded(loop, first)
+            before.check()
+    except AnswersInPython:
+        before.put_back()
+        _forget(loop)
+        asking.learn(loop)
+        return _compiled(loop, checkpoints, compile, before)
     except Refused:
         raise
     except Exception:  # the eager loop meets it too, and says in which step
@@ -122,7 +131,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         compile.found = of_plan(loop.name, plan)
         raise Told
     try:
-        return _run(found, plan, steps, checkpoints)
+        return _run(found, plan, steps, checkpoints, ask)
     except IndexError:
         if not found.arrays.places:
             raise
@@ -132,22 +141,29 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
 
 def _forget(loop: Loop) -> None:
     """Lets the eager loop find everything as it was."""
-    loop.last_tree = (None, None)
+    loop.last_tree, loop.taken = (None, None), 0
     if loop.outputs is not None:
         loop.outputs.tree = None
         loop.outputs.columns, loop.outputs.kinds = [], []
 
 
-def _first_answer(loop: ConditionalLoop) -> Tensor | None:
-    """What the condition says before the first step, None where the eager loop has to look at it."""
+def _first_answer(loop: ConditionalLoop, before: Outside) -> Tensor | bool | None:
+    """What the condition says before the first step; a bool where it is to be asked in Python before the others, too.
+
+    None where the eager loop has to look at it.
+    """
     state = loop.begin()
     recorder = Recorder([])  # refuses what asking twice would do twice, writes to the carry among that
-    recorder.grad = recorder.may_draw = False
+    recorder.grad, recorder.may_draw, recorder.may_read = False, False, True
     with recorder, without_hooks():
         answer = loop.answer(0, state)
-    if not isinstance(answer, Tensor):
-        raise Refused(f"the condition gave {describe(answer)}, no tensor")
-    if answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
+    if isinstance(answer, bool) or (recorder.reads and isinstance(answer, Tensor) and not answer.dim()):
+        loop.first = loop.truth(answer, "cond_fn")
+        before.renew()  # what the condition did is done
+        return loop.first
+    if recorder.reads:
+        raise Refused("the condition reads a value in Python, and gives a bool for each row")
+    if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
         return None
     if answer.dim():
         loop.carry.need_rows(loop.init, len(answer), "")
@@ -188,7 +204,7 @@ def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
             else:
                 plan = planned(found, looks, examples, wants, reverse)
     except Refused as refusal:
-        return refusal
+        return Refused(refusal.reason, refusal.place)  # it is kept, and holds no frames
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
@@ -199,11 +215,13 @@ def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
     return plan
 
 
-def _run(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> tuple[Loop, Any]:
+def _run(
+    found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None
+) -> tuple[Loop, Any]:
     loop = found.loop
     given = found.given()
     carried = [x.contiguous() for x in pairs.split(given)]
-    run = _planned(found, plan, steps, checkpoints)
+    run = _planned(found, plan, steps, checkpoints, ask)
     drawn = [torch.empty(0)] * run.drawn
     if run.draws is not None and not isinstance(run, Segmented):
         with torch.no_grad(), unseen(), without_autocast():
@@ -233,7 +251,7 @@ def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [*last, *ys]
 
 
-def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) -> Run:
+def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None) -> Run:
     """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
     loop, draws = found.loop, None
     if found.draws:
@@ -245,12 +263,12 @@ def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept) 
                 f"give checkpoints="
             )
     if checkpoints is not None and plan.grad:
-        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None)
+        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None and ask is None)
     elif draws is not None and not plan.grad:
         blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
     else:
-        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts)
-    return Segmented(plan, steps, loop.length, blocks, loop.name, draws)
+        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts, ask=ask)
+    return Segmented(plan, steps, loop.length, blocks, loop.name, draws, ask)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

@@ -61,6 +61,7 @@ class Glance(TorchFunctionMode):
         self.captures: list[Tensor] = []
         self.clear = True  # whether the path tells everything, as far as one sees here
         self.inside = False  # whether a call runs
+        self.reads = False  # a value in Python, which is no known call
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
         self._numbers = {id(x): i for i, x in enumerate(arguments)}

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
+from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.drawn import Draws
@@ -30,6 +31,7 @@ class Run:
     most: int | None = None  # steps, where only a condition knows them
     draws: Draws | None = None  # whose numbers are the last of xs
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
+    ask: Asking | None = None  # where a condition is asked in Python
 
     @property
     def drawn(self) -> int:
@@ -45,7 +47,7 @@ class Run:
         """(the last carry, ys, what a backward keeps)."""
         carry, xs, captures = self.split(tensors)
         plan = self.plan
-        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most, self.lengths)
+        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most, self.lengths, self.ask)
         if self.done != self.steps and self.steps is not None:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]

@@ -47,6 +47,11 @@ class Outside:
     """What functions reach, as it is now; of each its name, itself and the names of its arguments."""
 
     def __init__(self, functions: Sequence[tuple[str, Any, Sequence[str]]]) -> None:
+        self._functions = functions
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes what is there now for what was."""
         self._held: list[_Held] = []
         self._containers: list[tuple[str, Any, Any]] = []  # (name, object, a copy of what is in it)
         self._states: list[_Held] = []  # of generators of random numbers
@@ -54,7 +59,7 @@ class Outside:
         self._tensors: list[tuple[Tensor, int]] = []  # and how many hooks each has
         self._met: set[int] = set()
         self._place: Place | None = None
-        for what, function, _ in functions:
+        for what, function, _ in self._functions:
             self._look(what, function, MOST_LEVELS)
 
     def check(self) -> None:
@@ -67,6 +72,10 @@ class Outside:
             raise Refused("the body registers a hook", self._place)
         for name in self._changed():
             raise Refused(f"the body changes {name}, a Python value outside of it", self._place)
+
+    def changed(self) -> bool:
+        """Whether a Python value is another now."""
+        return next(iter(self._changed()), None) is not None
 
     def put_back(self) -> None:
         """Makes everything what it was, but iterators."""

@@ -1,7 +1,7 @@
 """A split step made runnable: the stage before the loop, the loop's core, the stage after it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tensorloop.loop.compiled.recurrence import Core, Unsupported
 from tensorloop.loop.compiled.saving import needed_for
 from tensorloop.loop.compiled.sums import Sums
 
+Ask = Callable[[Sequence[Tensor]], bool]
 FIRST_ROOM = 64  # steps, where nobody knows how many there will be
 
 
@@ -96,19 +97,21 @@ class Program:
         carry: Sequence[Tensor],
         most: int | None = None,
         lengths: Sequence[int] = (),
+        ask: Ask | None = None,
     ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
         """Runs the loop; `steps` is None where only the condition knows: then there are `most` of them at most.
 
-        `lengths` are those of arrays before the first step, by symbol.
+        `lengths` are those of arrays before the first step, by symbol. `ask` says after each step whether to go on.
         """
         wanted = len(self.parts.wanted)
         if self.core is None:
             assert steps is not None
+            assert ask is None
             found = self._after(steps, *invariants, *sequences)
             return [], steps, list(found[:wanted]), list(found[wanted:])
         fed = [x.contiguous() for x in self._before(steps or 0, *invariants, *sequences)]
         totals = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._terms]
-        last, done, outs = self._loop(self.core, steps, most, fed, carry, totals, lengths)
+        last, done, outs = self._loop(self.core, steps, most, fed, carry, totals, lengths, ask)
         more = [fed[i] for i, _ in self._places]
         if steps is not None and done < steps:
             part = slice(steps - done, steps) if self.parts.reverse else slice(done)
@@ -129,26 +132,37 @@ class Program:
         carry: Sequence[Tensor],
         totals: Sequence[Tensor],
         lengths: Sequence[int],
+        ask: Ask | None,
     ) -> tuple[list[Tensor], int, list[Tensor]]:
         """(the last carry, steps done, outs and states before the steps)."""
         n = len(self.split.loop_invariants)
         invariants, sequences = fed[:n], fed[n:]
-        limit = math.inf if most is None else most
+        limit = steps if steps is not None else math.inf if most is None else most
         room = int(min(FIRST_ROOM, limit)) if steps is None else steps
         rooms, growth = self._rooms, self.parts.growth
         memory = [r.made(room, carry) for r in rooms]
         last, done = list(carry), 0
         for i, more in self._arrays.items():
             last[i] = _with_room(last[i], len(last[i]), max(more, 0) * room)
+        run, reverse = core if ask is None else core.stepping(invariants), self.parts.reverse
         while True:
-            outs = [r.part(x, done, room, room) for r, x in zip(rooms, memory, strict=True)]
-            left = [x if whole or not done else x[done:] for x, whole in zip(sequences, self._grown, strict=True)]
+            end = room if ask is None else done + 1
+            part = slice(room - end, room - done) if reverse and ask is not None else slice(done, end)
+            outs = [r.part(x, part.start, part.stop, room) for r, x in zip(rooms, memory, strict=True)]
+            all_steps = ask is None and not done
+            left = [x if whole or all_steps else x[part] for x, whole in zip(sequences, self._grown, strict=True)]
             now = [n + more * done for n, more in zip(lengths, growth, strict=True)]
-            last, n = core(room - done, invariants, left, last, outs, totals, now)
+            last, n = run(end - done, invariants, left, last, outs, totals, now)
             done += n
-            ended = done < room or self._going is None or not bool(outs[self._going][-1])
-            if steps is not None or ended or done >= limit:
+            if ask is not None:
+                grown = {i: len(carry[i]) + more * done for i, more in self._arrays.items()}
+                going = ask([x[: grown[i]] if i in grown else x for i, x in enumerate(last)])
+            else:
+                going = self._going is not None and done == room and bool(outs[self._going][-1])
+            if not going or done >= limit:
                 break
+            if done < room:
+                continue
             room = int(min(2 * room, limit))
             memory = [r.grown(x, room, done, carry) for r, x in zip(rooms, memory, strict=True)]
             for i, more in self._arrays.items():

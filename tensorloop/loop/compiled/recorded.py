@@ -26,6 +26,10 @@ from tensorloop.tensor_array.array import TensorArray
 _NUMBERS = bool, int, float, complex, str
 
 
+class AnswersInPython(Exception):
+    """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
+
+
 class Recorded:
     """One step of a loop.
 
@@ -205,8 +209,10 @@ class Recorded:
         if loop.cond is None and loop.until is None:
             return None
         with torch.no_grad(), self._watch:
-            self._watch.grad = False
+            self._watch.grad, self._watch.may_read = False, loop.until is not None
             answer = self._asked(leaves)
+            if loop.until is not None and (isinstance(answer, bool) or self._watch.reads):
+                raise AnswersInPython
             if not isinstance(answer, Tensor):
                 raise Refused(f"the condition gave {describe(answer)}, no tensor")
             if answer.numel() != 1 or answer.dtype is not torch.bool:
@@ -271,7 +277,7 @@ class Recorded:
         reverse = loop.slices is not None and loop.slices.reverse
         asks = loop.cond is None, loop.until is None
         settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
-        return Key((tuple(_code(called.function) for called in loop.functions), carry, xs, settings))
+        return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
 
 
 class Key:
@@ -289,7 +295,7 @@ class Key:
         return self is other or (type(other) is Key and self._hash == other._hash and self.parts == other.parts)
 
 
-def _code(function: Any) -> Any:
+def code_of(function: Any) -> Any:
     """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
     while isinstance(function, partial):
         function = function.func

@@ -8,7 +8,7 @@ One object serves the forward loop and the reversed backward one:
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor, fx
@@ -66,4 +66,8 @@ class Core(Protocol):
         are added to in place; all are contiguous. Under `reverse` step 0 is the one at index steps - 1. 0 steps give
         the carry again. `lengths` are those before the first step, by symbol; arrays have room for all steps.
         """
+        ...
+
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
+        """The same for many calls of few steps, of one thread, that all have these invariants."""
         ...

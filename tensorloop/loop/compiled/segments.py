@@ -18,6 +18,7 @@ from tensorloop._common.errors import Misuse, named
 from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Offload, Stored
+from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.node import Run
 from tensorloop.loop.compiled.operations import value_of
@@ -64,9 +65,10 @@ class Segmented(Run):
         blocks: Blocks,
         name: str,
         draws: Draws | None = None,
+        ask: Asking | None = None,
     ) -> None:
-        super().__init__(plan, steps, most=most, draws=draws)
-        self.known = plan.traced.answer is None
+        super().__init__(plan, steps, most=most, draws=draws, ask=ask)
+        self.known = plan.traced.answer is None and ask is None
         self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
         few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step, 1))
         few = 0 if draws is not None else few
@@ -85,10 +87,18 @@ class Segmented(Run):
         assert steps is not None
         return slice(steps - stop, steps - start)
 
-    def _run(self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor]) -> Any:
+    def _run(
+        self,
+        program: Program,
+        start: int,
+        stop: int,
+        tensors: Sequence[Tensor],
+        state: list[Tensor],
+        ask: Asking | None = None,
+    ) -> Any:
         """(the carry after these steps, how many were done, what the program wants of them)."""
         _, _, captures = self.split(tensors)
-        return program(stop - start, captures, self._rows(start, stop, tensors), state)[:3]
+        return program(stop - start, captures, self._rows(start, stop, tensors), state, ask=ask)[:3]
 
     def _rows(self, start: int, stop: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sequences of these steps; those that are drawn are drawn now."""
@@ -133,10 +143,11 @@ class Segmented(Run):
         while going and self.done < stop:
             start = self.done
             end = int(min(start + self.stride, stop))
-            state, done, wanted = self._run(self.plan.light, start, end, tensors, state)
+            state, done, wanted = self._run(self.plan.light, start, end, tensors, state, self.ask)
             self.done += done
             ys.add(self.plan.ys_of(wanted, light=True), start, self.done)
-            going = start + done == end and self.plan.goes_on(wanted)
+            asked = self.plan.goes_on(wanted) if self.ask is None else self.ask.going
+            going = start + done == end and asked
         return state, going
 
     def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import collections
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,36 +55,93 @@ class NativeCore:
         lengths: Sequence[int] = (),
     ) -> tuple[list[Tensor], int]:
         """Runs at most `steps` steps: (the last carry, how many were done)."""
-        last = [
-            x if array else torch.empty(shape, dtype=dtype, device="cpu")
-            for x, (shape, dtype, array) in zip(carry, self._carry, strict=True)
-        ]
+        last = self._new(carry)
         if steps <= 0:
             pairs = zip(last, carry, strict=True)
             return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
         parts = threads.parts(self.text.rows, steps * self.text.work)
-        longest = [n + max(0, more) * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
-        scratch, packed = memory = self._take(parts, sum(_line(size.at(longest)) for size in self.text.growing))
-        laid = [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
+        memory = self._take(parts, self._growing(steps, lengths))
+        laid = self._laid(invariants)
+        done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
+        self._idle.append((parts, memory))
+        return last, done
+
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
+        """As `Core` says: invariants are laid out and packed once."""
+        laid = [*self._laid(invariants), *self._constants]
+        held: list[list] = []
+
+        def run(
+            steps: int,
+            invariants: Sequence[Tensor],
+            sequences: Sequence[Tensor],
+            carry: Sequence[Tensor],
+            outs: Sequence[Tensor],
+            sums: Sequence[Tensor],
+            lengths: Sequence[int] = (),
+        ) -> tuple[list[Tensor], int]:
+            last, more, begun = self._new(carry), self._growing(steps, lengths), bool(held)
+            if not held:
+                held.append(self._take(1, more))
+            elif held[0][0].numel() < self.text.scratch + more:
+                held[0][0] = _aligned(self.text.scratch + 2 * more)
+            done = self._run(steps, 1, held[0], laid, sequences, carry, outs, sums, last, lengths, packed=begun)
+            return last, done
+
+        return run
+
+    def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            x if array else torch.empty(shape, dtype=dtype, device="cpu")
+            for x, (shape, dtype, array) in zip(carry, self._carry, strict=True)
+        ]
+
+    def _laid(self, invariants: Sequence[Tensor]) -> list[Tensor]:
+        return [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
+
+    def _longest(self, steps: int, lengths: Sequence[int]) -> list[int]:
+        return [n + max(0, more) * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
+
+    def _growing(self, steps: int, lengths: Sequence[int]) -> int:
+        """Bytes of scratch for what is as long as arrays."""
+        longest = self._longest(steps, lengths)
+        return sum(_line(size.at(longest)) for size in self.text.growing)
+
+    def _run(
+        self,
+        steps: int,
+        parts: int,
+        memory: list,
+        fixed: list[Tensor],
+        sequences: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        last: Sequence[Tensor],
+        lengths: Sequence[int],
+        *,
+        packed: bool = False,
+    ) -> int:
+        """How many steps were done; with `packed` the panels are there from the call before."""
+        scratch, panels = memory
         status = (ctypes.c_int64 * 2)()
-        tensors = [*laid, *self._constants, *packed, *sequences, *carry, *outs, *sums, *last]
+        tensors = [*fixed, *panels, *sequences, *carry, *outs, *sums, *last]
         addresses = [one.data_ptr() for one in tensors]
         table = (ctypes.c_int64 * (len(addresses) + 1 + 2 * len(lengths)))(
-            *addresses, ctypes.addressof(status), *lengths, *longest
+            *addresses, ctypes.addressof(status), *lengths, *self._longest(steps, lengths)
         )
         place = scratch.data_ptr()
-        if packed:
+        if panels and not packed:
             self._loaded.prepare(ctypes.addressof(table))
         if parts == 1:
             self._loaded.run(ctypes.addressof(table), steps, 0, self.text.rows, place)
         else:
             threads.run(self._loaded.member, ctypes.addressof(table), steps, place, self.text.rows, parts)
-        self._idle.append((parts, memory))
         if status[1]:
             raise IndexError(
                 "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
             )
-        return last, status[0]
+        return status[0]
 
     def _take(self, parts: int, more: int) -> list:
         """(scratch, *panels) from an earlier call that is over, or new; `more` bytes behind the scratch of one."""
