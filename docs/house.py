@@ -21,6 +21,7 @@ WHAT = {  # what is in a room, in so many words as a box takes
     "hf": "transformers models in loops",
     "beam": "beam search, trained through",
     "risk": "objectives over hypotheses",
+    "ordering": "sparse block masks",
     "loop": "scan, while_loop, map",
     "attention": "packed, padded, buffers",
     "packed": "PackedTensor, Dim",

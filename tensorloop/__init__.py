@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tensorloop import cuda as cuda
     from tensorloop import hf as hf
     from tensorloop import memory as memory
+    from tensorloop import ordering as ordering
     from tensorloop import packed as packed
     from tensorloop import risk as risk
     from tensorloop import schedule as schedule
@@ -50,7 +51,7 @@ _LATER = {
     "regroup": ("RegroupPlan", "regroup"),
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
 }
-_SUBMODULES = ("beam", "cuda", "hf", "memory", "packed", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):

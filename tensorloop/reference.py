@@ -430,3 +430,28 @@ def stochastic_beam_risk(scores: Tensor, risks: Tensor, kappa: Tensor, estimator
         "normalised": (risks - weighted / total) / (total - w + p),
     }[estimator]
     return (scores.exp() / q * bracket).sum()
+
+
+# Orderings: `sees` (N, M) bool says which keys each query sees.
+
+
+def count_blocks(sees: Tensor, queries: Tensor, keys: Tensor, size: int) -> tuple[int, int]:
+    """Blocks of size x size that are not empty, and those that are full, when positions stand as the orders say."""
+    blocks = [part for rows in sees[queries][:, keys].split(size) for part in rows.split(size, 1)]
+    return sum(bool(part.any()) for part in blocks), sum(bool(part.any() and part.all()) for part in blocks)
+
+
+def neighbours(x: Tensor, y: Tensor, reach: Tensor, euclidean: bool) -> Tensor:
+    """(N, M) bool: which y (M, d) are within reach (d,) of each x (N, d), in an ellipsoid or a box."""
+    steps = ((x[:, None] - y[None]) / reach).abs()
+    return (steps.square().sum(2) if euclidean else steps.amax(2)) <= 1
+
+
+def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Tensor:
+    """(N, N) bool: along each axis a cell sees `window` cells around it, moved inside at the borders."""
+    sees = torch.ones(1, 1, dtype=torch.bool)
+    for side, width in zip(shape, window, strict=True):
+        start = (torch.arange(side) - width // 2).clamp(0, side - width)[:, None]
+        steps = torch.arange(side) - start
+        sees = torch.kron(sees.int(), ((steps >= 0) & (steps < width)).int()).bool()
+    return sees

@@ -29,6 +29,7 @@ ROOMS = {
     "hf": {"beam", "loop", "attention", "packed", "tensor_array", "schedule"},
     "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
     "risk": {"packed", "kernels"},
+    "ordering": {"kernels"},
     "loop": {"packed", "tensor_array", "schedule"},
     "attention": {"packed", "tensor_array", "kernels"},
     "packed": {"kernels"},
@@ -64,6 +65,10 @@ DOORS = {
     "attention.strips": {"beam"},
     "kernels.moves": {"regroup"},
     "kernels.past": {"attention"},
+    # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
+    "kernels.cpu.graphs": {"ordering"},
+    "kernels.cpu.slabs": {"ordering"},
+    "kernels.cpu.swaps": {"ordering"},
 }
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
@@ -106,7 +111,8 @@ LATE_DOORS = {
     "cuda": {"PACKAGE"},  # tensorloop_cuda
     "memory.target": {"name"},  # a user's own module
 }
-THIRD_PARTY = {"torch", "tqdm", "matplotlib"}  # tqdm where progress=True asks for it, matplotlib where one draws
+# tqdm where progress=True asks for it, matplotlib where one draws, pymetis where METIS is asked for
+THIRD_PARTY = {"torch", "tqdm", "matplotlib", "pymetis"}
 COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
 MODELS = {"transformers"}  # in the room for them, which comes with an extra
 EMITTER = {"llvmlite"}  # where loops become machine code; numba brings it

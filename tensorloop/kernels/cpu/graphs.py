@@ -1,0 +1,440 @@
+"""Graphs as rows of sorted neighbours (CSR), on the CPU: blocks that a partition leaves, neighbours in space, walks.
+
+`indptr` (N+1,) int64 and `indices` (E,) int32 say which keys each query sees; `order` (N,) int32 is a permutation, of
+which every `size` entries are a block; `block_of` (M,) int32 says in which block a key is. Kernels follow all of them
+blindly: who calls has checked them.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorloop.kernels.cpu.compiling import compiled
+from tensorloop.kernels.cpu.threads import share
+from tensorloop.kernels.memory import array
+
+EDGE = 16  # bytes that an edge counts for when work is shared: one of its own, and one line looked up elsewhere
+
+
+def count_blocks(
+    indptr: Tensor, indices: Tensor, order: Tensor, block_of: Tensor, blocks: int, size: int, every: int = 1
+) -> Tensor:
+    """(ceil(rows of blocks / every),) int64: how many of the `blocks` blocks of keys each row of blocks meets."""
+    rows = -(-len(order) // size)
+    found = torch.zeros(-(-rows // every), dtype=torch.int64, device="cpu")
+    args = (array(indptr), array(indices), array(order), array(block_of), blocks, size, every, array(found))
+    share(_count_blocks, len(found), EDGE * len(indices) // every, args)
+    return found
+
+
+def list_blocks(
+    indptr: Tensor, indices: Tensor, order: Tensor, block_of: Tensor, blocks: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """offsets (rows + 1,), then for each row of blocks those it meets, ascending, and the number of pairs in each."""
+    found = count_blocks(indptr, indices, order, block_of, blocks, size)
+    offsets = torch.cat([found.new_zeros(1), found.cumsum(0)])
+    columns = torch.empty(int(offsets[-1]), dtype=torch.int32, device="cpu")
+    counts = torch.empty(int(offsets[-1]), dtype=torch.int64, device="cpu")
+    args = (*map(array, (indptr, indices, order, block_of)), blocks, size, *map(array, (offsets, columns, counts)))
+    share(_list_blocks, len(found), EDGE * len(indices), args)
+    return offsets, columns, counts
+
+
+def find_within(x: Tensor, y: Tensor, reach: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
+    """(indptr, indices): for each point x (N, d) the points y (M, d) within `reach` (d,), which is above 0.
+
+    Within an ellipsoid of these radii where `euclidean`, else within a box of these halves; ends are inside. Points are
+    sorted into cells as wide as the reach, so that only the cells around one are looked at.
+    """
+    low = torch.minimum(x.amin(0), y.amin(0))
+    cells = ((torch.maximum(x.amax(0), y.amax(0)) - low) / reach).floor() + 1
+    most = max(len(y), 1) ** (1 / x.shape[1]) + 1  # as many cells as points, so that empty space costs nothing
+    wide = reach * (cells / most).clamp(min=1).ceil()
+    # One layer of empty cells around, so that the cells beside one are always there.
+    sides = (((torch.maximum(x.amax(0), y.amax(0)) - low) / wide).floor() + 3).to(torch.int64)
+    strides = torch.cat([sides.flip(0).cumprod(0).flip(0)[1:], sides.new_ones(1)])
+    of_x, of_y = (((((p - low) / wide).floor() + 1).to(torch.int64)) @ strides for p in (x, y))
+    number = int(sides.prod())
+    inside = torch.argsort(of_y, stable=True)
+    starts = torch.searchsorted(of_y[inside], torch.arange(number + 1, device="cpu"))
+    steps = torch.cartesian_prod(*([torch.tensor([-1, 0, 1], device="cpu")] * x.shape[1])).reshape(-1, x.shape[1])
+    around = steps @ strides
+    counts = torch.zeros(len(x), dtype=torch.int64, device="cpu")
+    turn = torch.argsort(of_x, stable=True)  # queries of a cell after each other: their neighbours are in the cache
+    scaled, shifted = (x / reach).double(), (y[inside] / reach).double()
+    given = (*map(array, (scaled, shifted, inside, starts, of_x, turn, around)), euclidean)
+    work = EDGE * len(x) * max(1, len(y) // max(number, 1)) * len(around)
+    nothing = torch.empty(0, dtype=torch.int32, device="cpu")
+    share(_find_within, len(x), work, (*given, array(counts), array(counts), array(nothing), False))
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device="cpu")
+    share(_find_within, len(x), work, (*given, array(counts), array(indptr), array(indices), True))
+    return indptr, indices
+
+
+def sort_rows(indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The same rows, each ascending and without repetitions."""
+    indices, kept = indices.clone(), torch.zeros(len(indptr) - 1, dtype=torch.int64, device="cpu")
+    share(_sort_rows, len(kept), 8 * EDGE * len(indices), (array(indptr), array(indices), array(kept)))
+    new = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
+    if int(new[-1]) == len(indices):
+        return indptr, indices
+    short = torch.empty(int(new[-1]), dtype=torch.int32, device="cpu")
+    _close_gaps(array(indptr), array(indices), array(new), array(short))
+    return new, short
+
+
+def cuthill_mckee(indptr: Tensor, indices: Tensor) -> Tensor:
+    """(N,) int32: a symmetric graph's nodes, component by component, breadth first from an end of each, reversed."""
+    order = torch.empty(len(indptr) - 1, dtype=torch.int32, device="cpu")
+    _cuthill_mckee(array(indptr), array(indices), array(order))
+    return order.flip(0)
+
+
+def label_components(indptr: Tensor, indices: Tensor) -> tuple[Tensor, int]:
+    """(N,) int64 and how many: the component of each node of a symmetric graph, numbered as they are met."""
+    labels = torch.full((len(indptr) - 1,), -1, dtype=torch.int64, device="cpu")
+    return labels, int(_label_components(array(indptr), array(indices), array(labels)))
+
+
+def match_neighbours(indptr: Tensor, indices: Tensor, weights: Tensor) -> tuple[Tensor, int]:
+    """(N,) int64 and how many: nodes of a symmetric graph paired along heavy edges; each pair gets one number."""
+    group = torch.full((len(indptr) - 1,), -1, dtype=torch.int64, device="cpu")
+    return group, int(_match_neighbours(*map(array, (indptr, indices, weights, group))))
+
+
+def turn_round(indptr: Tensor, indices: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """(indptr, indices) of the keys: which queries see each of them, ascending."""
+    new = torch.zeros(keys + 1, dtype=torch.int64, device="cpu")
+    back = torch.empty_like(indices)
+    _turn_round(array(indptr), array(indices), array(new), array(back))
+    return new, back
+
+
+def take_nodes(indptr: Tensor, indices: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of a square graph between `nodes` (n,) int64, numbered as they stand there."""
+    number = torch.full((len(indptr) - 1,), -1, dtype=torch.int32, device="cpu")
+    number[nodes] = torch.arange(len(nodes), dtype=torch.int32, device="cpu")
+    new = torch.zeros(len(nodes) + 1, dtype=torch.int64, device="cpu")
+    room = torch.empty(int((indptr[nodes + 1] - indptr[nodes]).sum()), dtype=torch.int32, device="cpu")
+    _take_nodes(*map(array, (indptr, indices, nodes, number, new, room)))
+    return new, room[: int(new[-1])]
+
+
+def balance(indptr: Tensor, indices: Tensor, side: Tensor, left: int) -> Tensor:
+    """`side` (N,) int64 of 0 and 1 with exactly `left` zeros: nodes change over that cost the fewest cut edges."""
+    side = side.clone()
+    _balance(array(indptr), array(indices), array(side), left)
+    return side
+
+
+def sum_neighbours(indptr: Tensor, indices: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
+    """(N, k) float64: the weighted sums over what each node sees of vectors (N, k)."""
+    out = torch.empty(vectors.shape, dtype=torch.float64, device="cpu")
+    args = tuple(map(array, (indptr, indices, weights, vectors, out)))
+    share(_sum_neighbours, len(out), EDGE * len(indices), args)
+    return out
+
+
+def merge_nodes(
+    indptr: Tensor, indices: Tensor, weights: Tensor, group: Tensor, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The graph of `number` groups of nodes, (N,) int64 of a square graph: weights between groups are added up."""
+    order = group.argsort(stable=True).to(torch.int32)
+    new = torch.zeros(number + 1, dtype=torch.int64, device="cpu")
+    columns, sums = torch.empty_like(indices), torch.empty_like(weights)
+    _merge_nodes(*map(array, (indptr, indices, weights, group, order, new, columns, sums)))
+    return new, columns[: int(new[-1])], sums[: int(new[-1])]
+
+
+@compiled
+def _count_blocks(
+    start: int,
+    stop: int,
+    indptr: Any,
+    indices: Any,
+    order: Any,
+    block_of: Any,
+    blocks: int,
+    size: int,
+    every: int,
+    found: Any,
+) -> None:
+    seen = np.full(blocks, -1, np.int32)
+    for r in range(start, stop):
+        number = 0
+        for a in range(r * every * size, min((r * every + 1) * size, len(order))):
+            u = order[a]
+            for e in range(indptr[u], indptr[u + 1]):
+                j = block_of[indices[e]]
+                if seen[j] != r:
+                    seen[j] = r
+                    number += 1
+        found[r] = number
+
+
+@compiled
+def _list_blocks(
+    start: int,
+    stop: int,
+    indptr: Any,
+    indices: Any,
+    order: Any,
+    block_of: Any,
+    blocks: int,
+    size: int,
+    offsets: Any,
+    columns: Any,
+    counts: Any,
+) -> None:
+    pairs = np.zeros(blocks, np.int64)
+    for r in range(start, stop):
+        at = offsets[r]
+        for a in range(r * size, min((r + 1) * size, len(order))):
+            u = order[a]
+            for e in range(indptr[u], indptr[u + 1]):
+                j = block_of[indices[e]]
+                if pairs[j] == 0:
+                    columns[at] = j
+                    at += 1
+                pairs[j] += 1
+        columns[offsets[r] : at] = np.sort(columns[offsets[r] : at])
+        for k in range(offsets[r], at):
+            counts[k] = pairs[columns[k]]
+            pairs[columns[k]] = 0
+
+
+@compiled
+def _find_within(
+    start: int,
+    stop: int,
+    x: Any,
+    y: Any,
+    inside: Any,
+    starts: Any,
+    cell: Any,
+    turn: Any,
+    around: Any,
+    euclidean: bool,
+    counts: Any,
+    indptr: Any,
+    indices: Any,
+    fill: bool,
+) -> None:
+    """First how many, then which; points are in units of the reach."""
+    d = x.shape[1]
+    for r in range(start, stop):
+        u = turn[r]
+        number = 0
+        for s in around:
+            for p in range(starts[cell[u] + s], starts[cell[u] + s + 1]):
+                far = 0.0
+                for c in range(d):
+                    step = abs(x[u, c] - y[p, c])
+                    far = far + step * step if euclidean else max(far, step)
+                if far <= 1.0:
+                    if fill:
+                        indices[indptr[u] + number] = inside[p]
+                    number += 1
+        if fill:
+            indices[indptr[u] : indptr[u] + number] = np.sort(indices[indptr[u] : indptr[u] + number])
+        else:
+            counts[u] = number
+
+
+@compiled
+def _sort_rows(start: int, stop: int, indptr: Any, indices: Any, kept: Any) -> None:
+    for u in range(start, stop):
+        row = np.sort(indices[indptr[u] : indptr[u + 1]])
+        number = 0
+        for k in range(len(row)):
+            if k == 0 or row[k] != row[k - 1]:
+                indices[indptr[u] + number] = row[k]
+                number += 1
+        kept[u] = number
+
+
+@compiled
+def _close_gaps(indptr: Any, indices: Any, new: Any, short: Any) -> None:
+    for u in range(len(indptr) - 1):
+        for k in range(new[u + 1] - new[u]):
+            short[new[u] + k] = indices[indptr[u] + k]
+
+
+@compiled
+def _walk(root: int, indptr: Any, indices: Any, order: Any, begin: int, mark: Any, stamp: int, degrees: Any) -> Any:
+    """Nodes reached from `root` into order[begin:], nearest first, of a parent the lowest degree first.
+
+    Gives where they end, and where the last layer begins.
+    """
+    order[begin] = root
+    mark[root] = stamp
+    head, end, layer, border = begin, begin + 1, begin, begin + 1
+    while head < end:
+        if head == border:
+            layer, border = head, end
+        u = order[head]
+        head += 1
+        first = end
+        for e in range(indptr[u], indptr[u + 1]):
+            v = indices[e]
+            if mark[v] != stamp:
+                mark[v] = stamp
+                order[end] = v
+                end += 1
+        if end - first > 1:
+            found = order[first:end].copy()
+            order[first:end] = found[np.argsort(degrees[found], kind="mergesort")]
+    return end, layer
+
+
+@compiled
+def _cuthill_mckee(indptr: Any, indices: Any, order: Any) -> None:
+    """Cuthill & McKee 1969, from an end by George & Liu 1979: the lowest degree of the last layer, repeatedly."""
+    n = len(indptr) - 1
+    degrees = indptr[1:] - indptr[:-1]
+    done, mark = np.zeros(n, np.bool_), np.full(n, -1, np.int64)
+    begin, stamp = 0, 0
+    for first in range(n):
+        if done[first]:
+            continue
+        root, depth = first, -1
+        for _ in range(8):
+            end, layer = _walk(root, indptr, indices, order, begin, mark, stamp, degrees)
+            stamp += 1
+            if layer - begin <= depth:
+                break
+            depth = layer - begin
+            last = order[layer:end]
+            root = last[np.argmin(degrees[last])]
+        end, _ = _walk(root, indptr, indices, order, begin, mark, stamp, degrees)
+        stamp += 1
+        for a in range(begin, end):
+            done[order[a]] = True
+        begin = end
+
+
+@compiled
+def _label_components(indptr: Any, indices: Any, labels: Any) -> int:
+    stack = np.empty(len(labels), np.int64)
+    number = 0
+    for root in range(len(labels)):
+        if labels[root] >= 0:
+            continue
+        labels[root] = number
+        stack[0] = root
+        top = 1
+        while top:
+            top -= 1
+            u = stack[top]
+            for e in range(indptr[u], indptr[u + 1]):
+                v = indices[e]
+                if labels[v] < 0:
+                    labels[v] = number
+                    stack[top] = v
+                    top += 1
+        number += 1
+    return number
+
+
+@compiled
+def _match_neighbours(indptr: Any, indices: Any, weights: Any, group: Any) -> int:
+    number = 0
+    for u in range(len(group)):
+        if group[u] >= 0:
+            continue
+        best, mate = -1.0, -1
+        for e in range(indptr[u], indptr[u + 1]):
+            v = indices[e]
+            if v != u and group[v] < 0 and weights[e] > best:
+                best, mate = weights[e], v
+        group[u] = number
+        if mate >= 0:
+            group[mate] = number
+        number += 1
+    return number
+
+
+@compiled
+def _turn_round(indptr: Any, indices: Any, new: Any, back: Any) -> None:
+    for e in range(len(indices)):
+        new[indices[e] + 1] += 1
+    for v in range(len(new) - 1):
+        new[v + 1] += new[v]
+    place = new.copy()
+    for u in range(len(indptr) - 1):
+        for e in range(indptr[u], indptr[u + 1]):
+            v = indices[e]
+            back[place[v]] = u
+            place[v] += 1
+
+
+@compiled
+def _take_nodes(indptr: Any, indices: Any, nodes: Any, number: Any, new: Any, room: Any) -> None:
+    at = 0
+    for i in range(len(nodes)):
+        for e in range(indptr[nodes[i]], indptr[nodes[i] + 1]):
+            if number[indices[e]] >= 0:
+                room[at] = number[indices[e]]
+                at += 1
+        new[i + 1] = at
+
+
+@compiled
+def _balance(indptr: Any, indices: Any, side: Any, left: int) -> None:
+    n = len(side)
+    gain = np.zeros(n, np.int64)
+    have = 0
+    for u in range(n):
+        have += 1 - side[u]
+        for e in range(indptr[u], indptr[u + 1]):
+            gain[u] += 1 if side[indices[e]] != side[u] else -1
+    while have != left:
+        source = 0 if have > left else 1
+        best = -1
+        for u in range(n):
+            if side[u] == source and (best < 0 or gain[u] > gain[best]):
+                best = u
+        side[best] = 1 - source
+        gain[best] = -gain[best]
+        for e in range(indptr[best], indptr[best + 1]):
+            v = indices[e]
+            if v != best:
+                gain[v] += -2 if side[v] == side[best] else 2
+        have += 2 * source - 1
+
+
+@compiled
+def _sum_neighbours(start: int, stop: int, indptr: Any, indices: Any, weights: Any, vectors: Any, out: Any) -> None:
+    for u in range(start, stop):
+        for c in range(vectors.shape[1]):
+            out[u, c] = 0
+        for e in range(indptr[u], indptr[u + 1]):
+            v, w = indices[e], weights[e]
+            for c in range(vectors.shape[1]):
+                out[u, c] += w * vectors[v, c]
+
+
+@compiled
+def _merge_nodes(
+    indptr: Any, indices: Any, weights: Any, group: Any, order: Any, new: Any, columns: Any, sums: Any
+) -> None:
+    number = len(new) - 1
+    place = np.full(number, -1, np.int64)
+    at, a = 0, 0
+    for g in range(number):
+        begin = at
+        while a < len(order) and group[order[a]] == g:
+            u = order[a]
+            a += 1
+            for e in range(indptr[u], indptr[u + 1]):
+                h = group[indices[e]]
+                if place[h] < begin:
+                    place[h] = at
+                    columns[at] = h
+                    sums[at] = 0
+                    at += 1
+                sums[place[h]] += weights[e]
+        new[g + 1] = at

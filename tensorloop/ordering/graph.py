@@ -1,0 +1,274 @@
+"""Which keys each query sees, as rows of numbers: masks from matrices, edges, points, grids, documents, `mask_mod`s."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.kernels.cpu import graphs
+
+_TILE = 1 << 22  # pairs that a mask_mod is asked about at a time
+_MOST = 2**31 - 1  # positions are int32 in the tables of blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Which keys each query sees: row u of `indices` (E,) int32, from indptr[u] to indptr[u + 1], ascending.
+
+    Made by its class methods. `shape`: queries and keys. `coords`: where they are, one tensor (N, d) for both or one
+    for each; `grid`: the sizes of a grid of which these are the cells. `lens`: the documents whose tokens they are.
+    Cost: 4 bytes an edge and 8 a query.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    shape: tuple[int, int]
+    coords: tuple[Tensor, ...] = ()
+    grid: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
+    lens: Tensor | None = None
+
+    @staticmethod
+    @named("Graph.of")
+    def of(matrix: Any) -> "Graph":
+        """A graph as it is, the non-zeros of a sparse matrix of torch or scipy (N, M), or of a dense one of torch.
+
+        Entries that are stored count, of whatever value; dense ones count where they are not 0.
+        Raises: TypeError for anything else, ValueError where it has no two dims.
+        """
+        return as_graph(matrix, "matrix")
+
+    @staticmethod
+    @named("Graph.from_edges")
+    def from_edges(queries: Tensor, keys: Tensor, shape: int | tuple[int, int]) -> "Graph":
+        """Query queries[i] sees key keys[i]: two (E,) of integers in any order; the same pair twice counts once.
+
+        Raises: IndexError for a number outside of `shape`.
+        """
+        n, m = read_shape(shape, "shape")
+        ends = [arguments.index_tensor(x, torch.device("cpu"), w) for x, w in ((queries, "queries"), (keys, "keys"))]
+        if ends[0].dim() != 1 or ends[0].shape != ends[1].shape:
+            raise WrongValue(f"queries {tuple(ends[0].shape)} and keys {tuple(ends[1].shape)} must be (E,), both")
+        arguments.in_range(ends[0], 0, n, "queries")
+        arguments.in_range(ends[1], 0, m, "keys")
+        indptr = torch.cat([ends[0].new_zeros(1), torch.bincount(ends[0], minlength=n).cumsum(0)])
+        indices = ends[1][ends[0].argsort(stable=True)].to(torch.int32)
+        return Graph(*graphs.sort_rows(indptr, indices), (n, m))
+
+    @staticmethod
+    @named("Graph.within")
+    def within(
+        coords: Tensor,
+        *,
+        radius: float | None = None,
+        window: Sequence[float] | None = None,
+        keys: Tensor | None = None,
+    ) -> "Graph":
+        """Points coords (N, d) see those of `keys` (M, d), or of themselves, that are at most `radius` away.
+
+        `window` (d,) in place of it: at most half of that along each axis. A point sees itself.
+        Cost: time and bytes of the edges.
+        Raises: ValueError for NaN or infinite coordinates, sizes that are not positive.
+        """
+        points = [read_points(coords, "coords")] + ([] if keys is None else [read_points(keys, "keys")])
+        d = points[0].shape[1]
+        if points[-1].shape[1] != d:
+            raise WrongValue(f"coords have {d} axes, keys {points[-1].shape[1]}")
+        if (radius is None) == (window is None):
+            raise WrongValue("give a radius or a window, one of them")
+        sizes = [radius] * d if window is None else [w / 2 for w in window]
+        reach = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        if reach.shape != (d,) or not bool(((reach > 0) & reach.isfinite()).all()):
+            raise WrongValue(f"the radius or window must be positive, one window for each of {d} axes; got {sizes}")
+        shape = (len(points[0]), len(points[-1]))
+        if not d or 0 in shape:
+            every = torch.arange(shape[1], dtype=torch.int32, device="cpu").repeat(0 if d else shape[0])
+            indptr = torch.arange(shape[0] + 1, device="cpu") * (0 if d else shape[1])
+            return Graph(indptr, every, shape, tuple(points))
+        found = graphs.find_within(points[0], points[-1], reach, window is None)
+        return Graph(*found, shape, tuple(points))
+
+    @staticmethod
+    @named("Graph.from_grid")
+    def from_grid(shape: Sequence[int], window: int | Sequence[int]) -> "Graph":
+        """Cells of an image, video or volume see a window of cells around them: neighbourhood attention.
+
+        Cells are numbered as `x.flatten()` does. Near a border the window is moved inside, so each cell sees as many.
+        Raises: ValueError where a window is larger than the grid, or even.
+        Source: Hassani et al. 2023 (neighborhood attention).
+        """
+        sizes = tuple(arguments.as_int(s, f"shape[{i}]") for i, s in enumerate(shape))
+        windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
+        if len(windows) != len(sizes) or not sizes or min(sizes) < 1:
+            raise WrongValue(f"shape {sizes} and window {windows} need as many sizes, above 0")
+        for axis, (side, width) in enumerate(zip(sizes, windows, strict=True)):
+            if width % 2 == 0 or not 0 < width <= side:
+                raise WrongValue(f"window[{axis}] must be odd, from 1 to {side}, got {width}")
+        axes = [torch.arange(side, device="cpu") for side in sizes]
+        cells = torch.cartesian_prod(*axes).reshape(-1, len(sizes))
+        strides = torch.tensor(sizes, device="cpu").flip(0).cumprod(0).flip(0) // torch.tensor(sizes, device="cpu")
+        starts = [(cells[:, i] - w // 2).clamp(0, sizes[i] - w) for i, w in enumerate(windows)]
+        steps = torch.cartesian_prod(*[torch.arange(w, device="cpu") for w in windows]).reshape(-1, len(sizes))
+        seen = (torch.stack(starts, 1) @ strides)[:, None] + (steps @ strides)[None]
+        indptr = torch.arange(len(cells) + 1, device="cpu") * seen.shape[1]
+        return Graph(
+            indptr,
+            seen.flatten().to(torch.int32),
+            (len(cells), len(cells)),
+            (cells.double(),),
+            tuple(sizes),
+            tuple(windows),
+        )
+
+    @staticmethod
+    @named("Graph.from_documents")
+    def from_documents(lens: Tensor | Sequence[int], *, causal: bool = True) -> "Graph":
+        """Tokens of documents that lie behind each other see those of their own, where causal up to themselves.
+
+        Cost: bytes of the edges, which are the squares of `lens`.
+        """
+        lens = arguments.index_tensor(lens, torch.device("cpu"), "lens")
+        if lens.dim() != 1 or bool((lens < 0).any()):
+            raise WrongValue("lens must be (documents,) of numbers of tokens, none negative")
+        starts = (lens.cumsum(0) - lens).repeat_interleave(lens)
+        tokens = torch.arange(len(starts), device="cpu")
+        degrees = tokens - starts + 1 if causal else lens.repeat_interleave(lens)
+        indptr = torch.cat([degrees.new_zeros(1), degrees.cumsum(0)])
+        edges = torch.arange(int(indptr[-1]), device="cpu") - (indptr[:-1] - starts).repeat_interleave(degrees)
+        return Graph(indptr, edges.to(torch.int32), (len(tokens), len(tokens)), lens=lens)
+
+    @staticmethod
+    @named("Graph.from_mask_mod")
+    def from_mask_mod(mask_mod: Callable[..., Tensor], shape: int | tuple[int, int]) -> "Graph":
+        """What a `mask_mod(b, h, q, kv)` of FlexAttention allows in batch entry 0 and head 0.
+
+        Cost: it is asked about all N M pairs, some million at a time; bytes of the edges.
+        """
+        n, m = read_shape(shape, "shape")
+        if not callable(mask_mod):
+            raise WrongType(f"mask_mod must be a function of b, h, q and kv, got {arguments.describe(mask_mod)}")
+        zero, keys = torch.tensor(0, device="cpu"), torch.arange(m, device="cpu")
+        ask = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
+        degrees, columns = [], []
+        step = max(1, _TILE // max(m, 1))
+        for start in range(0, n if m else 0, step):
+            sees = ask(zero, zero, torch.arange(start, min(start + step, n), device="cpu"), keys)
+            degrees.append(sees.sum(1))
+            columns.append(sees.nonzero()[:, 1].to(torch.int32))
+        counts = torch.cat(degrees) if degrees else torch.zeros(n, dtype=torch.int64, device="cpu")
+        indices = torch.cat(columns) if columns else torch.empty(0, dtype=torch.int32, device="cpu")
+        return Graph(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices, (n, m))
+
+    @property
+    def is_square(self) -> bool:
+        """Whether queries and keys are the same positions: as many of them, not points of two kinds."""
+        return self.shape[0] == self.shape[1] and len(self.coords) < 2
+
+    @cached_property
+    def reverse(self) -> tuple[Tensor, Tensor]:
+        """(indptr, indices) by key; where the graph is symmetric, its own two tensors."""
+        found = graphs.turn_round(self.indptr, self.indices, self.shape[1])
+        own = (self.indptr, self.indices)
+        return own if self.is_square and all(map(torch.equal, found, own)) else found
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether of any two positions that see each other at all each sees the other."""
+        return self.reverse[0] is self.indptr
+
+    @cached_property
+    def undirected(self) -> tuple[Tensor, Tensor]:
+        """(indptr, indices) of all positions, each joined with what it sees and is seen by; keys behind queries."""
+        if self.is_symmetric:
+            return self.indptr, self.indices
+        n, m = self.shape
+        shift, total = (0, n) if self.is_square else (n, n + m)
+        queries = torch.arange(n, device="cpu").repeat_interleave(self.indptr.diff())
+        keys = self.indices.long() + shift
+        both = Graph.from_edges(torch.cat([queries, keys]), torch.cat([keys, queries]), total)
+        return both.indptr, both.indices
+
+    def at(self, coords: Any) -> "Graph":
+        """The same graph with its positions at `coords`, one (N, d) or one for queries and one for keys."""
+        pair = isinstance(coords, tuple | list)
+        given = tuple(coords) if pair else (coords,)
+        points = tuple(read_points(x, f"coords[{i}]" if pair else "coords") for i, x in enumerate(given))
+        for x, n, of in zip(points, self.shape, ("queries", "keys"), strict=False):
+            if len(x) != n:
+                raise WrongValue(f"coords have {len(x)} rows for {n} {of}")
+        if len(points) not in (1, 2) or (len(points) == 1 and self.shape[0] != self.shape[1]):
+            raise WrongValue(f"{self.shape[0]} queries and {self.shape[1]} keys need two tensors of coords, (q, k)")
+        return replace(self, coords=points, grid=(), window=())
+
+
+def as_graph(matrix: Any, what: str) -> Graph:
+    """A graph from what a user gives for one."""
+    if isinstance(matrix, Graph):
+        return matrix
+    if isinstance(matrix, Tensor):
+        return _from_tensor(matrix, what)
+    if hasattr(matrix, "tocsr"):  # scipy's matrices and arrays
+        rows = matrix.tocsr()
+        if len(rows.shape) != 2:
+            raise WrongValue(f"{what} must be (N, M), got {tuple(rows.shape)}")
+        indptr, indices = (torch.as_tensor(x, device="cpu") for x in (rows.indptr, rows.indices))
+        return _from_rows(indptr, indices, read_shape(tuple(rows.shape), what))
+    got = arguments.describe(matrix)
+    raise WrongType(f"{what} must be a Graph, a sparse matrix of torch or scipy, or a tensor (N, M), got {got}")
+
+
+def _from_tensor(matrix: Tensor, what: str) -> Graph:
+    if matrix.dim() != 2:
+        raise WrongValue(f"{what} must be (N, M), got {tuple(matrix.shape)}")
+    matrix = matrix.detach().cpu()
+    if matrix.layout is torch.sparse_csr:
+        return _from_rows(matrix.crow_indices(), matrix.col_indices(), read_shape(tuple(matrix.shape), what))
+    if matrix.layout is torch.strided:
+        ends = matrix.nonzero().T
+    else:
+        ends = (matrix if matrix.layout is torch.sparse_coo else matrix.to_sparse_coo())._indices()
+    return Graph.from_edges(ends[0], ends[1], read_shape(tuple(matrix.shape), what))
+
+
+def _from_rows(indptr: Tensor, indices: Tensor, shape: tuple[int, int]) -> Graph:
+    n, m = shape
+    indptr = indptr.to(torch.int64)
+    if len(indices):  # kernels follow them blindly
+        arguments.in_range(torch.stack([indices.min(), indices.max()]), 0, m, "column numbers, least and largest,")
+    if bool((indptr.diff() < 0).any()) or int(indptr[0]) or int(indptr[-1]) != len(indices) or len(indptr) != n + 1:
+        raise WrongValue(f"the row pointers must be {n + 1} ascending numbers from 0 to {len(indices)}")
+    return Graph(*graphs.sort_rows(indptr, indices.to(torch.int32)), shape)
+
+
+def read_shape(shape: Any, what: str) -> tuple[int, int]:
+    """(queries, keys), of which one number means both."""
+    given = tuple(shape) if isinstance(shape, tuple | list) else (shape, shape)
+    if len(given) != 2:
+        raise WrongValue(f"{what} must be a number of positions, or (queries, keys), got {given}")
+    n, m = (arguments.as_int(x, what) for x in given)
+    if not (0 <= n <= _MOST and 0 <= m <= _MOST):
+        raise WrongValue(f"{what} must be from 0 to {_MOST}, got {(n, m)}")
+    return n, m
+
+
+def read_points(coords: Any, what: str) -> Tensor:
+    """(N, d) float64 on the CPU, finite."""
+    if not isinstance(coords, Tensor):
+        try:
+            coords = torch.as_tensor(coords)
+        except (TypeError, ValueError, RuntimeError):
+            raise WrongType(f"{what} must be a tensor (N, d), got {arguments.describe(coords)}") from None
+    arguments.dense_tensor(coords, what)
+    if coords.dim() != 2 or coords.is_complex():
+        raise WrongValue(f"{what} must be real numbers (N, d), got {arguments.describe(coords)}")
+    points = coords.detach().to("cpu", torch.float64)
+    bad = ~points.isfinite().all(1)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise WrongValue(f"{what}[{row}] is {points[row].tolist()}; give every point finite coordinates")
+    return points

@@ -1,0 +1,160 @@
+"""Orders from the graph alone: breadth first, by the eigenvectors of its Laplacian, by METIS."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop.kernels.cpu import graphs
+from tensorloop.ordering.problem import Orders, Problem
+from tensorloop.ordering.slab_search import EFFORT, search_slabs
+
+_SMALL = 192  # nodes of the coarsest graph, whose eigenvectors are computed at once
+_ROUNDS = 12  # averages over neighbours on each finer graph
+_GUARDS = 2  # vectors beyond those that are wanted, which the wanted ones converge faster beside
+
+
+def breadth_first(problem: Problem) -> Orders:
+    """Reverse Cuthill-McKee, on queries and keys together."""
+    return problem.split(graphs.cuthill_mckee(*problem.graph.undirected))
+
+
+def by_spectrum(problem: Problem, effort: float = EFFORT) -> Orders:
+    """The two smoothest functions on the graph as coordinates, cut into slabs."""
+    points = embed(problem.graph.undirected, 2)
+    n = problem.graph.shape[0]
+    return search_slabs(problem, (points,) if problem.graph.is_square else (points[:n], points[n:]), effort)
+
+
+def embed(graph: tuple[Tensor, Tensor], k: int) -> Tensor:
+    """(N, k) float64: eigenvectors of the normalised Laplacian of a symmetric graph, scaled by commute times.
+
+    Components lie beside each other along the first axis.
+    """
+    labels, number = graphs.label_components(*graph)
+    points = torch.zeros(len(labels), k, dtype=torch.float64, device="cpu")
+    order = labels.argsort(stable=True)
+    at, begin = 0.0, 0
+    for size in torch.bincount(labels, minlength=number).tolist():
+        nodes = order[begin : begin + size]
+        begin += size
+        if size <= 2 * k + 2:
+            points[nodes, 0] = at + torch.arange(size, dtype=torch.float64, device="cpu")
+            at += size + 1
+            continue
+        part = graph if number == 1 else graphs.take_nodes(*graph, nodes)
+        vectors = _smoothest(part, k)
+        wide = vectors[:, 0].max() - vectors[:, 0].min()
+        vectors = vectors / wide * size
+        vectors[:, 0] += at - vectors[:, 0].min()
+        points[nodes] = vectors
+        at += 1.1 * size
+    return points
+
+
+class _Level(NamedTuple):
+    """A weighted graph, and which node of the next coarser one each of its nodes is in."""
+
+    indptr: Tensor
+    indices: Tensor
+    weights: Tensor
+    group: Tensor
+
+    @property
+    def degrees(self) -> Tensor:
+        return torch.segment_reduce(self.weights, "sum", offsets=self.indptr, initial=0)
+
+    def average(self, vectors: Tensor) -> Tensor:
+        return graphs.sum_neighbours(self.indptr, self.indices, self.weights, vectors) / self.degrees[:, None]
+
+    def dense(self) -> Tensor:
+        rows = torch.arange(len(self.group), device="cpu").repeat_interleave(self.indptr.diff())
+        full = torch.zeros((len(self.group),) * 2, dtype=torch.float64, device="cpu")
+        full[rows, self.indices.long()] = self.weights
+        return full
+
+
+def _coarsen(graph: tuple[Tensor, Tensor]) -> list[_Level]:
+    """The graph and ever coarser ones, each of pairs of nodes matched along heavy edges."""
+    weights, levels = torch.ones(len(graph[1]), dtype=torch.float64, device="cpu"), list[_Level]()
+    while True:
+        group, number = graphs.match_neighbours(*graph, weights)
+        levels.append(_Level(*graph, weights, group))
+        n = len(group)
+        if n <= _SMALL or number > 0.9 * n:
+            return levels
+        indptr, indices, weights = graphs.merge_nodes(*graph, weights, group, number)
+        graph = indptr, indices
+
+
+def _smoothest(graph: tuple[Tensor, Tensor], k: int) -> Tensor:
+    """(N, k) of a connected graph: coarsened by matching, solved there, averaged on the way back."""
+    *levels, coarsest = _coarsen(graph)
+    n = len(coarsest.group)
+    count = min(k + _GUARDS, n - 1)
+    if n <= 8 * _SMALL:
+        root = coarsest.degrees.rsqrt()
+        values, vectors = torch.linalg.eigh(coarsest.dense() * root[:, None] * root)
+        values, vectors = values.flip(0)[1 : count + 1], vectors.flip(1)[:, 1 : count + 1] * root[:, None]
+    else:  # a star, say: there is nothing to match
+        generator = torch.Generator("cpu").manual_seed(0)
+        vectors = torch.randn(n, count, dtype=torch.float64, generator=generator, device="cpu")
+        values, vectors = _refine(coarsest, vectors, 8 * _ROUNDS)
+    for level in reversed(levels):
+        values, vectors = _refine(level, vectors[level.group], _ROUNDS)
+    vectors = vectors / (1 - values).clamp(min=1e-12).sqrt()
+    return torch.nn.functional.pad(vectors, (0, max(0, k - vectors.shape[1])))[:, :k]
+
+
+def _refine(level: _Level, vectors: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """Averages over neighbours, then the best combinations (Rayleigh & Ritz), without what is constant."""
+    for _ in range(rounds):
+        vectors = (vectors + level.average(vectors)) / 2
+    degrees = level.degrees
+    vectors = vectors - (degrees @ vectors) / degrees.sum()
+    weighed = degrees[:, None] * vectors
+    gram, form = vectors.T @ weighed, weighed.T @ level.average(vectors)
+    scale, basis = torch.linalg.eigh(gram)
+    basis = basis / scale.clamp(min=1e-30 + 1e-14 * float(scale[-1])).sqrt()
+    values, turned = torch.linalg.eigh(basis.T @ form @ basis)
+    return values.flip(0), (vectors @ basis @ turned).flip(1)
+
+
+def by_metis(problem: Problem) -> Orders:
+    """Halves by METIS, mended to whole blocks at each level, and so on inside of them.
+
+    Source: Karypis & Kumar 1998; the package pymetis.
+    """
+    try:
+        import pymetis  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("metis: this method needs pymetis: pip install pymetis") from error
+    graph = problem.graph.undirected
+    order = torch.empty(len(graph[0]) - 1, dtype=torch.int64, device="cpu")
+    open_parts = [(torch.arange(len(order), device="cpu"), graph, 0)]
+    while open_parts:
+        nodes, part, at = open_parts.pop()
+        blocks = -(-len(nodes) // problem.size)
+        if blocks <= 1:
+            order[at : at + len(nodes)] = nodes
+            continue
+        left = blocks // 2 * problem.size
+        side = graphs.balance(*part, _halve(pymetis, part, left), left)
+        for half, begin in ((1, at + left), (0, at)):
+            chosen = (side == half).nonzero().flatten()
+            open_parts.append((nodes[chosen], graphs.take_nodes(*part, chosen), begin))
+    return problem.split(order)
+
+
+def _halve(pymetis: Any, graph: tuple[Tensor, Tensor], left: int) -> Tensor:
+    n = len(graph[0]) - 1
+    rows = torch.arange(n, device="cpu").repeat_interleave(graph[0].diff())
+    proper = graph[1] != rows  # METIS wants no edge from a node to itself
+    degrees = torch.bincount(rows[proper], minlength=n)
+    if not int(degrees.sum()):
+        return (torch.arange(n, device="cpu") >= left).long()
+    starts = [0, *degrees.cumsum(0).tolist()]
+    parts = pymetis.part_graph(
+        2, xadj=starts, adjncy=graph[1][proper].tolist(), tpwgts=[left / n, 1 - left / n], recursive=True
+    )
+    return torch.as_tensor(parts[1], dtype=torch.int64, device="cpu")
