@@ -93,13 +93,17 @@ class PackedOutputs(Outputs):
     def kind_of(self, leaf: Any, path: str, step: int) -> Any:
         if not isinstance(leaf, Tensor):
             return type(leaf)
-        count = len(self.slices.ragged) if not self.slices.length else self.slices.counts[step]
+        count = self.rows_at(step)
         if not leaf.dim() or len(leaf) != count:
             raise WrongValue(
                 f"y{path} of step {step} is {describe(leaf)}; over packed xs an output has the rows of "
                 f"its step, here {count}"
             )
         return leaf.shape[1:], leaf.dtype, leaf.device
+
+    def rows_at(self, step: int) -> int:
+        """How many rows an output of this step has."""
+        return self.slices.counts[step] if self.slices.length else len(self.slices.ragged)
 
     def _tensors(self, path: str) -> Any:
         return _Column(path)

@@ -127,6 +127,25 @@ def permute(values: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return _linear(values, _Pair(_make_gather(index), _make_gather(inverse)))
 
 
+@runs_kernels
+def repeat(values: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    """(N, *F), (M,) -> (M, *F): values[index], where entry n stands at places[n] and what else repeats one is filler.
+
+    The gradient of filler must be 0: it is left out.
+    """
+    return _linear(values, _Pair(_make_gather(index), _make_gather(places)))
+
+
+@runs_kernels
+def collect(values: Tensor, places: Tensor) -> Tensor:
+    """(M, *F), (N,) -> (N, *F): values[places], of which no two are the same."""
+    m = len(values)
+    return _linear(
+        values,
+        _Pair(_make_gather(places), lambda x: x.new_zeros(m, *x.shape[1:]).index_copy_(0, places, x)),
+    )
+
+
 def _unwrap(index: Tensor) -> Tensor:
     """An index without the wrappers of transforms: kernels see it, not autograd."""
     if transforms.is_batched(index):

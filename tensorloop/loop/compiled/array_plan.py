@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
-from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import functional, with_gradients
 from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
 from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import OTHERS, SYMBOLS, Sized, same_but_for_lengths
 from tensorloop.loop.compiled.plan import Plan
-from tensorloop.loop.compiled.recorded import Recorded
+from tensorloop.loop.compiled.recorded import Recorded, python_values
 
 
 class ArrayPlan(Plan):
@@ -118,7 +117,7 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int |
         return
     if uses.sees and steps is None:
         raise Refused("the body sees how long an array in the carry is, in a loop of unknown length")
-    values = _values(found) if uses.sees else ()
+    values = python_values(found) if uses.sees else ()
     ends = steps if uses.sees and steps is not None and any(found.growth) else 1
     for t in range(ends):
         lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
@@ -129,12 +128,6 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int |
             ):
                 raise length_matters()
             plan.tried.add((values, lengths))
-
-
-def _values(found: Recorded) -> tuple[Any, ...]:
-    """What the body refers to beside tensors: with other numbers it may ask for other lengths."""
-    held = [x for function in found.loop.functions for x in Constants(function.function).held]
-    return tuple((x.name, type(x.value), x.value) for x in held)
 
 
 def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bool:

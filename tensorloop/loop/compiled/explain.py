@@ -34,9 +34,9 @@ class Told(Exception):
     """The explanation is there: the loop does not run."""
 
 
-def of_plan(name: str, plan: Plan) -> Explanation:
-    """The explanation of a compiled loop."""
-    lines = [f"{name}: compiled", *_program("forward", plan.forward)]
+def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
+    """The explanation of a compiled loop; `rows` says what becomes of those that stop."""
+    lines = [f"{name}: compiled", *([rows] if rows else []), *_program("forward", plan.forward)]
     if plan.grad:
         lines += _program("backward", plan.backward(frozenset()))
         kept = [_named(n) for n in plan.saved if n not in plan.traced.xs and n not in plan.versions]

@@ -210,6 +210,10 @@ class Recorder(OperationMode):
         number = self._numbers.get(id(x), 0)
         return number >= self._given and number not in self.captures
 
+    def shapes(self) -> list[torch.Size]:
+        """Those of the step's tensors, by number."""
+        return [x.shape for x in self._tensors]
+
     def stand(self, x: Tensor, number: int) -> None:
         """From now on x, which the step made, is the argument of this number, whose shape nobody knew."""
         self._numbers[id(x)] = number

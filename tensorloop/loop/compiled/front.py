@@ -1,12 +1,13 @@
 """From a loop that asks to be compiled to its result: by a plan where there is one, else as an eager loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
@@ -15,35 +16,32 @@ from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop import advice
-from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled import asking, pairs
+from tensorloop.loop.compiled import asking, rows_apart
 from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
-from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import looking
 from tensorloop.loop.compiled.inspection import inspect
-from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.outside import Outside
+from tensorloop.loop.compiled.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import AnswersInPython, Recorded, recorded
-from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
+from tensorloop.loop.compiled.results import Kept, run_plan, run_stretches
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.outputs import place
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
-from tensorloop.schedule import Schedule
-from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import refill
 
 Compile = bool | Literal["strict"]
-Kept = Checkpoints | Schedule | None
 
 
 class NotCompiledWarning(UserWarning):
     """A loop that was to be compiled runs as an eager one; it says why, and by which line."""
+
+
+class LeftToEager(Exception):
+    """An error that the eager loop meets too: it says in which step."""
 
 
 def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | None:
@@ -64,6 +62,8 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
             compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
             raise Told from None
         tell(loop.name, compile, refusal)
+        _forget(loop)
+    except LeftToEager:
         _forget(loop)
     finally:
         if done is None:
@@ -94,49 +94,96 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
 
 
 def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
-    ask = None
+    ask, whole = None, None
     try:
-        first = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else None
+        with _left_to_eager(loop):
+            first = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else None
         if first is False or (first is None and isinstance(loop, ConditionalLoop)):
             return None  # no step to do, or an error
         if first is True or asking.is_known(loop):
             ask = asking.Asking(loop)
-            found = recorded(ask.stepped, None)
-            ask.begin(found, grad=torch.is_grad_enabled())
+            found, plan = _looked(ask.stepped, None, lambda x: ask.begin(x, grad=torch.is_grad_enabled()))
         else:
-            found = recorded(loop, first)
-            before.check()
+            whole = whole_of(loop, first)
+            one, first = (loop, first) if whole is None else whole.first()
+            found, plan = _looked(one, first, lambda _: before.check())
     except AnswersInPython:
         before.put_back()
         _forget(loop)
         asking.learn(loop)
         return _compiled(loop, checkpoints, compile, before)
-    except Refused:
-        raise
-    except Exception:  # the eager loop meets it too, and says in which step
-        _forget(loop)
-        return None
-    except BaseException as error:  # an interrupt comes once
-        advice.explain(loop, error)
-        raise
-    plan = plan_of(found)
     steps = loop.length if loop.cond is None else None
-    if isinstance(plan, Refused):
-        raise Refused(plan.reason, plan.place)
     if found.arrays.places:
         if checkpoints is not None and plan.grad:
             raise Refused("checkpoints of a loop with a TensorArray in the carry are not compiled")
         try_lengths(found, plan, steps, loop.length)
     if isinstance(compile, Asked):
-        compile.found = of_plan(loop.name, plan)
+        compile.found = of_plan(loop.name, plan, _rows_said(found))
         raise Told
     try:
-        return _run(found, plan, steps, checkpoints, ask)
-    except IndexError:
+        if isinstance(whole, PaddedScan):
+            look = partial(_looked, first=None, check=lambda _: before.check())
+            ended, state = run_stretches(whole, found, plan, checkpoints, look)
+        else:
+            ended, state = run_plan(found, plan, steps, checkpoints, ask)
+    except IndexError as error:
         if not found.arrays.places:
             raise
-        _forget(loop)  # a slot that there is not, which the eager loop may append, or name
-        return None
+        raise LeftToEager from error  # a slot that there is not, which the eager loop may append, or name
+    if isinstance(whole, SomeRows):
+        assert isinstance(ended, RowsLoop)
+        state, ended.rows.steps = whole.after(state, ended.rows.steps)
+    return ended, loop.carry.tree.unflatten(state)
+
+
+def _looked(loop: Loop, first: Tensor | None, check: Callable[[Recorded], None]) -> tuple[Recorded, Any]:
+    """The first step of a loop, recorded, and its plan; `check` is called in between."""
+    with _left_to_eager(loop):
+        found = recorded(loop, first)
+        check(found)
+        plan = plan_of(found)
+        if isinstance(plan, Refused):
+            raise Refused(plan.reason, plan.place)
+        _check_rows(found, plan)
+    return found, plan
+
+
+@contextmanager
+def _left_to_eager(loop: Loop) -> Iterator[None]:
+    """Leaves what the user's functions raise to the eager loop, but an interrupt, which comes once."""
+    try:
+        yield
+    except (Refused, AnswersInPython, LeftToEager):
+        raise
+    except Exception as error:
+        raise LeftToEager from error
+    except BaseException as error:
+        advice.explain(loop, error)
+        raise
+
+
+def _check_rows(found: Recorded, plan: Plan) -> None:
+    """Refuses a step for which it matters that rows leave the batch."""
+    loop = found.loop
+    if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
+        if found.draws:
+            raise Refused("random numbers are drawn in a loop over packed xs: of fewer rows, the more have ended")
+        rows = loop.entries.rows
+        counts = sorted({n for n in loop.entries.packed.counts if n < rows})
+    elif found.rows is not None and loop.compact and len(found.rows.steps) > 1:
+        rows = len(found.rows.steps)
+        counts = sorted({1, -(-rows // 2), rows - 1})
+    else:
+        return
+    rows_apart.check(found, plan, rows, counts, lambda ids: of_rows(loop, ids))
+
+
+def _rows_said(found: Recorded) -> str:
+    """What `explain` says of rows that stop."""
+    if found.active is not None:
+        rows = found.active.shape[1]
+        return f"rows that have ended stay in the batch, masked: {rows} of them, half as many as soon as that pays"
+    return "" if found.rows is None else "rows that have stopped stay in the batch, masked"
 
 
 def _forget(loop: Loop) -> None:
@@ -167,6 +214,8 @@ def _first_answer(loop: ConditionalLoop, before: Outside) -> Tensor | bool | Non
         return None
     if answer.dim():
         loop.carry.need_rows(loop.init, len(answer), "")
+        if loop.compact:
+            loop.context.need_rows(len(answer), "")
     return answer
 
 
@@ -213,67 +262,3 @@ def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
         place = None if node is None else place_of(node)
         return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", place)
     return plan
-
-
-def _run(
-    found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None
-) -> tuple[Loop, Any]:
-    loop = found.loop
-    given = found.given()
-    carried = [x.contiguous() for x in pairs.split(given)]
-    run = _planned(found, plan, steps, checkpoints, ask)
-    drawn = [torch.empty(0)] * run.drawn
-    if run.draws is not None and not isinstance(run, Segmented):
-        with torch.no_grad(), unseen(), without_autocast():
-            drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
-    tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
-    outputs = pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
-    loop.taken = run.done
-    n = len(found.carry)
-    carry = list(loop.init)
-    for i, x in zip(found.places, outputs[:n], strict=False):
-        carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
-    if found.rows is not None:
-        found.rows.steps = outputs[n - 1]
-        loop = RowsLoop(loop, found.rows, None)
-    if loop.outputs is not None:
-        left = iter(outputs[n:])
-        loop.outputs.stacked = [_column(y, left, loop) for y in found.ys]
-    return loop, loop.carry.tree.unflatten(carry)
-
-
-def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The last carry and ys."""
-    if run.plan.grad:
-        return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
-    with torch.no_grad(), unseen(), without_autocast():
-        last, ys, _ = run.forward([x.detach() for x in tensors])
-    return [*last, *ys]
-
-
-def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None) -> Run:
-    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
-    loop, draws = found.loop, None
-    if found.draws:
-        assert found.recorder is not None
-        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
-        if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
-            raise Refused(
-                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
-                f"give checkpoints="
-            )
-    if checkpoints is not None and plan.grad:
-        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None and ask is None)
-    elif draws is not None and not plan.grad:
-        blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
-    else:
-        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts, ask=ask)
-    return Segmented(plan, steps, loop.length, blocks, loop.name, draws, ask)
-
-
-def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:
-    """One of the ys of all steps: steps go where the eager loop stacks them."""
-    if isinstance(y, Tensor):
-        assert loop.outputs is not None
-        return next(left).movedim(0, place(loop.outputs.dim, y.dim()))
-    return None if y is None else torch.full((loop.taken,), y, dtype=dtype_of_number(y))

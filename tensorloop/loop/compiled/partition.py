@@ -82,7 +82,7 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
             pulled.need(n, inner)
     sunk, outs, added, states = _stored(order, parts, given, moving, inner, carried, pulled)
     inside = [n for n in order if n not in given and (n in inner or n in sunk or n in pulled.inside)]
-    loop = _recurrence(order, parts, pulled, inside, outs, added) if parts.carry else None
+    loop = recurrence(parts, pulled.invariants, pulled.sequences, inside, outs, added) if parts.carry else None
     return Split(parts, loop, pulled.invariants, pulled.sequences, outs, added, states, moving, inside)
 
 
@@ -184,17 +184,17 @@ def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
     return n
 
 
-def _recurrence(
-    order: list[fx.Node],
+def recurrence(
     parts: Parts,
-    pulled: _Pulled,
-    inside: list[fx.Node],
-    outs: list[fx.Node],
-    added: list[fx.Node],
+    invariants: Sequence[fx.Node],
+    sequences: Sequence[fx.Node],
+    inside: Sequence[fx.Node],
+    outs: Sequence[fx.Node],
+    added: Sequence[fx.Node] = (),
 ) -> Recurrence:
-    """The loop as a graph of its own."""
+    """The loop as a graph of its own: it is given these nodes and does those that are `inside`."""
     graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
-    for kind, nodes in (("inv", pulled.invariants), ("seq", pulled.sequences), ("carry", parts.carry)):
+    for kind, nodes in (("inv", invariants), ("seq", sequences), ("carry", parts.carry)):
         for i, n in enumerate(nodes):
             found[n] = graph.placeholder(f"{kind}_{i}")
             found[n].meta = dict(n.meta)
@@ -211,10 +211,10 @@ def _recurrence(
             following.append(zeros)
         else:
             following.append(found[new])
-    given = [[found[n] for n in nodes] for nodes in (pulled.invariants, pulled.sequences, parts.carry, outs, added)]
+    given = [[found[n] for n in nodes] for nodes in (invariants, sequences, parts.carry, outs, added)]
     going = None if parts.going is None else found[parts.going]
     graph.output((*following, *given[3], *given[4], *([] if going is None else [going])))
     graph.lint()
     growth = tuple(parts.growth)
-    invariants, sequences, carry, stored, sums = (tuple(nodes) for nodes in given)
-    return Recurrence(graph, invariants, sequences, carry, tuple(following), stored, sums, parts.reverse, going, growth)
+    of_all, of_steps, carry, stored, sums = (tuple(nodes) for nodes in given)
+    return Recurrence(graph, of_all, of_steps, carry, tuple(following), stored, sums, parts.reverse, going, growth)

@@ -55,6 +55,7 @@ class Plan:
         self._replays: dict[str, Program] = {}
         self._backward: dict[frozenset[int], tuple[Program, Traced]] = {}
         self._lock = threading.Lock()
+        self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
 
     @property
     def lacking(self) -> Unsupported | None:
@@ -190,6 +191,12 @@ class Plan:
         there = {*t.xs, *t.ys, *self.versions, *states}
         new = [n for n in self.saved if n not in there]
         return sum(value_of(n).numel() * value_of(n).element_size() for n in new)
+
+    @property
+    def work(self) -> int:
+        """Operations of a step, roughly, backward too; 0 where nobody counts them."""
+        programs = [self.forward, *([self.backward(frozenset())] if self.grad else [])]
+        return sum(getattr(program.core, "work", 0) for program in programs)
 
     def bytes_of_carry(self) -> int:
         """What one kept carry takes."""

@@ -11,15 +11,16 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
+from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled import autocast
 from tensorloop.loop.compiled.capture import Step
 from tensorloop.loop.compiled.carried_arrays import Arrays
 from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
+from tensorloop.loop.compiled.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.step_number import symbol
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.rows_loop import RowsLoop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
 
@@ -54,17 +55,17 @@ class Recorded:
             self.arrays.values(i) if i in self.arrays.first else loop.init[i] for i in self.places
         ]
         self.rows = ActiveRows(first, False) if first is not None and first.dim() else None
-        self.held = [] if self.rows is None else [i for i in self.places if self.rows.holds(loop.init[i])]
+        self.active = loop.entries.active if isinstance(loop, PaddedLoop) else None
+        self.held = self._held()
         if self.rows is not None and first is not None:
             self.rows.mask_at(0)
             self.rows.active = first
             lasts = make_first_inputs(self.rows, loop.init)
             taken = torch.zeros(first.shape, dtype=torch.int64, device="cpu")
             self.carry += [*(lasts[i] for i in self.held), first, taken]
-        self.xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
-        if loop.name == "fori_loop":
-            assert loop.length is not None
-            self.xs.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
+        if isinstance(loop, PaddedLoop):
+            self.carry += [loop.lasts[i].detach() for i in self.held]
+        self.xs = sequences(loop)
         self.recorder: Recorder | None = None
         self._watch: Any = None  # the mode that the body runs under
         self.known: Key | None = None  # of the plan, where the step was known at a glance
@@ -73,6 +74,13 @@ class Recorded:
         self.draws: list[Draw] = []
         if lines or not self._known_at_a_glance():
             self._record(lines, live)
+
+    def _held(self) -> list[int]:
+        """Places in the carry of what has rows, where some stop before others."""
+        leaves = self.loop.init
+        if self.rows is not None:
+            return [i for i in self.places if self.rows.holds(leaves[i])]
+        return [] if self.active is None else [i for i in self.places if leaves[i].dim()]
 
     def _known_at_a_glance(self) -> bool:
         """Runs the step and compares its calls with those of known steps."""
@@ -157,6 +165,8 @@ class Recorded:
                 state[i] = self.arrays.stand_in(i, x, self._watch, k) if i in self.arrays.first else x
         if self.rows is not None:
             return self._masked(carry, state)
+        if self.active is not None:
+            return self._padded(carry, state, rows)
         row: list[Any] = []
         if loop.name == "fori_loop":
             assert loop.numbered is not None
@@ -165,8 +175,7 @@ class Recorded:
             with self._watch:
                 returned, y = loop.numbered(symbol(loop.lower), loop.tree_of(state)), None
         else:
-            left = iter(rows)
-            row = [] if loop.slices is None else [None if x is None else next(left) for x, _ in loop.slices.tensors]
+            row = self._row(rows)
             with self._watch:
                 returned, y = loop.body(0, loop.tree_of(state), row, loop.context_at(0))
         leaves = loop.checked(returned, 0)
@@ -179,29 +188,52 @@ class Recorded:
         self.growth = self.arrays.growth([(i, leaves[i]) for i in self.arrays.places])
         return [leaves[i] for i in self.places], leaves, ys, answer
 
+    def _row(self, rows: list[Tensor]) -> list[Tensor | None]:
+        """The slices of xs."""
+        left = iter(rows)
+        return (
+            [] if self.loop.slices is None else [None if x is None else next(left) for x, _ in self.loop.slices.tensors]
+        )
+
     def _masked(self, carry: list[Tensor], state: list[Any]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """A step in which rows that have stopped keep their carry."""
-        loop, n, k = self.loop, len(self.places), len(self.held)
-        lasts, active, taken = carry[n : n + k], carry[n + k], carry[n + k + 1]
-        fed = list(state)
+        n, k = len(self.places), len(self.held)
+        active, taken = carry[n + k], carry[n + k + 1]
+        leaves, lasts, _ = self._frozen(state, carry[n : n + k], active, [])
+        with self._watch, torch.no_grad():
+            self._watch.grad = False
+            asked = self._asked(leaves)
+            if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
+                raise Refused("the condition changes its shape")
+            going = active & asked
+            new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
+            return new, leaves, [], going.any()
+
+    def _padded(
+        self, carry: list[Tensor], state: list[Any], rows: list[Tensor]
+    ) -> tuple[list[Tensor], list[Any], list[Any], Any]:
+        """A step of a scan over packed xs: rows without an entry keep their carry."""
+        loop = self.loop
+        assert loop.outputs is not None
+        leaves, lasts, y = self._frozen(state, carry[len(self.places) :], rows[-1], self._row(rows))
+        return [*(leaves[i] for i in self.places), *lasts], leaves, loop.outputs.leaves_of(y, 0), None
+
+    def _frozen(
+        self, state: list[Any], lasts: list[Tensor], active: Tensor, row: list[Tensor | None]
+    ) -> tuple[list[Any], list[Tensor], Any]:
+        """(the leaves after the step, frozen where rows are not active, what rows were given, y)."""
+        loop, fed = self.loop, list(state)
         with self._watch:
             for i, last in zip(self.held, lasts, strict=True):
                 fed[i] = torch.where(spread(active, last), state[i], last.detach())
-            returned, _ = loop.body(0, loop.carry.tree.unflatten(fed), [], loop.context_at(0))
+            returned, y = loop.body(0, loop.carry.tree.unflatten(fed), row, loop.context_at(0))
         leaves = list(loop.checked(returned, 0))
         self._check_others(leaves)
         with self._watch:
-            lasts = [fed[i].detach() for i in self.held]
+            given = [fed[i].detach() for i in self.held]
             for i in self.held:
                 leaves[i] = torch.where(spread(active, leaves[i]), leaves[i], state[i])
-            with torch.no_grad():
-                self._watch.grad = False
-                asked = self._asked(leaves)
-                if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
-                    raise Refused("the condition changes its shape")
-                going = active & asked
-                new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
-                return new, leaves, [], going.any()
+        return leaves, given, y
 
     def _ask(self, leaves: list[Any]) -> Tensor | None:
         """Whether the loop goes on, as a tensor; None where nobody asks."""
@@ -313,6 +345,17 @@ def _holds_function(cell: CellType) -> bool:
         return False
 
 
+def sequences(loop: Loop) -> list[Tensor]:
+    """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
+    found = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
+    if loop.name == "fori_loop":
+        assert loop.length is not None
+        found.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
+    if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
+        found.append(loop.entries.active)
+    return found
+
+
 def _steps_first(x: Tensor, dim: int) -> Tensor:
     return x.movedim(dim, 0) if dim else x
 
@@ -327,18 +370,31 @@ def _live(x: Tensor) -> Tensor:
     return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
 
 
+def python_values(found: Recorded) -> tuple[Any, ...]:
+    """What the body refers to beside tensors: with other numbers it may ask for other sizes."""
+    held = [x for function in found.loop.functions for x in Constants(function.function).held]
+    return tuple((x.name, type(x.value), x.value) for x in held)
+
+
+def _rows_leave(loop: Loop, first: Tensor | None) -> bool:
+    """Whether rows leave the batch of the eager loop."""
+    if isinstance(loop, PaddedLoop):
+        return loop.entries.active is not None or loop.entries.rows < len(loop.entries.packed.ragged)
+    return bool(loop.compact and first is not None and first.dim())
+
+
 def recorded(loop: Loop, first: Tensor | None) -> Recorded:
     """One step of a loop, recorded, or why it cannot be. `first` is the condition's answer before the loop."""
     known = (Tensor, TensorArray, *_NUMBERS)
     wrong = [x for x in loop.init if not (x is None or isinstance(x, known))]
     if wrong:
         raise Refused(f"the carry holds a {type(wrong[0]).__name__}")
-    if isinstance(loop, RowsLoop) or (loop.slices is not None and type(loop.slices).__name__ != "Slices"):
-        raise Refused("xs are packed")
-    if first is not None and first.dim() and loop.compact:
-        raise Refused("with compact=True rows leave the batch")
-    if first is not None and first.dim() and any(isinstance(x, TensorArray) for x in loop.init):
+    leave, stop = _rows_leave(loop, first), first is not None and first.dim()
+    if (leave or stop) and any(isinstance(x, TensorArray) for x in loop.init):
         raise Refused("the carry holds a TensorArray where rows stop on their own")
+    if leave and not all(isinstance(x, Tensor) for x in loop.context.leaves):
+        kinds = [describe(x) for x in loop.context.leaves if not isinstance(x, Tensor)]
+        raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}")
     tensors = [x for x in loop.init if isinstance(x, Tensor)]
     tensors += [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
     if any(x.device.type != "cpu" for x in tensors):

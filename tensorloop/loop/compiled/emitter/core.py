@@ -2,12 +2,12 @@
 
 import collections
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, threads
+from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, rows, threads
 from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
 from tensorloop.loop.compiled.emitter.expand import expand
 from tensorloop.loop.compiled.emitter.function import Function, Text
@@ -26,6 +26,14 @@ def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
     return step, Function(step, target, recurrence.reverse).text()
 
 
+def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bool:
+    """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
+    step = lower(recurrence, HANDLERS, expand)
+    made = Function(step, host(), recurrence.reverse)
+    read = zip((*recurrence.sequences, *recurrence.invariants), (*step.sequences, *step.invariants), strict=True)
+    return rows.meet(step, made.units, count, [array for n, array in read if n in own])
+
+
 def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
     """One native function for a recurrence; Unsupported where an operation or this machine is not known."""
     target = target or host()
@@ -41,7 +49,7 @@ class NativeCore:
         self.text, self._loaded, self._constants = text, loaded, step.constants
         self._layouts = [(array.shape, array.strides) for array in step.invariants]
         self._carry = [(array.shape, array.dtype, array.buffer.kind == "array") for array in step.carry]
-        self._growth = step.growth
+        self._growth, self.work = step.growth, text.work
         self._idle: collections.deque[tuple[int, list[Tensor]]] = collections.deque(maxlen=8)
 
     def __call__(

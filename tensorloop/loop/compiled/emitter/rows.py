@@ -32,17 +32,32 @@ def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> 
     if count < 2:
         return None
     try:
-        return _Search(step, units, packed, count).run()
+        known = {array.buffer: bool(array.shape) and array.shape[0] == count for array in step.carry}
+        return _Search(step, units, packed, count, known).run()
     except Mixed:
         return None
 
 
+def meet(step: Step, units: Sequence[Unit], count: int, own: Sequence[Array]) -> bool:
+    """Whether rows meet, where `own` of what is read, and the carry, have rows of their own."""
+    known = {array.buffer: bool(array.shape) for array in step.carry} | {array.buffer: True for array in own}
+    try:
+        found = _Search(step, units, {}, count, known).run()
+    except Mixed:
+        return True
+    return not all(found.buffers.get(array.buffer, False) for array in step.outs)
+
+
 class _Search:
-    def __init__(self, step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels], count: int) -> None:
-        self.step, self.units, self.packed, self.count = step, units, packed, count
-        self.known: dict[Buffer, bool] = {}
-        for array in step.carry:
-            self.known[array.buffer] = bool(array.shape) and array.shape[0] == count
+    def __init__(
+        self,
+        step: Step,
+        units: Sequence[Unit],
+        packed: Mapping[Array, Panels],
+        count: int,
+        known: dict[Buffer, bool],
+    ) -> None:
+        self.step, self.units, self.packed, self.count, self.known = step, units, packed, count, known
 
     def run(self) -> Split:
         dims = {n: self._unit(unit) for n, unit in enumerate(self.units)}

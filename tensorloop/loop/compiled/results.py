@@ -1,0 +1,133 @@
+"""From a plan to what a loop gives: its carry and ys, of scans over packed xs stretch by stretch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import schedule
+from tensorloop._torch.overrides import unseen
+from tensorloop.loop.carry import dtype_of_number
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.compiled import asking, pairs
+from tensorloop.loop.compiled.autocast import without_autocast
+from tensorloop.loop.compiled.drawn import Draws
+from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.padded_rows import PaddedScan
+from tensorloop.loop.compiled.plan import Plan
+from tensorloop.loop.compiled.recorded import Recorded, sequences
+from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.outputs import place
+from tensorloop.loop.rows_loop import RowsLoop
+from tensorloop.schedule import Schedule
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import refill
+
+Kept = Checkpoints | Schedule | None
+
+
+def run_plan(
+    found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None
+) -> tuple[Loop, list[Any]]:
+    """(the loop as it ended, the leaves of its carry)."""
+    loop = found.loop
+    loop.taken, outputs = _results(found, plan, steps, checkpoints, ask)
+    n = len(found.carry)
+    carry = _carry_of(found, outputs)
+    if found.rows is not None:
+        found.rows.steps = outputs[n - 1]
+        loop = RowsLoop(loop, found.rows, None)
+    if loop.outputs is not None:
+        left = iter(outputs[n:])
+        loop.outputs.stacked = [_column(y, left, loop) for y in found.ys]
+    return loop, carry
+
+
+def run_stretches(
+    scan: PaddedScan,
+    found: Recorded,
+    plan: Plan,
+    checkpoints: Kept,
+    look: Callable[[Loop], tuple[Recorded, Plan]],
+) -> tuple[Loop, list[Any]]:
+    """The same for a scan over packed xs, of which the first step was looked at; `look` is for later stretches."""
+    scan.cut(plan.work if checkpoints is None else 0)
+    found.loop = scan.begin()
+    found.xs = sequences(found.loop)
+    for k in range(len(scan.stretches)):
+        _, outputs = _results(found, plan, found.loop.length, checkpoints, None)
+        lasts = list(scan.loop.init)
+        for i, x in zip(found.held, outputs[len(found.places) :], strict=False):
+            lasts[i] = x
+        following = scan.take(k, _carry_of(found, outputs), lasts, outputs[len(found.carry) :])
+        if following is not None:
+            found, plan = look(following)
+    loop = scan.loop
+    loop.taken, loop.outputs = len(scan.counts), scan.outputs
+    left = iter(scan.ys())
+    scan.outputs.stacked = [next(left) if isinstance(y, Tensor) else _column(y, left, loop) for y in found.ys]
+    return loop, scan.state
+
+
+def _results(
+    found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None
+) -> tuple[int, list[Tensor]]:
+    """(steps done, the last carry and ys)."""
+    given = found.given()
+    carried = [x.contiguous() for x in pairs.split(given)]
+    run = _planned(found, plan, steps, checkpoints, ask)
+    drawn = [torch.empty(0)] * run.drawn
+    if run.draws is not None and not isinstance(run, Segmented):
+        with torch.no_grad(), unseen(), without_autocast():
+            drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
+    tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
+    outputs = pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
+    return run.done, outputs
+
+
+def _carry_of(found: Recorded, outputs: Sequence[Tensor]) -> list[Any]:
+    """The leaves of the carry after the loop."""
+    carry = list(found.loop.init)
+    for i, x in zip(found.places, outputs, strict=False):
+        carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
+    return carry
+
+
+def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The last carry and ys."""
+    if run.plan.grad:
+        return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
+    with torch.no_grad(), unseen(), without_autocast():
+        last, ys, _ = run.forward([x.detach() for x in tensors])
+    return [*last, *ys]
+
+
+def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: asking.Asking | None) -> Run:
+    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
+    loop, draws = found.loop, None
+    if found.draws:
+        assert found.recorder is not None
+        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
+        if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
+            raise Refused(
+                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
+                f"give checkpoints="
+            )
+    if checkpoints is not None and plan.grad:
+        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None and ask is None)
+    elif draws is not None and not plan.grad:
+        blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+    else:
+        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts, ask=ask)
+    return Segmented(plan, steps, loop.length, blocks, loop.name, draws, ask)
+
+
+def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:
+    """One of the ys of all steps: steps go where the eager loop stacks them."""
+    if isinstance(y, Tensor):
+        assert loop.outputs is not None
+        return next(left).movedim(0, place(loop.outputs.dim, y.dim()))
+    return None if y is None else torch.full((loop.taken,), y, dtype=dtype_of_number(y))
