@@ -6,10 +6,16 @@ from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
     from tensorloop.attention.api import attention as attention
+    from tensorloop.attention.arrays import Rules as Rules
     from tensorloop.attention.past import attend_past as attend_past
     from tensorloop.kernels.past import Sight as Sight
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
-        __name__, {"attention.api": ("attention",), "attention.past": ("Sight", "attend_past")}
+        __name__,
+        {
+            "attention.api": ("attention",),
+            "attention.arrays": ("Rules",),
+            "attention.past": ("Sight", "attend_past"),
+        },
     )

@@ -7,21 +7,19 @@ offsets. The work is done in `engine.py`, or on a GPU by torch's own kernels whe
 import warnings
 from typing import Any, NamedTuple, TypeVar, overload
 
-import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.attention import engine, gpu
+from tensorloop.attention import arrays, engine, gpu
+from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
 from tensorloop.attention.strips import Task
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, is_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import store_of
 
-_ARGUMENTS = ("q", "k", "v")
 P = TypeVar("P", bound=Packed)
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
@@ -39,30 +37,52 @@ def attention(
     causal: bool = False,
     block_mask: Any = None,
     scale: float | None = None,
+    starts: Tensor | None = None,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor: ...
 @called_eagerly
 @named("attention")
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, block_mask: Any = None, scale: float | None = None
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    block_mask: Any = None,
+    scale: float | None = None,
+    starts: Tensor | None = None,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
 ) -> Any:
     """Each query's mean of the values, weighted by softmax(scale * q . k) over the keys that it sees.
 
     Shapes: packed q (B, T*, heads, D), k (B, S*, heads_kv, D), v (B, S*, heads_kv, Dv) -> packed (B, T*, heads, Dv), a
     row of queries with the row of keys of the same number; padded (B, T, heads, D) in the same way, every token seen;
     one step's q (*batch, heads, D) against TensorArrays k, v of elements (*batch, heads_kv, D) -> (*batch, heads, Dv),
-    all slots seen. heads is a multiple of heads_kv, and query head h shares key head h // (heads / heads_kv).
+    all n slots seen; or of t tokens at once, q (*batch, t, heads, D), whose own slots are the last t.
+    heads is a multiple of heads_kv, and query head h shares key head h // (heads / heads_kv).
     scaled_dot_product_attention's (B, heads, T, D) must be transposed, transpose(1, 2): where sizes and strides look
     like it, a UserWarning says so (docs/attention.md has the rule).
-    `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ.
+    `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ;
+    of t tokens against arrays each sees the slots up to its own.
     `block_mask`: a BlockMask of torch's flex_attention, honoured block by block; its `mask_mod` is asked about
     positions within the row. A mask made for one batch entry or one head serves all of them, as entry or head 0.
     `scale`: D ** -0.5 by default. A query that sees no key gets 0, and passes no gradient.
+    Against arrays alone: `starts`, integers that broadcast to the batch, hides the slots before (prompts padded on the
+    left); `window` leaves that many slots up to the query's own; scores then become softcap * tanh(score / softcap);
+    `bias` is added, floats that broadcast to (*batch, heads, n), or (*batch, heads, t, n); `dropout` drops weights by a
+    hash of their places and a number of torch's generator, so that backward finds the same ones.
     Dtypes: any real floating one, the same for all three (autocast casts them); sums are float32 at least.
-    Gradient: to q, k and v, twice, and (slower, in one piece) under `torch.func`.
-    Cost: time of the pairs that meet. Kept for backward: q, k, v, the output and a number for each query and head;
-    a slice of an array is kept as a view. Second derivatives and transforms make all weights.
+    Gradient: to q, k, v and bias, twice, and (slower, in one piece) under `torch.func`.
+    Cost: time of the pairs that meet. Kept for backward: q, k, v, the output and a number for each query and head,
+    and the bias as it came; an array is kept as a view. Second derivatives and transforms make all weights.
     Raises: TypeError (kinds or dtypes that do not go together), ValueError (shapes, heads, lens, a mask that does not
-    fit, `causal` with a mask or with arrays).
+    fit, `causal` with a mask or with one step against arrays, rules for arrays without arrays).
     Source: Vaswani et al. 2017; for how it stays within O(N), `engine.py`.
 
     Example:
@@ -70,15 +90,25 @@ def attention(
         >>> tl.attention(p, p, p, causal=True).values.shape
         torch.Size([5, 2, 8])
     """
-    scale = None if scale is None else _check_scale(scale)
-    store = store_of(k) if isinstance(k, TensorArray) and isinstance(v, TensorArray) else None
-    if store is not None and not causal and block_mask is None:
-        out = store.attend(q, k, v, scale)  # maybe without a copy of what is seen
+    scale = None if scale is None else number(scale, "scale", "; scale q by a tensor")
+    if _is_step(q, k, v):
+        if block_mask is not None:
+            raise WrongValue(
+                "block_mask with TensorArrays: starts=, window= and causal= say what is seen of their slots"
+            )
+        arguments.dense_tensor(q, "q")
+        given = engine.default_scale(q.shape[-1] if q.dim() else 0) if scale is None else scale
+        out = arrays.attend(q, k, v, arrays.read_rules(given, causal, starts, window, bias, softcap, dropout))
         if out is not NotImplemented:
             return out
+    elif not (starts is window is bias is softcap is None and dropout == 0.0):
+        raise WrongValue(
+            "starts=, window=, bias=, softcap= and dropout= are for TensorArrays k and v; elsewhere block_mask= says "
+            "what is seen, and rows of a PackedTensor need no starts"
+        )
     inputs = _read(q, k, v)
-    inputs = inputs._replace(q=_autocast(inputs.q), k=_autocast(inputs.k), v=_autocast(inputs.v))
-    _check_parts(inputs)
+    inputs = inputs._replace(q=autocast(inputs.q), k=autocast(inputs.k), v=autocast(inputs.v))
+    check_parts([Facts(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)])
     if block_mask is not None:
         _check_mask(block_mask, inputs, causal)
     elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
@@ -88,8 +118,6 @@ def attention(
             "result",
             stacklevel=3,
         )
-    if inputs.arrays and causal:
-        raise WrongValue("causal=True with TensorArrays: one step sees all slots; slice them to see fewer")
     width = inputs.q.shape[-1]
     task = Task(engine.default_scale(width) if scale is None else scale, bool(causal), blocks=block_mask)
     parts = inputs.q, inputs.k, inputs.v
@@ -121,6 +149,10 @@ class _Inputs(NamedTuple):
         return out.reshape(*self.like.shape[:-1], out.shape[-1]) if self.arrays else out
 
 
+def _is_step(q: Any, k: Any, v: Any) -> bool:
+    return isinstance(k, TensorArray) and isinstance(v, TensorArray) and not isinstance(q, TensorArray | Packed)
+
+
 def _read(q: Any, k: Any, v: Any) -> _Inputs:
     packed = [is_packed(x) for x in (q, k, v)]
     arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
@@ -135,7 +167,7 @@ def _read(q: Any, k: Any, v: Any) -> _Inputs:
         raise WrongType(
             f"q, k and v must be packed all three, tensors all three, or a tensor and two TensorArrays; got {kinds}"
         )
-    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
+    for x, part in zip((q, k, v), PARTS, strict=True):
         arguments.dense_tensor(x, part)
         if x.dim() != 4:
             raise WrongValue(f"{part} must be (B, T, heads, D), got {tuple(x.shape)}")
@@ -155,7 +187,7 @@ def _has_heads_first(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _read_packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
-    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
+    for x, part in zip((q, k, v), PARTS, strict=True):
         if x.values.dim() != 3:
             raise WrongValue(
                 f"packed {part} must be (B, T*, heads, D), got elements of shape {tuple(x.values.shape[1:])}"
@@ -182,25 +214,6 @@ def _read_step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
     return _Inputs(q.reshape(count, 1, *q.shape[-2:]), keys, values, q, arrays=True)
 
 
-def _check_parts(inputs: _Inputs) -> None:
-    """Dtypes, devices, heads and widths."""
-    q, k, v = inputs.q, inputs.k, inputs.v
-    for x, part in zip((q, k, v), _ARGUMENTS, strict=True):
-        if not x.is_floating_point():
-            raise WrongType(f"{part} must be of a real floating dtype, got {x.dtype}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise WrongType(f"dtypes of q, k and v differ: {q.dtype}, {k.dtype} and {v.dtype}; convert with .to({q.dtype})")
-    if not q.device == k.device == v.device:
-        raise WrongValue(f"q, k and v are on {q.device}, {k.device} and {v.device}; move them with .to()")
-    (heads, width), (key_heads, key_width), (value_heads, _) = (x.shape[-2:] for x in (q, k, v))
-    if key_width != width:
-        raise WrongValue(f"q has elements of {width} numbers, k of {key_width}; their product needs as many")
-    if key_heads != value_heads:
-        raise WrongValue(f"k has {key_heads} heads, v has {value_heads}; each key head needs a value head")
-    if heads % key_heads if key_heads else heads:
-        raise WrongValue(f"{heads} query heads cannot share {key_heads} key heads; make it a multiple of them")
-
-
 def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
     if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
         raise WrongType(
@@ -209,8 +222,6 @@ def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
         )
     if causal:
         raise WrongValue("both causal=True and block_mask; put it in the mask, with and_masks(causal, ...)")
-    if inputs.arrays:
-        raise WrongValue("block_mask with TensorArrays: one step sees all slots; slice them to see fewer")
     if mask.kv_num_blocks.device != inputs.q.device:
         raise WrongValue(f"block_mask is on {mask.kv_num_blocks.device}, q on {inputs.q.device}; move it with .to()")
     made_for, tables = tuple(mask.seq_lengths), tuple(mask.kv_num_blocks.shape[:2])
@@ -231,16 +242,3 @@ def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
     for got, what, there in zip(tables, ("batch entries", "heads"), (batch, inputs.q.shape[2]), strict=True):
         if got not in (1, there):
             raise WrongValue(f"block_mask is for {got} {what}, not for 1 or {there}")
-
-
-def _check_scale(scale: Any) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise WrongType(f"scale must be a number or None, got {arguments.describe(scale)}; scale q by a tensor")
-    return float(scale)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """`x` as autocast makes it where it is on: in the dtype of matrix products; float64 stays."""
-    if not engine.autocasts(x) or not x.is_floating_point() or x.dtype is torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))

@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with _without_autocast(q):
+        with without_autocast(q):
             out, lse = _forward(q, k, v, task)
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse)
@@ -65,7 +65,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        with _without_autocast(q):
+        with without_autocast(q):
             if is_differentiated(grad):
                 return *differentiate(partial(whole, task=ctx.task), (q, k, v), grad), None
             return *attend_backward(_unit_stride(grad), q, k, v, out, lse, ctx.task), None
@@ -81,7 +81,7 @@ def autocasts(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """No autocast: what comes in has been cast already, and sums stay in float32."""
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 

@@ -14,24 +14,27 @@ from torch import Tensor
 from tensorloop._common import scope
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
+from tensorloop.attention import engine
 from tensorloop.kernels import find
 from tensorloop.kernels.past import Sight, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import kind_of, store_of
+from tensorloop.tensor_array.friends import store_of
 from tensorloop.tensor_array.gradient import ArrayNode
 
 
 def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight, start: int = 0) -> Tensor:
-    """Attention of q (B, t, heads, D) to the slots (B, heads_kv, D) of two arrays from `start` on, as `sight` says.
+    """Attention of q (B, t, heads, D) to the slots of two arrays from `start` on, as `sight` says.
 
-    The last t slots are those of the queries. Gradient: to q, to the bias and to what was written, any number of times.
+    Elements are (*batch, heads_kv, D), with B entries in the batch. The last t slots are those of the queries.
+    Gradient: to q, to the bias and to what was written, any number of times.
     Cost: time of the slots seen; kept: q, the output, a number for each query and head.
     """
     k, v = store_of(keys), store_of(values)
-    if not (kind_of(keys)[:2] == kind_of(values)[:2] and keys.dtype is q.dtype and _can_read(k, v, q, sight)):
-        return whole(q, keys[start:], values[start:], sight)[0]
+    if not (keys.dtype is values.dtype is q.dtype and _can_read(k, v)):
+        slots = [_as_rows(x[start:].to(q.dtype), len(q)) for x in (keys, values)]
+        return attend_slots(q, slots[0], slots[1], sight)
     assert isinstance(k, Buffer)
     assert isinstance(v, Buffer)
     q = q.view_as(q)  # a use that a recorder of the loop sees
@@ -40,14 +43,22 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
         live = (k.hold(), v.hold())
         call = Call(live, start, k.length, sight._replace(bias=None))
         if not torch.is_grad_enabled():
-            return call.compute(q, sight.bias)[0]
+            with engine.without_autocast(q):
+                return call.compute(q, sight.bias)[0]
         out, *tokens = _Attend.apply(call, q, sight.bias, k.token, v.token, *written)  # pyright: ignore[reportGeneralTypeIssues]
         for buffer, token in zip((k, v), tokens, strict=True):
             buffer.token = token
     return out
 
 
-def _can_read(k: Any, v: Any, q: Tensor, sight: Sight) -> bool:
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    """The same for slots k and v (n, B, heads_kv, D) of q's dtype, which are kept, too."""
+    if transforms.maybe_level() is not None or transforms.forward_mode():
+        return whole(q, k, v, sight)[0]
+    return _AttendSlots.apply(sight._replace(bias=None), q, sight.bias, k, v)  # pyright: ignore[reportReturnType]
+
+
+def _can_read(k: Any, v: Any) -> bool:
     """Whether both arrays are plain buffers that fit, and nothing but plain autograd is at work."""
     return (
         isinstance(k, Buffer)
@@ -56,8 +67,12 @@ def _can_read(k: Any, v: Any, q: Tensor, sight: Sight) -> bool:
         and k.length == v.length > 0
         and transforms.maybe_level() is None
         and not transforms.forward_mode()
-        and (sight.bias is None or sight.bias.dtype is q.dtype)
     )
+
+
+def _as_rows(x: Tensor, rows: int) -> Tensor:
+    """(n, *batch, heads_kv, D) as (n, B, heads_kv, D)."""
+    return x.reshape(len(x), rows, *x.shape[-2:])
 
 
 class Call(NamedTuple):
@@ -69,12 +84,12 @@ class Call(NamedTuple):
     sight: Sight
 
     def slots(self) -> list[Tensor]:
-        """Keys and values, (n, B, heads_kv, D)."""
+        """Keys and values, (n, *batch, heads_kv, D)."""
         return [x.slots(self.length)[self.start :] for x in self.live]
 
     def compute(self, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of the scores."""
-        k, v = self.slots()
+        k, v = (_as_rows(x, len(q)) for x in self.slots())
         return find("past_attend", q, k, v)(q, k, v, self.sight._replace(bias=bias))
 
 
@@ -86,7 +101,8 @@ class _Attend(torch.autograd.Function):
         ctx: Any, call: Call, q: Tensor, bias: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        out, lse = call.compute(q, bias)
+        with engine.without_autocast(q):
+            out, lse = call.compute(q, bias)
         ctx.call = call
         ctx.before = [0 if token is None else len(token) for token in given[:2]]
         ctx.leaves = [None if x is None else x.is_leaf for x in given[2:]]
@@ -126,9 +142,10 @@ def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> t
         x.new_zeros(call.length, *x.shape[1:]) if old is None else old.contiguous()
         for old, x in zip(grads, slots, strict=True)
     ]
+    of_kv = [_as_rows(x, len(q))[call.start :] for x in sums]
     kernel = find("past_attend_grad", grad, q, *slots, *sums)
     sight = call.sight._replace(bias=bias)
-    of_q, of_bias = kernel(grad, q, *slots, out, lse, sight, *(x[call.start :] for x in sums))
+    of_q, of_bias = kernel(grad, q, *(_as_rows(x, len(q)) for x in slots), out, lse, sight, *of_kv)
     return of_q, of_bias, [None if t is None else x for x, t in zip(sums, tokens, strict=True)]
 
 
@@ -142,6 +159,7 @@ def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, gra
     ]
 
     def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (_as_rows(x, len(q)) for x in (k, v))
         return whole(q, k, v, call.sight._replace(bias=bias))[0]
 
     of_q, of_bias, *found = differentiate(formula, (q, bias, *slots), grad)
@@ -153,3 +171,29 @@ def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, gra
         full = torch.cat([new.new_zeros(call.start, *new.shape[1:]), new]) if call.start else new
         sums.append(full if old is None else old + full)
     return of_q, of_bias, sums
+
+
+class _AttendSlots(torch.autograd.Function):
+    """(q, bias, k, v) -> output"""
+
+    @staticmethod
+    def forward(ctx: Any, sight: Sight, q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with engine.without_autocast(q):
+            out, lse = find("past_attend", q, k, v)(q, k, v, sight._replace(bias=bias))
+        ctx.sight = sight
+        ctx.save_for_backward(q, bias, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, bias, k, v, out, lse = ctx.saved_tensors
+        if is_differentiated(grad):
+
+            def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+                return whole(q, k, v, ctx.sight._replace(bias=bias))[0]
+
+            return None, *differentiate(formula, (q, bias, k, v), grad)
+        with engine.without_autocast(q):
+            sums, sight = (torch.zeros_like(k), torch.zeros_like(v)), ctx.sight._replace(bias=bias)
+            of_q, of_bias = find("past_attend_grad", grad, q, k, v)(grad, q, k, v, out, lse, sight, *sums)
+        return None, of_q, of_bias, *sums

@@ -141,9 +141,9 @@ class AncestryStore(Store):
         with scope.unrecorded():
             return values.flatten(0, 2).index_select(0, index).view(values.shape)
 
-    def attend(self, q: Tensor, keys: TensorArray, values: TensorArray, scale: float | None) -> Any:
+    def attend(self, q: Tensor, keys: TensorArray, values: TensorArray, rules: Any) -> Any:
         """Attention of the hypotheses to their histories, where it needs no copy of them; else NotImplemented."""
-        return attend(q, keys, values, scale)
+        return attend(q, keys, values, rules)
 
     # -- copies
 

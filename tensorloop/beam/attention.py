@@ -22,10 +22,10 @@ from tensorloop._common import scope
 from tensorloop._common.errors import named
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
-from tensorloop.attention import engine
-from tensorloop.attention.strips import Task
+from tensorloop.attention import Rules, engine
 from tensorloop.beam.ancestry import Family
 from tensorloop.kernels import find
+from tensorloop.kernels.past import Sight, whole
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.friends import store_of
@@ -35,15 +35,42 @@ _NAME = "attention"
 
 
 class SeenPart(NamedTuple):
-    """Slots that some queries see: (G, S) places in flat slots, or None for the prefix; L queries each."""
+    """Slots that queries see: (S, G) places in flat slots, or None for the prefix. A group is a hypothesis or a row."""
 
     places: Tensor | None
-    groups: int
-    queries: int
+    rows: int
+    size: int
+    own: bool  # of each hypothesis
+    begin: int  # slots in the parts before
+
+    def group(self, x: Tensor) -> Tensor:
+        """(B, K, heads, ...) as (G, queries, heads, ...)."""
+        return x.reshape(-1, 1, *x.shape[2:]) if self.own else x
+
+    def sight(self, of_all: Sight, bias: Tensor | None, count: int) -> Sight:
+        """What these queries see of the part's `count` slots."""
+        first, seed = of_all.first, of_all.seed
+        if first is not None:
+            first = (first.repeat_interleave(self.size) if self.own else first) - self.begin
+        if bias is not None:
+            bias = bias[..., self.begin : self.begin + count]
+            if self._splits(bias):
+                bias = bias.expand(self.rows, -1, self.size, -1).transpose(1, 2).flatten(0, 1)[:, :, None]
+        return of_all._replace(first=first, bias=bias, seed=None if seed is None else seed + self.begin)
+
+    def put_bias(self, into: Tensor, found: Tensor) -> None:
+        """Writes the gradient of such a bias where it belongs."""
+        if self._splits(into):
+            found = found[:, :, 0].unflatten(0, (self.rows, self.size)).transpose(1, 2)
+        part = into[..., self.begin : self.begin + found.shape[-1]]
+        part.copy_(found.sum_to_size(part.shape))
+
+    def _splits(self, bias: Tensor) -> bool:
+        return self.own and (len(bias) > 1 or bias.shape[2] > 1)
 
 
 class GatheredPart(NamedTuple):
-    """A part with its keys and values, (groups, S, heads_kv, D)."""
+    """A part with its keys and values, (S, G, heads_kv, D)."""
 
     part: SeenPart
     k: Tensor
@@ -55,56 +82,77 @@ class Seen(NamedTuple):
 
     family: Family
     births: list[int]
-    prefix: int  # slots
+    prefix: int  # slots that are seen
+    first: int  # of the arrays' own slots
     slots: int
-    scale: float
+    sight: Sight  # of the slots seen, without the bias
     live: tuple[LiveBlock, ...]  # of keys and of values; one where they are the same array
 
     @named(_NAME)
     def values(self) -> list[Tensor]:
-        """The slots of each array, (slots, B, K, *F)."""
-        return [x.slots(self.slots) for x in self.live] if self.slots else []
+        """The slots of each array, (slots, B, K, *F), from the first that is seen."""
+        return [x.slots(self.slots)[self.first :] for x in self.live] if self.slots else []
 
     def split(self) -> Iterator[SeenPart]:
         rows, size = self.family.rows, self.family.size
         if self.prefix:
-            yield SeenPart(None, rows, size)
-        if self.slots:
-            shared, own = self.family.find_places(self.births, 0, self.slots)
+            yield SeenPart(None, rows, size, False, 0)
+        if self.slots > self.first:
+            shared, own = self.family.find_places(self.births, self.first, self.slots)
             if len(shared):
-                yield SeenPart(shared.t(), rows, size)
+                yield SeenPart(shared, rows, size, False, self.prefix)
             if len(own):
-                yield SeenPart(own.flatten(1).t(), rows * size, 1)
+                yield SeenPart(own.flatten(1), rows, size, True, self.prefix + len(shared))
 
 
 @named(_NAME)
-def attend(q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
+def attend(q: Tensor, keys: Any, values: Any, rules: Rules) -> Any:
     """(B, K, heads, Dv) of q (B, K, heads, D) over two arrays of one carry; NotImplemented where others must do it.
 
-    Shapes and dtypes are checked by the caller. Gradient: to q and to what was appended, twice.
+    Shapes and dtypes are checked by the caller. Gradient: to q, to the bias and to what was appended, twice.
     """
     k: Any = store_of(keys)
     v: Any = store_of(values)
-    if not _can_attend(q, k, v):
+    if not _can_attend(q, k, v) or (rules.starts is not None and rules.starts.shape[1] > 1):
         return NotImplemented
-    scale = engine.default_scale(q.shape[-1]) if scale is None else scale
-    slots = len(k.grown)
+    slots, start = len(k.grown), rules.start(k.length)
     buffers = [_find_buffer(x) for x in ([k.grown] if k.grown is v.grown else [k.grown, v.grown])] if slots else []
     if any(x is None for x in buffers):
         return NotImplemented
-    prefix = [None if x.prefix is None else x.prefix.stack() for x in (k, v)]
+    seen_prefix = max(0, k.shared_slots - start)
+    prefix = [None if x.prefix is None or not seen_prefix else x.prefix.stack()[start:] for x in (k, v)]
     live = tuple(x.hold() for x in buffers if x is not None)
-    seen = Seen(k.family, k.births, k.shared_slots, slots, scale, live)
+    sight, bias = _understand(rules, k, start)
+    seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, sight, live)
     q = q.view_as(q)  # a use that a recorder of the loop sees
     with scope.unrecorded():
         if not torch.is_grad_enabled():
-            return _compute(q, prefix, seen.values(), seen)[0]
+            return _compute(q, bias, prefix, seen.values(), seen)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]
-        out, *after = _Attend.apply(seen, q, *prefix, *tokens)
+        out, *after = _Attend.apply(seen, q, bias, *prefix, *tokens)
         for buffer, token in zip(buffers, after, strict=True):
             if buffer is not None and token is not None:
                 buffer.token = token
     return out
+
+
+def _understand(rules: Rules, k: Any, start: int) -> tuple[Sight, Tensor | None]:
+    """What K queries see of the slots from `start` on, and their bias (1 or B, heads, 1 or K, S)."""
+    first, bias, rows = rules.starts, rules.bias, k.family.rows
+    if first is not None:
+        first = first[:, 0].expand(rows) - start
+    if bias is not None:
+        bias = bias[..., start:].transpose(1, 2)
+    softcap, dropout = rules.softcap, rules.dropout
+    return Sight(
+        rules.scale,
+        causal=False,
+        first=first,
+        softcap=softcap,
+        dropout=dropout,
+        seed=rules.seed,
+        slots=k.length - start,
+    ), bias
 
 
 def _can_attend(q: Any, k: Any, v: Any) -> bool:
@@ -136,30 +184,30 @@ def _find_buffer(array: Any) -> Buffer | None:
 
 
 class _Attend(torch.autograd.Function):
-    """(q, prefix of k and v, tokens of the arrays) -> (output, the next tokens).
+    """(q, bias, prefix of k and v, tokens of the arrays) -> (output, the next tokens).
 
     The gradient of slots goes into the gradients of the tokens; into new ones where backward is itself differentiated.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, seen: Seen, q: Tensor, prefix_k: Tensor | None, prefix_v: Tensor | None, *tokens: Tensor | None
+        ctx: Any, seen: Seen, q: Tensor, bias: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.seen = seen
-        ctx.save_for_backward(q, prefix_k, prefix_v, *tokens)
-        out, _ = _compute(q, (prefix_k, prefix_v), seen.values(), seen)
-        return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in tokens)
+        ctx.save_for_backward(q, bias, *given)
+        out, _ = _compute(q, bias, given[:2], seen.values(), seen)
+        return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in given[2:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return None, None, None, None, *grads
+            return None, None, None, None, None, *grads
         seen: Seen = ctx.seen
-        q, *others = ctx.saved_tensors
+        q, bias, *others = ctx.saved_tensors
         prefix, tokens = others[:2], others[2:]
         if is_differentiated(grad, *grads):
-            *found, of_slots = _differentiate_whole(q, prefix, tokens, grad, seen)
+            *found, of_slots = _differentiate_whole((q, bias, *prefix), tokens, grad, seen)
             added = [
                 None if token is None else new if old is None else old + new
                 for old, new, token in zip(grads, of_slots, tokens, strict=True)
@@ -167,49 +215,50 @@ class _Attend(torch.autograd.Function):
             return None, *found, *added
         slots = seen.values()
         sums = [
-            None if token is None else torch.zeros_like(slot) if old is None else old.contiguous()
+            None if token is None else slot.new_zeros(token.shape) if old is None else old.contiguous()
             for old, slot, token in zip(grads, slots, tokens, strict=True)
         ]
-        return None, *_backward(grad, q, prefix, slots, sums, seen), *sums
+        return None, *_backward(grad, q, bias, prefix, slots, sums, seen), *sums
 
 
-def _compute(q: Tensor, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], seen: Seen) -> tuple[Tensor, Tensor]:
+def _compute(
+    q: Tensor, bias: Tensor | None, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], seen: Seen
+) -> tuple[Tensor, Tensor]:
     """The output (B, K, heads, D), and the log-sum-exp of the scores (B, K, heads)."""
     before = [x for x in prefix if x is not None]
-    shared, own = seen.family.find_states(seen.births, 0, seen.slots)
-    return find("beam_attend", q, *before, *slots)(q, before, slots, shared, own, seen.scale)
+    shared, own = seen.family.find_states(seen.births, seen.first, seen.slots)
+    kernel = find("beam_attend", q, *before, *slots)
+    return kernel(q, before, slots, shared, own, seen.sight._replace(bias=bias))
 
 
 def _backward(
-    grad: Tensor, q: Tensor, before: Any, slots: Sequence[Tensor], sums: list[Tensor | None], seen: Seen
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q and of the prefix; those of slots are added to `sums`."""
-    out, lse = _compute(q, before, slots, seen)
-    task, dq, grad = Task(seen.scale), torch.zeros_like(q), grad.contiguous()
+    grad: Tensor, q: Tensor, bias: Tensor | None, before: Any, slots: Sequence[Tensor], sums: Any, seen: Seen
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, of the bias and of the prefix; those of slots are added to `sums`."""
+    out, lse = _compute(q, bias, before, slots, seen)
+    dq, of_bias, grad = torch.zeros_like(q), None if bias is None else torch.zeros_like(bias), grad.contiguous()
     of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
     for part, k, v in _gather(seen, before, slots):
-        lse_ = lse.reshape(part.groups, part.queries, -1)
-        dq_, dk, dv = engine.attend_backward(_group(grad, part), _group(q, part), k, v, _group(out, part), lse_, task)
+        sight, of_kv = part.sight(seen.sight, bias, len(k)), (torch.zeros_like(k), torch.zeros_like(v))
+        grad_, q_, out_, lse_ = map(part.group, (grad, q, out, lse))
+        dq_, of_bias_ = find("past_attend_grad", grad_, q_, k, v)(grad_, q_, k, v, out_, lse_, sight, *of_kv)
         dq += dq_.view_as(q)
+        if of_bias is not None:
+            part.put_bias(of_bias, of_bias_)
         if part.places is None:
-            of_prefix = dk.transpose(0, 1), dv.transpose(0, 1)
+            of_prefix = of_kv
             continue
-        for into, d in zip(sums, [dk + dv] if len(sums) == 1 else [dk, dv], strict=True):
+        for into, d in zip(sums, [of_kv[0] + of_kv[1]] if len(sums) == 1 else of_kv, strict=True):
             if into is not None:
-                into.flatten(0, 2).index_add_(0, part.places.flatten(), d.flatten(0, 1).to(into.dtype))
-    return dq, of_prefix[0], of_prefix[1]
-
-
-def _group(x: Tensor, part: SeenPart) -> Tensor:
-    """(B, K, heads, ...) as (groups, queries, heads, ...)."""
-    return x.reshape(part.groups, part.queries, *x.shape[2:])
+                into[seen.first :].flatten(0, 2).index_add_(0, part.places.flatten(), d.flatten(0, 1).to(into.dtype))
+    return dq, of_bias, *of_prefix
 
 
 def _gather(seen: Seen, prefix: Any, slots: Sequence[Tensor]) -> Iterator[GatheredPart]:
     """What the parts see."""
     for part in seen.split():
         if part.places is None:
-            yield GatheredPart(part, *(x.transpose(0, 1) for x in prefix))
+            yield GatheredPart(part, *prefix)
             continue
         place = part.places.flatten()
         kv = [x.flatten(0, 2).index_select(0, place).unflatten(0, part.places.shape) for x in slots]
@@ -217,25 +266,30 @@ def _gather(seen: Seen, prefix: Any, slots: Sequence[Tensor]) -> Iterator[Gather
 
 
 def _differentiate_whole(
-    q: Tensor, prefix: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, seen: Seen
+    given: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, seen: Seen
 ) -> tuple[Any, ...]:
     """The gradients by autograd of the formula over all slots, as part of the graph where backward is recorded.
 
-    Of q, of the prefix of k and v, and of the slots of each array.
+    Of q, of the bias, of the prefix of k and v, and of the slots of each array.
     """
     recorded = torch.is_grad_enabled()
     slots = [
         ArrayNode.apply(token, None, at.block, None, seen.slots, slice(0, seen.slots))[1]
         if recorded and token is not None
-        else x
-        for at, x, token in zip(seen.live, seen.values(), tokens, strict=True)
+        else at.slots(seen.slots)
+        for at, token in zip(seen.live, tokens, strict=True)
     ]
-    found = differentiate(lambda q, k, v, *slots: _attend_whole(q, (k, v), slots, seen), (q, *prefix, *slots), grad)
-    return *found[:3], found[3:]
+    found = differentiate(lambda q, bias, *kv: _attend_whole(q, bias, kv, seen), (*given, *slots), grad)
+    return *found[:4], found[4:]
 
 
-def _attend_whole(q: Tensor, prefix: Any, slots: Sequence[Tensor], seen: Seen) -> Tensor:
+def _attend_whole(q: Tensor, bias: Tensor | None, kv: Sequence[Tensor], seen: Seen) -> Tensor:
     """The output as the formula says, from keys and values gathered for each hypothesis."""
-    parts = [[x.repeat_interleave(part.queries, 0) for x in kv] for part, *kv in _gather(seen, prefix, slots)]
-    k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
-    return engine.whole(q.reshape(-1, 1, *q.shape[2:]), k, v, Task(seen.scale)).view_as(q)
+    size, slots = seen.family.size, [x[seen.first :] for x in kv[2:]]
+    parts = [
+        [x if part.own else x.repeat_interleave(size, 1) for x in seen_kv]
+        for part, *seen_kv in _gather(seen, kv[:2], slots)
+    ]
+    k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+    each = SeenPart(None, seen.family.rows, size, True, 0)
+    return whole(each.group(q), k, v, each.sight(seen.sight, bias, len(k)))[0].view_as(q)

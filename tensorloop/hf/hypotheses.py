@@ -2,15 +2,12 @@
 
 Keys and values of a hypothesis' own tokens are slots (B, K, heads, D) that are read through its ancestry; those of the
 prompt, and of an encoder, are there for each of the B rows alone. With `attn_implementation="tensorloop"` attention
-reads them where they are. What it cannot do so (a window that has let tokens go, a bias, a softcap, dropout) and any
-other implementation is given keys that were gathered for this step.
+reads them where they are. Any other implementation is given keys that were gathered for this step.
 """
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -21,29 +18,13 @@ from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
 
-# What a padded slot scores: of a finite size, as infinities would meet in the kernel's running maxima.
-_UNSEEN = -1e30
-
 
 class Beams(NamedTuple):
-    """B rows of K hypotheses. Where prompts are `padded`, a key has one number more: what its slot scores."""
+    """B rows of K hypotheses, and the first token of each prompt (B,) that is no padding, None where none is padded."""
 
     rows: int
     size: int
-    padded: bool
-
-
-def mark_padding(prompt: TrainCache, mask: Tensor) -> None:
-    """Lets the slots of a prompt say themselves which are padding. `mask` (B, n) bool."""
-    seen = mask.t()[:, :, None, None]  # (n, B, 1, 1)
-    for layer in prompt.layers:
-        assert isinstance(layer, ArrayLayer)
-        keys, values = (array.stack() for array in layer.arrays)
-        # What a model makes of padding may be anything, and takes no gradient.
-        keys, values = (torch.where(seen, x, torch.zeros_like(x)) for x in (keys, values))
-        mark = torch.where(seen, 0.0, _UNSEEN).to(keys.dtype).expand(*keys.shape[:3], 1)
-        arrays = TensorArray.unstack(torch.cat([keys, mark], -1)), TensorArray.unstack(F.pad(values, (0, 1)))
-        layer.arrays = arrays
+    starts: Tensor | None
 
 
 class HypothesesLayer(ArrayLayer):
@@ -55,10 +36,8 @@ class HypothesesLayer(ArrayLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes in keys and values (B * K, heads, 1, D); gives all that the token sees."""
-        rows, size, padded = self.beams
         for array, x in zip(self.arrays, cast_keys(key_states, value_states), strict=True):
-            own = x.reshape(rows, size, x.shape[1], x.shape[3])
-            array.append(F.pad(own, (0, 1)) if padded else own)
+            array.append(x.reshape(self.beams.rows, self.beams.size, x.shape[1], x.shape[3]))
         self.start = self.first_seen(1)
         if not self.kind.reads_arrays:
             return self.gather()
@@ -66,21 +45,27 @@ class HypothesesLayer(ArrayLayer):
         return handed_by(self, keys), values
 
     def attend(self, asked: Asked) -> Tensor | None:
-        """(B * K, 1, heads, D) of a query (B * K, heads, 1, D); None where keys must be gathered for it."""
-        if self.start or asked.dropout or asked.softcap or asked.bias is not None:
-            return None
-        q = asked.query.reshape(*self.beams[:2], -1, asked.query.shape[-1])
-        scale = asked.scale
-        if not self.beams.padded:
-            out = attention(q, *self.arrays, scale=scale)
-        else:
-            out = attention(F.pad(q, (0, 1), value=1.0), *self.arrays, scale=scale)[..., :-1]
+        """(B * K, 1, heads, D) of a query (B * K, heads, 1, D)."""
+        rows, size, starts = self.beams
+        bias = asked.bias
+        if bias is not None:  # (1 or B * K, heads, 1, n)
+            bias = bias.squeeze(2) if len(bias) == 1 else bias.reshape(rows, size, *bias.shape[1:2], -1)
+        out = attention(
+            asked.query.reshape(rows, size, -1, asked.query.shape[-1]),
+            *self.arrays,
+            scale=asked.scale,
+            starts=None if starts is None else starts[:, None],
+            window=self.window,
+            bias=bias,
+            softcap=asked.softcap,
+            dropout=asked.dropout,
+        )
         return out.flatten(0, 1)[:, None]
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B * K, heads, n, D) of what the token sees, copied for each hypothesis."""
         keys, values = (array[self.start :].flatten(1, 2).permute(1, 2, 0, 3) for array in self.arrays)
-        return (keys[..., :-1], values[..., :-1]) if self.beams.padded else (keys, values)
+        return keys, values
 
 
 class HypothesesCache(TrainCache):

@@ -12,7 +12,7 @@ from tensorloop import beam
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
 from tensorloop._common.keywords import hints
-from tensorloop.hf.hypotheses import Beams, mark_padding, show_cache
+from tensorloop.hf.hypotheses import Beams, show_cache
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
 from tensorloop.loop import Checkpoints
@@ -56,7 +56,7 @@ def beam_search(
     Gradient: of `scores`, `final` and `token_scores`, as teacher forcing of the same tokens has it, to the model.
     Cost: prompts are run once, for B rows, and never copied; a step runs B * beam_size rows. With
     `attn_implementation="tensorloop"` it keeps of attention the queries and its own keys, O(T) in all; other
-    implementations, windows that are full, biases and softcaps gather keys at each step, which is O(T²).
+    implementations are given keys that are gathered at each step, which is O(T²).
     Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than
     positions).
     Sources: transformers' `_beam_search` for what it finds; `tl.beam.beam_search` for how.
@@ -105,8 +105,8 @@ class _Steps:
         self.context: dict[str, Any] = {}
         if self.padded:
             assert prompt.mask is not None
-            mark_padding(own, prompt.mask[:, :-1])
-            self.context |= {"mask": prompt.mask, "last": prompt.mask.sum(1) - 1}
+            last = prompt.mask.sum(1) - 1
+            self.context |= {"mask": prompt.mask, "last": last, "starts": self.before - last}
         if source is not None and cross is not None:
             self.width = source.states.shape[2:]
             self.context["source"] = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
@@ -136,7 +136,7 @@ class _Steps:
     def _run(self, arrays: Any, tokens: Tensor, context: dict[str, Any]) -> Tensor:
         rows, size = tokens.shape
         t = len(arrays[0][0]) - self.before
-        cache = show_cache(arrays, self.kinds, context.get("source", []), Beams(rows, size, self.padded))
+        cache = show_cache(arrays, self.kinds, context.get("source", []), Beams(rows, size, context.get("starts")))
         mask = positions = source = None
         if self.padded:
             mask = F.pad(context["mask"], (0, t), value=True).repeat_interleave(size, 0)

@@ -76,6 +76,6 @@ class Store(Protocol):
         """The same for one slot that is written; whether it was."""
         return False
 
-    def attend(self, q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
-        """Attention of q to what two arrays hold, without a copy of that; else NotImplemented."""
+    def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:
+        """Attention of q to what two arrays hold, as `attention.Rules` say, without a copy; else NotImplemented."""
         return NotImplemented

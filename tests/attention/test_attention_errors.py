@@ -49,9 +49,9 @@ def rows(n: int, *lens: int, heads: int = 2) -> Any:
         (X[0, 0], array(6, 4, 3), array(5, 4, 3), "attention: k has 6 slots, v has 5; each key needs a value"),
         (
             X[0],
-            array(6, 4, 3),
-            array(6, 4, 3),
-            r"the elements of k must be .* got \(4, 3\) for q \(5, 4, 3\)",
+            array(6, 2, 4, 3),
+            array(6, 2, 4, 3),
+            r"the elements of k must be .* got \(2, 4, 3\) for q \(5, 4, 3\)",
         ),
         (X[0, 0, 0], array(6, 4, 3), array(6, 4, 3), r"attention: q must be \(\*batch, heads, D\)"),
     ],
@@ -195,3 +195,43 @@ def test_ordinary_sizes_are_not_taken_for_another_layout():
 def test_a_mask_for_the_other_layout():
     with pytest.raises(ValueError, match=r"there are 4 and 4; they are \(B, T, heads, D\): transpose\(1, 2\) what is"):
         attention(*(X.transpose(1, 2),) * 3, block_mask=mask())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"starts": [0, 1]}, TypeError, r"starts must be a tensor of integers, got list \[0, 1\]"),
+        ({"starts": torch.zeros(2)}, TypeError, "starts must be a tensor of integers, got a tensor of shape"),
+        ({"starts": torch.zeros(3).long()}, ValueError, r"starts must fit the batch dims of q, \(2,\), got \(3,\)"),
+        ({"starts": torch.zeros(2).long().to("meta")}, ValueError, "starts is on meta, q is on cpu; move it with"),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0; 1 is the query's own slot"),
+        ({"window": 2.0}, TypeError, "window must be an int"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor of floats, got float 1.0"),
+        ({"bias": torch.ones(5).bool()}, TypeError, "bias must be a tensor of floats"),
+        ({"bias": torch.zeros(4)}, ValueError, r"bias must fit \(\*batch, heads, n\), here \(2, 4, 5\), got \(4,\)"),
+        ({"bias": torch.zeros(5, device="meta")}, ValueError, "bias is on meta, q is on cpu; move it with"),
+        ({"softcap": -1.0}, ValueError, "softcap must be above 0, got -1.0; None leaves scores as they are"),
+        ({"softcap": "2"}, TypeError, "softcap must be a number or None, got str '2'"),
+        ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": None}, TypeError, "dropout must be a number"),
+    ],
+)
+def test_rules_that_are_none(given: dict[str, Any], error: type[Exception], message: str):
+    keys = array(5, 2, 4, 3)
+    with pytest.raises(error, match=f"attention: {message}"):
+        attention(torch.randn(2, 4, 3), keys, keys, **given)
+    assert len(keys) == 5
+
+
+def test_rules_are_for_arrays():
+    for given in ({"starts": torch.zeros(2).long()}, {"window": 2}, {"bias": X}, {"softcap": 1.0}, {"dropout": 0.1}):
+        for x in (X, rows(5, 5)):
+            with pytest.raises(ValueError, match=r"attention: starts=, window=, .* are for TensorArrays k and v"):
+                attention(x, x, x, **given)  # pyright: ignore
+
+
+def test_more_tokens_than_slots():
+    with pytest.raises(ValueError, match="q has 6 tokens, whose own slots are the last, but k has 5 slots"):
+        attention(torch.randn(2, 6, 4, 3), array(5, 2, 4, 3), array(5, 2, 4, 3))
+    with pytest.raises(ValueError, match=r"bias must fit \(\*batch, heads, t, n\), here \(2, 4, 3, 5\), got \(2, 5\)"):
+        attention(torch.randn(2, 3, 4, 3), array(5, 2, 4, 3), array(5, 2, 4, 3), bias=torch.zeros(2, 5))

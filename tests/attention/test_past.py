@@ -14,6 +14,7 @@ from tensorloop.kernels.cpu import past as cpu
 from tensorloop.kernels.eager import past as eager
 from tensorloop.kernels.past import kept, visible, whole
 
+INF = float("inf")
 SIZES = [
     *((2, 1, 4, 4, 8, 7), (2, 3, 4, 2, 8, 7), (3, 1, 4, 1, 5, 9)),
     *((1, 1, 1, 1, 1, 1), (2, 2, 6, 3, 3, 70), (0, 1, 2, 1, 3, 2)),
@@ -28,6 +29,9 @@ SIGHTS: dict[str, Callable[[int, int, int, int], dict[str, Any]]] = {
     "bias": lambda B, t, H, n: {"bias": torch.randn(1, H, t, n)},
     "bias by row": lambda B, t, H, n: {"bias": torch.randn(B, H, t, n), "softcap": 2.0, "first": torch.arange(B)},
     "dropout": lambda B, t, H, n: {"dropout": 0.3, "seed": (1 << 61) + 12345},
+    "window": lambda B, t, H, n: {"window": 3, "first": torch.arange(B)},
+    "window, all": lambda B, t, H, n: {"window": 2, "causal": False},
+    "a bias that hides": lambda B, t, H, n: {"bias": torch.randn(B, H, 1, n).masked_fill(torch.rand(n) < 0.5, -INF)},
 }
 
 

@@ -12,6 +12,7 @@ from tensorloop.kernels.cpu import attend, beam
 from tensorloop.kernels.cpu import threads as _threads
 from tensorloop.kernels.eager import attend as eager_attend
 from tensorloop.kernels.eager import beam as eager_beam
+from tensorloop.kernels.past import Sight, whole
 
 MODULES = {"cpu": beam, "eager": eager_beam}
 INF = float("inf")
@@ -210,10 +211,10 @@ def attention_inputs(heads: int, heads_kv: int, width: int, before: int, shared:
     prefix = [torch.randn(before, rows, heads_kv, width, generator=generator) for _ in range(2 * bool(before))]
     slots = [torch.randn(shared + own, rows, size, heads_kv, width, generator=generator) for _ in range(2)]
     table = torch.randint(size, (shared + own, rows, size), generator=generator).to(torch.uint8)
-    return [q, prefix, slots if shared + own else [], table[:shared, :, 0], table[shared:], 0.7]
+    return [q, prefix, slots if shared + own else [], table[:shared, :, 0], table[shared:], Sight(0.7, causal=False)]
 
 
-def attended(q: Tensor, prefix: list[Tensor], slots: list[Tensor], shared: Tensor, own: Tensor, scale: float) -> Any:
+def attended(q: Tensor, prefix: list[Tensor], slots: list[Tensor], shared: Tensor, own: Tensor, sight: Sight) -> Any:
     """Hypothesis by hypothesis and head by head, in float64."""
     out, lse = torch.zeros_like(q).double(), torch.zeros(q.shape[:-1]).double()
     for b, k, h in itertools.product(*map(range, q.shape[:-1])):
@@ -224,7 +225,7 @@ def attended(q: Tensor, prefix: list[Tensor], slots: list[Tensor], shared: Tenso
             + [slots[i][len(shared) + j, b, int(state[b, k]), head] for j, state in enumerate(own)]
             for i in (0, -1)
         )
-        scores = scale * torch.stack(k_seen).double() @ q[b, k, h].double()
+        scores = sight.scale * torch.stack(k_seen).double() @ q[b, k, h].double()
         out[b, k, h], lse[b, k, h] = scores.softmax(0) @ torch.stack(v_seen).double(), scores.logsumexp(0)
     return out, lse
 
@@ -246,11 +247,49 @@ def test_attention(module: str, sizes: tuple[int, ...]):
 
 @pytest.mark.parametrize("module", ATTEND)
 def test_attention_to_one_array_and_in_any_layout(module: str):
-    q, prefix, slots, shared, own, scale = attention_inputs(2, 2, 8, 3, 4, 2)
-    expected = ATTEND[module](q, [prefix[0]] * 2, [slots[0]] * 2, shared, own, scale)
+    q, prefix, slots, shared, own, sight = attention_inputs(2, 2, 8, 3, 4, 2)
+    expected = ATTEND[module](q, [prefix[0]] * 2, [slots[0]] * 2, shared, own, sight)
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, prefix[0], slots[0], shared, own)]
-    got = ATTEND[module](turned[0], [turned[1]], [turned[2]], turned[3], turned[4], scale)
+    got = ATTEND[module](turned[0], [turned[1]], [turned[2]], turned[3], turned[4], sight)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+SIGHTS: dict[str, Any] = {
+    "first": {"first": torch.tensor([0, 2, 130])},
+    "nothing": {"first": torch.tensor([1000, 3, 1000])},
+    "softcap": {"softcap": 1.5},
+    "bias": {"bias": lambda n: torch.randn(1, 4, 1, n)},
+    "bias of rows": {"bias": lambda n: torch.randn(3, 4, 4, n).index_fill(3, torch.arange(0, n, 3), -INF)},
+    "a bias that hides": {"bias": lambda n: torch.full((1, 4, 1, n), -INF)},
+    "dropout": {"dropout": 0.4, "seed": 1 << 61, "first": torch.tensor([1, 0, 2])},
+}
+
+
+@pytest.mark.parametrize("rule", SIGHTS)
+@pytest.mark.parametrize("sizes", [(4, 2, 5, 3, 0, 2), (4, 4, 8, 0, 5, 3), (4, 1, 17, 80, 70, 66), (4, 2, 3, 9, 2, 0)])
+def test_attention_by_rules_is_that_of_gathered_slots(sizes: tuple[int, ...], rule: str):
+    torch.manual_seed(0)
+    q, prefix, slots, shared, own, sight = attention_inputs(*sizes)
+    count = sum(sizes[3:])
+    given: dict[str, Any] = {name: x(count) if callable(x) else x for name, x in SIGHTS[rule].items()}
+    sight = sight._replace(**given)
+    found = [f(q, prefix, slots, shared, own, sight) for f in ATTEND.values()]
+    seen = [[], []]
+    for i in (0, 1):  # (n, B, K, heads_kv, D)
+        seen[i] = [x[:, None].expand(-1, q.shape[1], -1, -1) for x in (prefix[i] if prefix else [])]
+        states = [*shared[:, :, None].expand(-1, -1, q.shape[1]), *own]
+        for state, slot in zip(states, slots[i] if slots else [], strict=True):
+            seen[i].append(slot.gather(1, state.long()[..., None, None].expand(slot.shape)))
+    keys, values = (torch.stack(x).flatten(1, 2).double() for x in seen)
+    each: dict[str, Any] = {"causal": False, **given}
+    if "first" in given:
+        each["first"] = given["first"].repeat_interleave(q.shape[1])
+    if "bias" in given:
+        each["bias"] = given["bias"].expand(len(q), -1, q.shape[1], -1).transpose(1, 2).flatten(0, 1)[:, :, None]
+    out, lse = whole(q.double().flatten(0, 1)[:, None], keys, values, Sight(0.7, **each))
+    for got in found:
+        torch.testing.assert_close(got[0].double(), out.view(q.shape), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(got[1].double(), lse.view(q.shape[:3]), rtol=2e-5, atol=2e-5)
 
 
 def test_attention_in_threads(monkeypatch: pytest.MonkeyPatch):

@@ -62,9 +62,8 @@ DOORS = {
     "tensor_array.store": {"beam", "loop"},
     "loop.for_rooms": {"beam"},
     "attention.engine": {"beam"},
-    "attention.strips": {"beam"},
     "kernels.moves": {"regroup"},
-    "kernels.past": {"attention"},
+    "kernels.past": {"attention", "beam"},
     # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
     "kernels.cpu.graphs": {"ordering"},
     "kernels.cpu.slabs": {"ordering"},
@@ -102,7 +101,7 @@ INNER_DOORS = {
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "page", "picture")),
     *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),
-    *(f"kernels.eager.{name}" for name in ("beam", "edits", "segments", "slots")),
+    *(f"kernels.eager.{name}" for name in ("beam", "edits", "past", "segments", "slots")),
 }
 # What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
 LATE_DOORS = {

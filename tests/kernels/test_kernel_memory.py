@@ -69,7 +69,14 @@ def _pool(rows: int) -> tuple[Any, ...]:
 
 def _attend(rows: int) -> tuple[Any, ...]:
     q, prefix, slots = torch.randn(rows, 3, 4, 2), torch.randn(2, 5, rows, 2, 2), torch.randn(2, 6, rows, 3, 2, 2)
-    return q, list(prefix), list(slots), torch.ones(2, rows).long(), torch.full((4, rows, 3), 2), 0.5
+    return (
+        q,
+        list(prefix),
+        list(slots),
+        torch.ones(2, rows).long(),
+        torch.full((4, rows, 3), 2),
+        Sight(0.5, causal=False),
+    )
 
 
 def _past(rows: int, *, reverse: bool = False) -> tuple[Any, ...]:

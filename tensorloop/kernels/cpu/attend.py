@@ -16,9 +16,11 @@ from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
+from tensorloop.kernels.cpu.past import Laid, bend, keep
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import address, lay_out
+from tensorloop.kernels.past import Sight
 
 BLOCK = 64  # slots
 FEW = 4  # slots that are added up at once; divides BLOCK
@@ -26,21 +28,23 @@ LINE = 16  # float32s in a cache line
 
 
 def beam_attend(
-    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, scale: float
+    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of the scores."""
-    rows, size, heads, width = q.shape
+    rows, size, _, width = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
     q, shared, own = map(lay_out, (q, shared, own))
     before, grown = ([lay_out(x) for x in kv] for kv in (prefix, slots))
     counts = (len(before[0]) if before else 0, len(shared), len(own))
     heads_kv = (before or grown)[0].shape[-2]
+    laid = Laid(q, sum(counts), heads_kv, sight)
     args = (
-        *map(address, (q, out, lse, shared, own)), *_addresses(before), *_addresses(grown),
-        *counts, rows, size, heads, heads_kv, width, np.float32(scale), LIKE[own.dtype],
+        *map(address, (q, out, lse, shared, own)), *_addresses(before), *_addresses(grown), *counts, *laid.args,
+        LIKE[own.dtype],
     )  # fmt: skip
     seen = counts[0] + counts[1] + size * counts[2]
-    share(_attend, rows, 8 * rows * seen * heads_kv * width, args, (q, out, lse, shared, own, *before, *grown))
+    held = (q, out, lse, shared, own, *before, *grown, *laid.tensors)
+    share(_attend, rows, 8 * rows * seen * heads_kv * width, args, held)
     return out, lse
 
 
@@ -52,8 +56,9 @@ def _addresses(kv: Sequence[Tensor]) -> tuple[int, int]:
 @summing
 def _attend(
     begin: int, end: int, q: int, out: int, lse: int, shared: int, own: int, k_before: int, v_before: int,
-    k: int, v: int, n_before: int, n_shared: int, n_own: int, rows: int, size: int, heads: int, heads_kv: int,
-    width: int, scale: Any, like: Any,
+    k: int, v: int, n_before: int, n_shared: int, n_own: int, first: int, seen: int, bias: int, each_bias: int,
+    rows: int, size: int, heads: int, heads_kv: int, width: int, length: int, slots: int, scale: Any, cap: Any,
+    drop: int, grown: Any, seed: int, causal: bool, window: int, like: Any,
 ) -> None:  # fmt: skip
     each, slot, group = heads * width, heads_kv * width, heads // heads_kv
     state, states = pointer(shared, like), pointer(own, like)
@@ -66,30 +71,42 @@ def _attend(
         for i in range(result_size):
             result[i] = 0
         top[:], total[:] = -np.inf, 0
-        for start in range(0, n_before, BLOCK):
+        low = max(pointer(first, np.int64(0))[b], 0) if first else 0
+        added, mark = bias + 4 * each_bias * b, b * size * heads * slots + seed
+        for start in range(low, n_before, BLOCK):
             count = min(BLOCK, n_before - start)
             for j in range(count):
                 at[j] = ((start + j) * rows + b) * slot
-            _block(q_b, out_b, k_before, v_before, top, total, at, count, scores, size, heads, group, width, scale)
-        for start in range(0, n_shared, BLOCK):
+            _block(
+                q_b, out_b, k_before, v_before, top, total, at, count, scores, size, heads, group, width, scale, cap,
+                added + 4 * start if bias else 0, size * length, length, mark + start, slots, drop, grown,
+            )  # fmt: skip
+        for start in range(max(low - n_before, 0), n_shared, BLOCK):
             count = min(BLOCK, n_shared - start)
             for j in range(count):
                 t = start + j
                 at[j] = ((t * rows + b) * size + state[t * rows + b]) * slot
                 _expect(k + 4 * at[j], slot)
                 _expect(v + 4 * at[j], slot)
-            _block(q_b, out_b, k, v, top, total, at, count, scores, size, heads, group, width, scale)
-        for start in range(0, n_own, BLOCK):
-            count = min(BLOCK, n_own - start)
+            place = n_before + start
+            _block(
+                q_b, out_b, k, v, top, total, at, count, scores, size, heads, group, width, scale, cap,
+                added + 4 * place if bias else 0, size * length, length, mark + place, slots, drop, grown,
+            )  # fmt: skip
+        for start in range(max(low - n_before - n_shared, 0), n_own, BLOCK):
+            count, place = min(BLOCK, n_own - start), n_before + n_shared + start
             for i in range(size):
                 for j in range(count):
                     t = start + j
                     at[j] = (((n_shared + t) * rows + b) * size + states[(t * rows + b) * size + i]) * slot
                 _block(
                     q_b + 4 * i * each, out_b + 4 * i * each, k, v, top[i * heads :], total[i * heads :], at, count,
-                    scores, 1, heads, group, width, scale,
+                    scores, 1, heads, group, width, scale, cap, added + 4 * (i * length + place) if bias else 0,
+                    size * length, length, mark + i * heads * slots + place, slots, drop, grown,
                 )  # fmt: skip
         for o in range(size * heads):
+            if total[o] == 0:  # it sees nothing
+                top[o], total[o] = 0, 1
             log[o] = top[o] + np.float32(math.log(total[o]))
             for d in range(width):
                 result[o * width + d] /= total[o]
@@ -98,9 +115,13 @@ def _attend(
 @summing
 def _block(
     q: int, out: int, k: int, v: int, top: Any, total: Any, at: Any, count: int, scores: Any,
-    size: int, heads: int, group: int, width: int, scale: Any,
+    size: int, heads: int, group: int, width: int, scale: Any, cap: Any, bias: int, by_head: int, by_query: int,
+    mark: int, slots: int, drop: int, grown: Any,
 ) -> None:  # fmt: skip
-    """Adds what `size` hypotheses see at `count` places to their outputs, before division by the totals."""
+    """Adds what `size` hypotheses see at `count` places to their outputs, before division by the totals.
+
+    `bias` and `mark`, of which weights are dropped by a hash, are those of the first head, hypothesis and place.
+    """
     full = (count + FEW - 1) // FEW * FEW
     for j in range(count, full):
         at[j] = at[count - 1]
@@ -109,13 +130,21 @@ def _block(
         for i in range(size):
             o = i * heads + h
             _scores(_floats(q + 4 * o * width), k + 4 * first, at, full, width, scale, scores)
+            bend(scores, scores, 0, count, cap, False)
+            if bias:
+                more = _floats(bias + 4 * (h * by_head + i * by_query))
+                for j in range(count):
+                    scores[j] += more[j]
             best = top[o]
             for j in range(count):
                 best = max(best, scores[j])
-            kept, added = exp(top[o] - best), np.float32(0)
+            base = best if best > -np.inf else np.float32(0)
+            kept, added = exp(top[o] - base), np.float32(0)
             for j in range(count):
-                scores[j] = exp(scores[j] - best)
+                scores[j] = exp(scores[j] - base)
                 added += scores[j]
+            if drop:
+                keep(scores, scores, 0, count, mark + (i * heads + h) * slots, drop, grown)
             for j in range(count, full):
                 scores[j] = 0
             top[o], total[o] = best, total[o] * kept + added

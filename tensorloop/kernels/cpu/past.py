@@ -15,6 +15,7 @@ from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import pointer
 from tensorloop.kernels.cpu.threads import share
+from tensorloop.kernels.eager import past as eager
 from tensorloop.kernels.memory import address, lay_out
 from tensorloop.kernels.past import Sight
 
@@ -24,9 +25,11 @@ FEW = 4  # slots that are read at once; divides BLOCK
 
 def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of the scores."""
+    if k.shape[-1] != v.shape[-1]:
+        return eager.past_attend(q, k, v, sight)
     q, k, v = map(lay_out, (q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-    ours = _Sight(q, k, sight)
+    ours = Laid(q, len(k), k.shape[2], sight)
     args = (*map(address, (q, k, v, out, lse)), *ours.args)
     share(_attend, ours.rows * ours.new, ours.size, args, (q, k, v, out, lse, *ours.tensors))
     return out, lse
@@ -36,8 +39,10 @@ def past_attend_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, of_k: Tensor, of_v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v`."""
+    if k.shape[-1] != v.shape[-1]:
+        return eager.past_attend_grad(grad, q, k, v, out, lse, sight, of_k, of_v)
     grad, q, k, v, out, lse = map(lay_out, (grad, q, k, v, out, lse))
-    dq, ours = torch.empty_like(q), _Sight(q, k, sight)
+    dq, ours = torch.empty_like(q), Laid(q, len(k), k.shape[2], sight)
     (rows, new, heads, _), length = q.shape, len(k)
     of_bias = None if sight.bias is None else q.new_zeros(rows, heads, new, length)
     bias = 0 if of_bias is None else address(of_bias)
@@ -54,11 +59,11 @@ def past_attend_grad(
     return dq, of_bias
 
 
-class _Sight:
-    """A `Sight` as the kernels get it: addresses, 0 for what there is not, and numbers."""
+class Laid:
+    """A `Sight` of queries (B, t, heads, D) as kernels get it: addresses, 0 for what there is not, and numbers."""
 
-    def __init__(self, q: Tensor, k: Tensor, sight: Sight) -> None:
-        (rows, new, heads, width), (length, _, heads_kv, _) = q.shape, k.shape
+    def __init__(self, q: Tensor, length: int, heads_kv: int, sight: Sight) -> None:
+        rows, new, heads, width = q.shape
         first, seen, bias = sight.first, sight.seen, sight.bias
         first = None if first is None else lay_out(first.long())
         seen = None if seen is None else lay_out(seen.expand(rows, new, length).view(torch.uint8))
@@ -68,18 +73,19 @@ class _Sight:
         self.rows, self.new = rows, new
         self.size = 8 * new * length * rows * heads * width
         places = (0 if x is None else address(x) for x in (first, seen, bias))
-        drop = int(sight.dropout * (1 << 24))
+        drop, slots = int(sight.dropout * (1 << 24)), length if sight.slots is None else sight.slots
         self.args = (
-            *places, each, rows, new, heads, heads_kv, width, length, np.float32(sight.scale),
+            *places, each, rows, new, heads, heads_kv, width, length, slots, np.float32(sight.scale),
             np.float32(sight.softcap), drop, np.float32(1 / (1 - sight.dropout)), sight.seed, sight.causal,
+            sight.window,
         )  # fmt: skip
 
 
 @summing
 def _attend(
     begin: int, end: int, q: int, k: int, v: int, out: int, lse: int, first: int, seen: int, bias: int, each: int,
-    rows: int, new: int, heads: int, heads_kv: int, width: int, length: int, scale: Any, cap: Any, drop: int,
-    grown: Any, seed: int, causal: bool,
+    rows: int, new: int, heads: int, heads_kv: int, width: int, length: int, slots: int, scale: Any, cap: Any,
+    drop: int, grown: Any, seed: int, causal: bool, window: int,
 ) -> None:  # fmt: skip
     group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
     table = np.empty((heads, length + FEW), np.float32)
@@ -88,6 +94,7 @@ def _attend(
         k_b, v_b = k + 4 * b * slot, v + 4 * b * slot
         high = length - new + i + 1 if causal else length
         low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
+        low = min(max(low, length - new + i + 1 - window), high) if window else low
         q_i, out_i, log = q + 4 * task * heads * width, out + 4 * task * heads * width, _floats(lse + 4 * task * heads)
         for start in range(low, high, BLOCK):  # all heads of a slot stand together
             stop = min(start + BLOCK, high)
@@ -96,7 +103,7 @@ def _attend(
                 _score(_floats(q_i + 4 * h * width), k_b + at, step, start, stop, width, scale, table[h])
         for h in range(heads):
             scores = table[h]
-            _bend(scores, scores, low, high, cap, False)
+            bend(scores, scores, low, high, cap, False)
             _shift(scores, low, high, bias, each * b + (h * new + i) * length, seen, task * length)
             best = np.float32(-np.inf)
             for j in range(low, high):
@@ -115,7 +122,7 @@ def _attend(
             for j in range(low, high):
                 scores[j] /= total
             if drop:
-                _keep(scores, scores, low, high, ((b * heads + h) * new + i) * length + seed, drop, grown)
+                keep(scores, scores, low, high, (task * heads + h) * slots + seed, drop, grown)
             result = _floats(out_i + 4 * h * width)
             for d in range(width):
                 result[d] = 0
@@ -129,7 +136,8 @@ def _attend(
 def _reverse(
     begin: int, end: int, grad: int, q: int, k: int, v: int, out: int, lse: int, of_q: int, of_k: int, of_v: int,
     of_bias: int, first: int, seen: int, bias: int, each: int, rows: int, new: int, heads: int, heads_kv: int,
-    width: int, length: int, scale: Any, cap: Any, drop: int, grown: Any, seed: int, causal: bool,
+    width: int, length: int, slots: int, scale: Any, cap: Any, drop: int, grown: Any, seed: int, causal: bool,
+    window: int,
 ) -> None:  # fmt: skip
     group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
     size = (heads, length + FEW)
@@ -138,6 +146,7 @@ def _reverse(
         b, i = task // new, task % new
         high = length - new + i + 1 if causal else length
         low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
+        low = min(max(low, length - new + i + 1 - window), high) if window else low
         row, at_b = 4 * task * heads * width, 4 * b * slot
         log = _floats(lse + 4 * task * heads)
         for start in range(low, high, BLOCK):
@@ -147,29 +156,28 @@ def _reverse(
                 _score(_floats(q + row + 4 * h * width), k + at, step, start, stop, width, scale, weights[h])
                 _score(_floats(grad + row + 4 * h * width), v + at, step, start, stop, width, np.float32(1), slopes[h])
         for h in range(heads):
-            weight, slope, bend = weights[h], slopes[h], bends[h]
+            weight, slope, turn = weights[h], slopes[h], bends[h]
             coming, mixed = _floats(grad + row + 4 * h * width), _floats(out + row + 4 * h * width)
             found, delta = _floats(of_q + row + 4 * h * width), np.float32(0)
             for d in range(width):
                 found[d] = 0
                 delta += coming[d] * mixed[d]
-            _bend(weight, bend, low, high, cap, True)
+            bend(weight, turn, low, high, cap, True)
             _shift(weight, low, high, bias, each * b + (h * new + i) * length, seen, task * length)
             for j in range(low, high):
                 weight[j] = exp(min(weight[j] - log[h], np.float32(0)))
             if drop:
-                place = ((b * heads + h) * new + i) * length + seed
-                _keep(slope, slope, low, high, place, drop, grown)
+                keep(slope, slope, low, high, (task * heads + h) * slots + seed, drop, grown)
             for j in range(low, high):
                 slope[j] = weight[j] * (slope[j] - delta)
             if drop:
-                _keep(weight, weight, low, high, ((b * heads + h) * new + i) * length + seed, drop, grown)
+                keep(weight, weight, low, high, (task * heads + h) * slots + seed, drop, grown)
             if of_bias:
                 into = _floats(of_bias + 4 * ((b * heads + h) * new + i) * length)
                 for j in range(low, high):
                     into[j] = slope[j]
             for j in range(low, high):
-                slope[j] *= bend[j] * scale
+                slope[j] *= turn[j] * scale
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
             for h in range(heads):
@@ -187,7 +195,7 @@ def _reverse(
 
 
 @inlined
-def _bend(scores: Any, slopes: Any, low: Any, high: Any, cap: Any, sloped: Any) -> None:
+def bend(scores: Any, slopes: Any, low: Any, high: Any, cap: Any, sloped: Any) -> None:
     """scores = cap * tanh(scores / cap), and where wanted its slopes."""
     if cap > 0:
         for j in range(low, high):
@@ -252,7 +260,7 @@ def _mix(out: Any, v: Any, step: Any, low: Any, high: Any, width: Any, weights: 
 
 
 @inlined
-def _keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, grown: Any) -> None:
+def keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, grown: Any) -> None:
     """Drops weights by a hash of their places (the finaliser of MurmurHash3, by A. Appleby), and grows the rest."""
     for j in range(low, high):
         x = np.uint64(place + j)

@@ -5,15 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tensorloop.kernels.past import Sight, weigh
+
 
 def beam_attend(
-    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, scale: float
+    q: Tensor, prefix: Sequence[Tensor], slots: Sequence[Tensor], shared: Tensor, own: Tensor, sight: Sight
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, K, heads, D) to what each hypothesis sees: the output, and the log-sum-exp of its scores.
 
     `prefix`: keys and values (P, B, heads_kv, D) that all of a row see. `slots`: keys and values (c + m, B, K,
     heads_kv, D), of which hypothesis k of row b sees those of shared[j, b] in the first c, then those of own[j, b, k].
-    Either may be empty, or one tensor that is both. Sums are float32 at least.
+    Either may be empty, or one tensor that is both. `sight`: of K queries, not causal; its slots are those of the
+    prefix, then the others. What sees nothing gets 0, with a log-sum-exp of 0. Sums are float32 at least.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     common, single = _seen(prefix, slots, shared, own, wide)
@@ -22,12 +25,11 @@ def beam_attend(
         torch.einsum("bkhgd,sbhd->bkhgs", queries, common[0]),
         torch.einsum("bkhgd,sbkhd->bkhgs", queries, single[0]),
     ]
-    scores = torch.cat(parts, -1).mul_(scale)
-    lse = scores.logsumexp(-1, keepdim=True)
-    weights = scores.sub_(lse).exp_().split([x.shape[-1] for x in parts], -1)
+    weights, lse = weigh(torch.cat(parts, -1).flatten(2, 3).transpose(1, 2), sight)
+    weights = weights.transpose(1, 2).unflatten(2, queries.shape[2:4]).split([x.shape[-1] for x in parts], -1)
     out = torch.einsum("bkhgs,sbhd->bkhgd", weights[0], common[1])
     out = out + torch.einsum("bkhgs,sbkhd->bkhgd", weights[1], single[1])
-    return out.flatten(2, 3).to(q.dtype), lse[..., 0].flatten(2, 3)
+    return out.flatten(2, 3).to(q.dtype), lse.transpose(1, 2)
 
 
 def _seen(

@@ -11,8 +11,7 @@ def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, 
 
     A query that sees nothing gets 0, with a log-sum-exp of 0. Sums are float32 at least.
     """
-    out, lse = whole(q, k, v, sight)
-    return out, lse
+    return whole(q, k, v, sight)
 
 
 def past_attend_grad(
@@ -26,7 +25,8 @@ def past_attend_grad(
     delta = (grad.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)[..., None]
     scores, bend = bent(torch.einsum("bthgd,sbhd->bhgts", queries, keys).flatten(1, 2), sight)
     log = lse.to(wide).transpose(1, 2)[..., None]
-    weights = torch.where(visible(rows, new, length, sight, q.device)[:, None], (scores - log).clamp(max=0).exp(), 0)
+    seen = visible(rows, new, length, sight, q.device)[:, None]
+    weights = torch.where(seen & (scores > float("-inf")), (scores - log).clamp(max=0).exp(), 0)
     if sight.dropout:
         factors = kept(rows, heads, new, length, sight).to(q.device, wide)
         slopes, weights = weights * (slopes * factors - delta), weights * factors

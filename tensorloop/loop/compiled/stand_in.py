@@ -123,14 +123,16 @@ class StandIn(Store):
         twin._become(self._known().detach())
         return twin
 
-    def attend(self, q: Tensor, keys: Any, values: Any, scale: float | None) -> Any:
-        """Attention as the formula says."""
+    def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:
+        """Attention to all slots as the formula says."""
+        if not rules.plain:
+            return NotImplemented
         stores = [store_of(x) for x in (keys, values)]
         if not all(isinstance(x, StandIn) for x in stores) or not _fit(q, *(x.values for x in stores)):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
             return NotImplemented
         k, v = (x.whole() for x in stores)  # pyright: ignore[reportOptionalMemberAccess]
         group = q.shape[-2] // k.shape[-2]
-        q = q.unflatten(-2, (k.shape[-2], group)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        q = q.unflatten(-2, (k.shape[-2], group)) * rules.scale
         weights = torch.softmax(torch.einsum("...d,n...d->...n", q, k.unsqueeze(-2)), -1)
         return torch.einsum("...n,n...d->...d", weights, v.unsqueeze(-2)).flatten(-3, -2)
 
