@@ -30,7 +30,8 @@ class Rules(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether every slot is seen as it is."""
-        return self == Rules(self.scale)
+        ruled = self.causal or self.window or self.softcap or self.dropout
+        return not ruled and self.starts is None and self.bias is None
 
     def start(self, length: int, new: int = 1) -> int:
         """The first slot that one of `new` queries sees."""

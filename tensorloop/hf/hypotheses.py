@@ -7,6 +7,7 @@ reads them where they are. Any other implementation is given keys that were gath
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -25,6 +26,16 @@ class Beams(NamedTuple):
     rows: int
     size: int
     starts: Tensor | None
+
+
+def clear_padding(prompt: TrainCache, mask: Tensor) -> None:
+    """Writes zeros to slots of padding, `mask` (B, n) False: what a model makes of it may be anything, NaN too."""
+    seen = mask.t()[:, :, None, None]  # (n, B, 1, 1)
+    for layer in prompt.layers:
+        assert isinstance(layer, ArrayLayer)
+        keys, values = (array.stack() for array in layer.arrays)
+        keys, values = (TensorArray.unstack(torch.where(seen, x, torch.zeros_like(x))) for x in (keys, values))
+        layer.arrays = keys, values
 
 
 class HypothesesLayer(ArrayLayer):

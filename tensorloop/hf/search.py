@@ -12,7 +12,7 @@ from tensorloop import beam
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
 from tensorloop._common.keywords import hints
-from tensorloop.hf.hypotheses import Beams, show_cache
+from tensorloop.hf.hypotheses import Beams, clear_padding, show_cache
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
 from tensorloop.loop import Checkpoints
@@ -105,6 +105,7 @@ class _Steps:
         self.context: dict[str, Any] = {}
         if self.padded:
             assert prompt.mask is not None
+            clear_padding(own, prompt.mask[:, :-1])
             last = prompt.mask.sum(1) - 1
             self.context |= {"mask": prompt.mask, "last": last, "starts": self.before - last}
         if source is not None and cross is not None:

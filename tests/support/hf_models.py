@@ -19,7 +19,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_FEW: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 4}
+FEW: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 4}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2,
@@ -28,9 +28,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_SIZES),
     "grouped": lambda: transformers.LlamaConfig(**_SIZES, num_key_value_heads=2),
     "qwen2": lambda: transformers.Qwen2Config(**_SIZES, num_key_value_heads=2),
-    "qwen3": lambda: transformers.Qwen3Config(**_FEW),
-    "mistral": lambda: transformers.MistralConfig(**_FEW, sliding_window=4),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**_FEW, sliding_window=4, query_pre_attn_scalar=4),
+    "qwen3": lambda: transformers.Qwen3Config(**FEW),
+    "mistral": lambda: transformers.MistralConfig(**FEW, sliding_window=4),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**FEW, sliding_window=4, query_pre_attn_scalar=4),
 }  # fmt: skip
 PAIRS: dict[str, Callable[[], Any]] = {
     "t5": lambda: transformers.T5Config(

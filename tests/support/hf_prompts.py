@@ -6,17 +6,23 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.support.hf_models import CONFIGS, PAIRS, VOCABULARY
+from tests.support.hf_models import CONFIGS, FEW, PAIRS, VOCABULARY
 
-KINDS = ["gpt2", "grouped", "gemma3", "t5", "bart"]
+KINDS = ["gpt2", "grouped", "gemma2", "gemma3", "t5", "bart"]
 ENDS = [2, 5, 11, 17, 23, *range(6, 11), *range(18, 23), *range(32, 41)]
+# with a softcap, for which transformers has no sdpa
+_CAPPED: dict[str, Any] = {
+    "gemma2": lambda: transformers.Gemma2Config(
+        **FEW, sliding_window=4, query_pre_attn_scalar=4, attn_logit_softcapping=2.0
+    )
+}
 _STARTS: dict[str, Any] = {"decoder_start_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def build(kind: str, attention: str = "tensorloop", **more: Any) -> Any:
     """A model in evaluation mode, with the same weights at every call: some continuations are far likelier."""
     torch.manual_seed(1)
-    config = (CONFIGS | PAIRS)[kind]()
+    config = (CONFIGS | PAIRS | _CAPPED)[kind]()
     if config.is_encoder_decoder:
         config.update(_STARTS | ({"forced_eos_token_id": None} if kind == "bart" else {}))
     config.update(more)
