@@ -103,6 +103,8 @@ def _common(n: fx.Node, tensors: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype to cast all to, where a tensor without dims, which yields to those with dims, would get one."""
     if len(tensors) < 2 or all(x.dim() for x in tensors) or len({x.dtype for x in tensors}) == 1:
         return None
+    if n.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):  # it gives the dtype of its first in any case
+        return None
     tensors = tensors[1:] if _is_where(n) else tensors
     found = tensors[0].dtype if len(tensors) == 1 else torch.result_type(tensors[0], tensors[1])
     for x in tensors[2:]:

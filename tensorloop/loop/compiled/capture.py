@@ -14,6 +14,7 @@ from tensorloop._torch.fake import fakes_like
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
 from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
+from tensorloop.loop.compiled.lengths import Again
 from tensorloop.loop.compiled.operations import aten
 from tensorloop.loop.compiled.simplify import simplified
 
@@ -47,7 +48,10 @@ class Step:
         for o in self.operations:
             args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
             traceback.set_stack_trace(["" if o.place is None else "{}:{}".format(*o.place)])
-            _store(found, o.results, _called(o, args, kwargs))
+            if o.function is aten.view.default and not self.writes:  # memory may be in another order here
+                _store(found, o.results, aten.reshape.default(*args))
+            else:
+                _store(found, o.results, _called(o, args, kwargs))
         return [found[n] for n in self.outputs]
 
 
@@ -153,7 +157,7 @@ def with_gradients(
         inputs, grads = tensors[: len(examples)], tensors[len(examples) :]
         inputs = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
         with torch.enable_grad(), traceback.preserve_node_meta():
-            outputs = fx.Interpreter(module).run(*inputs)
+            outputs = Again(module).run(*inputs)
         pairs = [(outputs[i], g) for i, g in zip(targets, grads, strict=True) if outputs[i].requires_grad]
         found: Sequence[Any] = [None] * len(wanted)
         if pairs and wanted:

@@ -1,6 +1,7 @@
 """Operations put together from simpler ones before gradients are looked for, which then follow by themselves.
 
-Normalization, pooling by small windows, transposed convolutions; `NotImplemented` leaves what is another thing.
+Normalization, attention, pooling by small windows, transposed convolutions; `NotImplemented` leaves what is another
+thing.
 """
 
 import itertools
@@ -100,6 +101,31 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     x = x if dtype is None else x.to(dtype)
     gone = (x == float("-inf")).all(dim, True)
     return torch.where(gone, 0.0, torch.softmax(torch.where(gone, 0.0, x), dim))
+
+
+# -- attention
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(what queries read, (B, H, L, E) in the memory order of q, the logsumexp of their scores); no dropout."""
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        rows, columns = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        scores = torch.where(columns <= rows.unsqueeze(1), scores, float("-inf"))
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    order = sorted(range(q.dim()), key=lambda d: -q.stride(d))
+    out = (safe_softmax(scores, -1) @ v).permute(order).contiguous()
+    return out.permute([order.index(d) for d in range(q.dim())]), torch.logsumexp(scores.detach(), -1)
 
 
 # -- pooling and transposed convolutions
@@ -211,6 +237,7 @@ TABLE = {
     _aten.native_group_norm.default: group_norm,
     _aten.native_batch_norm.default: batch_norm,
     _aten._safe_softmax.default: safe_softmax,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
     _aten.max_pool2d_with_indices.default: max_pool,
     _aten.avg_pool2d.default: avg_pool,
     _aten.convolution.default: convolution,

@@ -43,6 +43,13 @@ _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
+def never(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    """Whether an operation that may draw does not, for its dropout is none."""
+    if func is not _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return False
+    return (args[3] if len(args) > 3 else (kwargs or {}).get("dropout_p", 0.0)) == 0.0
+
+
 def known(func: Any) -> bool:
     """Whether an operation that draws may do so ahead."""
     name = func._schema.name.split("::")[1]

@@ -128,7 +128,7 @@ class Recorder(OperationMode):
     ) -> Any:
         """Runs one operation and writes it down."""
         traits = _TRAITS.get(id(func)) or _traits(func)
-        if traits.reason is not None:
+        if traits.reason is not None and not draws.never(func, args, kwargs):
             if not (self.may_read and traits.reason == _READS):
                 raise Refused(f"{traits.name} {traits.reason}", user_place())
             self.reads = True

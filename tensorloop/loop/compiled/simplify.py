@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.operations import aten
+from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.operations import aten, is_view
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 def simplified(graph: fx.Graph) -> fx.Graph:
-    """The same values: splits as slices, transposes as permutations, equal nodes once, unused ones gone."""
+    """The same values: no writes, splits as slices, transposes as permutations, equal nodes once, unused ones gone."""
+    _write_anew(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and (new := _instead(graph, node)) is not None:
             new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
@@ -25,6 +27,23 @@ def simplified(graph: fx.Graph) -> fx.Graph:
             graph.erase_node(node)
     graph.lint()
     return graph
+
+
+def _write_anew(graph: fx.Graph) -> None:
+    """Operations that autograd's formulas do in place, on tensors of their own, give new ones."""
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        target: Any = node.target
+        schema = getattr(target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        written, name = node.args[0], schema.name.split("::")[1]
+        own = isinstance(written, fx.Node) and written.op == "call_function" and not is_view(written)
+        alone = own and not any(is_view(n) or place[n] > place[node] for n in written.users)
+        anew = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+        if not alone or anew is None:
+            raise Refused(f"its gradient writes to a tensor in place ({name})")
+        node.target = anew
 
 
 def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

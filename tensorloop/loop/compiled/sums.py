@@ -174,8 +174,7 @@ def _over_steps(x: Tensor) -> Tensor:
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
     """The sum of a[t] @ b[t], as one product: (M, T K) by (T K, N)."""
-    rows = a.transpose(1, 2).reshape(-1, a.shape[1])
-    return rows.t() @ b.reshape(-1, b.shape[2])
+    return a.transpose(1, 2).flatten(0, 1).t() @ b.flatten(0, 1)
 
 
 def _batches_of_products(a: Tensor, b: Tensor) -> Tensor:
