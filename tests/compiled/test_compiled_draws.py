@@ -141,7 +141,7 @@ def test_second_derivatives_and_kept_graphs():
 
 
 def test_numbers_that_only_the_forward_pass_needs_are_not_held_for_long_loops(monkeypatch: pytest.MonkeyPatch):
-    for module in ("front", "segments"):
+    for module in ("results", "segments"):
         monkeypatch.setattr(f"tensorloop.loop.compiled.{module}.MOST_STEPS", 3)
 
     def body(h: Tensor, x: Tensor) -> Any:
