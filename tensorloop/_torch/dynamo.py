@@ -1,10 +1,10 @@
 """What stands in the graph that `torch.compile` makes, in the place of a function that dynamo cannot trace.
 
 torch lets no library outside of it tell dynamo how to trace a call that takes a function; its own loops do it by a
-higher-order operator and a variable of dynamo's for it. Private names of torch, tried with 2.13: `_torchdynamo_inline`
-and `_dynamo_marked_constant` on functions, `torch._ops.HigherOrderOperator`, `torch._C._AutoDispatchBelowAutograd`,
-`torch._dynamo.variables.higher_order_ops`, `torch._dynamo.exc`, `torch._higher_order_ops.utils.setup_compilation_env`.
-Dynamo's are imported where dynamo runs already.
+higher-order operator and a variable of dynamo's for it. Private names of torch, tried with 2.11 to 2.15:
+`_torchdynamo_inline` and `_dynamo_marked_constant` on functions, `torch._ops.HigherOrderOperator`,
+`torch._C._AutoDispatchBelowAutograd`, `torch._dynamo.variables.higher_order_ops`, `torch._dynamo.exc`,
+`torch._higher_order_ops.utils.setup_compilation_env`. Dynamo's are imported where dynamo runs already.
 """
 
 import re
@@ -108,6 +108,7 @@ def graph_operator(name: str, make: Make) -> Any:
                     set_subgraph_inputs="flatten_manual",
                     should_flatten_outputs=True,
                     supports_input_mutation=False,
+                    supports_aliasing=True,  # the default until 2.15; a body may give a leaf of its carry as y
                 )
             except UserError as error:  # of a value that is read: dynamo would stop at it, and not break the graph
                 text = str(error).strip().partition("\n")[0]

@@ -8,6 +8,7 @@ place must ask it. Tried with torch 2.11 and 2.13: `torch._C._functorch`, `torch
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -33,6 +34,14 @@ def level() -> int:
 def level_of(x: torch.Tensor) -> int:
     """Depth of the innermost transform that wraps `x`; 0 for a plain tensor."""
     return max(_functorch.maybe_get_level(x), 0)
+
+
+def unbind_copy(x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """`torch.unbind_copy`, of which torch 2.11 has no batching rule, and whose stub says None."""
+    if maybe_level() is None:
+        rows: Any = torch.unbind_copy(x, dim)
+        return rows
+    return tuple(row.clone() for row in x.unbind(dim))
 
 
 def is_fake(x: torch.Tensor) -> bool:

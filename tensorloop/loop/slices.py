@@ -1,6 +1,6 @@
 """What a scan runs over: the slices of tensors along one dim, in order or backwards."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class Slices:
         if number != i // CHUNK:
             number = i // CHUNK
             part = x.narrow(dim, number * CHUNK, min(CHUNK, x.shape[dim] - number * CHUNK))
-            chunk = cast(tuple[Tensor, ...], torch.unbind_copy(part, dim))  # its stub says None
+            chunk = transforms.unbind_copy(part, dim)
             self._chunks[k] = number, chunk
         return chunk[i % CHUNK]
 

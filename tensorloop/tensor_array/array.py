@@ -343,8 +343,7 @@ class TensorArray(Core):
         if self._store is None:
             return iter(())
         with scope.unrecorded():
-            slots: Any = torch.unbind_copy(self._store.whole())  # its stub says None
-            return iter(slots)
+            return iter(transforms.unbind_copy(self._store.whole()))
 
     # -- facts and copies
 

@@ -104,8 +104,7 @@ class Core(NoTensor):
                 self._store = Slots(like, []) if functional else Buffer.empty(like, self._capacity or 0)
         elif functional and isinstance(self._store, Buffer):
             with recording():
-                slots: Any = torch.unbind_copy(self._store.whole())  # its stub says None
-                self._store = Slots(element_of(x, lead), slots)
+                self._store = Slots(element_of(x, lead), transforms.unbind_copy(self._store.whole()))
         if self._shape is None:
             self._know(x.shape[lead:], x)
         return self._store

@@ -38,8 +38,7 @@ class UnstackedRows:
         in_order = i % CHUNK in (0, CHUNK - 1) or i == len(self.values) - 1
         if not in_order or not _plain():
             return False
-        rows = torch.unbind_copy(self.chunk(i))
-        self.rows = list(rows)  # pyright: ignore[reportArgumentType] (its stub says None)
+        self.rows = list(transforms.unbind_copy(self.chunk(i)))
         self.first = i // CHUNK * CHUNK
         return True
 
