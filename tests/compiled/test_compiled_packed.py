@@ -208,7 +208,7 @@ def over_the_number(h: Tensor, x: Tensor) -> Any:
 
 
 def branch_on_the_number(h: Tensor, x: Tensor) -> Any:
-    return torch.sin(h + x) if len(h) > 2 else torch.cos(h + x), h
+    return torch.sin(h + x) if len(h) > 3 else torch.cos(h + x), h
 
 
 def numbered_rows(h: Tensor, x: Tensor) -> Any:
@@ -227,6 +227,18 @@ def as_many_columns(h: Tensor, x: Tensor) -> Any:
     return torch.sin(h + x + WEIGHTS[:, : len(h)].sum()), h
 
 
+def shifted_by_the_number(h: Tensor, x: Tensor) -> Any:
+    return torch.sin(h.roll(len(h), 1) + x), h
+
+
+def numbered_column(h: Tensor, x: Tensor) -> Any:
+    return torch.sin(h + x + h[:, len(h) // 2].unsqueeze(1)), h
+
+
+def rows_in_turn(h: Tensor, x: Tensor) -> Any:
+    return torch.sin(h + x + WEIGHTS[:2, :4].repeat(len(h), 1)[: len(h)]), h
+
+
 WEIGHTS = torch.linspace(0, 1, 32, dtype=D).view(4, 8)
 
 
@@ -237,10 +249,13 @@ def test_rows_that_meet_are_refused(body: Callable[..., Any]):
 
 @pytest.mark.parametrize(
     "body",
-    [over_the_number, branch_on_the_number, numbered_rows, spaced_rows, number_as_a_tensor, as_many_columns],
+    [
+        *(over_the_number, branch_on_the_number, numbered_rows, spaced_rows, number_as_a_tensor, as_many_columns),
+        *(shifted_by_the_number, numbered_column, rows_in_turn),
+    ],
 )
 def test_bodies_that_ask_for_the_number_of_rows_are_refused(body: Callable[..., Any]):
-    refused(body, COUNTS)
+    refused(body, COUNTS, [3, 1, 3, 1])
 
 
 @pytest.mark.parametrize("body", [mean_of_h, mean_of_x, neighbours, over_the_number, numbered_rows])

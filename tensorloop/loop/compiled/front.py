@@ -34,6 +34,7 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
 Compile = bool | Literal["strict"]
+FEW_ROWS = 16  # of which every smaller number is tried, where nobody knows which there will be
 
 
 class NotCompiledWarning(UserWarning):
@@ -172,7 +173,7 @@ def _check_rows(found: Recorded, plan: Plan) -> None:
         counts = sorted({n for n in loop.entries.packed.counts if n < rows})
     elif found.rows is not None and loop.compact and len(found.rows.steps) > 1:
         rows = len(found.rows.steps)
-        counts = sorted({1, -(-rows // 2), rows - 1})
+        counts = range(1, rows) if rows <= FEW_ROWS else (1, -(-rows // 2), rows - 1)
     else:
         return
     rows_apart.check(found, plan, rows, counts, lambda ids: of_rows(loop, ids))

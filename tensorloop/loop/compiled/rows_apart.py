@@ -32,6 +32,7 @@ _UNIFORM = frozenset(
         *(aten.scalar_tensor.default, aten.empty_strided.default, aten.new_empty_strided.default),
     )
 )  # what makes rows of no rows: the same in each
+_SIZES = frozenset({"size", "sizes", "shape", "stride"})  # arguments that may say how many rows there are
 _MIXES = "rows leave the batch, and the body makes one row of others, by a mean over them or the like"
 _COUNTS = "rows leave the batch, and what the body does depends on how many there are"
 
@@ -152,11 +153,10 @@ class _Same:
     def _alike(self, x: Operation, y: Operation) -> bool:
         if x.function is not y.function or x.results != y.results or (x.kwargs or {}).keys() != (y.kwargs or {}).keys():
             return False
-        sizes = {a.name for a in x.function._schema.arguments if "int" in str(a.type).lower()}
         names = [a.name for a in x.function._schema.arguments]
         pairs = [*zip(names, x.args, y.args, strict=False)]
         pairs += [(name, z, (y.kwargs or {})[name]) for name, z in (x.kwargs or {}).items()]
-        if len(x.args) != len(y.args) or not all(self._equal(p, q, name in sizes) for name, p, q in pairs):
+        if len(x.args) != len(y.args) or not all(self._equal(p, q, name in _SIZES) for name, p, q in pairs):
             return False
         results, inputs = list(_refs(x.results)), [*_refs(x.args), *_refs(list((x.kwargs or {}).values()))]
         kinds = [self._has_rows(n) for n in results]
