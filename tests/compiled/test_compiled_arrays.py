@@ -92,7 +92,21 @@ def writes_and_sums(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
     return h
 
 
-for each in (appends_twice, reads_slots, reads_in_place, sees_a_window, writes, writes_and_sums, maps_all_slots):
+def multiplies_the_newest_slots(h: Tensor, a: TensorArray, x: Tensor, d: Inputs) -> Tensor:
+    newest = a.append(h.sin()).stack()[-2:].flatten(0, 1) @ d.W
+    return next_state(h, x, d, newest.view(2, B, D).cumsum(0)[1])
+
+
+for each in (
+    appends_twice,
+    multiplies_the_newest_slots,
+    reads_slots,
+    reads_in_place,
+    sees_a_window,
+    writes,
+    writes_and_sums,
+    maps_all_slots,
+):
     table(each.__name__, each)
 for each in (appends, extends, attends, means, joins_what_it_read):
     table(each.__name__, each)

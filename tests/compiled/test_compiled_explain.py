@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
@@ -21,13 +22,31 @@ def part(text: str, *headings: str) -> str:
     return re.split(r"\n *(?:once|before|in the|after|backward|kept)", text)[0]
 
 
-def test_products_with_xs_are_hoisted_and_weight_gradients_come_after():
-    loop = CASES["lstm"](torch.float32)
-    explanation = tl.explain(loop.body, loop.init, loop.xs)
-    text = str(explanation)
+def lstm(features: int, size: int) -> str:
+    """What becomes of an LSTM."""
+    wx, wh = (torch.randn(n, 4 * size).requires_grad_() for n in (features, size))
+
+    def body(state: tuple[Tensor, Tensor], x: Tensor) -> Any:
+        i, f, g, o = (x @ wx + state[0] @ wh).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return (h, c), h
+
+    explanation = tl.explain(body, (torch.zeros(4, size),) * 2, torch.randn(6, 4, features).requires_grad_())
     assert explanation.compiled
-    before, inside = "before the loop, all steps at once", "in the loop"
-    assert part(text, "forward", before).strip().endswith("mm [3, 16]")
+    return str(explanation)
+
+
+def test_products_of_small_matrices_are_done_in_the_loop():
+    text, inside = lstm(5, 4), "in the loop"
+    assert part(text, "forward", inside).count("mm") == 1  # two of one shape
+    assert part(text, "backward", inside).count("mm") == 4
+    assert "all steps at once" not in text
+
+
+def test_other_products_with_xs_are_hoisted_and_weight_gradients_come_after():
+    text, before, inside = lstm(40, 128), "before the loop, all steps at once", "in the loop"
+    assert part(text, "forward", before).strip().endswith("mm [4, 512]")
     assert part(text, "forward", inside).count("mm") == 1
     assert part(text, "backward", inside).count("mm") == 1
     assert part(text, "backward", "after the loop, all steps at once").count("mm") == 3

@@ -182,6 +182,28 @@ def test_threads_give_what_one_gives(name: str, monkeypatch: pytest.MonkeyPatch,
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("rows", "features"), [(2, 5), (4, 32), (13, 9), (16, 40)])
+def test_products_that_sum_over_rows_are_added_up_thread_by_thread(
+    rows: int, features: int, monkeypatch: pytest.MonkeyPatch, folder: Folder
+) -> None:
+    def step(invariants, slices, carry):
+        (w,), (x, y), (h,) = invariants, slices, carry
+        after = (h @ w + x).sin()
+        return {"carry": [after], "outs": [h], "terms": [h.t() @ after, y.t() @ h, after]}
+
+    given: Given = (
+        [torch.randn(features, features, dtype=torch.float64) / features],
+        [torch.randn(5, rows, features, dtype=torch.float64), torch.randn(5, rows, 6, dtype=torch.float64)],
+        [torch.randn(rows, features, dtype=torch.float64)],
+    )
+    rec = recurrence(step, *given)
+    core = emit(rec, folder=folder)
+    assert (core.text.rows, core.text.apart) == (rows, (0, 1))
+    for count in (1, 2, 3, rows):
+        monkeypatch.setattr(threads, "parts", lambda rows, work, n=count: n)
+        assert_same(core, rec, 5, *given, **TOLERANCE[torch.float64])
+
+
 def test_small_loops_stay_on_one_thread_and_large_ones_take_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert threads.parts(8, 1000) == 1

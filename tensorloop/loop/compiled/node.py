@@ -13,7 +13,7 @@ from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.drawn import Draws
-from tensorloop.loop.compiled.lengths import Sized, actual, grows
+from tensorloop.loop.compiled.lengths import Sized, actual
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.totals import Totals
@@ -57,15 +57,16 @@ class Run:
         """The gradients of the inputs, None where there is none."""
         _, _, captures = self.split(tensors)
         total = Totals(self.plan, self.done, *self.coming(grads))
-        whole = [grows(n) for n in self.plan.saved]  # arrays, which have all steps' slots
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
-        size = max(1, room // max(total.program.bytes_a_step, 1))
+        size = max(1, room // max(total.reversed.program.bytes_a_step, 1))
         for done in range(0, self.done, size):
             stop = min(done + size, self.done)
             part = slice(done, stop) if self.plan.reverse else slice(self.done - stop, self.done - done)
-            kept = [x if array else x[part] for x, array in zip(saved, whole, strict=True)]
+            kept = saved
+            if stop - done < self.done:
+                kept = [x if array else x[part] for x, array in zip(saved, self.plan.whole, strict=True)]
             total.reverse(part, captures, kept, self._lengths(self.done - 1 - done))
-        return self._placed(total.carry, total.xs, total.sums, total.missing)
+        return self._placed(total)
 
     def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
         """(the ys that got no gradient, the gradients of the carry, those of the other ys)."""
@@ -86,18 +87,18 @@ class Run:
     def _zeros(self, node: fx.Node) -> Tensor:
         """Zeros like a carry after the last step."""
         value = value_of(node)
-        return torch.zeros(actual(value.shape, self._lengths(self.done - 1)), dtype=value.dtype, device="cpu")
+        shape = actual(value.shape, self._lengths(self.done - 1)) if self.lengths else value.shape
+        return torch.zeros(shape, dtype=value.dtype, device="cpu")
 
-    def _placed(self, last: Sequence[Tensor], xs: Sequence[Tensor], sums: Sequence[Tensor], missing: Any) -> list[Any]:
+    def _placed(self, total: Totals) -> list[Any]:
         plan, step = self.plan, self.plan.step
         found: list[Any] = [None] * len(step.inputs)
         n, m = len(step.carry), len(step.xs)
-        for i, g in zip(plan.flowing_carry, last, strict=True):
+        for i, g in zip(plan.flowing_carry, total.carry, strict=True):
             found[i] = g if plan.wants[i] else None
-        grads = plan.gradients(missing)
-        for k, g in zip(sorted(grads["xs"]), xs, strict=True):
+        for k, g in zip(total.reversed.xs, total.xs, strict=True):
             found[n + k] = g if self.done == self.steps or self.steps is None else self._all_steps(g)
-        for k, g in zip(sorted(grads["captures"]), sums, strict=True):
+        for k, g in zip(total.reversed.captures, total.sums, strict=True):
             found[n + m + k] = g
         return found
 

@@ -85,9 +85,9 @@ class Prepared:
         plan = self.plan
         n, m = len(plan.step.carry), len(plan.step.xs)
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
-        found = plan.gradients(missing)
+        found = plan.reversed(missing)
         carry = [i for i in plan.flowing_carry if plan.wants[i]]
-        return [*carry, *(n + k for k in sorted(found["xs"])), *(n + m + k for k in sorted(found["captures"]))]
+        return [*carry, *(n + k for k in found.xs), *(n + m + k for k in found.captures)]
 
 
 def _like(node: fx.Node, *steps: Any) -> Tensor:

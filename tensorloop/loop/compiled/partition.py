@@ -1,8 +1,9 @@
 """Splits a step into what runs once, what runs for all steps together, and what must run step by step.
 
 Every node depends on nothing that moves, on sequences, or on the carry. In the loop stays only what the next carry
-needs from the carry, with the views and pointwise operations that feed it: they cost less there than a pass over
-memory. The rest runs before the loop or after it, for all steps at once (`batched`).
+needs from the carry, with the views, pointwise operations and small products that feed it, or that go into sums over
+steps: they cost less there than a pass over memory. The rest runs before the loop or after it, for all steps at once
+(`batched`).
 """
 
 import dataclasses
@@ -12,10 +13,14 @@ import torch
 from torch import fx
 
 from tensorloop.loop.compiled.lengths import grows, meets_growing
-from tensorloop.loop.compiled.operations import aten, is_constant, is_pointwise, is_view, value_of, with_parts
+from tensorloop.loop.compiled.operations import aten, bytes_of, is_constant, is_pointwise, is_view, value_of, with_parts
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 from tensorloop.loop.compiled.sums import leaves, terms
+
+_FLOATS = (torch.float32, torch.float64)
+SMALL = 2**16  # bytes of a matrix that stays in the cache from step to step
+FEW, MANY = 4, 64  # rows: sums over fewer are read as often as they are added to; with more, torch's threads pay
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +122,19 @@ class _Pulled:
             return False
         if is_constant(n) or is_view(n):
             return True
-        return n in self.moving and is_pointwise(n)
+        return n in self.moving and (is_pointwise(n) or is_small_product(n, self.moving))
+
+
+def is_small_product(n: fx.Node, moving: set[fx.Node]) -> bool:
+    """Whether a product is as fast in the loop as for all steps: its matrix stays in the cache from step to step."""
+    if n.target is not aten.mm.default or meets_growing(n) or value_of(n).dtype not in _FLOATS:
+        return False
+    a, b = n.args
+    assert isinstance(a, fx.Node)
+    assert isinstance(b, fx.Node)
+    if b not in moving:
+        return bytes_of(b) <= SMALL and value_of(a).shape[0] <= MANY
+    return a in moving and bytes_of(n) <= SMALL and FEW <= value_of(a).shape[1] <= MANY
 
 
 def _stored(
@@ -132,9 +149,9 @@ def _stored(
     """(nodes behind the loop that move into it, its outs, what it adds up, states)."""
     inner = inner | {n for n in pulled.inside if n in moving}
     outside = [n for n in order if n in carried and n not in inner and n not in given]
-    ready = _ready(outside, parts, inner, carried, pulled.hoisted) if parts.carry else set[fx.Node]()
-    added = terms(parts.sums, moving, {n for n in inner if n in carried} | ready) if parts.carry else []
-    ends = [n for n in (*parts.wanted, *added) if n in ready]
+    ready = _ready(outside, parts, inner, moving, carried, pulled.hoisted) if parts.carry else set[fx.Node]()
+    added = terms(parts.sums, moving, inner & carried, ready) if parts.carry else []
+    ends = [n for n in (*parts.wanted, *added) if n in ready and not is_view(n)]
     sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
     for n in order:
         if n in sunk:
@@ -163,13 +180,19 @@ def _stored(
 
 
 def _ready(
-    outside: list[fx.Node], parts: Parts, inner: set[fx.Node], carried: set[fx.Node], hoisted: frozenset
+    outside: list[fx.Node],
+    parts: Parts,
+    inner: set[fx.Node],
+    moving: set[fx.Node],
+    carried: set[fx.Node],
+    hoisted: frozenset,
 ) -> set[fx.Node]:
-    """What could be computed in the loop, element after element, from what is there."""
+    """What could be computed in the loop at little cost from what is there."""
     found = set[fx.Node]()
     for n in outside:
         there = all(a in inner or a in found or a in parts.carry for a in n.all_input_nodes if a in carried)
-        if there and is_pointwise(n) and n.target not in hoisted:
+        cheap = is_pointwise(n) or is_view(n) or is_small_product(n, moving)
+        if there and cheap and n.target not in hoisted:
             found.add(n)
     return found
 

@@ -7,7 +7,7 @@ first.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -23,6 +23,14 @@ from tensorloop.loop.compiled.saving import depends_on, kept, needed_for
 from tensorloop.loop.compiled.simplify import without_grads
 
 MOST_PLANS = 128
+
+
+class Reversed(NamedTuple):
+    """A program backward, and of which xs and captures it gives the gradients, in order."""
+
+    program: Program
+    xs: list[int]
+    captures: list[int]
 
 
 class Plan:
@@ -42,18 +50,21 @@ class Plan:
         self.step, self.reverse, self.growth = step, reverse, tuple(growth)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
         self.wants = tuple(wants)
+        self.flowing_carry = sorted(t.carry_grads)  # the leaves of the carry that carry a gradient
+        self.flowing_ys = sorted(t.y_grads)  # the ys that carry one
         self.arrays = {n: i for i, n in enumerate(t.carry) if grows(n)}
         self.versions = self._versions()
         self.grad = bool(t.found["carry"] or t.found["xs"] or t.found["captures"])
         self.saved: list[fx.Node] = self._saved() if self.grad else []
         new = [n for n in self.saved if n not in t.xs and n not in t.ys and n not in self.versions]
         self._check_arrays(new)
+        self.whole = [grows(n) for n in self.saved]  # arrays, which have all steps' slots
         wanted = list(dict.fromkeys([*t.ys, *new]))
         parts = Parts(t.captures, t.xs, t.carry, t.next_carry, wanted, (), t.answer, reverse, self.growth)
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
         self._replays: dict[str, Program] = {}
-        self._backward: dict[frozenset[int], tuple[Program, Traced]] = {}
+        self._backward: dict[frozenset[int], Reversed] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
 
@@ -61,16 +72,6 @@ class Plan:
     def lacking(self) -> Unsupported | None:
         """What the loop forward lacks to be native."""
         return self.forward.lacking
-
-    @property
-    def flowing_carry(self) -> list[int]:
-        """The leaves of the carry that carry a gradient."""
-        return sorted(self.traced.carry_grads)
-
-    @property
-    def flowing_ys(self) -> list[int]:
-        """The ys that carry one."""
-        return sorted(self.traced.y_grads)
 
     @property
     def light(self) -> Program:
@@ -140,20 +141,18 @@ class Plan:
 
     def backward(self, missing: frozenset[int]) -> Program:
         """The program backward where these ys got no gradient."""
-        return self._without(missing)[0]
+        return self.reversed(missing).program
 
-    def gradients(self, missing: frozenset[int]) -> dict[str, dict[int, fx.Node]]:
-        """Which gradients that program gives."""
-        return self._without(missing)[1].found
-
-    def _without(self, missing: frozenset[int]) -> tuple[Program, Traced]:
+    def reversed(self, missing: frozenset[int]) -> Reversed:
+        """The same, and what it gives."""
         with self._lock:
-            if missing not in self._backward:
+            if (found := self._backward.get(missing)) is None:
                 t, saved = without_grads(self.traced, self.saved, missing)
-                self._backward[missing] = self._reversed(t, saved), t
-            return self._backward[missing]
+                places = [sorted(t.found[name]) for name in ("xs", "captures")]
+                found = self._backward[missing] = Reversed(self._made_backward(t, saved), *places)
+            return found
 
-    def _reversed(self, t: Traced, saved: list[fx.Node]) -> Program:
+    def _made_backward(self, t: Traced, saved: list[fx.Node]) -> Program:
         flowing = sorted(t.carry_grads)
         parts = Parts(
             t.captures,

@@ -184,7 +184,7 @@ class Segmented(Run):
                 state = []
             else:
                 self._keep(action, state)
-        return self._placed(total.carry, total.xs, total.sums, total.missing)
+        return self._placed(total)
 
     def _keep_again(self, tensors: list[Tensor], count: int) -> None:
         """Takes the carries of the sweep anew: an earlier backward has used them up."""

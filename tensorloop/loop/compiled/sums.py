@@ -40,15 +40,24 @@ def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: C
     ]
 
 
-def terms(nodes: Iterable[fx.Node], moving: set[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
-    """What a loop adds up for the sums of these nodes: of what they are made of, what is computed `inside` of it."""
+def terms(
+    nodes: Iterable[fx.Node], moving: set[fx.Node], inside: Container[fx.Node], ready: Container[fx.Node]
+) -> list[fx.Node]:
+    """What a loop adds up for the sums of these nodes: of what they are made of, what is computed `inside` of it.
+
+    What is `ready` could be, too. Of that, what it is a linear function of is added up instead.
+    """
     found: list[fx.Node] = []
     left = list(nodes)
     while left:
         n = left.pop()
-        if n in inside and n.target is not aten.expand.default and value_of(n).dtype in _ADDED:
+        parts = _through(n, moving, ()) if n in moving else None
+        linear = isinstance(parts, list)
+        there = n in inside and n.target is not aten.expand.default
+        there = there or (n in ready and not (linear and all(a in inside or a in ready for a in parts)))
+        if there and value_of(n).dtype in _ADDED:
             found.append(n)
-        elif n in moving and isinstance(parts := _through(n, moving, ()), list):
+        elif linear:
             left += parts
     return list(dict.fromkeys(found))
 

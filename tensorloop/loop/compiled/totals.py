@@ -18,8 +18,8 @@ class Totals:
     def __init__(
         self, plan: Plan, steps: int, missing: frozenset[int], carry: list[Tensor], ys: Sequence[Tensor]
     ) -> None:
-        self.plan, self.steps, self.missing, self.carry, self.ys = plan, steps, missing, carry, ys
-        self.program = plan.backward(missing)
+        self.plan, self.steps, self.carry, self.ys = plan, steps, carry, ys
+        self.reversed = plan.reversed(missing)
         self.xs: list[Tensor] = []
         self.sums: list[Tensor] = []
 
@@ -27,15 +27,14 @@ class Totals:
         self, part: slice, captures: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int] = ()
     ) -> None:
         """Takes the gradients through some steps; `saved` is what was kept of these, `lengths` of the last one."""
-        count = part.stop - part.start
-        given = [*saved, *(g[part] for g in self.ys)]
-        self.carry, _, xs, sums = self.program(count, captures, given, self.carry, None, lengths)
+        count, program = part.stop - part.start, self.reversed.program
         if count == self.steps:
-            self.xs, self.sums = xs, sums
+            self.carry, _, self.xs, self.sums = program(count, captures, [*saved, *self.ys], self.carry, None, lengths)
             return
+        given = [*saved, *(g[part] for g in self.ys)]
+        self.carry, _, xs, sums = program(count, captures, given, self.carry, None, lengths)
         if not self.xs:
-            found = self.plan.gradients(self.missing)["xs"]
-            self.xs = [room_for(self.steps, value_of(self.plan.traced.xs[k])) for k in sorted(found)]
+            self.xs = [room_for(self.steps, value_of(self.plan.traced.xs[k])) for k in self.reversed.xs]
         for whole, g in zip(self.xs, xs, strict=True):
             whole[part] = g
         self.sums = [a.add_(b) for a, b in zip(self.sums, sums, strict=True)] if self.sums else _own(sums)

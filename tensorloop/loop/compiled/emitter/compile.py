@@ -58,4 +58,4 @@ class Loaded:
         self.member = address("member")
         # calls through ctypes let other Python threads run
         self.prepare = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address("prepare"))
-        self.run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, word, word, word, ctypes.c_void_p)(address("run"))
+        self.run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, word, word, word, ctypes.c_void_p, word)(address("run"))

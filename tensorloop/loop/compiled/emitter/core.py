@@ -1,7 +1,7 @@
 """A compiled recurrence as something to call."""
 
 import collections
-import ctypes
+from array import array
 from collections.abc import Callable, Container, Sequence
 
 import torch
@@ -47,8 +47,8 @@ class NativeCore:
 
     def __init__(self, recurrence: Recurrence, step: Step, text: Text, loaded: Loaded) -> None:
         self.text, self._loaded, self._constants = text, loaded, step.constants
-        self._layouts = [(array.shape, array.strides) for array in step.invariants]
-        self._carry = [(array.shape, array.dtype, array.buffer.kind == "array") for array in step.carry]
+        self._layouts = [(one.shape, one.strides) for one in step.invariants]
+        self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._growth, self.work = step.growth, text.work
         self._idle: collections.deque[tuple[int, list[Tensor]]] = collections.deque(maxlen=8)
 
@@ -100,8 +100,8 @@ class NativeCore:
 
     def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
         return [
-            x if array else torch.empty(shape, dtype=dtype, device="cpu")
-            for x, (shape, dtype, array) in zip(carry, self._carry, strict=True)
+            x if stays else torch.empty(shape, dtype=dtype, device="cpu")
+            for x, (shape, dtype, stays) in zip(carry, self._carry, strict=True)
         ]
 
     def _laid(self, invariants: Sequence[Tensor]) -> list[Tensor]:
@@ -132,19 +132,23 @@ class NativeCore:
     ) -> int:
         """How many steps were done; with `packed` the panels are there from the call before."""
         scratch, panels = memory
-        status = (ctypes.c_int64 * 2)()
-        tensors = [*fixed, *panels, *sequences, *carry, *outs, *sums, *last]
-        addresses = [one.data_ptr() for one in tensors]
-        table = (ctypes.c_int64 * (len(addresses) + 1 + 2 * len(lengths)))(
-            *addresses, ctypes.addressof(status), *lengths, *self._longest(steps, lengths)
-        )
-        place = scratch.data_ptr()
+        status, totals = array("q", (0, 0)), list(sums)
+        if parts > 1:
+            for n in self.text.apart:
+                totals[n] = torch.zeros((parts, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
+        tensors = [*fixed, *panels, *sequences, *carry, *outs, *totals, *last]
+        table = array("q", [one.data_ptr() for one in tensors])
+        table.append(status.buffer_info()[0])
+        table.extend((*lengths, *self._longest(steps, lengths)))
+        address, place = table.buffer_info()[0], scratch.data_ptr()
         if panels and not packed:
-            self._loaded.prepare(ctypes.addressof(table))
+            self._loaded.prepare(address)
         if parts == 1:
-            self._loaded.run(ctypes.addressof(table), steps, 0, self.text.rows, place)
+            self._loaded.run(address, steps, 0, self.text.rows, place, 0)
         else:
-            threads.run(self._loaded.member, ctypes.addressof(table), steps, place, self.text.rows, parts)
+            threads.run(self._loaded.member, address, steps, place, self.text.rows, parts)
+            for n in self.text.apart:
+                sums[n].add_(totals[n].sum(0))
         if status[1]:
             raise IndexError(
                 "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"

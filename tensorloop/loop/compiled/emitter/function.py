@@ -1,7 +1,7 @@
 """The whole loop as one function's text.
 
     void prepare(i64* table)                                  packs what stays the same
-    void run(i64* table, i64 steps, i64 low, i64 high, char* scratch)     rows low to high of every step
+    void run(i64* table, i64 steps, i64 low, i64 high, char* scratch, i64 part)    rows low to high of every step
     void member(i64* job)                                     a thread: claims parts of the rows until none is left
 
 The table holds addresses: invariants, constants, packed panels, sequences, carry, outs, sums, last carry, status; then
@@ -25,6 +25,7 @@ from tensorloop.loop.compiled.emitter.target import Target
 from tensorloop.loop.compiled.lengths import Length, grows, length_in
 
 LINE = 64  # bytes; buffers begin at such
+RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 MEMBER = """define void @member(ptr %job) nounwind {
 entry:
   %parts.p = getelementptr i8, ptr %job, i64 8
@@ -49,7 +50,7 @@ work:
   %high = load i64, ptr %high.p, align 8
   %offset = mul i64 %mine, SCRATCH
   %own = getelementptr i8, ptr %scratch, i64 %offset
-  call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %own)
+  call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %own, i64 %mine)
   br label %claim
 done:
   ret void
@@ -66,6 +67,7 @@ class Text:
     packed: tuple[int, ...]  # bytes of each
     rows: int  # how many can be shared out among threads; 0 for none
     work: int  # operations a step, roughly
+    apart: tuple[int, ...] = ()  # sums of which each part of the rows has its own, one behind the other
     growing: tuple[Length, ...] = ()  # further bytes, of what is as long as the longest arrays
 
 
@@ -143,7 +145,7 @@ class Function:
             f"define void @prepare(ptr %table) {self.attributes} {{\nentry:",
             *prepare.lines,
             "  ret void\n}",
-            f"define void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch) {self.attributes} {{\nentry:",
+            f"define void @run({RUN}) {self.attributes} {{\nentry:",
             *run.lines,
             "  ret void\n}",
             *(f"define internal void @{name}{text}" for text, name in self.products.items()),
@@ -152,7 +154,12 @@ class Function:
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
         more = tuple(length for one in self.growing if (length := length_in(one.bytes)) is not None)
-        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work, more)
+        apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
+        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work, apart, more)
+
+    def _is_apart(self, n: int) -> bool:
+        """Whether each part of the rows has a sum of its own."""
+        return self.split is not None and self.step.sums[n].buffer in self.split.apart
 
     def _fixed_pointers(self, code: Code, sizes: list[int]) -> tuple[dict[tuple[str, int], str], Callable[[int], str]]:
         """Names of what stays where it is, by kind and index, and a reader of the table."""
@@ -190,7 +197,9 @@ class Function:
         rows = Rows("%low", "%high", self.split.count) if self.split else None
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split else None
         pairs = self._pairs(code)
-        names |= {("sum", n): name for n, name in enumerate(sums)}
+        for n, (name, array) in enumerate(zip(sums, step.sums, strict=True)):
+            own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
+            names["sum", n] = own
         before = code.block
         code.line("br label %step")
         code.label("step")

@@ -12,7 +12,7 @@ from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, broadcast, co
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.loop.compiled.emitter.vector_math import Math
-from tensorloop.loop.compiled.lengths import grows, meets_growing
+from tensorloop.loop.compiled.lengths import grows, length_in, meets_growing
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
 
 Elementwise = Callable[..., Value]
@@ -194,9 +194,15 @@ class Lowering:
         if out.numel and not k:
             return self.copy(self.number(0, a.dtype), out)
         if out.numel:
-            a, b = (self.dense(one) if one.buffer.kind == "value" else one for one in (a, b))
+            a, b = (self._placed(one) for one in (a, b))
             self.kernels.append(Matmul(a, b, out))
         return out
+
+    def _placed(self, array: Array) -> Array:
+        """An operand of a product, which is a function of its own: in memory, at a place that stays."""
+        if length_in(array.offset) is not None:
+            return self.copy(array, self.new(array.shape, array.dtype))
+        return self.dense(array) if array.buffer.kind == "value" else array
 
     # nodes
 
@@ -341,4 +347,4 @@ class Step:
         def add(math: Math, a: Value, b: Value) -> Value:
             return math.cast(math.add(math.cast(a, inner), math.cast(b, inner)), kind)
 
-        return low.point("total", add, [total, value], value.dtype, out=total)
+        return low.point("add", add, [total, value], value.dtype, out=total)

@@ -5,7 +5,7 @@ b is read as it lies where its columns are neighbours, else from panels: (N / W,
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
 from tensorloop.loop.compiled.emitter.code import KINDS, Index, Value, llvm_type
@@ -201,16 +201,28 @@ class Product:
                         held[r * wide + c] = self._more(many, row_of_b[c], held[r * wide + c])
             return held
 
+        held = self._along(turn, held)
+        for r, line in enumerate(places):
+            for n, place in enumerate(line):
+                self.memory.store(held[r * wide + n], kernel.out, place, dim, masks[n])
+
+    def _along(self, turn: Callable[[Index, int, list[Value]], list[Value]], held: list[Value]) -> list[Value]:
+        """The accumulators after the whole depth, or after this thread's rows where those are what is summed over."""
+        code = self.code
+        if self.rows is not None and self.row_dim == len(self.kernel.out.shape):
+            count = code.op(f"sub i64 {self.rows.high}, {self.rows.low}", "i64").text
+            middle = code.add(self.rows.low, code.op(f"and i64 {count}, {-UNROLLED}", "i64").text)
+            for start, stop, step in ((self.rows.low, middle, UNROLLED), (middle, self.rows.high, 1)):
+                with code.loop(start, stop, step, held) as loop:
+                    loop.carry(turn(loop.index, step, list(loop.values)))
+                held = loop.results
+            return held
         whole = self.k - self.k % UNROLLED
         if whole:
             with code.loop(0, whole, UNROLLED, held) as loop:
                 loop.carry(turn(loop.index, UNROLLED, list(loop.values)))
             held = loop.results
-        if whole < self.k:
-            held = turn(whole, self.k - whole, list(held))
-        for r, line in enumerate(places):
-            for n, place in enumerate(line):
-                self.memory.store(held[r * wide + n], kernel.out, place, dim, masks[n])
+        return turn(whole, self.k - whole, list(held)) if whole < self.k else held
 
     def _more(self, a: Value, b: Value, total: Value) -> Value:
         math = self.memory.math

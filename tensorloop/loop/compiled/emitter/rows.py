@@ -17,10 +17,15 @@ class Mixed(Exception):
 
 
 class Split:
-    """The dim of rows in every unit; None where each thread computes the same for itself."""
+    """The dim of rows in every unit; None where each thread computes the same for itself.
 
-    def __init__(self, count: int, dims: dict[int, int | None], buffers: dict[Buffer, bool]) -> None:
-        self.count, self.dims, self.buffers = count, dims, buffers
+    The dim behind a product's own is the one that it sums over: what it is added to is `apart`, each thread's own.
+    """
+
+    def __init__(
+        self, count: int, dims: dict[int, int | None], buffers: dict[Buffer, bool], apart: set[Buffer]
+    ) -> None:
+        self.count, self.dims, self.buffers, self.apart = count, dims, buffers, apart
 
 
 def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
@@ -58,6 +63,7 @@ class _Search:
         known: dict[Buffer, bool],
     ) -> None:
         self.step, self.units, self.packed, self.count, self.known = step, units, packed, count, known
+        self.apart: set[Buffer] = set()
 
     def run(self) -> Split:
         dims = {n: self._unit(unit) for n, unit in enumerate(self.units)}
@@ -67,9 +73,12 @@ class _Search:
         going = self.step.going
         if going is not None and self.known.get(going.buffer, False):
             raise Mixed
-        return Split(self.count, dims, self.known)
+        return Split(self.count, dims, self.known, self.apart)
 
     def _unit(self, unit: Unit) -> int | None:
+        if isinstance(unit, Matmul) and self._sums_rows(unit):
+            self.apart.add(unit.out.buffer)
+            return len(unit.out.shape)
         dims = None
         for array in unit.reads():
             if self.known.get(array.buffer, False) and array.buffer.kind != "sum":
@@ -85,6 +94,13 @@ class _Search:
                 raise Mixed
             return self._mark(unit, None)
         return self._mark(unit, min(dims))
+
+    def _sums_rows(self, unit: Matmul) -> bool:
+        """Whether a product sums over rows and is added to sums, so that each thread can add up those of its rows."""
+        added = unit.out.buffer.kind == "sum" and unit.addend is not None and unit.addend.buffer is unit.out.buffer
+        if not added or unit.b in self.packed:
+            return False
+        return len(unit.a.shape) - 1 in self._aligned(unit.a) and len(unit.b.shape) - 2 in self._aligned(unit.b)
 
     def _mark(self, unit: Unit, dim: int | None) -> int | None:
         for array in unit.writes():
