@@ -86,7 +86,7 @@ _TORCHS = (
         "threshold_backward",
     ),
     *("trace", "unfold_backward", "var_mean", "_softmax_backward_data", "_log_softmax_backward_data", "xlogy", "hypot"),
-    *("native_layer_norm_backward", "_softmax", "_log_softmax", "nll_loss_forward", "nll_loss_backward", "isneginf"),
+    *("_softmax", "_log_softmax", "nll_loss_forward", "nll_loss_backward", "isneginf"),
     *("isposinf", "square", "rad2deg", "deg2rad", "logical_and", "logical_or", "fill", "masked_fill", "index_add"),
     *("relu6", "heaviside", "native_dropout_backward", "var", "embedding", "tril", "triu", "linspace", "eye"),
 )
@@ -108,6 +108,7 @@ def after_autograd() -> Table:
     torchs = decompositions(packets)
     return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
+        _aten.native_layer_norm_backward.default: _layer_norm_backward,  # torch's loads sympy
         _aten._fused_rms_norm.default: _rms_norm,
         _aten.logsumexp.default: _logsumexp,
         _aten.mean.default: lambda x, *, dtype=None: _mean(x, None, False, dtype),
@@ -186,6 +187,36 @@ def _layer_norm(
     out = centred * scale
     out = out if weight is None else out * weight
     return out if bias is None else out + bias, mean, scale
+
+
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    if x.dtype in _HALVES:
+        w, b = (None if y is None else y.float() for y in (weight, bias))
+        found = _layer_norm_backward(grad.float(), x.float(), shape, mean.float(), scale.float(), w, b, wanted)
+        dtypes = [None if y is None else y.dtype for y in (x, weight, bias)]
+        return tuple(None if g is None else g.to(dtype) for g, dtype in zip(found, dtypes, strict=True))
+    rank = x.dim() - len(shape)
+    outer, inner = list(range(rank)), list(range(rank, x.dim()))
+    normal = (x - mean) * scale
+
+    def over_rows(g: Tensor) -> Tensor:
+        return g.sum(outer) if outer else g
+
+    direct = grad if weight is None else grad * weight
+    found = None
+    if wanted[0]:
+        found = scale * (direct - _mean(direct, inner, True, None) - normal * _mean(direct * normal, inner, True, None))
+    of_weight = over_rows(grad * normal) if wanted[1] and weight is not None else None
+    return found, of_weight, over_rows(grad) if wanted[2] and bias is not None else None
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
