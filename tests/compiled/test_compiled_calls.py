@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.loop.compiled.plan import plans
-from tests.support.compiled_cases import CASES, Case, check_equal, leaf, outcome, rotation
+from tests.support.compiled_cases import CASES, bytes_kept, check_equal, leaf, outcome, rotation
 
 D = torch.float64
 
@@ -287,22 +287,6 @@ def test_a_loop_in_a_step_of_a_checkpointed_one():
         h, _ = tl.scan(partial(body, compile=compile), torch.ones(2, 4, dtype=D), xs, checkpoints=2)
         grads.append(torch.autograd.grad(h.square().sum(), (U, xs)))
     check_equal(grads[1], grads[0], 1e-12)
-
-
-def bytes_kept(loop: Case, compile: Any) -> int:
-    """What autograd keeps for a backward pass, each memory once, without what the loop was given."""
-    given = {x.untyped_storage().data_ptr() for x in loop.leaves()}
-    found: dict[int, Tensor] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        found[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        result = loop.run(compile)
-    kept = sum(x.untyped_storage().nbytes() for pointer, x in found.items() if pointer not in given)
-    del result
-    return kept
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.padded_rows import PaddedScan
 from tensorloop.loop.compiled.plan import plans
 from tensorloop.packed import PackedTensor
-from tests.support.compiled_cases import check_equal, leaf, outcome, rotation
+from tests.support.compiled_cases import bytes_kept, check_equal, leaf, outcome, rotation
 from tests.support.packed_loops import CASES, LENS
 
 D = torch.float64
@@ -27,11 +27,11 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
     cut = PaddedScan.cut
 
-    def noted(self: PaddedScan, work: int) -> None:
-        cut(self, work)
+    def noted(self: PaddedScan, work: int, kept: int) -> None:
+        cut(self, work, kept)
         found.append([len(s.ids) for s in self.stretches])
 
-    monkeypatch.setattr(padded_rows, "WORTH_A_CUT", 1)
+    monkeypatch.setattr(padded_rows, "WORTH_A_CUT", (1, 1))
     monkeypatch.setattr(PaddedScan, "cut", noted)
     return found
 
@@ -64,10 +64,35 @@ def test_stretches_of_fewer_and_fewer_rows_change_no_number(name: str, cuts: lis
     assert cuts[1:] == [[8, 4, 2, 1]]
 
 
-def test_a_cut_has_to_spare_some_work(monkeypatch: pytest.MonkeyPatch, cuts: list[list[int]]):
-    monkeypatch.setattr(padded_rows, "WORTH_A_CUT", 10**15)
+@pytest.mark.parametrize("worth", [(10**15, 10**15), (10**15, 1), (1, 10**15)], ids=str)
+def test_a_cut_spares_operations_or_bytes(
+    worth: tuple[int, int], monkeypatch: pytest.MonkeyPatch, cuts: list[list[int]]
+):
+    monkeypatch.setattr(padded_rows, "WORTH_A_CUT", worth)
     both("lstm_with_a_context", lens=[1, 9, 2])
-    assert cuts == [[3]]
+    assert cuts == [[3, 2, 1] if 1 in worth else [3]]
+    with torch.no_grad():  # where nothing is kept
+        both("lstm_with_a_context", lens=[1, 9, 2])
+    assert cuts[1:] == [[3, 2, 1] if worth[0] == 1 else [3]]
+
+
+@pytest.mark.parametrize("lens", [LENS * 4, [40 * n**3 // 32**3 for n in range(33)]], ids=["some", "few long"])
+@pytest.mark.parametrize("name", CASES)
+def test_of_lengths_of_all_kinds_half_as_much_again_is_kept_at_most(name: str, lens: list[int], cuts: list[list[int]]):
+    kept = []
+    for compile in (False, "strict"):
+        torch.manual_seed(0)
+        kept.append(bytes_kept(CASES[name](D, lens), compile))
+    assert 0 < kept[1] <= 1.5 * kept[0]
+
+
+def test_under_another_default_device():
+    for compile in (False, "strict"):
+        with torch.device("meta"):
+            xs = PackedTensor(torch.ones(8, 2, device="cpu"), torch.tensor([5, 1, 2], device="cpu"))
+            h, ys = tl.scan(lambda h, x: (h + x, h), torch.zeros(3, 2, device="cpu"), xs, compile=compile)
+        assert h[:, 0].tolist() == [5, 1, 2]
+        assert ys.values[:, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 1]
 
 
 @settings(max_examples=15)

@@ -473,6 +473,22 @@ def outcome(
     return [x for x in tree_leaves((carry, ys)) if isinstance(x, Tensor)], list(grads)
 
 
+def bytes_kept(loop: Case, compile: Any) -> int:
+    """What autograd keeps for a backward pass, each memory once, without what the loop was given."""
+    given = {x.untyped_storage().data_ptr() for x in loop.leaves()}
+    found: dict[int, Tensor] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = loop.run(compile)
+    kept = sum(x.untyped_storage().nbytes() for pointer, x in found.items() if pointer not in given)
+    del result
+    return kept
+
+
 def check_equal(found: Sequence[Any], expected: Sequence[Any], tolerance: float) -> None:
     """The same numbers, as far as rounding goes."""
     for x, y in zip(found, expected, strict=True):

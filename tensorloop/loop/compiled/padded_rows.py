@@ -21,7 +21,7 @@ from tensorloop.loop.stopped_rows import select
 from tensorloop.packed import segments
 
 L = TypeVar("L", bound=Loop)
-WORTH_A_CUT = 100_000_000  # operations to be spared by a further stretch, which takes about as long
+WORTH_A_CUT = 100_000_000, 2**23  # operations or bytes to be spared by a further stretch, which takes time too
 
 
 class Entries(Slices):
@@ -122,12 +122,13 @@ class PaddedScan:
         self._first = self._watched(_stretch(self.loop, entries, init, init, ids))
         return self._first, None
 
-    def cut(self, work: int) -> None:
-        """Decides on the stretches, for so many operations a step of all rows, and lays out the entries."""
+    def cut(self, work: int, kept: int) -> None:
+        """Decides on the stretches, for so many operations and bytes kept a step of all rows; lays out the entries."""
         (start, end, ids), self.stretches = self.stretches[0], []
         for t, n in enumerate(self.counts):
             half = -(-len(ids) // 2)
-            if n <= half < len(ids) and work * (len(ids) - half) // self.counts[0] * (end - t) >= WORTH_A_CUT:
+            spared = (len(ids) - half) * (end - t) / self.counts[0]  # steps of all rows
+            if n <= half < len(ids) and (work * spared >= WORTH_A_CUT[0] or kept * spared >= WORTH_A_CUT[1]):
                 self.stretches.append(Stretch(start, t, ids))
                 start, ids = t, self.lens.topk(half).indices.sort().values
         self.stretches.append(Stretch(start, end, ids))
@@ -149,7 +150,7 @@ class PaddedScan:
     def _index(self, s: Stretch, steps: Tensor, earlier: Tensor) -> Tensor:
         """(T * rows,): where in time order the entry is that a row gets, its last one where it has no more."""
         t = torch.minimum(steps[s.start : s.stop], self.lens[s.ids] - 1)
-        return (torch.tensor(self.packed.starts)[t] + earlier[t, s.ids] - 1).flatten()
+        return (torch.tensor(self.packed.starts, device="cpu")[t] + earlier[t, s.ids] - 1).flatten()
 
     def begin(self) -> PaddedLoop:
         """The first stretch, as it was cut."""

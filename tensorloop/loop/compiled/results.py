@@ -54,7 +54,8 @@ def run_stretches(
     look: Callable[[Loop], tuple[Recorded, Plan]],
 ) -> tuple[Loop, list[Any]]:
     """The same for a scan over packed xs, of which the first step was looked at; `look` is for later stretches."""
-    scan.cut(plan.work if checkpoints is None else 0)
+    whole = checkpoints is not None  # so as to keep no more carries
+    scan.cut(0 if whole else plan.work, 0 if whole or not plan.grad else plan.bytes_a_step())
     found.loop = scan.begin()
     found.xs = sequences(found.loop)
     for k in range(len(scan.stretches)):

@@ -60,7 +60,7 @@ def check(found: Recorded, plan: Plan, rows: int, counts: Iterable[int], few: Ca
         known = plan.apart[own] = Known(whole, set())
     for n in counts:
         if (values, n) not in known.counts:
-            _compare(found, plan, known.whole, rows, few(torch.arange(n)), n, own)
+            _compare(found, plan, known.whole, rows, few(torch.arange(n, device="cpu")), n, own)
             known.counts.add((values, n))
 
 
