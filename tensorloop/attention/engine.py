@@ -23,7 +23,8 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
-from tensorloop.attention.strips import BlockTable, Bucket, Span, Strip, Task, cut, fill_bucket, make_row_mask, shorten
+from tensorloop.attention.blocks import BlockTable, cut_blocks
+from tensorloop.attention.strips import Strip, Task, cut, fill_bucket, make_row_mask, shorten
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -125,7 +126,7 @@ def _has_flash(q: Tensor) -> bool:
 def _strips_for(q: Tensor, k: Tensor, task: Task) -> Iterator[Strip]:
     if not q.shape[2] or (_has_flash(q) and not q.shape[3]):
         return iter(())  # the output is empty
-    found = iter(cut(task, q, k))
+    found = iter(cut(task, q, k) if task.blocks is None else cut_blocks(task, q, k))
     return found if _has_flash(q) else shorten(found, q, k, _WEIGHTS)
 
 
@@ -134,7 +135,7 @@ def _take_all(strip: Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
     return _take(q, strip.q), _take(k, strip.k), _take(v, strip.k)
 
 
-def _take(x: Tensor, place: Span | Bucket | None) -> Tensor:
+def _take(x: Tensor, place: Any) -> Tensor:
     return (x if place is None else place.take(x)).transpose(1, 2)
 
 
@@ -150,7 +151,7 @@ class _Target:
         self._shape, self._like, self._dtype, self._meet = shape, like, dtype, meet
         self._whole: Tensor | None = None
 
-    def add(self, place: Span | Bucket | None, part: Tensor) -> None:
+    def add(self, place: Any, part: Tensor) -> None:
         if place is None:
             self._whole = part.to(self._dtype)
         elif self._meet:

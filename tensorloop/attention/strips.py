@@ -5,13 +5,12 @@ is a set of query rows together with all the keys that any of them sees, so its 
 
     padded            one strip, the batch as it is
     packed            a strip for each long row, as views; short rows of about equal length padded into one strip
-    block mask        a strip for each block of queries, over the key blocks that its table lists
+    block mask        blocks of queries with as many key blocks: `blocks.py`
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +78,8 @@ class Bucket(NamedTuple):
 class Strip(NamedTuple):
     """Queries and the keys they meet; a place of None is all there is."""
 
-    q: Span | Bucket | None
-    k: Span | Bucket | None
+    q: Any  # a Span, a Bucket, one of `blocks.Gathered`, or None
+    k: Any
     causal: bool = False
     first: int = 0  # the position of the first query, where causal
     mask: Callable[[], Tensor] | None = None  # gives (G or 1, heads or 1, L or 1, S) bool, true where a query sees
@@ -102,15 +101,11 @@ class Task(NamedTuple):
 
 
 def cut(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
-    """The strips of a task; empty ones, whose output is 0, are left out."""
+    """The strips of a task without a block mask; empty ones, whose output is 0, are left out."""
     if task.q_offsets is not None and task.k_offsets is not None:
-        if task.blocks is not None:
-            return _cut_packed_blocks(task, q, k)
         return _cut_packed(task.q_offsets, task.k_offsets, task.causal, q.device)
     if not q.shape[0] * q.shape[1] * k.shape[1]:
         return ()
-    if task.blocks is not None:
-        return _cut_blocks(task.blocks, q, k, [slice(0, q.shape[1]), slice(0, k.shape[1])], None)
     return (Strip(None, None, task.causal),)
 
 
@@ -120,7 +115,7 @@ def shorten(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Itera
     for strip in parts:
         place_q = Span(everything[0], slice(0, q.shape[1]), everything[1]) if strip.q is None else strip.q
         place_k = Span(everything[0], slice(0, k.shape[1]), everything[1]) if strip.k is None else strip.k
-        if isinstance(place_q, Bucket) or isinstance(place_k, Bucket) or strip.mask is not None:
+        if not isinstance(place_q, Span) or not isinstance(place_k, Span) or strip.mask is not None:
             yield strip
             continue
         assert isinstance(place_q.tokens, slice)
@@ -183,94 +178,3 @@ def _cut_packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device
 
 def _take_row(offsets: Sequence[int], b: int) -> Span:
     return Span(slice(0, 1), slice(offsets[b], offsets[b + 1]), slice(None))
-
-
-def _cut_packed_blocks(task: Task, q: Tensor, k: Tensor) -> Iterator[Strip]:
-    assert task.q_offsets is not None
-    assert task.k_offsets is not None
-    for b in range(len(task.q_offsets) - 1):
-        at = [slice(offsets[b], offsets[b + 1]) for offsets in (task.q_offsets, task.k_offsets)]
-        if all(s.stop > s.start for s in at):
-            yield from _cut_blocks(task.blocks, q, k, at, b)
-
-
-def _cut_blocks(blocks: Any, q: Tensor, k: Tensor, at: Sequence[slice], row: int | None) -> Iterator[Strip]:
-    """The strips of a block mask over the queries and keys at two slices of tokens.
-
-    `row` is the row of a packed tensor that they are; None means every batch entry.
-    """
-    table = BlockTable(blocks, at[1].stop - at[1].start)
-    everything, group = slice(None), q.shape[2] // k.shape[2]
-    n, device = at[0].stop - at[0].start, q.device
-    for b, h in product(range(table.batch) if row is None else [row if table.batch > 1 else 0], range(table.heads)):
-        batch = slice(0, 1) if row is not None else everything if table.batch == 1 else slice(b, b + 1)
-        of_q, of_k = (everything,) * 2 if table.heads == 1 else (slice(h, h + 1), slice(h // group, h // group + 1))
-        for start in range(0, n, table.q_size):
-            stop = min(start + table.q_size, n)
-            if (seen := table.keys(b, h, start // table.q_size)) is None:
-                continue
-            queries = slice(at[0].start + start, at[0].start + stop)
-            keys = Span(batch, _as_run(seen.positions + at[1].start, device), of_k)
-            mask = None if seen.sure.all() else partial(table.mask, b, h, start, stop, seen, device)
-            yield Strip(Span(batch, queries, of_q), keys, mask=mask)
-
-
-def _as_run(tokens: Tensor, device: torch.device) -> slice | Tensor:
-    """Ascending numbers as a slice, if none is missing."""
-    first, last = int(tokens[0]), int(tokens[-1]) + 1
-    return slice(first, last) if last - first == len(tokens) else tokens.to(device)
-
-
-class Seen(NamedTuple):
-    """The keys that a block of queries may see."""
-
-    positions: Tensor  # (S,) int64, ascending
-    sure: Tensor  # (S,) bool: those in full blocks, of which `mask_mod` is not asked
-
-
-class BlockTable:
-    """The tables of a BlockMask, on the CPU, cut at `width` keys."""
-
-    def __init__(self, blocks: Any, width: int) -> None:
-        self._mod, self._width = blocks.mask_mod, width
-        self.q_size, self.k_size = blocks.BLOCK_SIZE
-        self.batch, self.heads = blocks.kv_num_blocks.shape[:2]
-        self._partial = (blocks.kv_num_blocks.cpu(), blocks.kv_indices.cpu())
-        full = blocks.full_kv_num_blocks
-        self._full = None if full is None else (full.cpu(), blocks.full_kv_indices.cpu())
-
-    def keys(self, b: int, h: int, i: int) -> Seen | None:
-        """The keys of query block i; None if there are none."""
-        listed = [(j, False) for j in _read_numbers(self._partial, b, h, i)]
-        if self._full is not None:
-            listed += [(j, True) for j in _read_numbers(self._full, b, h, i)]
-        listed = sorted((j, sure) for j, sure in listed if j * self.k_size < self._width)
-        if not listed:
-            return None
-        numbers, sure = zip(*listed, strict=True)
-        first = torch.tensor(numbers, device="cpu")[:, None] * self.k_size
-        positions = (first + torch.arange(self.k_size, device="cpu")).flatten()
-        inside = positions < self._width
-        return Seen(positions[inside], torch.tensor(sure, device="cpu").repeat_interleave(self.k_size)[inside])
-
-    def mask(self, b: int, h: int, start: int, stop: int, seen: Seen, device: torch.device) -> Tensor:
-        """(1, 1, stop - start, S) bool for the queries from start to stop."""
-        batch, head = torch.tensor(b, device=device), torch.tensor(h, device=device)
-        by_key = torch.vmap(self._mod, (None, None, None, 0))
-        by_query = torch.vmap(by_key, (None, None, 0, None))
-        allowed = by_query(batch, head, torch.arange(start, stop, device=device), seen.positions.to(device))
-        return (allowed | seen.sure.to(device))[None, None]
-
-    def dense(self, n: int, device: torch.device) -> Tensor:
-        """(batch, heads, n, width) bool: all of it."""
-        sees = torch.zeros(self.batch, self.heads, n, self._width, dtype=torch.bool, device=device)
-        for b, h, start in product(range(self.batch), range(self.heads), range(0, n, self.q_size)):
-            stop = min(start + self.q_size, n)
-            if (seen := self.keys(b, h, start // self.q_size)) is not None:
-                sees[b, h, start:stop, seen.positions.to(device)] = self.mask(b, h, start, stop, seen, device)[0, 0]
-        return sees
-
-
-def _read_numbers(table: tuple[Tensor, Tensor], b: int, h: int, i: int) -> list[int]:
-    counts, numbers = table
-    return numbers[b, h, i, : int(counts[b, h, i])].tolist()

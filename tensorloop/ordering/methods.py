@@ -83,9 +83,9 @@ def rcm(graph: Any, *, block_size: int = 128) -> Ordering:
 
 @named("spectral")
 def spectral(graph: Any, *, block_size: int = 128, effort: float = slab_search.EFFORT) -> Ordering:
-    """Eigenvectors of the graph's Laplacian as coordinates, cut into slabs."""
+    """Eigenvectors of the graph's Laplacian as coordinates, cut into slabs or halved, whichever leaves fewer blocks."""
     problem = read_problem(graph, None, block_size)
-    return Ordering(problem, walks.by_spectrum(problem, effort), "spectral")
+    return Ordering(problem, problem.best_of(walks.by_spectrum(problem, effort)), "spectral")
 
 
 @named("metis")
@@ -125,7 +125,7 @@ METHODS: dict[str, Callable[[Problem], list[Orders]]] = {
     "patches": lambda problem: _patches(problem),
     "slabs": lambda problem: [slab_search.search_slabs(problem)],
     "rcm": lambda problem: [walks.breadth_first(problem)],
-    "spectral": lambda problem: [walks.by_spectrum(problem, slab_search.EFFORT / (8 if problem.graph.coords else 1))],
+    "spectral": lambda problem: walks.by_spectrum(problem, slab_search.EFFORT / (8 if problem.graph.coords else 1)),
     "metis": lambda problem: [walks.by_metis(problem)],
 }
 

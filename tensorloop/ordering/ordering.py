@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
+from tensorloop.ordering.block_masks import make_block_mask, move_mod
 from tensorloop.ordering.graph import Graph
 from tensorloop.ordering.permutation import Permutation
 from tensorloop.ordering.problem import Orders, Problem
@@ -73,29 +75,34 @@ class Ordering:
             self._report = make_report(self._problem, self._orders, self.method)
         return self._report
 
-    def mask_mod(self, mask_mod: Callable[..., Any]) -> Callable[..., Any]:
-        """A `mask_mod` of old positions as one of new positions."""
-        return _Moved(mask_mod, self.queries, self.keys, scores=False)
+    def block_mask(self, mask_mod: Callable[..., Any] | None = None, *, device: str | torch.device = "cpu") -> Any:
+        """A BlockMask of torch's flex_attention in the new order, for `tl.attention` or `flex_attention`.
 
-    def score_mod(self, score_mod: Callable[..., Any]) -> Callable[..., Any]:
-        """A `score_mod` of old positions, such as a position bias, as one of new positions."""
-        return _Moved(score_mod, self.queries, self.keys, scores=True)
+        `mask_mod`: the same mask as a function of old positions, asked in partial blocks; without one, the graph's
+        edges are looked up, and kept with the mask.
+        Cost: O(E) time and bytes. Tables up to four million blocks are N / block_size wide as torch makes them, larger
+        ones as wide as their longest row; `to_dense` takes the former alone.
+        """
+        place = torch.device(device)
+        moved = None if mask_mod is None else self.mask_mod(mask_mod, device=place)
+        return make_block_mask(self._problem, self._orders, moved, place)
+
+    def mask_mod(self, mask_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
+        """A `mask_mod(b, h, q, kv)` of old positions as one of new positions, which are on `device`."""
+        return self._move(mask_mod, "mask_mod", torch.device(device))
+
+    def score_mod(self, score_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
+        """A `score_mod(score, b, h, q, kv)` of old positions, such as a position bias, as one of new positions."""
+        return self._move(score_mod, "score_mod", torch.device(device))
+
+    def _move(self, mod: Callable[..., Any], what: str, device: torch.device) -> Callable[..., Any]:
+        if not callable(mod):
+            raise TypeError(f"{what}: expected a function of positions, got {arguments.describe(mod)}")
+        return move_mod(mod, self.queries.on(device)[0], self.keys.on(device)[0])
 
     def __repr__(self) -> str:
         n, m = self.graph.shape
         return f"Ordering({n} x {m} by {self.method}, {self.blocks} blocks of {self.block_size})"
-
-
-class _Moved:
-    """A function of (score,) batch entry, head, query and key that is asked of old positions."""
-
-    def __init__(self, mod: Callable[..., Any], queries: Permutation, keys: Permutation, scores: bool) -> None:
-        self._mod, self._of, self._scores = mod, (queries, keys), scores
-
-    def __call__(self, *args: Any) -> Any:
-        *rest, q, kv = args
-        of_q, of_k = (x.on(q.device)[0] for x in self._of)
-        return self._mod(*rest, of_q[q], of_k[kv])
 
 
 @named("Ordering")

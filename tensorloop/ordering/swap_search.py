@@ -1,4 +1,8 @@
-"""A search over swaps of positions between blocks, from an order that is good already."""
+"""A search over swaps of positions between blocks.
+
+One half of the moves starts from an order that is good already, the other from one whose blocks are round: from slabs
+a search does not find its way to what is better in three dimensions.
+"""
 
 import torch
 from torch import Tensor
@@ -6,6 +10,7 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue
 from tensorloop._common.progress import Progress
 from tensorloop.kernels.cpu.swaps import Swaps
+from tensorloop.ordering import walks
 from tensorloop.ordering.problem import Orders, Problem, find_blocks
 
 _CELLS = 1 << 27  # pairs of blocks that are counted, 4 bytes each
@@ -24,16 +29,15 @@ def improve(problem: Problem, orders: Orders, moves: int, seed: int = 0, progres
         )
     if not len(graph.indices) or blocks < 2 or not moves:
         return orders
-    part = find_blocks(orders[0], size)
+    parts = [_parts_of(problem, start) for start in (orders, walks.compact(problem))]
     outs, ins = (graph.indptr, graph.indices), graph.reverse
     kinds = torch.zeros(blocks, dtype=torch.int32, device="cpu")
     if not square:  # one graph of queries and keys behind them, which keep apart
-        part = torch.cat([part, problem.rows + find_blocks(orders[1], size)])
         kinds[problem.rows :] = 1
         n, m = graph.shape
         outs = (torch.cat([outs[0], outs[0][-1:].expand(m)]), outs[1] + n)
         ins = (torch.cat([ins[0].new_zeros(n), ins[0]]), ins[1])
-    swaps = Swaps(outs, ins, part, kinds, size)
+    swaps = Swaps(outs, ins, torch.stack(parts), kinds, size)
     start = swaps.start
     # Edges of a pair of blocks that meets: how many tell a pair that will stay from one that may go.
     scale = len(graph.indices) / max(start, 1) / 64
@@ -46,6 +50,12 @@ def improve(problem: Problem, orders: Orders, moves: int, seed: int = 0, progres
     if found >= start:
         return orders
     return _orders_of(best, problem, square)
+
+
+def _parts_of(problem: Problem, orders: Orders) -> Tensor:
+    """The block of each position; keys of another kind stand behind the queries."""
+    parts = [find_blocks(order, problem.size) for order in orders]
+    return torch.cat([parts[0], *(problem.rows + part for part in parts[1:])])
 
 
 def _orders_of(part: Tensor, problem: Problem, square: bool) -> Orders:

@@ -19,11 +19,33 @@ def breadth_first(problem: Problem) -> Orders:
     return problem.split(graphs.cuthill_mckee(*problem.graph.undirected))
 
 
-def by_spectrum(problem: Problem, effort: float = EFFORT) -> Orders:
-    """The two smoothest functions on the graph as coordinates, cut into slabs."""
-    points = embed(problem.graph.undirected, 2)
+def by_spectrum(problem: Problem, effort: float = EFFORT) -> list[Orders]:
+    """The smoothest functions on the graph as coordinates: two cut into slabs, three halved."""
+    points = embed(problem.graph.undirected, 3)
     n = problem.graph.shape[0]
-    return search_slabs(problem, (points,) if problem.graph.is_square else (points[:n], points[n:]), effort)
+    pair = (points,) if problem.graph.is_square else (points[:n], points[n:])
+    return [search_slabs(problem, tuple(x[:, :2] for x in pair), effort), tuple(_bisect(x, problem.size) for x in pair)]
+
+
+def compact(problem: Problem) -> Orders:
+    """Blocks as round as the graph has them, if not the fewest: where a search finds what slabs hide from it."""
+    return by_spectrum(problem, 0)[1]
+
+
+def _bisect(points: Tensor, size: int) -> Tensor:
+    """(N,) int32: halves of whole blocks along the widest axis, and so on inside of them."""
+    done, open_parts = [], [torch.arange(len(points), device="cpu")]
+    while open_parts:
+        part = open_parts.pop()
+        blocks = -(-len(part) // size)
+        if blocks <= 1:
+            done.append(part)
+            continue
+        inside = points[part]
+        axis = int((inside.amax(0) - inside.amin(0)).argmax())
+        part = part[inside[:, axis].argsort(stable=True)]
+        open_parts += [part[blocks // 2 * size :], part[: blocks // 2 * size]]
+    return torch.cat(done).to(torch.int32) if done else torch.empty(0, dtype=torch.int32, device="cpu")
 
 
 def embed(graph: tuple[Tensor, Tensor], k: int) -> Tensor:

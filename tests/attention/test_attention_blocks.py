@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tensorloop import reference
-from tensorloop.attention import attention, engine, gpu, strips
+from tensorloop.attention import attention, blocks, engine, gpu
 from tensorloop.attention.strips import Task
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
@@ -139,10 +139,23 @@ def test_strips_of_a_window_grow_with_the_window_and_not_with_the_keys():
     n, size = 256, 8
     q = torch.randn(1, n, 1, 2)
     mask = block_mask(cases.window, None, None, n, n, size)
-    found = list(strips.cut(Task(1.0, blocks=mask), q, q))
-    assert len(found) == n // size
-    assert max(strip.k.take(q).shape[1] for strip in found if strip.k is not None) == 2 * size
-    assert all(strip.k is not None and strip.k.take(q)._base is q for strip in found)  # views, no copies
+    found = list(blocks.cut_blocks(Task(1.0, blocks=mask), q, q))
+    assert sum(len(strip.q.take(q)) for strip in found) == n // size
+    assert max(strip.k.take(q).shape[1] for strip in found) == 2 * size
+
+
+def test_strips_are_cut_where_their_masks_would_grow(monkeypatch: pytest.MonkeyPatch):
+    n, size = 256, 8
+    q = torch.randn(1, n, 1, 2)
+    mask = block_mask(cases.causal, None, None, n, n, size)
+    monkeypatch.setattr(blocks, "_PAIRS", 4096)
+    found = list(blocks.cut_blocks(Task(1.0, blocks=mask), q, q))
+    made = [strip.mask().numel() for strip in found if strip.mask is not None]
+    assert len(found) > 8
+    assert max(made) <= 4096
+    assert mask.full_kv_num_blocks is not None
+    met = int(mask.kv_num_blocks.sum()) + int(mask.full_kv_num_blocks.sum())
+    assert sum(made) <= 1.15 * size**2 * met
 
 
 @each_mod

@@ -67,8 +67,8 @@ def training(kind: str, n: int) -> Callable[[], Any]:
 
 @pytest.mark.parametrize("kind", ["long", "short", "masked"])
 def test_the_peak_of_a_training_step_is_linear(kind: str):
-    # From 256 on: fewer than that are too few rows of 32 to be padded together.
-    assert_linear_memory(functools.partial(training, kind), [256, 512, 1024, 2048], measure=peak, tolerance=0.02)
+    # From 512 on: fewer are too few rows of 32 to be padded together, and the first block's window is half a window.
+    assert_linear_memory(functools.partial(training, kind), [512, 1024, 2048, 4096], measure=peak, tolerance=0.02)
 
 
 def test_the_peak_of_the_definition_is_quadratic():

@@ -130,6 +130,27 @@ def balance(indptr: Tensor, indices: Tensor, side: Tensor, left: int) -> Tensor:
     return side
 
 
+def renumber(indptr: Tensor, indices: Tensor, order: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """The graph in a new order: row i is that of order[i], and key v is place[v], ascending in each row."""
+    degrees = indptr.diff()[order.long()]
+    new = torch.cat([degrees.new_zeros(1), degrees.cumsum(0)])
+    found = torch.empty_like(indices)
+    args = tuple(map(array, (indptr, indices, order, place, new, found)))
+    share(_renumber, len(order), 8 * EDGE * len(indices), args)
+    return new, found
+
+
+def mark_pairs(indptr: Tensor, indices: Tensor, queries: Tensor, keys: Tensor, number: int) -> Tensor:
+    """(G, L, S) bool: whether query (G, L) sees key (G, S) of the same group; -1 among the keys is none.
+
+    `number`: of keys in the graph. Of a key that stands twice in a group one place alone is marked.
+    """
+    out = torch.zeros(*queries.shape, keys.shape[1], dtype=torch.bool, device="cpu")
+    args = (*map(array, (indptr, indices, queries, keys)), number, array(out))
+    share(_mark_pairs, len(queries), EDGE * out.numel() // 8, args)
+    return out
+
+
 def sum_neighbours(indptr: Tensor, indices: Tensor, weights: Tensor, vectors: Tensor) -> Tensor:
     """(N, k) float64: the weighted sums over what each node sees of vectors (N, k)."""
     out = torch.empty(vectors.shape, dtype=torch.float64, device="cpu")
@@ -438,3 +459,30 @@ def _merge_nodes(
                     at += 1
                 sums[place[h]] += weights[e]
         new[g + 1] = at
+
+
+@compiled
+def _renumber(start: int, stop: int, indptr: Any, indices: Any, order: Any, place: Any, new: Any, found: Any) -> None:
+    for i in range(start, stop):
+        row = place[indices[indptr[order[i]] : indptr[order[i] + 1]]]
+        found[new[i] : new[i + 1]] = np.sort(row)
+
+
+@compiled
+def _mark_pairs(
+    start: int, stop: int, indptr: Any, indices: Any, queries: Any, keys: Any, number: int, out: Any
+) -> None:
+    place = np.full(number, -1, np.int64)
+    for g in range(start, stop):
+        for s in range(keys.shape[1]):
+            if keys[g, s] >= 0:
+                place[keys[g, s]] = s
+        for i in range(queries.shape[1]):
+            u = queries[g, i]
+            for e in range(indptr[u], indptr[u + 1]):
+                s = place[indices[e]]
+                if s >= 0:
+                    out[g, i, s] = True
+        for s in range(keys.shape[1]):
+            if keys[g, s] >= 0:
+                place[keys[g, s]] = -1

@@ -6,7 +6,7 @@ the swaps that are taken although they cost (Kirkpatrick et al. 1983).
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +16,8 @@ from tensorloop.kernels.cpu.compiling import compiled
 from tensorloop.kernels.cpu.threads import PIECE, share
 from tensorloop.kernels.memory import array
 
-
-class Chain(NamedTuple):
-    """How a chain cools: first and last tau, in shares of the scale, and the heat at the start and end of a stage."""
-
-    taus: tuple[float, float]
-    heats: tuple[float, float]
-
-
-# One that takes an order far apart, and one that mends it.
-CHAINS = (Chain((4, 0.2), (0.01, 0.002)), Chain((1, 0.1), (0.003, 0.001)))
+# Of a search: first and last tau, in shares of the scale; and the heat of a stage when it begins and when it ends.
+TAUS, HEATS = (4, 0.2), (0.01, 0.002)
 _LEAST = 0.3  # tau of which a pair that meets once costs all but as much as any
 
 
@@ -33,32 +25,31 @@ class Swaps:
     """Chains of swaps, each with a partition of its own, which they change in place.
 
     `outs`, `ins`: (indptr, indices) of the graph and of its reverse; the same tensors where the graph is symmetric.
-    `part` (N,) int32: the block of each node. `kinds` (blocks,) int32: only blocks of a kind exchange nodes.
+    `parts` (chains, N) int32: the block of each node. `kinds` (blocks,) int32: only blocks of a kind exchange nodes.
     """
 
     def __init__(
-        self, outs: tuple[Tensor, Tensor], ins: tuple[Tensor, Tensor], part: Tensor, kinds: Tensor, size: int
+        self, outs: tuple[Tensor, Tensor], ins: tuple[Tensor, Tensor], parts: Tensor, kinds: Tensor, size: int
     ) -> None:
         self._graph = (*map(array, outs), *map(array, ins), outs[0] is ins[0], array(kinds), size)
-        chains, blocks = len(CHAINS), len(kinds)
-        parts = np.repeat(array(part)[None], chains, 0)
-        members, slots = np.full((chains, blocks, size), -1, np.int32), np.zeros(parts.shape, np.int32)
+        chains, blocks = len(parts), len(kinds)
+        now = array(parts).copy()
+        members, slots = np.full((chains, blocks, size), -1, np.int32), np.zeros(now.shape, np.int32)
         pairs = np.zeros((chains, blocks, blocks), np.int32)
         self._found = np.zeros((chains, 2), np.int64)  # blocks that meet: now, and at best
-        self._best = parts.copy()
-        self._states = (parts, self._best, slots, members, pairs, self._found)
+        self._best = now.copy()
+        self._states = (now, self._best, slots, members, pairs, self._found)
         for chain in range(chains):
-            _fill(self._graph, parts[chain], slots[chain], members[chain], pairs[chain], self._found[chain])
-        self.start = int(self._found[0, 0])
+            _fill(self._graph, now[chain], slots[chain], members[chain], pairs[chain], self._found[chain])
+        self.start = int(self._found[0, 0])  # of the first chain
 
     def run(self, moves: int, scale: float, done: float, seed: int) -> None:
         """Tries `moves` swaps in each chain, the same ones each time, as it does when `done` of the way is gone."""
-        taus = [max(scale * first * (last / first) ** done, _LEAST) for first, last in (c.taus for c in CHAINS)]
-        far = math.ceil(16 * max(taus)) + 2
-        costs = np.stack([1 - np.exp(-np.arange(far) / tau) for tau in taus]).astype(np.float32)
-        heats = np.array([chain.heats for chain in CHAINS])
-        size = len(CHAINS) * PIECE if moves > 1000 else 0
-        share(_run, len(CHAINS), size, (self._graph, self._states, moves, costs, heats, seed))
+        tau = max(scale * TAUS[0] * (TAUS[1] / TAUS[0]) ** done, _LEAST)
+        cost = (1 - np.exp(-np.arange(math.ceil(16 * tau) + 2) / tau)).astype(np.float32)
+        chains = len(self._found)
+        args = (self._graph, self._states, moves, cost, np.array(HEATS), seed)
+        share(_run, chains, chains * PIECE if moves > 1000 else 0, args)
 
     def best(self) -> tuple[Tensor, int]:
         """The partition (N,) that leaves the fewest blocks, of all chains, and how many."""
@@ -239,7 +230,7 @@ def _move_pairs(pairs: Any, table: Any, seen: Any, number: int, corners: Any) ->
 
 
 @compiled
-def _run(start: int, stop: int, graph: Any, states: Any, moves: int, costs: Any, heats: Any, seed: int) -> None:
+def _run(start: int, stop: int, graph: Any, states: Any, moves: int, cost: Any, heats: Any, seed: int) -> None:
     blocks, random = len(graph[5]), np.empty(1, np.uint64)
     table, marks, seen = np.zeros((blocks, 4), np.int32), np.empty(blocks, np.int64), np.empty(blocks, np.int32)
     for chain in range(start, stop):
@@ -247,11 +238,10 @@ def _run(start: int, stop: int, graph: Any, states: Any, moves: int, costs: Any,
         member, pairs, found = states[3][chain], states[4][chain], states[5][chain]
         random[0] = np.uint64(seed * 1000003 + chain * 7919 + 88172645463325252)
         marks[:] = -1
-        heat, cooling, look = heats[chain, 0], heats[chain, 1] / heats[chain, 0], max(1024, len(part) // 16)
-        cost = costs[chain]
+        heat, cooling, look = heats[0], heats[1] / heats[0], max(1024, len(part) // 16)
         for move in range(moves):
             if move % look == 0:
-                heat = heats[chain, 0] * cooling ** (move / moves)
+                heat = heats[0] * cooling ** (move / moves)
                 if found[0] < found[1]:
                     found[1] = found[0]
                     best[:] = part
