@@ -24,7 +24,7 @@ from script import Result, Script, Target, target_table
 BUDGET_MS = 100
 HOW = ("kept", "compiled anew")
 IMPORT = "import tensorloop"
-NAMES = ("scan", "PackedTensor", "attention", "regroup", "beam_search", "minimum_risk")
+NAMES = ("TensorArray", "scan", "PackedTensor", "attention", "regroup", "beam_search", "minimum_risk")
 PROCESSES = {"quick": 1, "short": 3, "usual": 5}
 PROGRAM = """
 import json, sys, time

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tensorloop._common.faces import face
-from tensorloop.tensor_array import TensorArray as TensorArray
 
 if TYPE_CHECKING:
     from tensorloop import beam as beam
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from tensorloop.risk import minimum_risk as minimum_risk
     from tensorloop.risk import mwer as mwer
     from tensorloop.risk import sentence_bleu as sentence_bleu
+    from tensorloop.tensor_array import TensorArray as TensorArray
 
     __all__: list[str]
 
@@ -50,6 +50,7 @@ _LATER = {
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
+    "tensor_array": ("TensorArray",),
 }
 _SUBMODULES = ("beam", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing")
 
@@ -70,7 +71,6 @@ sys.modules[__name__].__class__ = _Package
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     _load, _, __all__ = face(__name__, _LATER)
-    __all__ += ["TensorArray"]
 
     def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}") if name in _SUBMODULES else _load(name)
