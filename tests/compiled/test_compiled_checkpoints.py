@@ -13,7 +13,7 @@ import tensorloop as tl
 from tensorloop import Checkpoints, schedule
 from tensorloop.loop.compiled import segments
 from tensorloop.loop.compiled.plan import plans
-from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.program import Program, _Room
 from tensorloop.loop.compiled.segments import Segmented
 from tensorloop.loop.compiled.totals import Totals
 from tensorloop.memory import peak, saved
@@ -340,3 +340,42 @@ def test_a_budget_bounds_what_is_held_and_the_block(budget: int, seen: None, hel
     gradients(300, plan, "strict", rows=rows)
     assert max(held) == min(budget // 2, -(-300 // (budget // 4)))
     assert peak(lambda: gradients(300, plan, "strict", rows=rows)) < (budget + 8) * carry
+
+
+def test_blocks_use_one_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], _Room.made
+
+    def counted(self: _Room, room: int) -> Tensor:
+        made.append((self, room))
+        return make(self, room)
+
+    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 4)
+    found, expected = gradients(43, 3, "strict"), gradients(43, None, False)
+    check_equal(found, expected, 1e-12)
+    monkeypatch.setattr(_Room, "made", counted)
+    loss, leaves = turned(43, 3, "strict")
+    made.clear()
+    torch.autograd.grad(loss, leaves)
+    assert made
+    assert len(made) == len(set(made))  # blocks of 4 steps, and the last one, of 3
+
+
+def test_kept_carries_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Segmented] = []
+    make = Segmented.__init__
+
+    def noted(self: Segmented, *args: Any) -> None:
+        runs.append(self)
+        make(self, *args)
+
+    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 4)
+    monkeypatch.setattr(Segmented, "__init__", noted)
+    loss, leaves = turned(60, 4, "strict", known=False)
+    (run,) = runs
+    kept = [stored.values[0] for stored in run.carries.values() if stored is not None]
+    assert len(kept) > 1
+    assert len({x.untyped_storage().data_ptr() for x in kept}) == 1
+    assert len({x.data_ptr() for x in kept}) == len(kept)
+    torch.autograd.grad(loss, leaves)
+    assert not run.carries
+    assert not run.shelf._free

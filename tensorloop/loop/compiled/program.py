@@ -17,6 +17,7 @@ from tensorloop.loop.compiled.saving import needed_for
 from tensorloop.loop.compiled.sums import Sums
 
 Ask = Callable[[Sequence[Tensor]], bool]
+Pool = dict["Program", tuple[int, list[Tensor]]]  # memory of outs, for so many steps
 FIRST_ROOM = 64  # steps, where nobody knows how many there will be
 
 
@@ -98,10 +99,12 @@ class Program:
         most: int | None = None,
         lengths: Sequence[int] = (),
         ask: Ask | None = None,
+        pool: Pool | None = None,
     ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
         """Runs the loop; `steps` is None where only the condition knows: then there are `most` of them at most.
 
         `lengths` are those of arrays before the first step, by symbol. `ask` says after each step whether to go on.
+        With a `pool` what is wanted is there until the next call with it.
         """
         wanted = len(self.parts.wanted)
         if self.core is None:
@@ -111,7 +114,7 @@ class Program:
             return [], steps, list(found[:wanted]), list(found[wanted:])
         fed = [x.contiguous() for x in self._before(steps or 0, *invariants, *sequences)]
         totals = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._terms]
-        last, done, outs = self._loop(self.core, steps, most, fed, carry, totals, lengths, ask)
+        last, done, outs = self._loop(self.core, steps, most, fed, carry, totals, lengths, ask, pool)
         more = [fed[i] for i, _ in self._places]
         if steps is not None and done < steps:
             part = slice(steps - done, steps) if self.parts.reverse else slice(done)
@@ -133,6 +136,7 @@ class Program:
         totals: Sequence[Tensor],
         lengths: Sequence[int],
         ask: Ask | None,
+        pool: Pool | None,
     ) -> tuple[list[Tensor], int, list[Tensor]]:
         """(the last carry, steps done, outs and states before the steps)."""
         n = len(self.split.loop_invariants)
@@ -140,7 +144,9 @@ class Program:
         limit = steps if steps is not None else math.inf if most is None else most
         room = int(min(FIRST_ROOM, limit)) if steps is None else steps
         rooms, growth = self._rooms, self.parts.growth
-        memory = [r.made(room, carry) for r in rooms]
+        memory = self._memory(room, pool)
+        for r, x in zip(rooms, memory, strict=True):
+            r.begin(x, carry)
         last, done = list(carry), 0
         for i, more in self._arrays.items():
             last[i] = _with_room(last[i], len(last[i]), max(more, 0) * room)
@@ -164,7 +170,7 @@ class Program:
             if done < room:
                 continue
             room = int(min(2 * room, limit))
-            memory = [r.grown(x, room, done, carry) for r, x in zip(rooms, memory, strict=True)]
+            memory = [r.grown(x, room, done) for r, x in zip(rooms, memory, strict=True)]
             for i, more in self._arrays.items():
                 last[i] = _with_room(last[i], len(carry[i]) + more * done, more * (room - done))
         first = (steps or room) - done if self.parts.reverse else 0
@@ -172,6 +178,15 @@ class Program:
             last[i] = last[i][: len(carry[i]) + more * done]
         found = [r.part(x, first, first + done, room) for r, x in zip(rooms, memory, strict=True)]
         return last, done, found + [rooms[i].before(memory[i], first, done) for i in self._states]
+
+    def _memory(self, room: int, pool: Pool | None) -> list[Tensor]:
+        """For the outs of so many steps."""
+        before, memory = (0, []) if pool is None else pool.get(self, (0, []))
+        if before != room:
+            memory = [r.made(room) for r in self._rooms]
+            if pool is not None:
+                pool[self] = room, memory
+        return memory
 
 
 def _with_room(array: Tensor, filled: int, more: int) -> Tensor:
@@ -192,13 +207,14 @@ class _Room:
         self.shift = int(self.place is not None and not self.reverse)
         self.shape, self.dtype = value.shape, value.dtype
 
-    def made(self, room: int, carry: Sequence[Tensor]) -> Tensor:
+    def made(self, room: int) -> Tensor:
         """For so many steps."""
-        if self.place is None:
-            return torch.empty((room, *self.shape), dtype=self.dtype, device="cpu")
-        memory = torch.empty((room + 1, *self.shape), dtype=self.dtype, device="cpu")
-        memory[-1 if self.reverse else 0].copy_(carry[self.place])
-        return memory
+        return torch.empty((room + (self.place is not None), *self.shape), dtype=self.dtype, device="cpu")
+
+    def begin(self, memory: Tensor, carry: Sequence[Tensor]) -> None:
+        """Puts the state before the first step there."""
+        if self.place is not None:
+            memory[-1 if self.reverse else 0].copy_(carry[self.place])
 
     def part(self, memory: Tensor, start: int, end: int, room: int) -> Tensor:
         """Where the steps from start to end of `room` go."""
@@ -206,9 +222,9 @@ class _Room:
             return memory
         return memory[start + self.shift : end + self.shift]
 
-    def grown(self, memory: Tensor, room: int, done: int, carry: Sequence[Tensor]) -> Tensor:
+    def grown(self, memory: Tensor, room: int, done: int) -> Tensor:
         """More room, with the steps done in it."""
-        more = self.made(room, carry)
+        more = self.made(room)
         n = done + (self.place is not None)
         more[:n] = memory[:n]
         return more

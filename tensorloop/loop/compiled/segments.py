@@ -29,6 +29,8 @@ from tensorloop.schedule import Schedule
 
 MOST_STEPS = 128  # in a block: more would run no faster
 FREE_BYTES = 2**20  # what a block may take, however few carries are kept
+AT_A_TIME = 16  # carries in one piece of memory
+LARGE = 2**17  # bytes, of which malloc gives each piece back to the system as soon as it is free
 AT_ONCE = 1024  # steps that run at once where nothing is kept of them, at most
 
 
@@ -74,6 +76,8 @@ class Segmented(Run):
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
         self.offload = Offload(blocks.offload)
+        self.shelf = Shelf(min(self.schedule.k or AT_A_TIME, AT_A_TIME))
+        self.shelved = blocks.offload is None and 0 < plan.bytes_of_carry() < LARGE
         self.carries: dict[int, Stored | None] = {}  # before which block; of the first one there is init
         self.lock = threading.Lock()  # one backward at a time
 
@@ -153,9 +157,14 @@ class Segmented(Run):
     def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:
         """Carries out what the schedule wants with the carry before a block."""
         if isinstance(action, schedule.Snapshot):
-            self.carries[action.step] = Stored(state, self.offload) if action.step else None
+            self.carries[action.step] = self._stored(state) if action.step else None
         elif isinstance(action, schedule.Drop) and (stored := self.carries.pop(action.step)) is not None:
             stored.drop()
+            if self.shelved:
+                self.shelf.take_back(stored.values)
+
+    def _stored(self, state: list[Tensor]) -> Stored:
+        return Stored(self.shelf.copied(state) if self.shelved else state, self.offload)
 
     # -- backward
 
@@ -167,6 +176,7 @@ class Segmented(Run):
             finally:
                 for step in list(self.carries):
                     self._keep(schedule.Drop(step), [])
+                self.shelf = Shelf(self.shelf.slots)
 
     def _reversed(self, grads: Sequence[Tensor | None], tensors: list[Tensor]) -> list[Any]:
         count = self._count(self.done)
@@ -213,10 +223,32 @@ class Segmented(Run):
         start, stop = i * self.size, min((i + 1) * self.size, self.done)
         _, _, captures = self.split(tensors)
         rows = self._rows(start, stop, tensors)
-        _, _, wanted, _ = self.plan.again(stop - start, captures, rows, state)
+        _, _, wanted, _ = self.plan.again(stop - start, captures, rows, state, pool=total.pool)
         saved = self.plan.saved_of(wanted, rows)
         del wanted, rows
         total.reverse(self._part(start, stop, self.done), captures, saved)
+
+
+class Shelf:
+    """Memory for carries, for some in one piece: made and let go singly, they leave holes that nothing else fits."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots  # in one piece
+        self._free: list[list[Tensor]] = []
+
+    def copied(self, state: list[Tensor]) -> list[Tensor]:
+        """The same values, in memory of the shelf."""
+        if not self._free:
+            rooms = [torch.empty((self.slots, *x.shape), dtype=x.dtype, device="cpu").unbind() for x in state]
+            self._free = [list(slot) for slot in zip(*rooms, strict=True)]
+        slot = self._free.pop()
+        for room, x in zip(slot, state, strict=True):
+            room.copy_(x)
+        return slot
+
+    def take_back(self, values: list[Tensor]) -> None:
+        """Memory that it gave. Who still reads it is done before another carry is kept."""
+        self._free.append(values)
 
 
 class _Outputs:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
+from tensorloop.loop.compiled.program import Pool
 
 
 class Totals:
@@ -20,6 +21,7 @@ class Totals:
     ) -> None:
         self.plan, self.steps, self.carry, self.ys = plan, steps, carry, ys
         self.reversed = plan.reversed(missing)
+        self.pool: Pool = {}  # what parts get is copied, or gone before the next
         self.xs: list[Tensor] = []
         self.sums: list[Tensor] = []
 
@@ -32,7 +34,7 @@ class Totals:
             self.carry, _, self.xs, self.sums = program(count, captures, [*saved, *self.ys], self.carry, None, lengths)
             return
         given = [*saved, *(g[part] for g in self.ys)]
-        self.carry, _, xs, sums = program(count, captures, given, self.carry, None, lengths)
+        self.carry, _, xs, sums = program(count, captures, given, self.carry, None, lengths, pool=self.pool)
         if not self.xs:
             self.xs = [room_for(self.steps, value_of(self.plan.traced.xs[k])) for k in self.reversed.xs]
         for whole, g in zip(self.xs, xs, strict=True):
