@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.loop.compiled.emitter.lowering import Lowering
 from tensorloop.loop.compiled.emitter.ordered import TABLE
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -13,13 +14,13 @@ from tensorloop.loop.compiled.recurrence import Unsupported
 def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """The node's decomposition, lowered in its place; Unsupported where torch has none, or one of random numbers."""
     from torch._decomp import decomposition_table
-    from torch.fx.experimental.proxy_tensor import make_fx
 
-    target = node.target
+    target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise Unsupported("not an operation of aten", node)
     if target not in decomposition_table.keys() | TABLE.keys() or torch.Tag.nondeterministic_seeded in target.tags:
         raise Unsupported("not known, and torch does not take it apart", node)
+    simpler = TABLE.get(target) or decomposition_table[target]
     arrays: list[Any] = []
     examples: list[Any] = []
 
@@ -31,17 +32,23 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
     fx.map_arg((node.args, node.kwargs), collect)
 
-    def call(*tensors: Any) -> Any:
+    several: list[bool] = []  # whether the operation gives more than one tensor, and which of them
+
+    def call(*tensors: Any) -> list[Any]:
         left = iter(tensors)
         inner_args, inner_kwargs = fx.map_arg((node.args, node.kwargs), lambda one: next(left))
-        return target(*inner_args, **inner_kwargs)
+        found = target(*inner_args, **inner_kwargs)
+        if isinstance(found, torch.Tensor):
+            return [found]
+        several.extend(one is not None for one in found)
+        return [one for one in found if one is not None]
 
-    decompositions = {target: TABLE.get(target) or decomposition_table[target]}
-    traced = make_fx(torch.func.functionalize(call), decomposition_table=decompositions, tracing_mode="fake")(*examples)
-    return _inline(low, traced, arrays, node)
+    module = traced(without_writes(call), examples, {target: simpler})
+    found = iter(_inline(low, module, arrays, node))
+    return tuple(next(found) if there else None for there in several) if several else next(found)
 
 
-def _inline(low: Lowering, module: fx.GraphModule, arrays: list[Any], node: fx.Node) -> Any:
+def _inline(low: Lowering, module: fx.GraphModule, arrays: list[Any], node: fx.Node) -> list[Any]:
     from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
 
     nodes = list(module.graph.nodes)
@@ -49,9 +56,7 @@ def _inline(low: Lowering, module: fx.GraphModule, arrays: list[Any], node: fx.N
     for one in nodes:
         if one.op == "placeholder":
             low.values[one] = next(left)
-        elif one.op == "get_attr":
-            low.values[one] = low.constant(getattr(module, str(one.target)))
         elif one.target is node.target:
             raise Unsupported("not known here", node)
     low.run(nodes, HANDLERS, expand)
-    return fx.map_arg(nodes[-1].args[0], lambda one: low.values[one])
+    return [low.values[one] for one in nodes[-1].args[0]]
