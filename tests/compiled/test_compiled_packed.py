@@ -180,6 +180,48 @@ def test_a_number_of_rows_is_tried_once(fresh_plans: None, monkeypatch: pytest.M
     assert run([9, 9, 1, 4]) == []
 
 
+def heads(h: Tensor, x: Tensor) -> Tensor:
+    """Attention of two heads over three slots of x, heads in the batch as torch's layers have them."""
+    q, slots = h.reshape(len(h) * 2, 1, 2), x.unsqueeze(1).expand(-1, 3, -1)
+    keys = slots.unflatten(-1, (2, 2)).transpose(1, 2).reshape(len(h) * 2, 3, 2)
+    return torch.bmm(torch.bmm(q, keys.transpose(1, 2)).softmax(-1), keys).reshape(len(h), 4)
+
+
+def written_columns(h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    h[:, :2] = x[:, 2:]
+    return h
+
+
+KERNEL = torch.tensor([[[0.3, -0.5, 0.4]], [[0.2, 0.1, -0.6]]], dtype=D)
+APART: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "zeros of as many rows": lambda h, x: torch.cat([h[:, :2], torch.zeros(len(h), 1, dtype=D), x[:, :1]], 1),
+    "all rows in a line": lambda h, x: (h.flatten() * 2 + x.reshape(-1)).view(len(h), -1),
+    "heads": heads,
+    "convolution": lambda h, x: torch.nn.functional.conv1d(h.unsqueeze(1), KERNEL, padding=1).sum(1) + x,
+    "layer norm": lambda h, x: torch.nn.functional.layer_norm(h + x, (4,)),
+    "sorted": lambda h, x: h.sort(-1).values + x,
+    "running sum": lambda h, x: h.cumsum(-1) - x.flip(1),
+    "written columns": written_columns,
+    "by their mean": lambda h, x: torch.where(h.mean(1, keepdim=True) > 0, h, x),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_bodies_whose_rows_stay_apart(name: str):
+    values, init, lens = leaf(D, 15, 4), leaf(D, 5, 4), [5, 1, 3, 2, 4]
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        h = torch.sin(APART[name](h, x) + 1.1 * h)
+        return h, h
+
+    def run(compile: Any) -> list[Tensor]:
+        h, ys = tl.scan(body, init, PackedTensor(values, lens), compile=compile)
+        return [h, ys.values, *torch.autograd.grad(h.sin().sum() + ys.values.cos().sum(), (values, init))]
+
+    check_equal(run("strict"), run(False), 1e-11)
+
+
 # -- what does not do without rows that are gone
 
 

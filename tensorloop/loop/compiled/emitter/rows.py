@@ -47,7 +47,7 @@ def meet(step: Step, units: Sequence[Unit], count: int, own: Sequence[Array]) ->
     """Whether rows meet, where `own` of what is read, and the carry, have rows of their own."""
     known = {array.buffer: bool(array.shape) for array in step.carry} | {array.buffer: True for array in own}
     try:
-        found = _Search(step, units, {}, count, known).run()
+        found = _Search(step, units, {}, count, known, parts=True).run()
     except Mixed:
         return True
     return not all(found.buffers.get(array.buffer, False) for array in step.outs)
@@ -61,8 +61,11 @@ class _Search:
         packed: Mapping[Array, Panels],
         count: int,
         known: dict[Buffer, bool],
+        *,
+        parts: bool = False,
     ) -> None:
         self.step, self.units, self.packed, self.count, self.known = step, units, packed, count, known
+        self.parts = parts  # whether a dim may walk rows in parts, as where heads of attention lie in the batch
         self.apart: set[Buffer] = set()
 
     def run(self) -> Split:
@@ -135,10 +138,12 @@ class _Search:
             return []
         found = []
         for dim, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
-            if size == self.count and step == stride:
+            parts = size // self.count if self.parts and not size % self.count else 1
+            if size == parts * self.count and parts * step == stride:
                 others = [
                     (n - 1) * s for d, (n, s) in enumerate(zip(array.shape, array.strides, strict=True)) if d != dim
                 ]
+                others.append((parts - 1) * step)
                 low = array.offset + sum(min(0, one) for one in others)
                 high = array.offset + more + sum(max(0, one) for one in others)
                 if low >= 0 and high < stride:
