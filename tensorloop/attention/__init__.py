@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tensorloop.attention.arrays import Rules as Rules
     from tensorloop.attention.past import attend_past as attend_past
     from tensorloop.kernels.past import Sight as Sight
+    from tensorloop.kernels.past import whole as whole
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
@@ -16,6 +17,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         {
             "attention.api": ("attention",),
             "attention.arrays": ("Rules",),
-            "attention.past": ("Sight", "attend_past"),
+            "attention.past": ("Sight", "attend_past", "whole"),
         },
     )

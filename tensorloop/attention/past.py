@@ -54,7 +54,7 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """The same for slots k and v (n, B, heads_kv, D) of q's dtype, which are kept, too."""
     if transforms.maybe_level() is not None or transforms.forward_mode():
-        return whole(q, k, v, sight)[0]
+        return whole(q, k, v, sight)
     return _AttendSlots.apply(sight._replace(bias=None), q, sight.bias, k, v)  # pyright: ignore[reportReturnType]
 
 
@@ -160,7 +160,7 @@ def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, gra
 
     def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
         k, v = (_as_rows(x, len(q)) for x in (k, v))
-        return whole(q, k, v, call.sight._replace(bias=bias))[0]
+        return whole(q, k, v, call.sight._replace(bias=bias))
 
     of_q, of_bias, *found = differentiate(formula, (q, bias, *slots), grad)
     sums: list[Tensor | None] = []
@@ -190,7 +190,7 @@ class _AttendSlots(torch.autograd.Function):
         if is_differentiated(grad):
 
             def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
-                return whole(q, k, v, ctx.sight._replace(bias=bias))[0]
+                return whole(q, k, v, ctx.sight._replace(bias=bias))
 
             return None, *differentiate(formula, (q, bias, k, v), grad)
         with engine.without_autocast(q):

@@ -125,7 +125,7 @@ def attend(q: Tensor, keys: Any, values: Any, rules: Rules) -> Any:
     sight, bias = _understand(rules, k, start)
     seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, sight, live)
     q = q.view_as(q)  # a use that a recorder of the loop sees
-    with scope.unrecorded():
+    with scope.unrecorded(), engine.without_autocast(q):  # all is as it casts
         if not torch.is_grad_enabled():
             return _compute(q, bias, prefix, seen.values(), seen)[0]
         tokens = [None if x is None else x.whole_token() for x in buffers]
@@ -173,7 +173,7 @@ def _can_attend(q: Any, k: Any, v: Any) -> bool:
         and all(x.dtype is q.dtype and x.device == q.device for x in (k, v))
         and transforms.maybe_level() is None
         and not transforms.forward_mode()
-        and not engine.autocasts(q)
+        and (not engine.autocasts(q) or q.dtype in (torch.get_autocast_dtype(q.device.type), torch.float64))
     )
 
 
@@ -292,4 +292,4 @@ def _attend_whole(q: Tensor, bias: Tensor | None, kv: Sequence[Tensor], seen: Se
     ]
     k, v = (torch.cat(x) for x in zip(*parts, strict=True))
     each = SeenPart(None, seen.family.rows, size, True, 0)
-    return whole(each.group(q), k, v, each.sight(seen.sight, bias, len(k)))[0].view_as(q)
+    return whole(each.group(q), k, v, each.sight(seen.sight, bias, len(k))).view_as(q)

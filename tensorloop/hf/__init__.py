@@ -3,7 +3,10 @@
 from typing import TYPE_CHECKING
 
 from tensorloop._common.faces import face
-from tensorloop.hf.attention import ATTENTION as ATTENTION  # registers it with transformers
+from tensorloop.hf.version import check_version
+
+check_version()
+from tensorloop.hf.attention import ATTENTION as ATTENTION  # noqa: E402  registers it with transformers
 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache

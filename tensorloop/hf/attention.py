@@ -5,6 +5,7 @@ arrays; the attention function reads these. So a step keeps its queries and its 
 as the seed of a hash. A model that computes with keys after `update` meets NaN, not a wrong number.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ from transformers.masking_utils import sdpa_mask
 
 from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
+from tensorloop.hf.advice import ATTENTION
 from tensorloop.tensor_array import TensorArray
 
-ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
+_UNDO = "_tensorloop_undo"  # of stand-ins: what takes their tokens back, where attention refuses its arguments
 _READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
 _SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found out), once for all layers
 
@@ -44,6 +46,18 @@ class Asked(NamedTuple):
     bias: Tensor | None  # by position
 
 
+def undone_by(undo: Callable[[], None], key: Tensor) -> None:
+    """Calls `undo` where the attention function is given `key` and cannot go on."""
+    setattr(key, _UNDO, undo)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """`x` as autocast casts what attention gets: float32 alone, which rotated queries and keys are."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return x.to(torch.get_autocast_dtype(kind)) if on and x.dtype is torch.float32 else x
+
+
 def handed_by(reader: Any, key: Tensor) -> Tensor:
     """`key`, which the attention function then leaves to `reader`: see `hypotheses`."""
     setattr(key, _READER, reader)
@@ -64,7 +78,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, scale = autocast(query), query.shape[-1] ** -0.5 if scaling is None else scaling
     reader = getattr(key, _READER, None)
     if reader is not None:
         out = reader.attend(Asked(module, query, attention_mask, dropout, scale, softcap, position_bias))
@@ -83,10 +97,14 @@ def attend(
     count, new = len(kv[0]) - start, query.shape[2]
     if attention_mask is None and is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    first, seen, added = _read_mask(attention_mask, query, count)
-    bias = None if position_bias is None else position_bias[..., -count:]
-    if added is not None:
-        bias = added if bias is None else bias + added
+    try:
+        first, seen, added = _read_mask(attention_mask, query, count)
+        bias = None if position_bias is None else position_bias[..., -count:]
+        if added is not None:
+            bias = added if bias is None else bias + added
+    except BaseException:
+        getattr(key, _UNDO, _nothing)()
+        raise
     sight = Sight(
         scale,
         causal=attention_mask is None and bool(is_causal) and new > 1,
@@ -104,6 +122,13 @@ def _read_mask(mask: Tensor | None, query: Tensor, count: int) -> tuple[Tensor |
     """(first slot that each row sees, what each query sees, what is added to scores) of a mask (B, heads, t, n)."""
     if mask is None:
         return None, None, None
+    wanted = (len(query), query.shape[1], query.shape[2])
+    fits = mask.dim() == 4 and all(n in (1, m) for n, m in zip(mask.shape, wanted, strict=False))
+    if not fits or mask.shape[3] < count:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit: attention of {wanted[2]} tokens sees {count}, "
+            f"so it must be {wanted} or 1 in each, and {count} at least"
+        )
     now = version_of(mask), count, query.dtype
     known = getattr(mask, _SIGHT, None)
     if known is None or known[0] != now:
@@ -126,6 +151,10 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
         if bool((seen[:, 0] == (place >= first[:, None])).all()):
             return (first if bool(first.any()) else None), None, None
     return None, seen.clone(), None  # backward reads it, and the caller may change his
+
+
+def _nothing() -> None:
+    """There is nothing to take back."""
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from transformers.cache_utils import (
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.pytree import register
+from tensorloop.hf.advice import Advice
+from tensorloop.hf.attention import undone_by
 from tensorloop.hf.layers import ArrayLayer, Kind
 from tensorloop.tensor_array import TensorArray
 
@@ -35,8 +38,9 @@ class TrainCache(DynamicCache):
     Cost: O(1) a token and layer to write, a view to read. A window keeps all tokens and reads the last ones.
     `crop` copies what stays where attention has read what goes.
     With `attn_implementation="sdpa"`, or "tensorloop" (masks, bias and dropout in O(T) too). Others that copy keys or
-    keep their weights ("eager") are right, and O(T²).
-    Raises: TypeError (no config), ValueError (tokens that do not fit: the cache is as it was before).
+    keep their weights ("eager") are right, and O(T²): a UserWarning says so, once for a cache.
+    Raises: TypeError (no config), ValueError (tokens that do not fit, with "tensorloop" masks too: the cache is as it
+    was before).
     Source: transformers' Cache for the surface.
 
     Example:
@@ -54,12 +58,12 @@ class TrainCache(DynamicCache):
         config = config.get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         layers: list[Any] = []
+        advice = Advice(config)
         for kind, given in zip(kinds, options, strict=True):
             layer = DYNAMIC_LAYER_TYPE_MAPPING[kind]
             ours = layer in _OURS
-            layers.append(
-                ArrayLayer.empty(Kind(config, given.get("sliding_window"), capacity)) if ours else layer(**given)
-            )
+            own = Kind(config, given.get("sliding_window"), capacity, advice)
+            layers.append(ArrayLayer.empty(own) if ours else layer(**given))
         Cache.__init__(self, layers=layers)
 
     @classmethod
@@ -76,7 +80,8 @@ class TrainCache(DynamicCache):
         if not isinstance(cache, Cache):
             raise WrongType(f"cache must be a transformers Cache, got {arguments.describe(cache)}")
         text = None if config is None else config.get_text_config(decoder=True)
-        return cls.of_layers([_layer_of(layer, text) for layer in cache.layers])
+        advice = Advice(text)
+        return cls.of_layers([_layer_of(layer, text, advice) for layer in cache.layers])
 
     @classmethod
     def of_layers(cls, layers: list[Any]) -> Self:
@@ -96,14 +101,21 @@ class TrainCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, ArrayLayer):
             return layer.update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        before = layer.get_seq_length()
+        undo = partial(self._take_back, layer_idx, layer.get_seq_length())
         try:
-            return layer.update(key_states, value_states)
+            keys, values = layer.update(key_states, value_states)
         except BaseException:
-            for other in self.layers[: layer_idx + 1]:
-                if isinstance(other, ArrayLayer) and other.get_seq_length() > before:
-                    other.crop(before - other.get_seq_length())
+            undo()
             raise
+        if layer.kind.reads_arrays:
+            undone_by(undo, keys)
+        return keys, values
+
+    def _take_back(self, layer_idx: int, length: int) -> None:
+        """Forgets what a call of the model wrote that fails in this layer, which had so many tokens."""
+        for layer in self.layers[: layer_idx + 1]:
+            if isinstance(layer, ArrayLayer) and layer.get_seq_length() > length:
+                layer.crop(length - layer.get_seq_length())
 
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])
@@ -112,7 +124,7 @@ class TrainCache(DynamicCache):
         return self.of_layers([copy.deepcopy(layer, memo) for layer in self.layers])
 
 
-def _layer_of(layer: Any, config: Any) -> Any:
+def _layer_of(layer: Any, config: Any, advice: Advice) -> Any:
     """A layer of ours with what one of transformers' holds."""
     if isinstance(layer, ArrayLayer):
         return _copied(layer)
@@ -120,14 +132,14 @@ def _layer_of(layer: Any, config: Any) -> Any:
         return copy.copy(layer)
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
     if not layer.is_initialized or layer.keys is None or layer.values is None:
-        return ArrayLayer.empty(Kind(config, window))
+        return ArrayLayer.empty(Kind(config, window, advice=advice))
     if window is not None and layer.get_seq_length() > layer.keys.shape[-2]:
         raise WrongValue(
             "cache has a sliding window that has let tokens go, so positions cannot be counted; fill a TrainCache "
             "from the start instead"
         )
     keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (layer.keys, layer.values))
-    return ArrayLayer((keys, values), Kind(config, window))
+    return ArrayLayer((keys, values), Kind(config, window, advice=advice))
 
 
 def _copied(layer: Any) -> Any:

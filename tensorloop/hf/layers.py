@@ -12,15 +12,19 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.hf.attention import ATTENTION, stand_ins
+from tensorloop.hf.advice import ATTENTION, Advice
+from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.tensor_array import TensorArray
 
 
 class Kind:
     """What all copies of a layer have in common."""
 
-    def __init__(self, config: Any, window: int | None = None, capacity: int | None = None) -> None:
+    def __init__(
+        self, config: Any, window: int | None = None, capacity: int | None = None, advice: Advice | None = None
+    ) -> None:
         self.config, self.window, self.capacity = config, window, capacity
+        self.advice = Advice(config) if advice is None else advice
 
     @property
     def reads_arrays(self) -> bool:
@@ -105,6 +109,7 @@ class ArrayLayer(CacheLayerMixin):
         if self.kind.reads_arrays:
             keys, values = stand_ins(self.arrays, self.first_seen(new), (key_states, value_states))
             return keys, values
+        self.kind.advice.consider(key_states, value_states)
         return self._seen(new)
 
     # -- the arrays
@@ -196,9 +201,4 @@ def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
 
 def cast_keys(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As autocast would cast them in attention, at every step again: rotated keys come in float32."""
-    kind = keys.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
-        return keys, values
-    dtype = torch.get_autocast_dtype(kind)
-    keys, values = (x.to(dtype) if x.dtype is torch.float32 else x for x in (keys, values))
-    return keys, values
+    return autocast(keys), autocast(values)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedConfig
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.attention import attention
+from tensorloop.attention import Sight, attention, whole
 from tensorloop.packed import Dim, PackedTensor
 
 NAME = "tensorloop_packed"
@@ -135,7 +135,8 @@ def attend(
     parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if dropout or softcap:
-        return _attend_by_length(rows, parts, sliding_window, scale, softcap or 0.0, dropout)[None], None
+        sight = Sight(scale, window=sliding_window or 0, softcap=softcap or 0.0, dropout=dropout, seed=None)
+        return _attend_by_length(rows, parts, sight)[None], None
     q, k, v = (PackedTensor(x, rows.dim) for x in parts)
     if sliding_window is None or rows.dim.max_len <= sliding_window:
         out = attention(q, k, v, causal=True, scale=scale)
@@ -144,7 +145,7 @@ def attend(
     return out.values[None], None
 
 
-def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], *scores: Any) -> Tensor:
+def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], sight: Sight) -> Tensor:
     """(N, heads, D): rows of about equal length at a time, padded at the end; backward makes their weights again.
 
     What stands behind an end is seen by nothing before it, and nobody reads what it sees.
@@ -154,24 +155,9 @@ def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], *scores: Any) -> Te
     found = [parts[0].new_zeros(0, *parts[0].shape[1:-1], parts[2].shape[-1])]
     for shape, *group in zip(shapes, *(x.index_select(0, tokens).split(sizes) for x in parts), strict=True):
         q, k, v = (x.unflatten(0, shape) for x in group)
-        out: Any = checkpoint(_dense, q, k, v, *scores, use_reentrant=False)
+        out: Any = checkpoint(whole, q, k.transpose(0, 1), v.transpose(0, 1), sight, use_reentrant=False)
         found.append(out.flatten(0, 1))
     return torch.cat(found).index_select(0, places)
-
-
-def _dense(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float, dropout: float) -> Tensor:
-    """(G, L, heads, D) by the formula, of q (G, L, heads, D) and k, v (G, L, heads_kv, D)."""
-    (_, length, heads, _), shared = q.shape, k.shape[2]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    queries = q.transpose(1, 2).unflatten(1, (shared, heads // shared)).flatten(2, 3)
-    scores = (queries @ k.permute(0, 2, 3, 1)).to(wide) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    seen = seen if window is None else seen.triu(1 - window)
-    scores = scores.unflatten(2, (-1, length)).masked_fill(~seen, -torch.inf)
-    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout).to(q.dtype)
-    return (weights.flatten(2, 3) @ v.transpose(1, 2)).unflatten(2, (-1, length)).flatten(1, 2).transpose(1, 2)
 
 
 def _cut_window(window: int, length: int, device: torch.device) -> BlockMask:

@@ -54,6 +54,7 @@ class Decoder:
         if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
             raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
         self.model: Any = model
+        self.advised = False  # of O(T²): caches need not say so again
         self.config = self.model.config
         self.text = self.config.get_text_config(decoder=True)
         self.reads_source = bool(self.config.is_encoder_decoder)
@@ -69,7 +70,8 @@ class Decoder:
     @property
     def limit(self) -> int | None:
         """How many tokens the model has positions for."""
-        return getattr(self.text, "max_position_embeddings", None)
+        places = (getattr(self.text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+        return next((x for x in places if x is not None), None)
 
     @property
     def embedding(self) -> Any:
@@ -87,25 +89,51 @@ class Decoder:
                 raise WrongValue(
                     f"model has a layer {i} that is no attention, {type(layer).__name__}; it cannot branch"
                 )
+            layer.kind.advice.given |= self.advised
         return cache
 
-    def read(self, ids: Any, mask: Any) -> tuple[Prompt, Source | None]:
+    def read(self, ids: Any, mask: Any, begun: Any = None) -> tuple[Prompt, Source | None]:
         """A prompt, checked; of an encoder-decoder, what the decoder begins with, and what its encoder makes."""
-        prompt = _read_prompt(ids, mask)
-        here = next(self.model.parameters()).device
-        if prompt.ids.device != here:
-            raise WrongValue(f"input_ids is on {prompt.ids.device}, model is on {here}; move it with .to()")
-        if self.limit is not None and prompt.ids.shape[1] > self.limit:
-            raise WrongValue(f"input_ids has {prompt.ids.shape[1]} tokens, model has {self.limit} positions")
+        name = self.model.main_input_name
+        given = _read_prompt(ids, mask) if name == "input_ids" else _read_features(ids, mask, name)
+        self._check_place("input_ids", given.ids)
+        if name == "input_ids":
+            self._check_length(name, given.ids)
         if not self.reads_source:
-            _check_left(prompt)
-            return prompt, None
-        start = _first_of(self.model, "decoder_start_token_id", "bos_token_id")
-        if start is None:
-            raise WrongValue("model has no decoder_start_token_id; set it in model.generation_config")
-        found = self.model.get_encoder()(input_ids=prompt.ids, attention_mask=prompt.mask, return_dict=True)
-        begun = Prompt(prompt.ids.new_full((len(prompt.ids), 1), start), None)
-        return begun, Source(found[0], prompt.mask)
+            if begun is not None:
+                raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
+            _check_left(given)
+            return given, None
+        begun = self._begin(begun, len(given.ids))
+        found = self.model.get_encoder()(**{name: given.ids, "attention_mask": given.mask, "return_dict": True})
+        return begun, Source(found[0], given.mask)
+
+    def _begin(self, begun: Any, rows: int) -> Prompt:
+        """What the decoder of an encoder-decoder begins with."""
+        if begun is None:
+            start = _first_of(self.model, "decoder_start_token_id", "bos_token_id")
+            if start is None:
+                raise WrongValue("model has no decoder_start_token_id; set it in model.generation_config")
+            return Prompt(torch.full((rows, 1), start, device=self.device), None)
+        prompt = _read_prompt(begun, None, "decoder_input_ids")
+        self._check_place("decoder_input_ids", begun)
+        self._check_length("decoder_input_ids", begun)
+        if len(begun) != rows:
+            raise WrongValue(f"decoder_input_ids has {len(begun)} rows, input_ids has {rows}")
+        return prompt
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def _check_place(self, name: str, ids: Tensor) -> None:
+        if ids.device != self.device:
+            raise WrongValue(f"{name} is on {ids.device}, model is on {self.device}; move it with .to()")
+
+    def _check_length(self, name: str, ids: Tensor) -> None:
+        if self.limit is not None and ids.shape[1] > self.limit:
+            raise WrongValue(f"{name} has {ids.shape[1]} tokens, model has {self.limit} positions")
 
     def begin(self, prompt: Prompt, source: Source | None, count: int) -> tuple[TrainCache, Cache | None]:
         """Runs the first `count` tokens: the cache that holds them, and that of the source."""
@@ -156,11 +184,24 @@ class Decoder:
         return [arguments.as_int(x, "eos_token_id") for x in ids]
 
 
-def _read_prompt(ids: Any, mask: Any) -> Prompt:
+def _read_features(features: Any, mask: Any, name: str) -> Prompt:
+    """What an encoder reads that reads no tokens."""
+    if not isinstance(features, Tensor) or not features.is_floating_point():
+        raise WrongType(
+            f"input_ids must be the {name} of model, a tensor of floats (B, ...), got {arguments.describe(features)}"
+        )
+    if features.dim() < 2 or not len(features):
+        raise WrongValue(f"input_ids must be the {name} of model with a row, got {tuple(features.shape)}")
+    if mask is not None:
+        raise WrongValue(f"attention_mask goes with tokens, but model reads {name}; leave it out")
+    return Prompt(features, None)
+
+
+def _read_prompt(ids: Any, mask: Any, name: str = "input_ids") -> Prompt:
     if not isinstance(ids, Tensor) or ids.dtype not in arguments.INTEGERS:
-        raise WrongType(f"input_ids must be a tensor of integers (B, P), got {arguments.describe(ids)}")
+        raise WrongType(f"{name} must be a tensor of integers (B, P), got {arguments.describe(ids)}")
     if ids.dim() != 2 or not ids.shape[1] or not ids.shape[0]:
-        raise WrongValue(f"input_ids must be (B, P) with a row and a token, got {tuple(ids.shape)}")
+        raise WrongValue(f"{name} must be (B, P) with a row and a token, got {tuple(ids.shape)}")
     if mask is None:
         return Prompt(ids, None)
     if not isinstance(mask, Tensor):

@@ -29,6 +29,8 @@ _KEYWORDS = hints(
     ("num_beams beam_size", "beam_search() searches"),
     ("pad_token_id", "tokens are packed: rollout.tokens.pad(pad_token_id)"),
     ("sample greedy", "do_sample= says whether tokens are drawn"),
+    ("use_cache", "a rollout always has a cache; leave it out"),
+    ("input_features inputs", "input_ids takes what the model's encoder reads"),
     ("soft straight_through", "feed= is 'tokens', 'straight_through' or 'soft'"),
 )
 
@@ -53,6 +55,7 @@ def rollout(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
+    decoder_input_ids: Tensor | None = None,
     max_new_tokens: int | None = None,
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     do_sample: bool = False,
@@ -67,8 +70,9 @@ def rollout(
     """Decodes token by token, greedily or by drawing, and keeps the graph of what it did.
 
     Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
-    are the source. A row ends with one of `eos_token_id`, by default the model's own, and leaves the batch.
-    `max_new_tokens` counts the end; without it rows go on until they end, or the model has no more positions.
+    are the source (of one that reads no tokens, as Whisper, its features), and the decoder begins with its start token
+    or `decoder_input_ids` (B, P). A row ends with one of `eos_token_id`, by default the model's own, and leaves the
+    batch. `max_new_tokens` counts the end; without it rows go on until they end, or the model has no more positions.
     `do_sample` draws from the distribution that `temperature`, `top_k` and `top_p` make, one after the other.
     `feed` is what the next step sees: "tokens"; "straight_through", the token's embedding with the gradient of the
     expected one; "soft", the expected embedding itself.
@@ -90,7 +94,7 @@ def rollout(
     draw.check()
     if feed not in _FEEDS:
         raise WrongValue(f"feed must be one of {', '.join(map(repr, _FEEDS))}, got {feed!r}")
-    prompt, source = decoder.read(input_ids, attention_mask)
+    prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids)
     ends = decoder.read_ends(eos_token_id)
     if max_new_tokens is None and not ends:
         raise WrongValue("nothing says when to stop: give max_new_tokens= or eos_token_id=")

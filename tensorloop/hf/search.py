@@ -12,6 +12,7 @@ from tensorloop import beam
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
 from tensorloop._common.keywords import hints
+from tensorloop.hf.advice import ATTENTION, warn
 from tensorloop.hf.hypotheses import Beams, clear_padding, show_cache
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
@@ -26,6 +27,8 @@ _KEYWORDS = hints(
     ("eos_id end_token_id", "eos_token_id= is what ends a hypothesis, one or several"),
     ("pad_token_id", "tokens are packed: hyps.tokens.pad(pad_token_id)"),
     ("do_sample temperature top_k top_p", "rollout() draws"),
+    ("use_cache", "a search always has a cache; leave it out"),
+    ("input_features inputs", "input_ids takes what the model's encoder reads"),
 )
 
 
@@ -35,6 +38,7 @@ def beam_search(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
+    decoder_input_ids: Tensor | None = None,
     beam_size: int,
     n_best: int | None = None,
     max_steps: int | None = None,
@@ -48,7 +52,8 @@ def beam_search(
     """The n best continuations of each prompt, as `generate(num_beams=...)` finds them, with the gradient of scores.
 
     Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
-    are the source, which is encoded once; hypotheses begin with its decoder_start_token_id.
+    are the source, which is encoded once; of one that reads no tokens (Whisper) input_ids are its features (B, ...).
+    Hypotheses begin with its decoder_start_token_id, or with `decoder_input_ids` (B, P), which have that themselves.
     `max_steps` is generate's max_new_tokens: the end counts, and what has not ended then ranks with what has. Without
     it a search goes on as long as the model has positions. `eos_token_id`, `length_penalty`, `early_stopping` (True,
     False or "never") and `logits_processor` (a list of them, on log-probabilities) are generate's; the model's own
@@ -56,7 +61,7 @@ def beam_search(
     Gradient: of `scores`, `final` and `token_scores`, as teacher forcing of the same tokens has it, to the model.
     Cost: prompts are run once, for B rows, and never copied; a step runs B * beam_size rows. With
     `attn_implementation="tensorloop"` it keeps of attention the queries and its own keys, O(T) in all; other
-    implementations are given keys that are gathered at each step, which is O(T²).
+    implementations are given keys that are gathered at each step, which is O(T²), and a UserWarning says so.
     Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than
     positions).
     Sources: transformers' `_beam_search` for what it finds; `tl.beam.beam_search` for how.
@@ -69,7 +74,10 @@ def beam_search(
     size, kept = _check_sizes(beam_size, n_best)
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise WrongValue(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
-    prompt, source = decoder.read(input_ids, attention_mask)
+    prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids)
+    if torch.is_grad_enabled() and decoder.text._attn_implementation != ATTENTION:
+        warn(decoder.text, "beam_search: keys are gathered for each step")
+        decoder.advised = True
     steps = count_steps(max_steps, "max_steps", prompt, decoder.limit)
     ends = decoder.read_ends(eos_token_id)
     steps_of = _Steps(decoder, prompt, source, logits_processor, not ends)

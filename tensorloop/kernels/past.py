@@ -21,28 +21,48 @@ class Sight(NamedTuple):
     slots: int | None = None  # of which these n are a part that goes on: places are counted among them
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """The same as differentiable operations, with all weights at once."""
+    return mix(weigh(score(q, k, sight), sight), v, q.dtype)
+
+
+def score(q: Tensor, k: Tensor, sight: Sight) -> Tensor:
+    """The scores (B, heads, t, n), -inf where a slot is not seen."""
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.unflatten(2, (k.shape[2], -1)).to(wide)
-    weights, lse = weigh(torch.einsum("bthgd,sbhd->bhgts", queries, k.to(wide)).flatten(1, 2), sight)
-    out = torch.einsum("bhgts,sbhd->bthgd", weights.unflatten(1, (k.shape[2], -1)), v.to(wide))
-    return out.flatten(2, 3).to(q.dtype), lse.transpose(1, 2)
+    return hide(torch.einsum("bthgd,sbhd->bhgts", queries, k.to(wide)).flatten(1, 2), sight)
 
 
-def weigh(products: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    """The weights of products (B, heads, t, n), and the log-sum-exp of their scores, 0 where nothing is seen."""
-    rows, heads, new, length = products.shape
+def hide(products: Tensor, sight: Sight) -> Tensor:
+    """The scores of products (B, heads, t, n)."""
+    rows, _, new, length = products.shape
     seen = visible(rows, new, length, sight, products.device)[:, None]
-    scores = bent(products, sight)[0].masked_fill(~seen, float("-inf"))
-    some = (scores > float("-inf")).any(-1)  # a bias may hide, too
-    lse = scores.masked_fill(~some[..., None], 0).logsumexp(-1)
-    weights = torch.where(seen & some[..., None], (scores - lse[..., None]).exp(), 0)
+    return bent(products, sight)[0].masked_fill(~seen, float("-inf"))
+
+
+def weigh(scores: Tensor, sight: Sight) -> Tensor:
+    """The weights of scores, 0 where a query sees nothing."""
+    if sight.first is None and sight.seen is None and sight.bias is None:  # its own slot it sees
+        weights = scores.softmax(-1)
+    else:
+        some = (scores > float("-inf")).any(-1, keepdim=True)  # a softmax of none is NaN
+        weights = torch.where(some, scores.masked_fill(~some, 0).softmax(-1), 0)
     if sight.dropout and sight.seed is None:
-        weights = torch.nn.functional.dropout(weights, sight.dropout)
-    elif sight.dropout:
-        weights = weights * kept(rows, heads, new, length, sight).to(weights)
-    return weights, torch.where(some, lse, 0)
+        return torch.nn.functional.dropout(weights, sight.dropout)
+    rows, heads, new, length = scores.shape
+    return weights * kept(rows, heads, new, length, sight).to(weights) if sight.dropout else weights
+
+
+def mix(weights: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """The output (B, t, heads, Dv) of weights (B, heads, t, n)."""
+    out = torch.einsum("bhgts,sbhd->bthgd", weights.unflatten(1, (v.shape[2], -1)), v.to(weights.dtype))
+    return out.flatten(2, 3).to(dtype)
+
+
+def log_sums(scores: Tensor) -> Tensor:
+    """The log-sum-exp of scores as (B, t, heads), 0 where a query sees nothing."""
+    some = (scores > float("-inf")).any(-1)
+    return torch.where(some, scores.masked_fill(~some[..., None], 0).logsumexp(-1), 0).transpose(1, 2)
 
 
 def bent(products: Tensor, sight: Sight) -> tuple[Tensor, Tensor | float]:
@@ -55,10 +75,11 @@ def bent(products: Tensor, sight: Sight) -> tuple[Tensor, Tensor | float]:
 
 
 def visible(rows: int, new: int, length: int, sight: Sight, device: torch.device) -> Tensor:
-    """(B, t, n) bool: what each query sees."""
+    """(B, t, n) bool, or (1, t, n) where rows are alike: what each query sees."""
     place = torch.arange(length, device=device)
     last = place[length - new :, None] if sight.causal else place[-1:]
-    seen = (place <= last).expand(rows, new, length)
+    alike = sight.first is None and sight.seen is None
+    seen = (place <= last).expand(1 if alike else rows, new, length)
     if sight.window:
         seen = seen & (place > place[length - new :, None] - sight.window)
     if sight.first is not None:

@@ -52,7 +52,7 @@ def test_kernels_give_the_formula_s(sizes: tuple[int, ...], sight: str) -> None:
     q, k, v, given = _case(sizes, sight)
     out, lse = cpu.past_attend(q, k, v, given)
     wide = q.double(), k.double(), v.double()
-    expected, log = whole(*wide, _double(given))
+    expected, log = eager.past_attend(*wide, _double(given))
     torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
     torch.testing.assert_close(lse.double(), log, atol=2e-6, rtol=2e-6)
     grad, sums = torch.randn_like(q), (torch.ones_like(k), torch.ones_like(v))
@@ -73,7 +73,7 @@ def test_the_formula_is_the_reference_s(sight: str) -> None:
     sees = visible(2, 3, 7, given, q.device)[:, None].expand(2, 4, 3, 7)
     scores = {"softcap": given.softcap, "bias": 0.0 if given.bias is None else given.bias}
     expected = reference.attention(q, k.transpose(0, 1), v.transpose(0, 1), scale=0.7, sees=sees, **scores)
-    torch.testing.assert_close(whole(q, k, v, given)[0], expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(whole(q, k, v, given), expected, atol=1e-12, rtol=1e-12)
 
 
 def test_dropout_drops_its_share_and_grows_the_rest() -> None:
@@ -99,7 +99,7 @@ def _decode(arrays: bool, inputs: tuple[Tensor, ...], window: int = 5) -> Tensor
         else:
             plain.append(new)
             seen = [torch.stack(z[start:]) for z in zip(*plain, strict=True)]
-            y = whole(q[t], seen[0], seen[1], sight)[0]
+            y = whole(q[t], seen[0], seen[1], sight)
         x = y.mean()
         out.append(y)
     return torch.cat(out, 1)
@@ -146,7 +146,7 @@ def test_a_prefix_that_needs_one_and_later_tokens_that_do_not() -> None:
     keys, values = tl.TensorArray().extend(k), tl.TensorArray().extend(v)
     constant = torch.ones(2, 2, 5, dtype=torch.float64)
     out = attend_past(query, keys.append(constant), values.append(constant), Sight(1.0))
-    true = whole(query, torch.cat([k, constant[None]]), torch.cat([v, constant[None]]), Sight(1.0))[0]
+    true = whole(query, torch.cat([k, constant[None]]), torch.cat([v, constant[None]]), Sight(1.0))
     weights = torch.randn_like(out)
     for got, wanted in zip(*(torch.autograd.grad((y * weights).sum(), (k, v)) for y in (out, true)), strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)

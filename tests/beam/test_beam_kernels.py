@@ -12,7 +12,8 @@ from tensorloop.kernels.cpu import attend, beam
 from tensorloop.kernels.cpu import threads as _threads
 from tensorloop.kernels.eager import attend as eager_attend
 from tensorloop.kernels.eager import beam as eager_beam
-from tensorloop.kernels.past import Sight, whole
+from tensorloop.kernels.eager.past import past_attend
+from tensorloop.kernels.past import Sight
 
 MODULES = {"cpu": beam, "eager": eager_beam}
 INF = float("inf")
@@ -286,7 +287,7 @@ def test_attention_by_rules_is_that_of_gathered_slots(sizes: tuple[int, ...], ru
         each["first"] = given["first"].repeat_interleave(q.shape[1])
     if "bias" in given:
         each["bias"] = given["bias"].expand(len(q), -1, q.shape[1], -1).transpose(1, 2).flatten(0, 1)[:, :, None]
-    out, lse = whole(q.double().flatten(0, 1)[:, None], keys, values, Sight(0.7, **each))
+    out, lse = past_attend(q.double().flatten(0, 1)[:, None], keys, values, Sight(0.7, **each))
     for got in found:
         torch.testing.assert_close(got[0].double(), out.view(q.shape), rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(got[1].double(), lse.view(q.shape[:3]), rtol=2e-5, atol=2e-5)

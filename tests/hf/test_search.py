@@ -53,6 +53,7 @@ def test_finds_what_generate_finds(kind: str, padded: bool) -> None:
 PAIRED = [(kind, name) for kind in ("grouped", "gemma3", "t5", "bart") for name in ("tensorloop", "sdpa")]
 
 
+@pytest.mark.filterwarnings("ignore:beam_search. keys are gathered:UserWarning")
 @pytest.mark.parametrize(("kind", "implementation"), [("gemma2", "tensorloop"), *PAIRED])
 def test_gradients_are_those_of_teacher_forcing(kind: str, implementation: str) -> None:
     model = build(kind, implementation)
@@ -71,6 +72,39 @@ def test_gradients_are_those_of_teacher_forcing(kind: str, implementation: str) 
     wanted = torch.autograd.grad((scores.softmax(1) * weights).sum(), list(model.parameters()))
     for grads in found:  # rotary angles and norms are float32 in some models
         torch.testing.assert_close(grads, wanted, rtol=1e-6, atol=1e-6 if kind != "bart" else 1e-10)
+
+
+def test_features_in_place_of_tokens() -> None:
+    """Whisper: frames are encoded once, and its decoder begins with a prompt of its own."""
+    model, features = build("whisper"), torch.randn(3, 4, 16, dtype=torch.float64)
+    begun = torch.tensor([[1, 7, 9]] * 3)
+    generate: Any = vars(transformers.GenerationMixin)["generate"]  # Whisper's own cuts audio up
+    weights = [x for x in model.parameters() if x.requires_grad]
+    for start in (None, begun):
+        given: dict[str, Any] = {} if start is None else {"decoder_input_ids": start}
+        for settings in SETTINGS:
+            hyps = hf.beam_search(
+                model, features, beam_size=3, n_best=2, max_steps=7, eos_token_id=ENDS[:5], **given, **settings
+            )
+            theirs = generate(
+                model, features, num_beams=3, num_return_sequences=2, max_new_tokens=7, eos_token_id=ENDS[:5],
+                do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_scores=True, **given, **settings,
+            )  # fmt: skip
+            for ours, found in zip(answers_of(hyps), theirs.sequences[:, 1 if start is None else 3 :], strict=True):
+                assert torch.equal(ours, found[: len(ours)])
+            torch.testing.assert_close(hyps.final.flatten().float(), theirs.sequences_scores, rtol=1e-5, atol=1e-5)
+        best = hf.beam_search(model, features, beam_size=1, max_steps=5, eos_token_id=ENDS[:5], **given)
+        drawn = hf.rollout(model, features, max_new_tokens=5, eos_token_id=ENDS[:5], **given)
+        torch.testing.assert_close(best.scores[:, 0], drawn.log_probs.sum(1))
+        forced = start if start is not None else begun[:, :1]
+        tokens = drawn.tokens.pad(0)
+        logits = model(features, decoder_input_ids=torch.cat([forced, tokens], 1)).logits[:, forced.shape[1] - 1 : -1]
+        of_tokens = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+        seen = torch.arange(tokens.shape[1]) < drawn.lens[:, None]
+        torch.testing.assert_close(best.scores[:, 0], (of_tokens * seen).sum(1))
+        wanted = torch.autograd.grad((of_tokens * seen).sum(), weights)
+        found = torch.autograd.grad(best.scores.sum(), weights)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_minimum_risk_trains_a_model() -> None:
@@ -159,6 +193,6 @@ def test_what_is_refused() -> None:
     for given, args, options, said in cases:
         with pytest.raises((TypeError, ValueError), match=f"beam_search: .*{said}"):
             hf.beam_search(given, *args, **{"beam_size": 3, "max_steps": 4} | options)
-    model.activation_checkpointing_enable()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # since 5.23
     with pytest.raises(ValueError, match="checkpoints its layers"):
         hf.beam_search(model.train(), ids, beam_size=2, max_steps=3)

@@ -41,6 +41,7 @@ def test_values_and_gradients_are_those_of_a_dynamic_cache(kind: str, attention:
         _same(gradients(model, got), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:TrainCache. attention by 'sdpa' with a bias by position:UserWarning")
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("kind", list(PAIRS))
 def test_encoder_decoders(kind: str, attention: str) -> None:

@@ -15,7 +15,8 @@ from tensorloop._torch.dispatch import tree_leaves, tree_map_only
 from tensorloop.kernels import memory
 from tensorloop.kernels.cpu import rows as cpu_rows
 from tensorloop.kernels.cpu import segments
-from tensorloop.kernels.past import Sight, whole
+from tensorloop.kernels.eager.past import past_attend
+from tensorloop.kernels.past import Sight
 from tensorloop.packed import PackedTensor
 from tests.support.cuda_cases import (
     DISGUISES,
@@ -84,7 +85,7 @@ def _past(rows: int, *, reverse: bool = False) -> tuple[Any, ...]:
     sight = Sight(0.5, first=torch.ones(rows).long(), bias=torch.randn(1, 4, 2, 5))
     if not reverse:
         return q, k, v, sight
-    return torch.randn_like(q), q, k, v, *whole(q, k, v, sight), sight, torch.zeros_like(k), torch.zeros_like(v)
+    return torch.randn_like(q), q, k, v, *past_attend(q, k, v, sight), sight, torch.zeros_like(k), torch.zeros_like(v)
 
 
 # operation -> the arguments, of a size 0 or about 3, in a dtype where it takes any; which of the tensors it writes to.

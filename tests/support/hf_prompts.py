@@ -26,7 +26,8 @@ def build(kind: str, attention: str = "tensorloop", **more: Any) -> Any:
     if config.is_encoder_decoder:
         config.update(_STARTS | ({"forced_eos_token_id": None} if kind == "bart" else {}))
     config.update(more)
-    maker = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    maker: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    maker = transformers.AutoModelForSpeechSeq2Seq if kind == "whisper" else maker
     model = maker.from_config(config).double().eval()
     for weight in model.parameters():
         if weight.dim() == 2:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.past import Sight, weigh
+from tensorloop.kernels.past import Sight, hide, log_sums, weigh
 
 
 def beam_attend(
@@ -25,11 +25,13 @@ def beam_attend(
         torch.einsum("bkhgd,sbhd->bkhgs", queries, common[0]),
         torch.einsum("bkhgd,sbkhd->bkhgs", queries, single[0]),
     ]
-    weights, lse = weigh(torch.cat(parts, -1).flatten(2, 3).transpose(1, 2), sight)
-    weights = weights.transpose(1, 2).unflatten(2, queries.shape[2:4]).split([x.shape[-1] for x in parts], -1)
+    scores = hide(torch.cat(parts, -1).flatten(2, 3).transpose(1, 2), sight)
+    weights = (
+        weigh(scores, sight).transpose(1, 2).unflatten(2, queries.shape[2:4]).split([x.shape[-1] for x in parts], -1)
+    )
     out = torch.einsum("bkhgs,sbhd->bkhgd", weights[0], common[1])
     out = out + torch.einsum("bkhgs,sbkhd->bkhgd", weights[1], single[1])
-    return out.flatten(2, 3).to(q.dtype), lse.transpose(1, 2)
+    return out.flatten(2, 3).to(q.dtype), log_sums(scores)
 
 
 def _seen(
