@@ -320,6 +320,35 @@ def test_versions_from_before_and_after_the_loop_stay_what_they_are():
     check_equal(found, torch.autograd.grad(loss, d.leaves(), allow_unused=True), 1e-11)
 
 
+@pytest.mark.parametrize("features", [3, 17])  # LLVM narrows and stores the last of 17 wrongly under a mask
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_elements_of_two_bytes(dtype: torch.dtype, features: int):
+    def body(state: Any, x: Tensor) -> Any:
+        h, a = state
+        slots = a.append(h).stack()
+        h = torch.tanh((torch.softmax(slots, 0) * slots).sum(0) + slots.mean(0) + x)
+        a[0] = h
+        return (h, a), a[-1] * 2
+
+    def run(compile: Any, wide: torch.dtype | None = None) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        xs = torch.randn(T, features, generator=generator).to(dtype).to(wide or dtype).requires_grad_()
+        with torch.no_grad():
+            (h, a), ys = tl.scan(body, (xs[0] * 1, TensorArray()), xs, compile=compile)
+        (last, b), zs = tl.scan(reads, (xs[0] * 1, TensorArray()), xs, compile=compile)
+        return [h, a.stack(), ys, *torch.autograd.grad(last.sum() + b.stack().sum() + zs.sum(), xs)]
+
+    def reads(state: Any, x: Tensor) -> Any:
+        h, a = state
+        h = torch.tanh(a.append(h).stack().mean(0) + x)
+        return (h, a), a[-1] * 2
+
+    exact = run(False, torch.float64)
+    off = [[(x.double() - y).abs().max() for x, y in zip(run(c), exact, strict=True)] for c in (False, "strict")]
+    for eager, compiled in zip(*off, strict=True):
+        assert compiled <= 1.5 * eager + torch.finfo(dtype).eps
+
+
 def kept_bytes(steps: int) -> int:
     d = Inputs(steps=steps)
     given = {x.untyped_storage().data_ptr() for x in d.leaves()}

@@ -55,8 +55,8 @@ def scratch(shape: Sequence[int], dtype: torch.dtype) -> Array:
 
 
 def check_elements(dtype: torch.dtype) -> None:
-    """Raises for elements whose vectors LLVM does not cut under a mask that only the run knows: it ends the process."""
-    if dtype not in (torch.float32, torch.float64, torch.int64, torch.bool):
+    """Raises for elements of which walks of unknown length were not tried on every width of vectors."""
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool):
         raise Unsupported(f"an array of {dtype}")
 
 
@@ -239,7 +239,7 @@ def _add(call: Any, a: Any, b: Any, alpha: Any = 1) -> Any:
                     indexed(low, x, start, value, True)
                     continue
                 place = x if start is None else _slots(x, start, value.shape[0])
-                low.point("more", Math.add, [place, low.cast(value, x.dtype)], x.dtype, out=place)
+                low.compute("more", Math.add, [place, low.cast(value, x.dtype)], x.dtype, out=place)
             return x
     if not any(isinstance(x, Pending) for x in (a, b)):
         return None
@@ -302,5 +302,5 @@ def product(low: Any, a: Array, b: Array) -> Array:
         turned.offset,
     )
     shape = torch.broadcast_shapes(left.shape, right.shape)
-    made = low.point("mul", Math.mul, [left, right], a.dtype, shape)
+    made = low.compute("mul", Math.mul, [left, right], a.dtype, shape)
     return low.reduce("sum", made, [len(shape) - 1], False)

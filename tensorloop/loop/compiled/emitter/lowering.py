@@ -90,7 +90,13 @@ class Lowering:
         return out
 
     def compute(
-        self, name: str, function: Elementwise, ins: Sequence[Any], dtype: torch.dtype, shape: Any = None
+        self,
+        name: str,
+        function: Elementwise,
+        ins: Sequence[Any],
+        dtype: torch.dtype,
+        shape: Any = None,
+        out: Array | None = None,
     ) -> Array:
         """The same, operands cast to the output's dtype before."""
         inner = computed_in(dtype)
@@ -99,7 +105,7 @@ class Lowering:
         def cast(math: Math, *values: Value) -> Value:
             return math.cast(function(math, *(math.cast(value, kind) for value in values)), last)
 
-        return self.point(name, cast, [self.array(one, inner) for one in ins], dtype, shape)
+        return self.point(name, cast, [self.array(one, inner) for one in ins], dtype, shape, out)
 
     def cast(self, array: Array, dtype: torch.dtype) -> Array:
         """The same values in another dtype."""

@@ -85,6 +85,10 @@ class Memory:
         width = value.width
         stride = 1 if lane_dim is None or width == 1 else array.strides[lane_dim]
         base, align = self.address(array, index), array.dtype.itemsize
+        if mask is not None and width > 1 and mask.text == code.lanes("i1", [n == 0 for n in range(width)]).text:
+            # LLVM stores four bytes of a vector of two-byte lanes that it has just narrowed, where one lane is left.
+            value, width, mask = code.op(f"extractelement {value.type} {value.text}, i64 0", value.kind), 1, None
+            stride = 1
         if stride == 1 and (mask is None or width == 1):
             code.line(f"store {value.type} {value.text}, ptr {base}, align {align}")
             return
