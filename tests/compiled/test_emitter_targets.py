@@ -1,6 +1,7 @@
 """Widths of vectors: those that this machine can run are run, the others are compiled."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ OTHERS = {
         "x86_64-unknown-linux-gnu", "skylake-avx512", "+avx512f,+avx512vl,+avx512dq,+avx512bw,+fma", 512, 32
     ),
 }
+STARTS = {"neon": b"\x7fELF", "apple": b"\xcf\xfa\xed\xfe\x0c\0\0\1", "avx2": b"\x7fELF", "avx512": b"\x7fELF"}
+MACHINES = {"neon": b"\xb7\0", "avx2": b"\x3e\0", "avx512": b"\x3e\0"}  # in ELF's header
 OUTSIDE = (b"exp", b"log", b"tanh", b"fma", b"sqrt", b"floor", b"memcpy", b"memset", b"__ext", b"__trunc")
 
 
@@ -45,6 +48,10 @@ def test_other_machines_code_needs_nothing_from_outside(name: str, target: str) 
     cell = CELLS[name]
     given = inputs(cell, 3, 5, 21, torch.float32)
     _, text = text_of(recurrence(cell.step, *given, reverse=cell.reverse), OTHERS[target])
+    widths = {int(n) for n in re.findall(r"<(\d+) x float>", text.module)}
+    assert max(widths) == OTHERS[target].bits // 32
     code = compile.compiled(text.module, OTHERS[target])
+    assert code[: len(STARTS[target])] == STARTS[target]
+    assert code[18:20] == MACHINES.get(target, code[18:20])
     assert b"run" in code
     assert not [name for name in OUTSIDE if name in code]
