@@ -13,7 +13,7 @@ def draw(report: Any, path: str | Path | None) -> Any:
     """A figure of a `Report`; a dark cell has blocks that are computed."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    figure = Figure(figsize=(10, 6))
     sides = figure.subplots(1, 2, sharex=True, sharey=True)
     names = ("before", f"after: {report.method}")
     sizes = tuple(-(-n // report.block_size) for n in report.shape)
@@ -28,7 +28,8 @@ def draw(report: Any, path: str | Path | None) -> Any:
         axes.set_title(f"{name}\n{numbers.blocks:,} of {sizes[0] * sizes[1]:,} blocks, {numbers.full:,} full")
         axes.set_xlabel("blocks of keys")
     sides[0].set_ylabel(f"blocks of {report.block_size} queries")
-    figure.suptitle(f"at least {report.bound:,} blocks in any order ({report.bound_by})", fontsize=10)
+    figure.suptitle(f"at least {report.bound:,} blocks in any order ({report.bound_by})", y=0.99, fontsize=10)
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.08, top=0.85, wspace=0.06)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
