@@ -35,19 +35,20 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
     if not (keys.dtype is values.dtype is q.dtype and _can_read(k, v)):
         slots = [_as_rows(x[start:].to(q.dtype), len(q)) for x in (keys, values)]
         return attend_slots(q, slots[0], slots[1], sight)
-    assert isinstance(k, Buffer)
-    assert isinstance(v, Buffer)
-    q = q.view_as(q)  # a use that a recorder of the loop sees
+    if scope.here.recorder is None:
+        return _attend_buffers(q, k, v, sight, start)
+    q = q.view_as(q)  # a use that the recorder sees
     with scope.unrecorded():
-        written = [x.settle() for x in (k, v)]
-        live = (k.hold(), v.hold())
-        call = Call(live, start, k.length, sight._replace(bias=None))
-        if not torch.is_grad_enabled():
-            with engine.without_autocast(q):
-                return call.compute(q, sight.bias)[0]
-        out, *tokens = _Attend.apply(call, q, sight.bias, k.token, v.token, *written)  # pyright: ignore[reportGeneralTypeIssues]
-        for buffer, token in zip((k, v), tokens, strict=True):
-            buffer.token = token
+        return _attend_buffers(q, k, v, sight, start)
+
+
+def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tensor:
+    bias = sight.bias
+    live, written = zip(k.settle(), v.settle(), strict=True)
+    call = Call(live, start, k.length, sight if bias is None else sight._replace(bias=None))
+    if not torch.is_grad_enabled():
+        return call.compute(q, bias)[0]
+    out, k.token, v.token = _Attend.apply(call, q, bias, k.token, v.token, *written)  # pyright: ignore[reportGeneralTypeIssues]
     return out
 
 
@@ -72,7 +73,7 @@ def _can_read(k: Any, v: Any) -> bool:
 
 def _as_rows(x: Tensor, rows: int) -> Tensor:
     """(n, *batch, heads_kv, D) as (n, B, heads_kv, D)."""
-    return x.reshape(len(x), rows, *x.shape[-2:])
+    return x if x.dim() == 4 else x.reshape(len(x), rows, *x.shape[-2:])
 
 
 class Call(NamedTuple):
@@ -85,12 +86,14 @@ class Call(NamedTuple):
 
     def slots(self) -> list[Tensor]:
         """Keys and values, (n, *batch, heads_kv, D)."""
-        return [x.slots(self.length)[self.start :] for x in self.live]
+        return [x.slots(self.length, self.start) for x in self.live]
 
     def compute(self, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of the scores."""
         k, v = (_as_rows(x, len(q)) for x in self.slots())
-        return find("past_attend", q, k, v)(q, k, v, self.sight._replace(bias=bias))
+        sight = self.sight if bias is None else self.sight._replace(bias=bias)
+        with engine.without_autocast(q):
+            return find("past_attend", q, k, v)(q, k, v, sight)
 
 
 class _Attend(torch.autograd.Function):
@@ -101,15 +104,13 @@ class _Attend(torch.autograd.Function):
         ctx: Any, call: Call, q: Tensor, bias: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        with engine.without_autocast(q):
-            out, lse = call.compute(q, bias)
+        out, lse = call.compute(q, bias)
         ctx.call = call
-        ctx.before = [0 if token is None else len(token) for token in given[:2]]
+        ctx.before = [0 if token is None else token.shape[0] for token in given[:2]]
         ctx.leaves = [None if x is None else x.is_leaf for x in given[2:]]
-        zero = out.new_zeros(())
         tokens = [
-            None if token is None and x is None else zero.expand(call.length, *block.block.element_shape)
-            for token, x, block in zip(given[:2], given[2:], call.live, strict=True)
+            None if token is None and x is None else at.block.zero.expand(call.length, *at.block.element_shape)
+            for token, x, at in zip(given[:2], given[2:], call.live, strict=True)
         ]
         ctx.save_for_backward(q, bias, out, lse, *tokens)
         return out, *tokens
@@ -142,9 +143,9 @@ def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> t
         x.new_zeros(call.length, *x.shape[1:]) if old is None else old.contiguous()
         for old, x in zip(grads, slots, strict=True)
     ]
-    of_kv = [_as_rows(x, len(q))[call.start :] for x in sums]
+    of_kv = [_as_rows(x[call.start :] if call.start else x, len(q)) for x in sums]
     kernel = find("past_attend_grad", grad, q, *slots, *sums)
-    sight = call.sight._replace(bias=bias)
+    sight = call.sight if bias is None else call.sight._replace(bias=bias)
     of_q, of_bias = kernel(grad, q, *(_as_rows(x, len(q)) for x in slots), out, lse, sight, *of_kv)
     return of_q, of_bias, [None if t is None else x for x, t in zip(sums, tokens, strict=True)]
 

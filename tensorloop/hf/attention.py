@@ -27,11 +27,12 @@ _SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found
 
 def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each."""
+    key, value = (x.shape for x in like)
     count = len(arrays[0]) - start
-    nothing = like[0].new_full((), float("nan"))
-    found = tuple(nothing.expand(*x.shape[:2], count, x.shape[3]) for x in like)
-    setattr(found[0], _ARRAYS, (*arrays, start))
-    return found
+    nothing = like[0].new_full((), torch.nan)
+    keys = nothing.expand(key[0], key[1], count, key[3])
+    setattr(keys, _ARRAYS, (*arrays, start))
+    return keys, keys if key == value else nothing.expand(value[0], value[1], count, value[3])
 
 
 class Asked(NamedTuple):

@@ -15,6 +15,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.hf.advice import ATTENTION, Advice
 from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.tensor_array import TensorArray
+from tensorloop.tensor_array.friends import kind_of
 
 
 class Kind:
@@ -122,11 +123,10 @@ class ArrayLayer(CacheLayerMixin):
         for x, array, name in ((keys, self.arrays[0], "key_states"), (values, self.arrays[1], "value_states")):
             _check_fits(x, array, name)
         for x, array in ((keys, self.arrays[0]), (values, self.arrays[1])):
-            slots = x.permute(2, 0, 1, 3)
-            if len(slots) == 1:
-                array.append(slots[0])
+            if x.shape[2] == 1:
+                array.append(x.squeeze(2))
             else:
-                array.extend(slots)
+                array.extend(x.permute(2, 0, 1, 3))
 
     def first_seen(self, new: int) -> int:
         """The first token that the last `new` ones see; with 0, that the next one will see."""
@@ -187,16 +187,16 @@ def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
     """Raises where tokens are not like those that the array holds."""
     if x.dim() != 4:
         raise WrongValue(f"{name} must be (B, heads, t, D), got {tuple(x.shape)}")
-    if array.element_shape is None:
+    shape, dtype, device = kind_of(array)
+    if shape is None:
         return
-    slot = (*x.shape[:2], x.shape[3])
-    if slot != array.element_shape:
-        rows, heads, width = array.element_shape
+    if (*x.shape[:2], x.shape[3]) != shape:
+        rows, heads, width = shape
         raise WrongValue(f"{name} must be (B={rows}, heads={heads}, t, D={width}), as before, got {tuple(x.shape)}")
-    if x.dtype is not array.dtype:
-        raise WrongType(f"{name} must be {array.dtype}, as before, got {x.dtype}")
-    if x.device != array.device:
-        raise WrongValue(f"{name} must be on {array.device}, as before, got {x.device}")
+    if x.dtype is not dtype:
+        raise WrongType(f"{name} must be {dtype}, as before, got {x.dtype}")
+    if x.device != device:
+        raise WrongValue(f"{name} must be on {device}, as before, got {x.device}")
 
 
 def cast_keys(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

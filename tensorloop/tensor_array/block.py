@@ -65,10 +65,10 @@ class LiveBlock:
     def __init__(self, block: Block) -> None:
         self.block = block
 
-    def slots(self, length: int) -> Tensor:
-        """The first slots; not to be changed."""
+    def slots(self, stop: int, start: int = 0) -> Tensor:
+        """Slots [start, stop); not to be changed."""
         self.block.check()
-        return self.block.data[:length]
+        return self.block.data[start:stop]
 
 
 def allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -222,19 +222,19 @@ class Buffer(Store):
         return view
 
     @records_use
-    def settle(self) -> Tensor | None:
-        """Moves what waits into the block; one value alone is given back, and recorded by the caller in a node of his.
+    def settle(self) -> tuple[LiveBlock, Tensor | None]:
+        """As `hold`, and where one value alone waited that value, which the caller is to record in a node of his.
 
         The token is then as long as the array was before that value.
         """
         if len(self.waiting) != 1 or self.masks or self._is_spoilt(self.length - 1):
             self.flush()
             self.whole_token()
-            return None
-        slot, x = self.length - 1, self.waiting[0]
-        self.begin(slot, x)
+            return self._hold(), None
+        x = self.waiting[0]
+        self.begin(self.length - 1, x)
         self.waiting, self.versions = [], []
-        return x
+        return self._hold(), x
 
     def _waiting(self, slot: int) -> Tensor:
         x = self.waiting[slot - (self.length - len(self.waiting))]
@@ -349,12 +349,16 @@ class Buffer(Store):
     def hold(self) -> LiveBlock:
         """All slots as they are now, for backward passes to read, whatever is written later."""
         self.flush()
-        self.block.check()
-        if self.block.copies:
-            return LiveBlock(Block(self.block.data[: self.length].clone(), self.length))
-        self.block.export(0, self.length)
-        if self.live is None or self.live.block is not self.block:
-            self.live = LiveBlock(self.block)
+        return self._hold()
+
+    def _hold(self) -> LiveBlock:
+        block = self.block
+        block.check()
+        if block.copies:
+            return LiveBlock(Block(block.data[: self.length].clone(), self.length))
+        block.export(0, self.length)
+        if self.live is None or self.live.block is not block:
+            self.live = LiveBlock(block)
         return self.live
 
     @records_use

@@ -55,7 +55,7 @@ DOORS = {
     "tensor_array.block": {"attention", "beam", "loop"},
     "tensor_array.buffer": {"attention", "beam", "loop"},
     "tensor_array.gradient": {"attention", "beam"},
-    "tensor_array.friends": {"attention", "beam", "loop"},
+    "tensor_array.friends": {"attention", "beam", "hf", "loop"},
     "tensor_array.keys": {"loop"},
     "tensor_array.sequential_reads": {"loop"},
     "tensor_array.slot_list": {"loop"},

@@ -100,9 +100,9 @@ def _attend(
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = 4 * (h // group) * width
-                _score(_floats(q_i + 4 * h * width), k_b + at, step, start, stop, width, scale, table[h])
+                _score(_floats(q_i + 4 * h * width), k_b + at, step, start, stop, width, scale, _row(table, h))
         for h in range(heads):
-            scores = table[h]
+            scores = _row(table, h)
             bend(scores, scores, low, high, cap, False)
             _shift(scores, low, high, bias, each * b + (h * new + i) * length, seen, task * length)
             best = np.float32(-np.inf)
@@ -129,7 +129,8 @@ def _attend(
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
             for h in range(heads):
-                _mix(_floats(out_i + 4 * h * width), v_b + 4 * (h // group) * width, step, start, stop, width, table[h])
+                at = v_b + 4 * (h // group) * width
+                _mix(_floats(out_i + 4 * h * width), at, step, start, stop, width, _row(table, h))
 
 
 @summing
@@ -153,10 +154,11 @@ def _reverse(
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = at_b + 4 * (h // group) * width
-                _score(_floats(q + row + 4 * h * width), k + at, step, start, stop, width, scale, weights[h])
-                _score(_floats(grad + row + 4 * h * width), v + at, step, start, stop, width, np.float32(1), slopes[h])
+                query, coming = _floats(q + row + 4 * h * width), _floats(grad + row + 4 * h * width)
+                _score(query, k + at, step, start, stop, width, scale, _row(weights, h))
+                _score(coming, v + at, step, start, stop, width, np.float32(1), _row(slopes, h))
         for h in range(heads):
-            weight, slope, turn = weights[h], slopes[h], bends[h]
+            weight, slope, turn = _row(weights, h), _row(slopes, h), _row(bends, h)
             coming, mixed = _floats(grad + row + 4 * h * width), _floats(out + row + 4 * h * width)
             found, delta = _floats(of_q + row + 4 * h * width), np.float32(0)
             for d in range(width):
@@ -177,35 +179,34 @@ def _reverse(
                 for j in range(low, high):
                     into[j] = slope[j]
             for j in range(low, high):
-                slope[j] *= turn[j] * scale
+                slope[j] *= scale
+            if cap > 0:
+                for j in range(low, high):
+                    slope[j] *= turn[j]
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = at_b + 4 * (h // group) * width
                 query, coming = _floats(q + row + 4 * h * width), _floats(grad + row + 4 * h * width)
-                found = _floats(of_q + row + 4 * h * width)
+                weight, slope = _row(weights, h), _row(slopes, h)
+                _mix(_floats(of_q + row + 4 * h * width), k + at, step, start, stop, width, slope)
                 for j in range(start, stop):
-                    key, key_grad = _floats(k + at + 4 * j * step), _floats(of_k + at + 4 * j * step)
-                    value_grad = _floats(of_v + at + 4 * j * step)
-                    s, w = slopes[h, j], weights[h, j]
+                    key_grad, value_grad = _floats(of_k + at + 4 * j * step), _floats(of_v + at + 4 * j * step)
+                    s, w = slope[j], weight[j]
                     for d in range(width):
-                        found[d] += s * key[d]
                         key_grad[d] += s * query[d]
                         value_grad[d] += w * coming[d]
 
 
 @inlined
 def bend(scores: Any, slopes: Any, low: Any, high: Any, cap: Any, sloped: Any) -> None:
-    """scores = cap * tanh(scores / cap), and where wanted its slopes."""
+    """scores = cap * tanh(scores / cap) where there is a cap, and then its slopes where they are wanted."""
     if cap > 0:
         for j in range(low, high):
             x = np.float32(math.tanh(scores[j] / cap))
             scores[j] = cap * x
             if sloped:
                 slopes[j] = 1 - x * x
-    elif sloped:
-        for j in range(low, high):
-            slopes[j] = 1
 
 
 @inlined
@@ -268,6 +269,12 @@ def keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, gr
         x = (x ^ (x >> np.uint64(33))) * np.uint64(14181476777654086739)
         x = x ^ (x >> np.uint64(33))
         into[j] = weights[j] * grown if (x >> np.uint64(40)) >= np.uint64(drop) else np.float32(0)
+
+
+@inlined
+def _row(table: Any, i: Any) -> Any:
+    """A row of an array, without the looks at the sign of every index that keep loops from being vectorized."""
+    return _floats(table.ctypes.data + 4 * i * table.shape[1])
 
 
 @inlined
