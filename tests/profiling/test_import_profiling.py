@@ -42,7 +42,7 @@ def test_the_report(script: Any, tmp_path: Path):
     ]
     assert [[text.strip() for text in line[1:]] for line in (lines[0], lines[-1])] == [
         ["30.0 ms", "40.0 ms", "2", "0"],
-        ["130.0 ms", "error", "12", "0"],
+        ["150.0 ms", "error", "14", "0"],
     ]
     assert out.with_suffix(".png").stat().st_size > 10_000
 
