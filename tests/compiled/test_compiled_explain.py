@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from docs import partition
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
@@ -136,3 +137,12 @@ def test_other_values_of_compile_are_refused_or_off(wrong: Any):
     else:
         with pytest.raises(TypeError, match='scan: compile must be True, False or "strict", got'):
             tl.scan(*call, compile=wrong)
+
+
+def test_the_picture_of_an_lstm_is_current():
+    text = partition.explain()
+    assert partition.PICTURE.read_text() == partition.draw(text), "python -m docs.partition draws it anew"
+    passes, kept = partition.parse(text)
+    assert passes["forward"]["before the loop, all steps at once"] == "mm [4, 512]"
+    assert "mm [512, 64], mm [512, 128]" in passes["backward"]["after the loop, all steps at once"]
+    assert kept.count("[4, 128]") == 7
