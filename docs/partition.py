@@ -1,7 +1,7 @@
 """What a compiled LSTM became, from `tl.explain`, drawn: `python -m docs.partition`.
 
-The picture is `docs/images/partition.svg`; a test holds that it is current. Columns are when an operation runs, rows the two
-passes; the stripe between them is what a step keeps for backward.
+The picture is `docs/images/partition.svg`; a test holds that it is current. Columns are when an operation runs,
+rows the two passes; the stripe between them is what a step keeps for backward.
 """
 
 import itertools
