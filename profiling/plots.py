@@ -140,7 +140,7 @@ def ratios(axes: "Axes", groups: Mapping[str, Sequence[Ratio]], title: str) -> N
     for label, (_, _, weight) in zip(axes.get_yticklabels(), names, strict=True):
         label.set_fontweight(weight)
     axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_ylim(height, -1)
     axes.spines[:].set_visible(False)
     axes.set_title(title, loc="left", fontsize=10, pad=12)
 
