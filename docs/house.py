@@ -8,7 +8,7 @@ the bar below; what stands at the side uses the rooms, and no room uses it.
 import ast
 import functools
 import graphlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -152,6 +152,11 @@ def draw(known: Mapping[str, str]) -> str:
         parts.append(_box(width - _BOX - _GAP, _GAP + k * (_HEIGHT + _GAP), name, dashed=True))
     for k, name in enumerate(sorted(GROUND)):
         parts.append(_box(_GAP, bottom + k * (_HEIGHT + 8), name, width - 2 * _GAP))
+    return frame(width, height, parts)
+
+
+def frame(width: int, height: int, parts: Sequence[str]) -> str:
+    """An SVG of that size around its parts, whose arrows may end in `url(#tip)`."""
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     return "\n".join(
         [

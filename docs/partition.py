@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorloop as tl
+from docs.house import frame
 
 PICTURE = Path(__file__).parent / "images" / "partition.svg"
 COLUMNS = {
@@ -74,18 +75,7 @@ def draw(text: str) -> str:
             y += 44 + _LINE * len(lines)
             parts.append(_arrow(middle, y - 8, middle, y + 16))
             y += 18
-    height = y + _SIDE
-    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
-            f'<defs>{tip}<path d="M0 0 8 4 0 8z" fill="#444444"/></marker></defs>',
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    return frame(width, y + _SIDE, parts)
 
 
 def _box(x: int, y: int, height: int, title: str, lines: list[str], loop: bool) -> str:
