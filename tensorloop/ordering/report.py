@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.cpu import graphs
+from tensorloop.kernels.cpu import graph_walks, graphs
 from tensorloop.ordering.problem import Orders, Problem, find_blocks
 
 
@@ -91,7 +91,7 @@ def bound_below(problem: Problem) -> tuple[int, str]:
         # The widest row of each row of blocks needs that many; rows of like width together need the fewest.
         widest = pointers.diff().sort(descending=True).values[::size]
         bounds[f"widths of {name}"] = int((-(-widest // size)).sum())
-    if graph.is_symmetric and problem.rows and graphs.label_components(graph.indptr, graph.indices)[1] == 1:
+    if graph.is_symmetric and problem.rows and graph_walks.label_components(graph.indptr, graph.indices)[1] == 1:
         # A tree of blocks, each edge both ways; and where all see themselves, the diagonal.
         queries = torch.arange(graph.shape[0], dtype=torch.int32, device="cpu").repeat_interleave(graph.indptr.diff())
         themselves = int((graph.indices == queries).sum()) == graph.shape[0]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.cpu import graphs
+from tensorloop.kernels.cpu import graph_walks
 from tensorloop.ordering.problem import Orders, Problem
 from tensorloop.ordering.slab_search import EFFORT, search_slabs
 
@@ -16,7 +16,7 @@ _GUARDS = 2  # vectors beyond those that are wanted, which the wanted ones conve
 
 def breadth_first(problem: Problem) -> Orders:
     """Reverse Cuthill-McKee, on queries and keys together."""
-    return problem.split(graphs.cuthill_mckee(*problem.graph.undirected))
+    return problem.split(graph_walks.cuthill_mckee(*problem.graph.undirected))
 
 
 def by_spectrum(problem: Problem, effort: float = EFFORT) -> list[Orders]:
@@ -53,7 +53,7 @@ def embed(graph: tuple[Tensor, Tensor], k: int) -> Tensor:
 
     Components lie beside each other along the first axis.
     """
-    labels, number = graphs.label_components(*graph)
+    labels, number = graph_walks.label_components(*graph)
     points = torch.zeros(len(labels), k, dtype=torch.float64, device="cpu")
     order = labels.argsort(stable=True)
     at, begin = 0.0, 0
@@ -64,7 +64,7 @@ def embed(graph: tuple[Tensor, Tensor], k: int) -> Tensor:
             points[nodes, 0] = at + torch.arange(size, dtype=torch.float64, device="cpu")
             at += size + 1
             continue
-        part = graph if number == 1 else graphs.take_nodes(*graph, nodes)
+        part = graph if number == 1 else graph_walks.take_nodes(*graph, nodes)
         vectors = _smoothest(part, k)
         wide = vectors[:, 0].max() - vectors[:, 0].min()
         vectors = vectors / wide * size
@@ -87,7 +87,7 @@ class _Level(NamedTuple):
         return torch.segment_reduce(self.weights, "sum", offsets=self.indptr, initial=0)
 
     def average(self, vectors: Tensor) -> Tensor:
-        return graphs.sum_neighbours(self.indptr, self.indices, self.weights, vectors) / self.degrees[:, None]
+        return graph_walks.sum_neighbours(self.indptr, self.indices, self.weights, vectors) / self.degrees[:, None]
 
     def dense(self) -> Tensor:
         rows = torch.arange(len(self.group), device="cpu").repeat_interleave(self.indptr.diff())
@@ -100,12 +100,12 @@ def _coarsen(graph: tuple[Tensor, Tensor]) -> list[_Level]:
     """The graph and ever coarser ones, each of pairs of nodes matched along heavy edges."""
     weights, levels = torch.ones(len(graph[1]), dtype=torch.float64, device="cpu"), list[_Level]()
     while True:
-        group, number = graphs.match_neighbours(*graph, weights)
+        group, number = graph_walks.match_neighbours(*graph, weights)
         levels.append(_Level(*graph, weights, group))
         n = len(group)
         if n <= _SMALL or number > 0.9 * n:
             return levels
-        indptr, indices, weights = graphs.merge_nodes(*graph, weights, group, number)
+        indptr, indices, weights = graph_walks.merge_nodes(*graph, weights, group, number)
         graph = indptr, indices
 
 
@@ -161,10 +161,10 @@ def by_metis(problem: Problem) -> Orders:
             order[at : at + len(nodes)] = nodes
             continue
         left = blocks // 2 * problem.size
-        side = graphs.balance(*part, _halve(pymetis, part, left), left)
+        side = graph_walks.balance(*part, _halve(pymetis, part, left), left)
         for half, begin in ((1, at + left), (0, at)):
             chosen = (side == half).nonzero().flatten()
-            open_parts.append((nodes[chosen], graphs.take_nodes(*part, chosen), begin))
+            open_parts.append((nodes[chosen], graph_walks.take_nodes(*part, chosen), begin))
     return problem.split(order)
 
 

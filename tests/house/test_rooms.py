@@ -66,6 +66,7 @@ DOORS = {
     "kernels.past": {"attention", "beam"},
     # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
     "kernels.cpu.graphs": {"ordering"},
+    "kernels.cpu.graph_walks": {"ordering"},
     "kernels.cpu.slabs": {"ordering"},
     "kernels.cpu.swaps": {"ordering"},
 }

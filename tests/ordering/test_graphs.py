@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorloop import reference
-from tensorloop.kernels.cpu import graphs
+from tensorloop.kernels.cpu import graph_walks
 from tensorloop.ordering import Graph
 from tests.support.ordering_cases import dense, points, random_mask
 
@@ -121,23 +121,25 @@ def test_parts_components_and_merged_nodes():
     sees = torch.block_diag(random_mask(5, 5, 0.9), torch.zeros(1, 1), random_mask(4, 4, 0.9, 1)).bool()
     sees = sees | sees.T
     graph = Graph.of(sees)
-    labels, number = graphs.label_components(graph.indptr, graph.indices)
+    labels, number = graph_walks.label_components(graph.indptr, graph.indices)
     assert number == 3
     assert labels.tolist() == [0] * 5 + [1] + [2] * 4
     nodes = torch.tensor([7, 2, 0])
-    part = graphs.take_nodes(graph.indptr, graph.indices, nodes)
+    part = graph_walks.take_nodes(graph.indptr, graph.indices, nodes)
     assert torch.equal(dense(Graph(*part, (3, 3))), sees[nodes][:, nodes])
     weights = torch.rand(len(graph.indices), dtype=torch.float64)
     full = torch.zeros(10, 10, dtype=torch.float64)
     full[sees] = weights
     group = torch.tensor([0, 1, 0, 1, 2, 2, 3, 3, 2, 0])
     turn = torch.nn.functional.one_hot(group).double()
-    merged = graphs.merge_nodes(graph.indptr, graph.indices, weights, group, 4)
+    merged = graph_walks.merge_nodes(graph.indptr, graph.indices, weights, group, 4)
     found = torch.zeros(4, 4, dtype=torch.float64)
     found[torch.arange(4).repeat_interleave(merged[0].diff()), merged[1].long()] = merged[2]
     torch.testing.assert_close(found, turn.T @ full @ turn)
     vectors = torch.rand(10, 3, dtype=torch.float64)
-    torch.testing.assert_close(graphs.sum_neighbours(graph.indptr, graph.indices, weights, vectors), full @ vectors)
+    torch.testing.assert_close(
+        graph_walks.sum_neighbours(graph.indptr, graph.indices, weights, vectors), full @ vectors
+    )
 
 
 @pytest.mark.parametrize(
