@@ -2,7 +2,7 @@
 
 Slow, obvious, and differentiable as often as anybody likes. A loop buffer is here a tuple of its values: each write
 makes a new one, so that the gradients are those of a functional array by construction; a packed tensor is values and
-a list of lengths. Shapes are not checked.
+a list of lengths. Shapes are not checked. It stays one file, however long: the definition is read as a whole.
 """
 
 import itertools
