@@ -2,8 +2,10 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 STAMP := .venv/installed
+SITE := .venv-site/bin/python
+SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-compiled check format bench docs clean
+.PHONY: demo test test-compiled check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
@@ -33,8 +35,19 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m pytest tests/house/test_docs.py
 
+# docs/ with search and an API page for every public name, in build/site; warnings are errors. To read it:
+# python -m http.server -d build/site
+site: $(SITE_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(SITE) -m mkdocs build --strict --quiet
+
+# What an index would be given, as it would look at it.
+package: $(SITE_STAMP)
+	rm -rf build/dist
+	$(SITE) -m hatchling build --directory build/dist
+	$(SITE) -m twine check --strict build/dist/*
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-site .pytest_cache .ruff_cache .hypothesis build dist
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp comes last, so that an installation cut short is taken up again.
@@ -42,4 +55,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up .venv (the first time takes a few minutes)"
 	@$(PYTHON) -m venv .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(SITE_STAMP): docs/requirements.txt
+	@echo "Setting up .venv-site"
+	@$(PYTHON) -m venv .venv-site
+	@$(SITE) -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	@touch $@

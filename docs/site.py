@@ -1,0 +1,124 @@
+"""What the site needs beyond MkDocs: links that leave docs/, anchors as on GitHub, docstrings as Markdown.
+
+MkDocs loads this file as a hook, griffe as an extension (`mkdocs.yml`); both are there when a site is built, and the
+tests of this file use `slug` and `markdown` alone.
+"""
+
+import posixpath
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+try:
+    from griffe import Extension
+except ImportError:  # in the tests
+    Extension = object
+
+ROOT = Path(__file__).parents[1]
+SOURCE = "https://github.com/tensorloop/tensorloop"
+TORCH = "https://docs.pytorch.org/docs/stable/"
+TORCH_NAMES = {
+    "torch.Tensor": "tensors.html#torch.Tensor",
+    "torch.device": "tensor_attributes.html#torch.device",
+    "torch.dtype": "tensor_attributes.html#torch.dtype",
+    "torch.Generator": "generated/torch.Generator.html#torch.Generator",
+    "torch.nn.Module": "generated/torch.nn.Module.html#torch.nn.Module",
+}
+SECTIONS = ("Shapes", "Gradient", "Cost", "Raises", "Source", "Note", "Dtypes", "Units", "Example", "Examples")
+
+_LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+_FENCED = re.compile(r"^( *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(`[^`\n]*`)")
+_NAMED = re.compile(r"(?<!\[)`(?:tl|tensorloop)\.([\w.]+)(?:\(\))?`")
+_SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):", re.MULTILINE)
+
+
+def slug(text: str, separator: str = "-") -> str:
+    """The anchor of a heading as GitHub makes it; `tests/house/test_docs.py` follows links by the same rule."""
+    return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", separator)
+
+
+def linked(markdown: str, page: str) -> str:
+    """The page's text with relative links to what is no page of the site made links into the repository."""
+    folder = posixpath.dirname(f"docs/{page}")
+
+    def absolute(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, found[2]))
+        inside = path.startswith("docs/") and not path.endswith(".py") and not (ROOT / path).is_dir()
+        if inside or not (ROOT / path).exists():
+            return found[0]  # MkDocs follows it, or says that it leads nowhere
+        return f"{found[1]}{SOURCE}/{'tree' if (ROOT / path).is_dir() else 'blob'}/main/{path}{found[3]}"
+
+    parts = _FENCED.split(markdown)
+    parts[::2] = [to_api(_LINK.sub(absolute, text)) for text in parts[::2]]
+    return "".join(parts)
+
+
+@cache
+def api_names() -> frozenset[str]:
+    """What the API pages show."""
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    return frozenset(name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+
+
+def to_api(prose: str) -> str:
+    """The text with `tl.scan` made a link to its entry, where it is no heading and no link yet."""
+
+    def reference(found: re.Match[str]) -> str:
+        name = f"tensorloop.{found[1]}"
+        return f"[{found[0]}][{name}]" if name in api_names() else found[0]
+
+    lines = prose.split("\n")
+    return "\n".join(line if line.startswith(("#", ":::")) else _NAMED.sub(reference, line) for line in lines)
+
+
+def _literal(line: str) -> str:
+    """A line of a docstring, in which signs of Markdown other than backticks stand for themselves."""
+    parts = _CODE.split(line)
+    parts[::2] = [re.sub(r"([\[\]<])|\*(?!\*)", r"\\\g<0>", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def markdown(docstring: str) -> str:
+    """A docstring of this library as Markdown: a paragraph a section, its name in bold, its example a block of code."""
+    lines: list[str] = []
+    before, code = "", False
+    for line in docstring.splitlines():
+        indented = line.startswith("    ")
+        if code and line.strip() and not indented:
+            lines += ["```", ""]
+            code = False
+        if indented and not code and (not before.strip() or before.endswith(":")):
+            lines += ["", "```python"]
+            code = True
+        if code:
+            lines.append(line[4:])
+        else:
+            section = _SECTION.match(line)
+            lines += [""] if section else []
+            lines.append(_SECTION.sub(r"**\1:**", to_api(_literal(line))))
+        before = line
+    return "\n".join([*lines, "```"] if code else lines)
+
+
+def on_config(config: Any) -> Any:
+    """MkDocs: anchors as on GitHub, and where torch's own names lead."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slug
+    for name, page in TORCH_NAMES.items():
+        config.plugins["autorefs"].register_url(name, TORCH + page)
+    return config
+
+
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    """MkDocs: a page before it is rendered."""
+    return linked(text, page.file.src_uri)
+
+
+class Docstrings(Extension):
+    """griffe: every docstring becomes Markdown."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        """Called once for everything that has been read."""
+        if obj.docstring:
+            obj.docstring.value = markdown(obj.docstring.value)

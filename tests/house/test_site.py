@@ -1,0 +1,79 @@
+"""The site: every page is in its navigation, every public name has an entry, links and anchors are what GitHub shows."""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tensorloop as tl
+from docs.site import SOURCE, api_names, linked, markdown, slug
+from tests.house.test_docs import DOCUMENTS, anchors, prose
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+IN_LISTS = re.compile(r"decisions/0|examples/g2p/data/")
+
+
+def pages(nav: Any) -> list[str]:
+    """Every page that a navigation names."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages(part)]
+
+
+def public_names() -> set[str]:
+    """`tl.__all__`, and that of each submodule, under the shortest name that each thing has."""
+    found = {name: getattr(tl, name) for name in tl.__all__}
+    for module in ("loop", "packed", "beam", "risk", "ordering", "hf"):
+        face = importlib.import_module(f"tensorloop.{module}")
+        found |= {f"{module}.{name}": getattr(face, name) for name in face.__all__}
+    shortest = {id(thing): name for name, thing in reversed(found.items())}
+    return {name for name in shortest.values() if getattr(found[name], "__doc__", None) and callable(found[name])}
+
+
+def test_every_page_is_in_the_navigation():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert sorted(page for page in there - set(pages(settings["nav"])) if not IN_LISTS.match(page)) == []
+    assert sorted(set(pages(settings["nav"])) - there) == []
+
+
+def test_every_public_name_has_an_entry():
+    assert sorted(public_names() - {name.removeprefix("tensorloop.") for name in api_names()}) == []
+
+
+@pytest.mark.parametrize("name", sorted(api_names()))
+def test_every_entry_is_of_something_that_is_there(name: str):
+    _, *path, last = name.split(".")
+    assert getattr(importlib.import_module(".".join(["tensorloop", *path])), last).__doc__
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_anchors_are_those_of_github(path: Path):
+    text = path.read_text()
+    headings = re.findall(r"^#{1,6}\s+(.*?)\s*#*$", prose(text), re.MULTILINE)
+    assert {slug(heading) for heading in headings} <= anchors(text)
+
+
+def test_links_out_of_the_site_lead_into_the_repository():
+    text = "[a](../README.md#why) [b](loops.md#x) [c](examples) [d](examples/looped.py) [e](https://x.org) [f](no.md)"
+    assert linked(text, "memory.md") == (
+        f"[a]({SOURCE}/blob/main/README.md#why) [b](loops.md#x) [c]({SOURCE}/tree/main/docs/examples) "
+        f"[d]({SOURCE}/blob/main/docs/examples/looped.py) [e](https://x.org) [f](no.md)"
+    )
+
+
+def test_names_in_prose_lead_to_their_entries():
+    text = "`tl.scan` [`tl.map`](x.md) `tl.nothing`\n```python\n`tl.scan`\n```\n# `tl.scan`"
+    assert linked(text, "loops.md") == text.replace("`tl.scan`", "[`tl.scan`][tensorloop.scan]", 1)
+
+
+def test_docstrings_become_paragraphs_and_blocks():
+    docstring = "Adds [a, b].\n\nShapes: (*F) with `x[0]`.\nCost: little.\n\nExample:\n    >>> 1\n    1\n"
+    assert markdown(docstring) == (
+        "Adds \\[a, b\\].\n\n\n**Shapes:** (\\*F) with `x[0]`.\n\n**Cost:** little.\n\n\n**Example:**\n\n"
+        "```python\n>>> 1\n1\n```"
+    )
