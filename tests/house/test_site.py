@@ -1,4 +1,4 @@
-"""The site: every page is in its navigation, every public name has an entry, links and anchors are what GitHub shows."""
+"""The site: every page is in its navigation, every public name has an entry, anchors are what GitHub shows."""
 
 import importlib
 import re
