@@ -1,12 +1,12 @@
 """The short set of every script here, one after the other: `make bench`, under ten minutes on two cores.
 
-    python profiling/bench.py                         # all, and the section of docs/benchmarks.md
+    python profiling/bench.py                         # all, and docs/benchmarks/short.md
     python profiling/bench.py --only regroup packed   # these alone; the others keep the figures of their last run
     python profiling/bench.py --jax-python PYTHON     # with the peers of peers/README.md
 
-Results go to profiling/results/short/, beside those of the usual runs and never in their place. The section of
-docs/benchmarks.md has what was to be reached, with the figures of both. A script that fails is listed at the end, the
-others run all the same, and the exit status is 1.
+Results go to profiling/results/short/, beside those of the usual runs and never in their place. The page has
+what was to be reached, with the figures of both. A script that fails is listed at the end, the others run all the
+same, and the exit status is 1.
 """
 
 import json
@@ -38,7 +38,7 @@ SCRIPTS = (
     "torch_loops",
 )
 PEERS = {"jax": "jax and equinox", "tf": "tensorflow", "fbgemm": "fbgemm_gpu", "hf": "transformers"}
-PAGE, MARKER = "docs/benchmarks.md", "bench"
+PAGE, MARKER = "docs/benchmarks/short.md", "bench"
 
 
 class Stopped(Exception):

@@ -257,7 +257,6 @@ SCRIPT = Script(
     targets=targets,
     draw=draw,
     settings=lambda args: {"threads": 1},
-    page=("docs/benchmarks.md", "hf"),
 )
 
 if __name__ == "__main__":

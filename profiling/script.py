@@ -189,9 +189,8 @@ class Script:
     disagreements: Callable[[list[Entry]], list[str]] = differing
     targets: Callable[[Result], list[Target]] = lambda result: []
     draw: Callable[[Result, Path], None] | None = None
-    page: tuple[str, str | None] = ("docs/benchmarks.md", None)
-    """The document, and the markers where they have another name than the script."""
-    more_pages: Sequence[tuple[str, str, Text]] = ()
+    page: tuple[str, str] | None = None
+    """The document and its markers, where it is not the script's own in docs/benchmarks."""
     peers: Sequence[Peer] = ()
     places: Sequence[Place] = ()
     options: Callable[[ArgumentParser], object] = lambda parser: None
@@ -340,12 +339,11 @@ class Script:
         return f"{harness.circumstances(result)}\n\n{self.section(result, picture)}"
 
     def publish(self, result: Result, out: Path) -> None:
-        document, marker = self.page
-        pages = [(document, marker or self.name, self.whole_section), *self.more_pages]
+        document, marker = self.page or (f"docs/benchmarks/{self.name}.md", self.name)
         draw = self.draw
         harness.publish(
             self.name,
             out,
             None if draw is None else lambda path: draw(result, path),
-            [(page, name, lambda picture, text=text: text(result, picture)) for page, name, text in pages],
+            [(document, marker, lambda picture: self.whole_section(result, picture))],
         )

@@ -98,7 +98,6 @@ SCRIPT = Script(
     disagreements=lambda entries: tables.disagreements(entries, report.LABELS_OF, report.GRADIENTS_AGREE),
     targets=report.targets,
     draw=report.draw,
-    more_pages=[("README.md", "figures", report.readme_figures)],
     settings=lambda args: dict(zip(("warmups", "repeats"), RUNS[args.set], strict=True)),
 )
 

@@ -158,25 +158,6 @@ def section(result: Result, picture: str) -> str:
     return "\n\n".join(parts)
 
 
-def readme_figures(result: Result, picture: str) -> str:
-    """The largest size of each workload, with every peer."""
-    rows = []
-    for workload in measured_workloads(result):
-        T, peer = tables.sizes(result, workload)[-1], workloads.peer_of(workload)
-        for variant in tables.variants(result, workload):
-            texts = [tables.cell_text(result, kind, workload, T, variant, peer) for kind in tables.UNITS]
-            rows.append([f"{TITLES[workload]}, T={T}", LABELS[variant], *texts])
-    table = harness.table(["loop", "code", *tables.WHAT.values()], rows, text_columns=2)
-    peers = ", ".join(f"{LABELS[workloads.peer_of(w)]} ({w})" for w in measured_workloads(result))
-    return "\n\n".join(
-        [
-            f"![Time and peak memory over the number of steps, TensorArray and plain PyTorch]({picture})",
-            table,
-            f"In brackets: relative to {peers}. {harness.circumstances(result)}",
-        ]
-    )
-
-
 def draw(result: Result, path: Path) -> None:
     """Time above, peak memory below, a column for each workload."""
     shown = measured_workloads(result)

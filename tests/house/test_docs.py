@@ -13,6 +13,10 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 FENCE = re.compile(r"^(?P<indent> *)(?P<mark>`{3,}|~{3,})(?P<info>[^`]*)$")
 INLINE_LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)", re.MULTILINE)
+REPOSITORY = "https://github.com/tensorloop/tensorloop"
+HERE = re.compile(
+    r"https://(?:github\.com/tensorloop/tensorloop/(?:blob|tree)|raw\.\w+\.com/tensorloop/tensorloop)/main/"
+)
 OUTSIDE = ("http://", "https://", "mailto:")
 
 
@@ -72,14 +76,15 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(document: Path) -> list[str]:
-    """Relative links of a document whose file or heading does not exist."""
+    """Links of a document whose file or heading does not exist: relative ones, and those into this repository."""
     text = re.sub(r"`[^`\n]*`", "", prose(document.read_text()))
     broken = []
     for link in [*INLINE_LINK.findall(text), *REFERENCE_LINK.findall(text)]:
-        if link.startswith(OUTSIDE):
+        own = HERE.match(link)
+        if link.startswith(OUTSIDE) and not own:
             continue
-        path, _, anchor = link.partition("#")
-        target = document.parent / path if path else document
+        path, _, anchor = link[own.end() if own else 0 :].partition("#")
+        target = (ROOT if own else document.parent) / path if path else document
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             broken.append(link)
     return broken
@@ -129,7 +134,11 @@ def test_an_open_fence_is_refused():
 def test_broken_links_are_found(tmp_path: Path):
     (tmp_path / "there.md").write_text("# A title, with `code`\n")
     (tmp_path / "doc.md").write_text(
+        f"[u]({REPOSITORY}/blob/main/README.md) [v]({REPOSITORY}/blob/main/gone.md#x) [w]({REPOSITORY}/issues)\n"
         "[a](there.md) [b](gone.md) [c](there.md#a-title-with-code) [d](there.md#no) [e](https://example.org)\n"
         "`[f](code.md)`\n\n```text\n[g](fenced.md)\n```\n\n# Here\n[h](#here) [i](#nowhere)\n\n[j]: lost.md\n"
     )
-    assert broken_links(tmp_path / "doc.md") == ["gone.md", "there.md#no", "#nowhere", "lost.md"]
+    assert broken_links(tmp_path / "doc.md") == [
+        f"{REPOSITORY}/blob/main/gone.md#x",
+        *("gone.md", "there.md#no", "#nowhere", "lost.md"),
+    ]

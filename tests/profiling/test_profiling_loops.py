@@ -154,5 +154,5 @@ def test_the_overhead_s_report(scripts: dict[str, Any], tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["loops", "loop_overhead"])
 def test_the_document_has_the_markers(name: str):
-    text = (FOLDER.parent / "docs" / "benchmarks.md").read_text()
+    text = (FOLDER.parent / "docs" / "benchmarks" / f"{name}.md").read_text()
     assert 0 < text.index(f"<!-- {name}:begin -->") < text.index(f"<!-- {name}:end -->")

@@ -453,6 +453,7 @@ def test_bench_shows_the_usual_figures_beside(modules: dict[str, Any]):
 def test_bench_names_scripts_that_there_are(modules: dict[str, Any]):
     for name in modules["bench"].SCRIPTS:
         assert '"short"' in (FOLDER / f"{name}.py").read_text()
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    for name in (*modules["bench"].SCRIPTS, modules["bench"].MARKER):
+    pages = {f"docs/benchmarks/{name}.md": name for name in modules["bench"].SCRIPTS}
+    for page, name in (pages | {modules["bench"].PAGE: modules["bench"].MARKER}).items():
+        text = (ROOT / page).read_text()
         assert 0 < text.index(f"<!-- {name}:begin -->") < text.index(f"<!-- {name}:end -->")
