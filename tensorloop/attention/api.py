@@ -5,6 +5,7 @@ offsets. The work is done in `engine.py`, or on a GPU by torch's own kernels whe
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, overload
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import arrays, engine, gpu
 from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
+from tensorloop.attention.options import Options
 from tensorloop.attention.strips import Task
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, is_packed
@@ -21,12 +23,27 @@ from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
 
 P = TypeVar("P", bound=Packed)
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
 
 @overload
 def attention(
-    q: P, k: Packed, v: Packed, *, causal: bool = False, block_mask: Any = None, scale: float | None = None
+    q: P,
+    k: Packed,
+    v: Packed,
+    *,
+    causal: bool = False,
+    block_mask: Any = None,
+    scale: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    left_chunks: int | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    relative: tuple[Any, Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
+    dropout: float = 0.0,
 ) -> P: ...
 @overload
 def attention(
@@ -39,8 +56,12 @@ def attention(
     scale: float | None = None,
     starts: Tensor | None = None,
     window: int | None = None,
-    bias: Tensor | None = None,
+    chunk: int | None = None,
+    left_chunks: int | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    relative: tuple[Any, Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
     dropout: float = 0.0,
 ) -> Tensor: ...
 @called_eagerly
@@ -55,8 +76,12 @@ def attention(
     scale: float | None = None,
     starts: Tensor | None = None,
     window: int | None = None,
-    bias: Tensor | None = None,
+    chunk: int | None = None,
+    left_chunks: int | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    relative: tuple[Any, Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
     dropout: float = 0.0,
 ) -> Any:
     """Each query's mean of the values, weighted by softmax(scale * q . k) over the keys that it sees.
@@ -70,19 +95,27 @@ def attention(
     like it, a UserWarning says so (docs/attention.md has the rule).
     `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ;
     of t tokens against arrays each sees the slots up to its own.
+    `window` leaves that many positions (slots) up to the query's own, and what comes behind; `chunk`: positions come
+    in chunks of this size, and a query sees its own chunk and all before, or `left_chunks` of them.
     `block_mask`: a BlockMask of torch's flex_attention, honoured block by block; its `mask_mod` is asked about
     positions within the row. A mask made for one batch entry or one head serves all of them, as entry or head 0.
+    `starts`, against arrays alone: integers that broadcast to the batch; slots before are hidden (left padding).
     `scale`: D ** -0.5 by default. A query that sees no key gets 0, and passes no gradient.
-    Against arrays alone: `starts`, integers that broadcast to the batch, hides the slots before (prompts padded on the
-    left); `window` leaves that many slots up to the query's own; scores then become softcap * tanh(score / softcap);
-    `bias` is added, floats that broadcast to (*batch, heads, n), or (*batch, heads, t, n); `dropout` drops weights by a
-    hash of their places and a number of torch's generator, so that backward finds the same ones.
+    Then what is done to scores, in this order, of query i and key j, positions within the row. `relative`, (p, r) with
+    p like q and r (2c + 1, heads or 1, D): p_i . r[c + i - j], scaled as q . k is, is added to that (Shaw et al. 2018;
+    Dai et al. 2019 with q + u and p = q + v); distances above c count as c. `softcap`: c tanh(score / c). `bias`:
+    floats added, which broadcast to (B, heads, T, S) of the longest rows; against arrays to (*batch, heads, n) or
+    (*batch, heads, t, n). `score_mod`: a function of scalars (score, b, h, i, j), as flex_attention's, run by vmap.
+    `dropout` drops weights by a hash of their places and one number of torch's generator, so that backward finds the
+    same ones; the others are divided by 1 - dropout. Arrays take neither chunk, relative nor score_mod.
     Dtypes: any real floating one, the same for all three (autocast casts them); sums are float32 at least.
-    Gradient: to q, k, v and bias, twice, and (slower, in one piece) under `torch.func`.
-    Cost: time of the pairs that meet. Kept for backward: q, k, v, the output and a number for each query and head,
-    and the bias as it came; an array is kept as a view. Second derivatives and transforms make all weights.
+    Gradient: to q, k, v, bias, relative and what score_mod closes over and gives to torch functions, twice, and
+    (slower, in one piece) under `torch.func`.
+    Cost: time of the pairs that meet, of a window or chunks those in reach. Kept for backward: q, k, v, the output and
+    a number for each query and head, and the tensors of the scores as they came; an array is kept as a view. Second
+    derivatives and transforms make all weights.
     Raises: TypeError (kinds or dtypes that do not go together), ValueError (shapes, heads, lens, a mask that does not
-    fit, `causal` with a mask or with one step against arrays, rules for arrays without arrays).
+    fit or comes with `causal`, `window` or `chunk`, options that arrays do not take, numbers out of range).
     Source: Vaswani et al. 2017; for how it stays within O(N), `engine.py`.
 
     Example:
@@ -91,26 +124,23 @@ def attention(
         torch.Size([5, 2, 8])
     """
     scale = None if scale is None else number(scale, "scale", "; scale q by a tensor")
+    options = Options(window, chunk, left_chunks, softcap, bias, relative, score_mod, dropout)
     if _is_step(q, k, v):
-        if block_mask is not None:
-            raise WrongValue(
-                "block_mask with TensorArrays: starts=, window= and causal= say what is seen of their slots"
-            )
+        _refuse_for_arrays(block_mask, options)
         arguments.dense_tensor(q, "q")
         given = engine.default_scale(q.shape[-1] if q.dim() else 0) if scale is None else scale
         out = arrays.attend(q, k, v, arrays.read_rules(given, causal, starts, window, bias, softcap, dropout))
         if out is not NotImplemented:
             return out
-    elif not (starts is window is bias is softcap is None and dropout == 0.0):
-        raise WrongValue(
-            "starts=, window=, bias=, softcap= and dropout= are for TensorArrays k and v; elsewhere block_mask= says "
-            "what is seen, and rows of a PackedTensor need no starts"
-        )
+        options = Options()
+    elif starts is not None:
+        raise WrongValue("starts= is for TensorArrays k and v; elsewhere rows of a PackedTensor need none")
     inputs = _read(q, k, v)
     inputs = inputs._replace(q=autocast(inputs.q), k=autocast(inputs.k), v=autocast(inputs.v))
     check_parts([Facts(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)])
+    near = options.near()
     if block_mask is not None:
-        _check_mask(block_mask, inputs, causal)
+        _check_mask(block_mask, inputs, causal, near)
     elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
         warnings.warn(
             f"attention: q {tuple(q.shape)} is taken as {q.shape[1]} tokens of {q.shape[2]} heads, (B, T, heads, D). "
@@ -119,7 +149,8 @@ def attention(
             stacklevel=3,
         )
     width = inputs.q.shape[-1]
-    task = Task(engine.default_scale(width) if scale is None else scale, bool(causal), blocks=block_mask)
+    scale = engine.default_scale(width) if scale is None else scale
+    task = Task(scale, bool(causal), blocks=block_mask, near=near, scoring=options.scoring(q, inputs.q, inputs.longest))
     parts = inputs.q, inputs.k, inputs.v
     out = gpu.attend(*parts, task, inputs.rows) if parts[0].is_cuda else None
     if out is None:
@@ -132,6 +163,16 @@ def attention(
     return inputs.give(out)
 
 
+def _refuse_for_arrays(block_mask: Any, options: Options) -> None:
+    if block_mask is not None:
+        raise WrongValue("block_mask with TensorArrays: starts=, window= and causal= say what is seen of their slots")
+    if not (options.chunk is options.left_chunks is options.relative is options.score_mod is None):
+        raise WrongValue(
+            "chunk=, left_chunks=, relative= and score_mod= with TensorArrays: starts= and window= say what is seen of "
+            "their slots, and bias= is added to scores"
+        )
+
+
 class _Inputs(NamedTuple):
     """What came, as tensors (B, T, heads, D), or (1, N, heads, D) where packed."""
 
@@ -141,6 +182,11 @@ class _Inputs(NamedTuple):
     like: Any  # what the output is to look like: q as it came
     rows: tuple[Dim, Dim] | None = None  # of packed q and k
     arrays: bool = False
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The numbers of queries and of keys of the longest rows."""
+        return (self.q.shape[1], self.k.shape[1]) if self.rows is None else (self.rows[0].max_len, self.rows[1].max_len)
 
     def give(self, out: Tensor) -> Any:
         """The output as its kind."""
@@ -214,7 +260,7 @@ def _read_step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
     return _Inputs(q.reshape(count, 1, *q.shape[-2:]), keys, values, q, arrays=True)
 
 
-def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
+def _check_mask(mask: Any, inputs: _Inputs, causal: bool, near: Any) -> None:
     if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
         raise WrongType(
             f"block_mask must be a BlockMask, as flex_attention's create_block_mask makes, "
@@ -222,6 +268,8 @@ def _check_mask(mask: Any, inputs: _Inputs, causal: bool) -> None:
         )
     if causal:
         raise WrongValue("both causal=True and block_mask; put it in the mask, with and_masks(causal, ...)")
+    if near is not None:
+        raise WrongValue("both window= or chunk= and block_mask; put it in the mask, with and_masks")
     if mask.kv_num_blocks.device != inputs.q.device:
         raise WrongValue(f"block_mask is on {mask.kv_num_blocks.device}, q on {inputs.q.device}; move it with .to()")
     made_for, tables = tuple(mask.seq_lengths), tuple(mask.kv_num_blocks.shape[:2])

@@ -44,6 +44,18 @@ class Gathered(NamedTuple):
 
     take_padded = take
 
+    def positions(self, base: int, device: torch.device) -> Tensor:
+        """(G, L) int64, counted from the token of number `base`."""
+        return self.numbers - base
+
+    def entries(self, row: int | None, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The batch entries and the heads, (1, B heads) each, of a tensor of this shape."""
+        rows, heads = (
+            torch.arange(n, device=device)[some] for n, some in ((shape[0], self.batch), (shape[2], self.heads))
+        )
+        rows = rows if row is None else rows.new_tensor([row])
+        return rows.repeat_interleave(len(heads))[None], heads.repeat(len(rows))[None]
+
     def put_(self, buffer: Tensor, part: Tensor) -> None:
         """Writes `part` (G, L, B heads, D) to the place where `take` reads."""
         into, runs, source = self._target(buffer, part)
@@ -183,4 +195,5 @@ def _cut_rows(
         for some in table.groups(b, h, of_q[1] - of_q[0]):
             queries = Gathered(batch, (some.queries + of_q[0]).to(device), heads[0], q_run)
             keys = Gathered(batch, (some.keys + of_k[0]).to(device), heads[1], k_run)
-            yield Strip(queries, keys, mask=None if some.sure.all() else partial(some.mask, table.mod, device))
+            mask = None if some.sure.all() else partial(some.mask, table.mod, device)
+            yield Strip(queries, keys, mask=mask, row=row, bases=(of_q[0], of_k[0]))

@@ -12,7 +12,7 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAtten
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,11 +24,15 @@ from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention.blocks import BlockTable, cut_blocks
+from tensorloop.attention.products import attend_strip, attend_strip_backward, group, widen
+from tensorloop.attention.scored import Scorer, score_all
+from tensorloop.attention.scores import Scoring
 from tensorloop.attention.strips import Strip, Task, cut, fill_bucket, make_row_mask, shorten
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _WEIGHTS = 1 << 24  # attention weights that matrix products may make at a time
+_CACHED = 1 << 20  # and on the CPU, where a dozen operations go over them
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
@@ -42,6 +46,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
             raise WrongValue(f"lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
     if transforms.maybe_level() is not None or transforms.forward_mode():
         return whole(q, k, v, task)
+    if task.scoring is not None:
+        scoring: Scoring = task.scoring
+        task = task._replace(scoring=scoring.with_tensors([None] * len(scoring.tensors)))
+        return _Attend.apply(q, k, v, task, *scoring.tensors)  # pyright: ignore[reportReturnType]
     if task.causal and task.scale <= 0:  # kernels hide keys by a score of -inf before they multiply with the scale
         q, task = q * task.scale, task._replace(scale=1.0)
     if q.device.type != "cpu":
@@ -55,21 +63,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
+    """(q, k, v, the tensors of a scoring) -> output"""
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task, *more: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with without_autocast(q):
-            out, lse = _forward(q, k, v, task)
+            out, lse = _forward(q, k, v, _with_tensors(task, more))
         ctx.task = task
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *more)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *more = ctx.saved_tensors
         with without_autocast(q):
             if is_differentiated(grad):
-                return *differentiate(partial(whole, task=ctx.task), (q, k, v), grad), None
-            return *attend_backward(_unit_stride(grad), q, k, v, out, lse, ctx.task), None
+                dq, dk, dv, *rest = differentiate(partial(_whole, ctx.task), (q, k, v, *more), grad)
+                return dq, dk, dv, None, *rest
+            task = _with_tensors(ctx.task, more)
+            dq, dk, dv, *rest = _backward(_unit_stride(grad), q, k, v, out, lse, task)
+            return dq, dk, dv, None, *rest
+
+
+def _with_tensors(task: Task, more: Sequence[Tensor | None]) -> Task:
+    return task if task.scoring is None else task._replace(scoring=task.scoring.with_tensors(more))
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -89,8 +106,10 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores (B, T, heads): 0 where a query sees nothing."""
-    out, lse = _Target((*q.shape[:3], v.shape[-1]), q, q.dtype), _Target((*q.shape[:3], 1), q, _widen(q.dtype))
-    compute = _flash if _has_flash(q) else _matmul
+    out, lse = _Target((*q.shape[:3], v.shape[-1]), q, q.dtype), _Target((*q.shape[:3], 1), q, widen(q.dtype))
+    compute = _flash if _has_flash(q) else attend_strip
+    if task.scoring is not None:
+        compute = Scorer(task.scoring, q).forward
     for strip in _strips_for(q, k, task):
         got, logs = compute(*_take_all(strip, q, k, v), strip, task.scale)
         out.add(strip.q, got.transpose(1, 2))
@@ -98,15 +117,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tenso
     return out.result(), lse.result()[..., 0]
 
 
-def attend_backward(
+def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, task: Task
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from what `_forward` gave and that of its output."""
-    flash = _has_flash(q)
-    sums = q.dtype if flash and not task.overlaps else _widen(q.dtype)
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v and of the tensors of a scoring, from what `_forward` gave and that of its output."""
+    scorer = None if task.scoring is None else Scorer(task.scoring, q)
+    flash = _has_flash(q) and scorer is None
+    sums = q.dtype if flash and not task.overlaps else widen(q.dtype)
     meet = task.overlaps or not flash  # gradients of a key from several strips
     grads = [_Target(q.shape, q, q.dtype), *(_Target(x.shape, x, sums, meet) for x in (k, v))]
-    compute = _flash_backward if flash else _matmul_backward
+    compute = scorer.backward if scorer is not None else _flash_backward if flash else attend_strip_backward
     for strip in _strips_for(q, k, task):
         q_, k_, v_ = _take_all(strip, q, k, v)
         # What is behind the end of a row has a gradient of 0, so that it adds nothing to those of keys.
@@ -115,8 +135,8 @@ def attend_backward(
         parts = compute(grad_, q_, k_, v_, out_, lse_, strip, task.scale)
         for into, place, part in zip(grads, (strip.q, strip.k, strip.k), parts, strict=True):
             into.add(place, part.transpose(1, 2))
-    dq, dk, dv = (into.result().to(x.dtype) for into, x in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv
+    found = (into.result().to(x.dtype) for into, x in zip(grads, (q, k, v), strict=True))
+    return *found, *(() if scorer is None else scorer.results())
 
 
 def _has_flash(q: Tensor) -> bool:
@@ -124,10 +144,13 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _strips_for(q: Tensor, k: Tensor, task: Task) -> Iterator[Strip]:
-    if not q.shape[2] or (_has_flash(q) and not q.shape[3]):
+    flash = _has_flash(q) and task.scoring is None
+    if not q.shape[2] or (flash and not q.shape[3]):
         return iter(())  # the output is empty
     found = iter(cut(task, q, k) if task.blocks is None else cut_blocks(task, q, k))
-    return found if _has_flash(q) else shorten(found, q, k, _WEIGHTS)
+    if flash and task.near is None:
+        return found
+    return shorten(found, task, q, k, _WEIGHTS if q.device.type != "cpu" or task.scoring is None else _CACHED)
 
 
 def _take_all(strip: Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,11 +160,6 @@ def _take_all(strip: Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 def _take(x: Tensor, place: Any) -> Tensor:
     return (x if place is None else place.take(x)).transpose(1, 2)
-
-
-def _widen(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class _Target:
@@ -186,79 +204,45 @@ def _make_bias(strip: Strip, like: Tensor) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill_(~mask, -torch.inf)
 
 
-# -- a strip on any device
-
-
-def _matmul(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = _group(q, k, v)
-    scores = _make_scores(q, k, strip, scale)
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    lse = torch.where(lse == -torch.inf, 0, lse)
-    out = scores.sub_(lse).exp_() @ v
-    return out.flatten(1, 2), lse.flatten(1, 2)[..., 0]
-
-
-def _matmul_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads = _share_heads(q, k)
-    q, k, v = _group(q, k, v)
-    grad, out, lse = (x.unflatten(1, heads).to(q.dtype) for x in (grad, out, lse))
-    weights = _make_scores(q, k, strip, scale).sub_(lse[..., None]).exp_()
-    dv = weights.transpose(-1, -2) @ grad
-    dscores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
-    return (dscores @ k).flatten(1, 2), (dscores.transpose(-1, -2) @ q).sum(2), dv.sum(2)
-
-
-def _group(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtype of sums, q (G, heads_kv, heads / heads_kv, L, D), k and v with a dim of 1 there."""
-    wide = _widen(q.dtype)
-    return q.unflatten(1, _share_heads(q, k)).to(wide), k[:, :, None].to(wide), v[:, :, None].to(wide)
-
-
-def _share_heads(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """How the heads of queries (G, heads, ...) share those of keys (G, heads_kv, ...); also for sizes of 0."""
-    return k.shape[1], q.shape[1] // max(k.shape[1], 1)
-
-
-def _make_scores(q: Tensor, k: Tensor, strip: Strip, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).mul_(scale)
-    if strip.causal:
-        sees = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(strip.first)
-        scores.masked_fill_(~sees, -torch.inf)
-    if strip.mask is not None:
-        mask = strip.mask()
-        mask = mask.unflatten(1, (k.shape[1], -1)) if mask.shape[1] > 1 else mask[:, None]
-        scores.masked_fill_(~mask, -torch.inf)
-    return scores
-
-
 # -- in one piece, with all weights: differentiable as often as anybody likes
+
+
+def _whole(task: Task, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Tensor:
+    return whole(q, k, v, _with_tensors(task, more))
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     """The same by the formula, in ordinary operations: transforms and higher derivatives go through. O(T S) bytes."""
-    dtype, tokens = q.dtype, None
+    dtype, tokens, scoring = q.dtype, None, task.scoring
     if task.q_offsets is not None and task.k_offsets is not None:
         every = range(len(task.q_offsets) - 1)
         tokens, keys = (fill_bucket(x, every, q.device) for x in (task.q_offsets, task.k_offsets))
         q, k, v = tokens.take_padded(q), keys.take_padded(k), keys.take_padded(v)
-    q, k, v = _group(*(x.transpose(1, 2) for x in (q, k, v)))
-    scores = q @ k.transpose(-1, -2) * task.scale
-    hidden = ~_make_mask(task, scores)
+        if scoring is not None and scoring.queries is not None:
+            scoring = scoring._replace(queries=tokens.take_padded(scoring.queries))
+    q, k, v = group(*(x.transpose(1, 2) for x in (q, k, v)))
+    products = q @ k.transpose(-1, -2)
+    scores, factors, hidden = products * task.scale, None, ~_make_mask(task, products)
+    if scoring is not None:
+        flat, factors = score_all(products.flatten(1, 2), scoring, task.scale)
+        scores, factors = flat.view_as(products), None if factors is None else factors.view_as(products)
+        hidden = hidden | (scores == -torch.inf)
+        scores = scores.masked_fill(hidden, 0)
     # A row that sees nothing must not meet -inf: the gradient of its softmax would be NaN.
     weights = torch.softmax(torch.where(hidden & ~hidden.all(-1, keepdim=True), -torch.inf, scores), -1)
-    out = (torch.where(hidden, 0, weights) @ v).flatten(1, 2).transpose(1, 2).to(dtype)
+    weights = torch.where(hidden, 0, weights)
+    out = ((weights if factors is None else weights * factors) @ v).flatten(1, 2).transpose(1, 2).to(dtype)
     return out if tokens is None else tokens.of_tokens(out)[None]
 
 
 def _make_mask(task: Task, scores: Tensor) -> Tensor:
     """Bool, which broadcasts to scores (B, heads_kv, group, T, S): what each query sees."""
     n, m = scores.shape[-2:]
-    sees = torch.ones(1, 1, n, m, dtype=torch.bool, device=scores.device)
-    sees = sees.tril() if task.causal else sees
+    i, j = (torch.arange(x, device=scores.device) for x in (n, m))
+    sees = task.sees(i[:, None], j)[None, None]
     if task.k_offsets is not None:
-        sees = sees & make_row_mask(task.k_offsets, range(len(task.k_offsets) - 1), n, m, False, scores.device)
+        rows = range(len(task.k_offsets) - 1)
+        sees = sees & make_row_mask(Task(1.0), task.k_offsets, rows, n, m, scores.device)
     if task.blocks is not None:
         sees = sees & BlockTable(task.blocks, m).dense(n, scores.device)
     return sees.unflatten(1, (scores.shape[1], -1)) if sees.shape[1] > 1 else sees[:, None]

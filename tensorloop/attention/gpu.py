@@ -1,7 +1,8 @@
 """Attention by the kernels that torch has for a GPU: SDPA, its variable-length form, FlexAttention.
 
 Their gradients can be taken once. Where none of them fits, the answer is None and the engine of `engine.py` serves:
-packed rows in float32 or with a block mask, causal rows of unequal lengths, no keys, and transforms.
+packed rows in float32 or with a block mask, causal rows of unequal lengths, windows and chunks, what is done to scores,
+no keys, and transforms.
 """
 
 from functools import cache
@@ -22,6 +23,8 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 def attend(q: Tensor, k: Tensor, v: Tensor, task: Task, rows: tuple[Dim, Dim] | None) -> Tensor | None:
     """As `_attention.attend`, with the dims of packed q and k in `rows` in place of offsets; None if torch cannot."""
     if transforms.maybe_level() is not None or transforms.forward_mode() or not all(x.numel() for x in (q, k, v)):
+        return None
+    if task.near is not None or task.scoring is not None:
         return None
     if rows is not None:
         return variable_length(q, k, v, task, *rows) if _has_variable_length(q, v, task, *rows) else None

@@ -48,8 +48,6 @@ def forward(
         raise refusal("masks are not taken; rows have no padding", "use is_causal=True, or tensorloop.attention")
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
         raise refusal("added or given keys and values", "use tensorloop.attention")
-    if dropout_p > 0 and training:
-        raise refusal("dropout of the weights", "make the attention with dropout=0")
     weights: tuple[Any, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if not use_separate_proj_weight:
         assert in_proj_weight is not None
@@ -57,7 +55,7 @@ def forward(
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     inputs = (query.packed, key.packed, value.packed)
     q, k, v = (_heads(*parts, num_heads) for parts in zip(inputs, weights, biases, strict=True))
-    seen = attention(q, k, v, causal=is_causal)
+    seen = attention(q, k, v, causal=is_causal, dropout=dropout_p if training else 0.0)
     out = F.linear(torch.flatten(seen, 2), out_proj_weight, out_proj_bias)
     return TimeFirst(out), None  # pyright: ignore[reportArgumentType]
 

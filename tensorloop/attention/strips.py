@@ -20,6 +20,7 @@ from torch import Tensor
 # alone costs about 120 us of Python and dispatch, forward and backward; padding a bucket costs about 600 us, and then
 # each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread).
 SHORT, STEP, FEW = 32, 8, 6
+_TOGETHER = 64  # queries, of which each sees few keys: a call of the kernel costs as much as the weights of 64 and 64
 
 
 class Span(NamedTuple):
@@ -34,6 +35,17 @@ class Span(NamedTuple):
         return x[self.batch, self.tokens, self.heads]
 
     take_padded = take
+
+    def positions(self, base: int, device: torch.device) -> Tensor:
+        """(1, L) int64, counted from the token of number `base`."""
+        tokens = self.tokens
+        found = torch.arange(tokens.start, tokens.stop, device=device) if isinstance(tokens, slice) else tokens
+        return found[None] - base
+
+    def entries(self, row: int | None, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The batch entries (G, 1) and the heads (1, H') of a tensor of this shape."""
+        rows = torch.arange(shape[0], device=device)[self.batch] if row is None else torch.tensor([row], device=device)
+        return rows[:, None], torch.arange(shape[2], device=device)[None, self.heads]
 
     def put_(self, buffer: Tensor, part: Tensor) -> None:
         """Writes `part` (G, L, H', D) to the place where `take` reads."""
@@ -54,6 +66,7 @@ class Bucket(NamedTuple):
     places: Tensor  # (n,) int64: the places that are not behind an end
     tokens: Tensor  # (n,) int64: the numbers of the tokens there
     shape: tuple[int, int]
+    rows: list[int]
 
     def take(self, x: Tensor) -> Tensor:
         """(G, L, heads, D), a copy; no row may be empty. What is behind an end is the row's own: finite if that is."""
@@ -70,6 +83,15 @@ class Bucket(NamedTuple):
 
     add_ = put_
 
+    def positions(self, base: int, device: torch.device) -> Tensor:
+        """(G, L) int64; behind a row's end that of its last token."""
+        found = self.slots.unflatten(0, self.shape)
+        return found - found[:, :1]
+
+    def entries(self, row: int | None, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows (G, 1) and the heads (1, H)."""
+        return torch.tensor(self.rows, device=device)[:, None], torch.arange(shape[2], device=device)[None]
+
     def of_tokens(self, part: Tensor) -> Tensor:
         """(n, heads, D) of (G, L, heads, D)."""
         return part.flatten(0, 1).index_select(0, self.places)
@@ -83,6 +105,49 @@ class Strip(NamedTuple):
     causal: bool = False
     first: int = 0  # the position of the first query, where causal
     mask: Callable[[], Tensor] | None = None  # gives (G or 1, heads or 1, L or 1, S) bool, true where a query sees
+    row: int | None = None  # of packed tensors
+    bases: tuple[int, int] = (0, 0)  # the numbers of the tokens at position 0, of queries and of keys
+
+
+class Near(NamedTuple):
+    """What a query sees by numbers: the keys of some positions before its own, or those of some chunks."""
+
+    window: int = 0  # so many positions, its own the last, and all behind; 0 for all
+    chunk: int = 0  # positions in chunks of this size: none of a later chunk; 0 for one chunk
+    left: int | None = None  # nor of one that is more chunks before; None for all
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether queries at positions i see keys at positions j, which broadcast: bool."""
+        seen = j > i - self.window if self.window else torch.ones_like(j <= i)
+        if self.chunk:
+            behind = i // self.chunk - j // self.chunk
+            seen = seen & (behind >= 0)
+            seen = seen if self.left is None else seen & (behind <= self.left)
+        return seen
+
+    def low(self, i: int) -> int:
+        """The first key that the query at position i sees."""
+        low = max(0, i - self.window + 1) if self.window else 0
+        return low if self.left is None else max(low, (i // self.chunk - self.left) * self.chunk)
+
+    def high(self, i: int, keys: int) -> int:
+        """One past the last key that it sees."""
+        return min(keys, (i // self.chunk + 1) * self.chunk) if self.chunk else keys
+
+    def keys(self, first: int, stop: int, keys: int) -> tuple[int, int]:
+        """The range of positions, among so many keys, outside of which queries see nothing; these rise with them."""
+        return self.low(first), self.high(stop - 1, keys)
+
+    def whole(self, first: int, stop: int, low: int, high: int, causal: bool) -> bool:
+        """Whether all queries from `first` on, before `stop`, see all keys from `low` on, before `high`."""
+        return self.low(stop - 1) <= low and self.high(first, high) >= high and not (causal and high > first + 1)
+
+    def queries(self, weights: int, keys: int) -> int:
+        """How many queries to compute together: as many as each sees keys, for what is too much then is but half."""
+        reach = keys if self.left is None else min(keys, (self.left + 1) * self.chunk)
+        reach = min(reach, self.window) if self.window else reach
+        size = max(1, min(max(reach, _TOGETHER), weights // max(reach, 1)))
+        return size if not self.chunk or size < self.chunk else size - size % self.chunk
 
 
 class Task(NamedTuple):
@@ -93,23 +158,35 @@ class Task(NamedTuple):
     q_offsets: list[int] | None = None  # of packed tensors: B + 1 numbers, as plain ints
     k_offsets: list[int] | None = None
     blocks: Any = None  # a BlockMask, or None
+    near: Near | None = None
+    scoring: Any = None  # what else is done to scores, a `scores.Scoring`, or None
 
     @property
     def overlaps(self) -> bool:
         """Whether a key may be in several strips, so that their gradients meet."""
-        return self.blocks is not None
+        return self.blocks is not None or self.near is not None or self.scoring is not None
+
+    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether queries at positions i see keys at positions j, which broadcast: bool."""
+        seen = j <= i if self.causal else torch.ones_like(j <= i)
+        return seen if self.near is None else seen & self.near.sees(i, j)
+
+    def keys(self, first: int, stop: int, keys: int) -> tuple[int, int]:
+        """The range of positions, among so many keys, outside of which none of these queries sees anything."""
+        low, high = (0, keys) if self.near is None else self.near.keys(first, stop, keys)
+        return low, min(high, stop) if self.causal else high
 
 
 def cut(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
     """The strips of a task without a block mask; empty ones, whose output is 0, are left out."""
     if task.q_offsets is not None and task.k_offsets is not None:
-        return _cut_packed(task.q_offsets, task.k_offsets, task.causal, q.device)
+        return _cut_packed(task, task.q_offsets, task.k_offsets, q.device)
     if not q.shape[0] * q.shape[1] * k.shape[1]:
         return ()
     return (Strip(None, None, task.causal),)
 
 
-def shorten(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
+def shorten(parts: Iterable[Strip], task: Task, q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
     """The same work in strips of at most about `weights` attention weights each, or of one query."""
     everything = (slice(0, q.shape[0]), slice(None))
     for strip in parts:
@@ -120,13 +197,28 @@ def shorten(parts: Iterable[Strip], q: Tensor, k: Tensor, weights: int) -> Itera
             continue
         assert isinstance(place_q.tokens, slice)
         assert isinstance(place_k.tokens, slice)
-        begin, end, first_key = place_q.tokens.start, place_q.tokens.stop, place_k.tokens.start
-        size = max(1, weights // (q.shape[0] * q.shape[2] * max(place_k.tokens.stop - first_key, 1)))
-        for start in range(begin, end, size):
+        bases, end, keys = (place_q.tokens.start, place_k.tokens.start), place_q.tokens.stop, place_k.tokens
+        most = keys.stop - keys.start
+        size = max(1, weights // (q.shape[0] * q.shape[2] * max(most, 1)))
+        size = size if task.near is None else task.near.queries(weights // (q.shape[0] * q.shape[2]), most)
+        for start in range(bases[0], end, size):
             stop = min(start + size, end)
-            last_key = min(place_k.tokens.stop, first_key + stop - begin) if strip.causal else place_k.tokens.stop
+            first, low, high = start - bases[0], *task.keys(start - bases[0], stop - bases[0], most)
+            if low >= high:
+                continue
             some_q = place_q._replace(tokens=slice(start, stop))
-            yield Strip(some_q, place_k._replace(tokens=slice(first_key, last_key)), strip.causal, start - begin)
+            some_k = place_k._replace(tokens=slice(bases[1] + low, bases[1] + high))
+            cut_here = Strip(some_q, some_k, task.causal and task.near is None, first, row=strip.row, bases=bases)
+            if task.near is not None and not task.near.whole(first, stop - bases[0], low, high, task.causal):
+                places = (first, stop - bases[0]), (low, high)
+                cut_here = cut_here._replace(mask=partial(_make_span_mask, task, *places, q.device))
+            yield cut_here
+
+
+def _make_span_mask(task: Task, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
+    """(1, 1, L, S) bool"""
+    i, j = (torch.arange(*places, device=device) for places in (queries, keys))
+    return task.sees(i[:, None], j)[None, None]
 
 
 def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
@@ -140,19 +232,18 @@ def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.devic
     places = (steps < lens[:, None]).flatten().nonzero().flatten()
     slots = (starts[:, None] + steps.minimum(lens[:, None] - 1)).flatten()
     tokens = slots[places]
-    return Bucket(slots.to(device), places.to(device), tokens.to(device), (len(rows), length))
+    return Bucket(slots.to(device), places.to(device), tokens.to(device), (len(rows), length), rows)
 
 
-def make_row_mask(
-    offsets: Sequence[int], rows: Sequence[int], n: int, m: int, causal: bool, device: torch.device
-) -> Tensor:
-    """(G, 1, n or 1, m) bool: which keys of rows that were padded to m are tokens, and not later than the query."""
+def make_row_mask(task: Task, offsets: Sequence[int], rows: Sequence[int], n: int, m: int, device: Any) -> Tensor:
+    """(G, 1, n or 1, m) bool: which keys of rows that were padded to m are tokens, and seen by their positions."""
     lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device=device)
-    mask = (torch.arange(m, device=device) < lens[:, None])[:, None, None]
-    return mask & torch.ones(n, m, dtype=torch.bool, device=device).tril() if causal else mask
+    j = torch.arange(m, device=device)
+    mask = (j < lens[:, None])[:, None, None]
+    return mask & task.sees(torch.arange(n, device=device)[:, None], j) if task.causal or task.near else mask
 
 
-def _cut_packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device: torch.device) -> Iterator[Strip]:
+def _cut_packed(task: Task, q_offsets: list[int], k_offsets: list[int], device: torch.device) -> Iterator[Strip]:
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for b in range(len(q_offsets) - 1):
         n, m = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
@@ -161,20 +252,20 @@ def _cut_packed(q_offsets: list[int], k_offsets: list[int], causal: bool, device
         if max(n, m) <= SHORT:
             short[-(-n // STEP), -(-m // STEP)].append(b)
         else:
-            yield Strip(_take_row(q_offsets, b), _take_row(k_offsets, b), causal)
+            yield _take_row(q_offsets, k_offsets, b, task.causal)
     for (n, m), rows in short.items():
         if len(rows) < FEW:
-            yield from (Strip(_take_row(q_offsets, b), _take_row(k_offsets, b), causal) for b in rows)
+            yield from (_take_row(q_offsets, k_offsets, b, task.causal) for b in rows)
             continue
         of_q = fill_bucket(q_offsets, rows, device, n * STEP)
-        if causal and q_offsets == k_offsets:  # the padding comes after all that a query sees: no mask is needed
-            yield Strip(of_q, of_q, causal)
+        if task.causal and not task.near and q_offsets == k_offsets:
+            yield Strip(of_q, of_q, True)  # the padding comes after all that a query sees: no mask is needed
             continue
         of_k = fill_bucket(k_offsets, rows, device, m * STEP)
-        yield Strip(
-            of_q, of_k, mask=partial(make_row_mask, k_offsets, rows, of_q.shape[1], of_k.shape[1], causal, device)
-        )
+        sizes = of_q.shape[1], of_k.shape[1]
+        yield Strip(of_q, of_k, mask=partial(make_row_mask, task, k_offsets, rows, *sizes, device))
 
 
-def _take_row(offsets: Sequence[int], b: int) -> Span:
-    return Span(slice(0, 1), slice(offsets[b], offsets[b + 1]), slice(None))
+def _take_row(q_offsets: Sequence[int], k_offsets: Sequence[int], b: int, causal: bool) -> Strip:
+    places = (Span(slice(0, 1), slice(x[b], x[b + 1]), slice(None)) for x in (q_offsets, k_offsets))
+    return Strip(*places, causal, row=b, bases=(q_offsets[b], k_offsets[b]))

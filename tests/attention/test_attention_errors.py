@@ -223,11 +223,84 @@ def test_rules_that_are_none(given: dict[str, Any], error: type[Exception], mess
     assert len(keys) == 5
 
 
-def test_rules_are_for_arrays():
-    for given in ({"starts": torch.zeros(2).long()}, {"window": 2}, {"bias": X}, {"softcap": 1.0}, {"dropout": 0.1}):
-        for x in (X, rows(5, 5)):
-            with pytest.raises(ValueError, match=r"attention: starts=, window=, .* are for TensorArrays k and v"):
-                attention(x, x, x, **given)  # pyright: ignore
+def test_starts_are_for_arrays():
+    for x in (X, rows(5, 5)):
+        with pytest.raises(
+            ValueError, match="attention: starts= is for TensorArrays k and v; elsewhere rows of a Pack"
+        ):
+            attention(x, x, x, starts=torch.zeros(2).long())  # pyright: ignore
+
+
+P5 = rows(5, 2, 3)
+X5 = X[:, :, :2]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"window": 0}, ValueError, "window must be at least 1, got 0; 1 is the query's own slot"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
+        ({"chunk": 2.0}, TypeError, "chunk must be an int"),
+        ({"left_chunks": 1}, ValueError, "left_chunks without chunk; chunk=n says how many positions make one"),
+        ({"chunk": 2, "left_chunks": -1}, ValueError, "left_chunks must be at least 0, got -1; None leaves all that"),
+        ({"softcap": -1.0}, ValueError, "softcap must be above 0, got -1.0; None leaves scores as they are"),
+        ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor of floats, got float 1.0"),
+        ({"bias": torch.zeros(3, 3, dtype=torch.int64)}, TypeError, "bias must be a tensor of floats, got a tensor"),
+        ({"bias": torch.zeros(3, 4)}, ValueError, r"bias must fit \(B, heads, T, S\), .* got \(3, 4\); what follows"),
+        ({"bias": torch.zeros(1, 2, 1, 1, 1)}, ValueError, r"bias must fit \(B, heads, T, S\)"),
+        ({"bias": torch.zeros(1, device="meta")}, ValueError, "bias is on meta, q is on cpu; move it with"),
+        ({"relative": X}, TypeError, r"relative must be \(queries, table\), got a tensor of shape"),
+        ({"score_mod": 3}, TypeError, r"score_mod must be a function \(score, b, h, q_idx, kv_idx\), got int 3"),
+        ({"score_mod": lambda s, *x: torch.stack([s, s])}, ValueError, r"score_mod must give one .* got shape \(2,\)"),
+        (
+            {"score_mod": lambda s, *x: 0.0},
+            ValueError,
+            "score_mod must give one number, a 0-d tensor, for one score; got float",
+        ),
+    ],
+)
+def test_options_that_are_none(given: dict[str, Any], error: type[Exception], message: str):
+    for x in (X5, P5):
+        with pytest.raises(error, match=f"attention: {message}"):
+            attention(x, x, x, **given)
+
+
+def test_relative_positions_that_do_not_fit():
+    table = torch.randn(5, 2, 3)
+    for queries, r, error, message in (
+        (X5, table, TypeError, r"relative\[0\] must be of the kind of q, PackedTensor, got Tensor"),
+        (rows(5, 1, 4), table, ValueError, r"q and relative\[0\]: .* row that differs is 0: 2 and 1"),
+        (rows(5, 2, 3, heads=1), table, ValueError, r"relative\[0\] must be like q, \(1, 5, 2, 3\) torch.float32, got"),
+        (
+            P5,
+            table[1:],
+            ValueError,
+            r"relative\[1\] must be \(2 c \+ 1, 2 or 1, 3\), a row for each .* got \(4, 2, 3\)",
+        ),
+        (P5, table.long(), TypeError, r"relative\[1\] must be of a real floating dtype, got torch.int64"),
+        (P5, table.to("meta"), ValueError, r"relative\[1\] is on meta, q is on cpu; move it with"),
+        (P5, [1.0], TypeError, r"relative\[1\]: expected a tensor, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            attention(P5, P5, P5, relative=(queries, r))
+
+
+def test_what_arrays_do_not_take():
+    keys = array(5, 2, 4, 3)
+    for given in ({"chunk": 2}, {"left_chunks": 2}, {"relative": (X, X)}, {"score_mod": lambda s, *x: s}):
+        with pytest.raises(
+            ValueError, match=r"attention: chunk=, left_chunks=, relative= and score_mod= with TensorArr"
+        ):
+            attention(torch.randn(2, 4, 3), keys, keys, **given)  # pyright: ignore
+
+
+def test_a_mask_beside_a_window():
+    for given in ({"window": 2}, {"chunk": 2}):
+        with pytest.raises(
+            ValueError, match="both window= or chunk= and block_mask; put it in the mask, with and_masks"
+        ):
+            attention(X, X, X, block_mask=mask(), **given)  # pyright: ignore
 
 
 def test_more_tokens_than_slots():

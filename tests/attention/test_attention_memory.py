@@ -136,3 +136,38 @@ def test_what_was_saved_is_free_after_backward():
         del out
         torch.autograd.grad(loss, [q, k, v])
         assert live.bytes == FLOAT  # the loss
+
+
+KEPT = {
+    "dropout": {"dropout": 0.2},
+    "mod": {"score_mod": lambda score, b, h, i, j: score - (i - j).abs() * 0.1},
+    "window": {"window": 16},
+    "chunks": {"chunk": 16, "left_chunks": 1},
+    "both": {"softcap": 3.0, "window": 9},
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_done_to_scores_keeps_the_same(kind: str):
+    lens = [100, 0, 200, 7, 8, 9, 9, 9, 9]
+    q, k, v = (PackedTensor(x, lens) for x in leaves(sum(lens), 2))
+    assert_saved_bytes(lambda: attention(q, k, v, **KEPT[kind]).values, exactly=kept(sum(lens)))
+
+
+@pytest.mark.parametrize("kind", ["dropout", "mod", "relative"])
+def test_the_peak_with_scores_changed_is_linear(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "_CACHED", 1 << 12)  # a strip is small beside what grows
+
+    def step(n: int) -> Callable[[], Any]:
+        inputs = leaves(n)
+        if kind == "relative":
+            inputs += [torch.randn(2 * n - 1, H, D).requires_grad_()]
+
+        def run() -> Any:
+            p = [PackedTensor(x, [n]) for x in inputs[:3]]
+            options = {"relative": (p[0], inputs[3])} if kind == "relative" else KEPT[kind]
+            return torch.autograd.grad(attention(*p, causal=True, **options).values.sum(), inputs)
+
+        return run
+
+    assert_linear_memory(step, [128, 256, 512], measure=peak, tolerance=0.1)
