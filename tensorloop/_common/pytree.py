@@ -261,6 +261,10 @@ def _node_flatten(kind: type, context: Any, flattens: list[Flatten]) -> Flatten:
 
 
 def _unflatten_node(build: Callable[[list[Any]], Any], unflattens: list[Unflatten]) -> Unflatten:
+    size = len(unflattens)
+    if all(unflatten is _unflatten_leaf for unflatten in unflattens):
+        return lambda leaves, i: (build([*leaves[i : i + size]]), i + size)
+
     def unflatten(leaves: Sequence[Any], i: int) -> tuple[Any, int]:
         children = []
         for unflatten_child in unflattens:

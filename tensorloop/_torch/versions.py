@@ -21,9 +21,10 @@ class Versions:
     __slots__ = ("_noted",)
 
     def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        self._noted = [
-            (i, x, version) for i, x in enumerate(tensors) if x is not None and (version := version_of(x)) is not None
-        ]
+        self._noted: list[tuple[int, Tensor, int]] = []
+        for i, x in enumerate(tensors):
+            if x is not None and not x.is_inference():
+                self._noted.append((i, x, read_version(x)))
 
     def changed(self) -> int | None:
         """The place of the first that was changed since."""

@@ -7,7 +7,6 @@ replays.
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType
 from tensorloop._torch import transforms
+from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.called import Called, name_of_carry
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.context import Context
@@ -161,14 +161,6 @@ class Loop:
     def rows_left(self) -> tuple[int, int] | None:
         """(rows in the batch, all rows) where some have left it."""
         return None
-
-
-_NO_GRAPH = nullcontext()
-
-
-def without_graph() -> AbstractContextManager[object]:
-    """no_grad, which costs more than to ask whether it is needed."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NO_GRAPH
 
 
 def own(x: Any) -> Any:

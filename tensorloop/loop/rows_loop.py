@@ -12,10 +12,11 @@ from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
+from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop import stopped_rows
 from tensorloop.loop.carry import first_without_rows
 from tensorloop.loop.context import CutContext, values_of
-from tensorloop.loop.loop import Loop, State, without_graph
+from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.shrunk_arrays import read_in_bulk
 from tensorloop.loop.stopped_rows import ActiveRows
 from tensorloop.tensor_array.array import TensorArray

@@ -112,14 +112,16 @@ class Reversal:
         after: dict[int, Tensor] = {}
         if outputs:
             wanted = [x for _, x in (*step.inputs, *step.row)]
-            wanted += [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]
+            if swept.inputs.arrays:
+                wanted += [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]
             found = iter(differentiate(gradients, outputs, wanted, grads, swept.inputs.captures, swept.substitutes))
             for i, _ in step.inputs:
                 if (grad := next(found)) is not None:
                     after[i] = grad
             for k, _ in step.row:
                 self._add_row(k, t, next(found))
-            self.arrays = [next(found) for _ in self.arrays]
+            if self.arrays:
+                self.arrays = [next(found) for _ in self.arrays]
             for total in self.sums:
                 total.add(next(found))
         self.after = after

@@ -221,7 +221,11 @@ class Captures(TorchFunctionMode):
         self.given.leaves = recorded
         if self.given.changed:
             state = self.given.of(state, recorded)
-        self.use.seen.update({id(x): x for x in (*state, *row) if isinstance(x, Tensor)})
+        seen = self.use.seen
+        for arguments in (state, row):
+            for x in arguments:
+                if isinstance(x, Tensor):
+                    seen[id(x)] = x
         return state
 
     def end_step(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], returned: Sequence[Any] = ()) -> None:
@@ -270,15 +274,19 @@ class Captures(TorchFunctionMode):
         if self.nodes:
             self.let_go()
         if self.replaying:
-            self._check_fresh()
+            if self._unknown() is not None:
+                self._refuse_unknown()
         else:
             for reference, version in self._fresh:
                 if (x := reference()) is not None and not self._is_met(x):
                     self.met[id(x)] = Met(reference, version)
-        self.writes.settle()
+        if self.writes.fresh:
+            self.writes.settle()
         if self.given.loose:
             self.given.release()
-        self.stayed += [reference for reference in self._given if reference() is not None]
+        for reference in self._given:
+            if reference() is not None:
+                self.stayed.append(reference)
         for reference in (*self._given, *self._passing):
             if (x := reference()) is not None:
                 self._left[id(x)] = reference
@@ -304,19 +312,20 @@ class Captures(TorchFunctionMode):
         met = self.met.get(id(x))  # of x, or of one that is gone and had that id
         return met is not None and met.tensor() is x
 
-    def _check_fresh(self) -> None:
-        """Raises where a replayed step used what the sweep did not, and somebody holds it still."""
+    def _refuse_unknown(self) -> None:
+        """Raises where a replayed step used what the sweep did not, and somebody holds it still.
+
+        The step itself may have made it, and a cycle hold it: a loop inside, whose body uses a name that is bound to
+        the loop's result afterwards, and which no gradient has reached.
+        """
         for generation in (0, 2):
-            if self._unknown() is None:
-                return
-            # The step itself may have made it, and a cycle hold it: a loop inside, whose body uses a name that is bound
-            # to the loop's result afterwards, and which no gradient has reached.
             gc.collect(generation)
-        if (unknown := self._unknown()) is not None:
-            raise Misuse(
-                f"step {self.step} used {unknown} in its replay, which the forward pass did not use; "
-                f"a body must close over the same tensors until backward has run"
-            )
+            if (unknown := self._unknown()) is None:
+                return
+        raise Misuse(
+            f"step {self.step} used {unknown} in its replay, which the forward pass did not use; "
+            f"a body must close over the same tensors until backward has run"
+        )
 
     def _unknown(self) -> str | None:
         """The first of what the step met that is still there and no capture: in words, which keep nothing alive."""

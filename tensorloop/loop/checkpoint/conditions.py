@@ -56,15 +56,17 @@ class Conditions:
                 captured.enter()
 
     def ask_until(self, t: int, state: State) -> None:
-        """Asks `until` after step t."""
-        if self.loop.until is not None:
-            marks, buffers = _marks(state), self._buffers()
-            self.loop.ask_until(t, state)
-            self._check("until", t, state, marks, buffers)
+        """Asks `until`, which the loop has, after step t."""
+        marks, buffers = _marks(state), self._buffers()
+        self.loop.ask_until(t, state)
+        self._check("until", t, state, marks, buffers)
 
     def _buffers(self) -> list[tuple[Tensor, Any, Tensor | None]]:
         """Buffers that the body changes too: how they are marked, and their values where a change leaves no mark."""
-        return [(x, _mark(x), x.clone() if unseen else None) for x, unseen in self.captures.writes.tensors()]
+        writes = self.captures.writes
+        if not (writes.changed or writes.fresh):
+            return []
+        return [(x, _mark(x), x.clone() if unseen else None) for x, unseen in writes.tensors()]
 
     def _check(
         self, what: str, t: int, leaves: Sequence[Any], marks: list[Any], buffers: Sequence[tuple[Tensor, Any, Any]]

@@ -139,15 +139,17 @@ def _run(replay: Replay, state: list[Any], xs: dict[int, Tensor]) -> list[Tensor
     swept, steps = replay.swept, replay.steps
     ys: list[list[Any]] = []
     departed: list[list[Any]] = []
+    steps.body.on = False
     try:
-        with steps.body.unwatched():
-            for t in range(swept.taken):
-                row = [x if x is None else steps.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(steps.xs)]
-                state, y = steps.run(t, state, row)
-                ys.append(steps.ys_of(y, t))
-                departed += [leaves for _, leaves in steps.take_departed()]
+        for t in range(swept.taken):
+            row = [x if x is None else steps.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(steps.xs)]
+            state, y = steps.run(t, state, row)
+            ys.append(steps.ys_of(y, t))
+            departed += [leaves for _, leaves in steps.take_departed()]
+            if swept.draws:
                 replay.draw_again(t, state)
     finally:
+        steps.body.on = True
         steps.captures.nodes.clear()  # their graph is wanted
 
     def value_of(output: Output) -> Tensor:

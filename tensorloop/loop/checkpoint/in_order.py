@@ -14,16 +14,18 @@ def reversal(schedule: Schedule, length: int, held: list[int]) -> Iterator[Actio
         if isinstance(action, Restore):
             at = action.step
         elif not isinstance(action, Drop):
-            start = action.start if isinstance(action, Advance) else action.step
+            advances = isinstance(action, Advance)
+            start = action.start if advances else action.step
             if at != start:
                 has = "none" if at is None else f"that of step {at}"
                 raise Misuse(f"the schedule wants {action}, but the state at hand is {has}")
-            if isinstance(action, Backward) and start != left - 1:
-                raise Misuse(f"the schedule reverses step {start} where {left - 1} is next")
+            if advances:
+                at = action.stop
+            elif isinstance(action, Backward):
+                left -= 1
+                if start != left:
+                    raise Misuse(f"the schedule reverses step {start} where {left} is next")
+                at = None
         yield action
-        if isinstance(action, Advance):
-            at = action.stop
-        elif isinstance(action, Backward):
-            at, left = None, left - 1
     if left:
         raise Misuse(f"the schedule ended with {left} steps not reversed")

@@ -1,7 +1,7 @@
 """A loop that has run, run again for its gradient: what the actions of a schedule do with its states."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ class Recomputed(NamedTuple):
     row: list[tuple[int, Tensor]]  # of xs, those with gradient
     carry: list[Any]  # by place; of arrays the tokens
     ys: list[Any]
-    departed: list[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
-    reads: list[Tensor | None]  # tokens of captured arrays
+    departed: Sequence[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
+    reads: Sequence[Tensor | None]  # tokens of captured arrays
 
 
 class Replay:
@@ -64,18 +64,23 @@ class Replay:
     def advance(self, t: int, state: State) -> State:
         """Runs a step for its state alone."""
         steps, captures = self.steps, self.steps.captures
-        with steps.body.unwatched():
+        steps.body.on = False  # by hand, as all that is done at every step: a context costs as much as a small step
+        try:
             leaves, recorded, _ = as_leaves(state)
             if captures.given.changed:
                 leaves = captures.given.of(leaves, recorded)
             new, _ = steps.run(t, leaves, steps.row(t))
-            steps.take_departed()
-            self.draw_again(t, new)
+            steps.loop.departed_rows = []
+            if self.swept.draws:
+                self.draw_again(t, new)
             after, _ = steps.close(new, state, leaves)
-            captures.end_arrays()
+            if captures.arrays:
+                captures.end_arrays()
             if captures.nodes:
                 captures.let_go()
             return after
+        finally:
+            steps.body.on = True
 
     def reverse(self, t: int, state: State) -> Recomputed:
         """Runs a step with residuals."""
@@ -85,20 +90,25 @@ class Replay:
         leaves = captures.begin_step(t, leaves, recorded, row)
         with substitute(self.swept.substitutes):
             new, y = steps.run(t, leaves, row)
-        departed = [leaves for _, leaves in steps.take_departed()]
-        numbers = [number for number, step in enumerate(self.swept.departed_at) if step == t]
+        arrays = self.swept.inputs.arrays
+        departed = self._departed_at(t) if self.swept.departed_at else ()
         carry = [self._token_of(x) if isinstance(x, TensorArray) else x for x in new]
         ys = steps.ys_of(y, t)
-        reads = captures.end_arrays()  # also of one that no read has moved: an inner loop may hang on the stand-in
+        # Also of one that no read has moved: an inner loop may hang on the stand-in.
+        reads = captures.end_arrays() if captures.arrays else {}
         captures.end_step((), ())
         return Recomputed(
-            [*recorded, *tokens],
+            recorded + tokens,
             [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad],
             carry,
             ys,
-            list(zip(numbers, departed, strict=True)),
-            [reads[captured] for captured in self.swept.inputs.arrays],
+            departed,
+            [reads[captured] for captured in arrays] if arrays else (),
         )
+
+    def _departed_at(self, t: int) -> Sequence[tuple[int, list[Any]]]:
+        numbers = [number for number, step in enumerate(self.swept.departed_at) if step == t]
+        return [(number, leaves) for number, (_, leaves) in zip(numbers, self.steps.take_departed(), strict=True)]
 
     def _token_of(self, array: TensorArray) -> Tensor | None:
         store = store_of(array)
@@ -108,10 +118,8 @@ class Replay:
         return store.whole_token() if isinstance(store, Buffer) else None
 
     def draw_again(self, t: int, new: list[Any]) -> None:
-        """After step t. Conditions are not asked again, unless random numbers were drawn: maybe by them."""
+        """After step t of a loop that draws random numbers. Conditions are asked again only there: maybe they drew."""
         loop = self.steps.loop
-        if not self.swept.draws:
-            return
         loop.ask_until(t, new)
         if loop.cond is not None:
             with torch.no_grad():

@@ -178,17 +178,17 @@ class Snapshot:
         self.rng, self.written = captures.rng_state(), captures.writes.values()
         self.state: State = list(state)
         self.places = [i for i, x in enumerate(state) if type(x) is SavedTensor]
-        self.stored = Stored([state[i].values for i in self.places], offload)
-        self.versions = Versions([])
-        if not self.stored.moved:
-            self.versions = Versions(x.values if type(x) is SavedTensor else None for x in state)
-        else:
+        values = [state[i].values for i in self.places]
+        self.stored = Stored(values, offload)
+        self.versions = Versions(() if self.stored.moved else values)
+        if self.stored.moved:
             for i in self.places:
                 self.state[i] = SavedTensor(torch.empty(0), state[i].recorded)
 
     def restored(self) -> State:
         """The state, copied: a body may change what it is given in place."""
-        if (i := self.versions.changed()) is not None:
+        if (place := self.versions.changed()) is not None:
+            i = self.places[place]
             raise Misuse(
                 f"a carry of shape {tuple(self.state[i].values.shape)} was changed in place after the loop had kept "
                 f"it; clone() it before changing it"

@@ -48,12 +48,15 @@ class Steps:
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""
+        slices = self.loop.slices
+        if slices is None:
+            return []
         out = []
         for x, dim in self.xs:
             if x is None:
                 out.append(None)
             else:
-                row = self.part(x.detach(), dim, t)
+                row = slices.part(x.detach(), dim, t)
                 out.append(row.requires_grad_() if x.requires_grad else row.clone())
         return out
 
@@ -87,8 +90,8 @@ class Steps:
         outputs: list[Tensor] = []
         for i, x in enumerate(new):
             if isinstance(x, Tensor):
-                state.append(saved(x))
-                if x.requires_grad:
+                state.append(SavedTensor(x.detach(), recorded := x.requires_grad))
+                if recorded:
                     outputs.append(x)
             elif isinstance(x, TensorArray):
                 same = i < len(given) and x is given[i]

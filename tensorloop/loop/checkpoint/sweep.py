@@ -158,13 +158,17 @@ class Sweep:
                 raise self._hooked(i)
         if captures.given.changed:
             check_apart(new, loop.carry.tree.paths)
-        self.conditions.ask_until(t, new)
+        if loop.until is not None:
+            self.conditions.ask_until(t, new)
         after, outputs = steps.close(new, state, leaves)
         ys = steps.ys_of(y, t)
         outputs += self._collect(t, ys)
-        arguments = [x for _, x in recorded + tokens] + [x for x in row if x is not None]
+        arguments = [x for _, x in recorded + tokens]
+        if row:
+            arguments += [x for x in row if x is not None]
         captures.end_step(outputs, arguments, [*new, *ys])
-        captures.end_arrays()
+        if captures.arrays:
+            captures.end_arrays()
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
@@ -191,9 +195,10 @@ class Sweep:
                         self.ys_recorded[k] = True
                 else:
                     column.append(leaf)
-        for ids, leaves in self.steps.take_departed():
-            outputs += [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-            self.departed.append((t, ids, [saved(x) for x in leaves]))
+        if self.loop.departed_rows:
+            for ids, leaves in self.steps.take_departed():
+                outputs += [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+                self.departed.append((t, ids, [saved(x) for x in leaves]))
         return outputs
 
 

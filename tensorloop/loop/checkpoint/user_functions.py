@@ -1,10 +1,8 @@
 """A user's functions, called from inside a checkpointed loop: what they do is theirs, not the loop's own."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from tensorloop._common.scope import here, user_code
+from tensorloop._common.scope import here
 from tensorloop.loop.checkpoint.captures import Captures
 
 
@@ -12,16 +10,8 @@ class Watched:
     """The body of a loop, under the eyes of its captures while these are watching."""
 
     def __init__(self, body: Any, captures: Captures) -> None:
-        self.body, self.captures, self.on = body, captures, True
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Calls inside are not recorded."""
-        self.on = False
-        try:
-            yield
-        finally:
-            self.on = True
+        self.body, self.captures = body, captures
+        self.on = True  # whether calls are recorded
 
     def __call__(self, *args: Any) -> Any:
         # `user_code` by hand: at every step, a generator's context would cost as much as all the rest here.
@@ -41,7 +31,10 @@ def as_users(condition: Any) -> Any:
     """A condition, as a function of the user's: recorders of loops around this one see what it uses."""
 
     def ask(*args: Any) -> Any:
-        with user_code():
+        in_library, here.in_library = here.in_library, False
+        try:
             return condition(*args)
+        finally:
+            here.in_library = in_library
 
     return None if condition is None else ask

@@ -68,7 +68,7 @@ class Writes:
 
     def values(self) -> dict[int, Tensor]:
         """The values now, for a snapshot."""
-        return {key: x.detach().clone() for key, (x, _) in self.changed.items()}
+        return {key: x.detach().clone() for key, (x, _) in self.changed.items()} if self.changed else {}
 
     def restore(self, values: dict[int, Tensor]) -> None:
         """Puts back values; what was changed later only has those of before."""
