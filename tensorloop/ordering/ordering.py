@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.errors import WrongValue
 from tensorloop.ordering.block_masks import make_block_mask, move_mod
 from tensorloop.ordering.graph import Graph
 from tensorloop.ordering.permutation import Permutation
@@ -105,12 +105,15 @@ class Ordering:
         return f"Ordering({n} x {m} by {self.method}, {self.blocks} blocks of {self.block_size})"
 
 
-@named("Ordering")
 def use_permutation(problem: Problem, permutation: Any) -> Ordering:
     """An ordering by a permutation of the user's own; one for queries and one for keys where these differ."""
     given = permutation if isinstance(permutation, tuple) else (permutation,)
     orders = tuple(Permutation(p).permutation.to(torch.int32) for p in given)
     wanted = problem.graph.shape[:1] if problem.graph.is_square else problem.graph.shape
     if tuple(map(len, orders)) != wanted:
-        raise WrongValue(f"permutations of {tuple(map(len, orders))} positions for {wanted}")
+        sizes = " and ".join(str(len(x)) for x in orders)
+        raise WrongValue(
+            f"permutation has {sizes} positions, the mask {' x '.join(map(str, problem.graph.shape))}; give one "
+            f"permutation where queries are the keys, else a pair: (of queries, of keys)"
+        )
     return Ordering(problem, orders, "given")

@@ -243,7 +243,11 @@ def test_more_coordinates_than_three_take_the_widest():
         (lambda: ordering.moore(Graph.within(points(3, 3), radius=1)), ValueError, "Moore's curve has two dimensions"),
         (lambda: ordering.patches(Graph.within(points(3, 3), radius=1)), ValueError, "boxes of the cells of a grid"),
         (lambda: ordering.docs_pack(torch.ones(3, 3)), ValueError, "make it by Graph.from_documents"),
-        (lambda: ordering.given(torch.ones(3, 3), torch.tensor([0, 1])), ValueError, "permutations of (2,) positions"),
+        (
+            lambda: ordering.given(torch.ones(3, 3), torch.tensor([0, 1])),
+            ValueError,
+            "given: permutation has 2 positions, the mask 3 x 3; give one",
+        ),
         (lambda: ordering.given(torch.ones(3, 3), [0, 2, 2]), ValueError, "permutation[2] is 2, again"),
         (lambda: ordering.improve(3, 4), TypeError, "ordering must be an Ordering"),  # pyright: ignore[reportArgumentType]
         (
