@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, named
-from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
+from tensorloop.packed.base import Packed, PackedView, check_same_rows, is_packed, refusal
 
 _DEPTH = 4  # of lists in lists that are looked into
 _LISTS = frozenset({list, tuple})
@@ -57,6 +57,8 @@ def _find_packed(x: Any, depth: int = _DEPTH) -> list[Packed]:
     """The packed tensors that are x, or in it: in lists, tuples and dicts."""
     if is_packed(x):
         return [x]
+    if isinstance(x, PackedView):
+        return [x.packed]
     if not depth or not isinstance(x, (list, tuple, dict)):
         return []
     return [p for part in (x.values() if isinstance(x, dict) else x) for p in _find_packed(part, depth - 1)]

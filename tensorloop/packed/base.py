@@ -43,6 +43,15 @@ class Packed(_Base):
         return self.values.dim() + 1
 
 
+class PackedView:
+    """A name for a packed tensor whose dims stand in another order; nothing is moved."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Packed) -> None:
+        self.packed = packed
+
+
 Handler = Callable[..., Any]
 _NUMBERS = tuple(range(128))  # torch computes with 64 dims at most
 
@@ -94,6 +103,12 @@ def check_same_rows(first: Packed, other: Packed, what: str = "") -> None:
 def refusal(why: str, instead: str) -> WrongType:
     """What is said of an operation that a packed tensor does not take."""
     return WrongType(f"{why}; {instead}")
+
+
+def check_only_first(first: Any, *others: Any) -> None:
+    """Raises where another argument than the first is packed, or that one is not."""
+    if not is_packed(first) or any(is_packed(x) for x in others):
+        raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
 
 
 def is_packed(x: Any) -> bool:

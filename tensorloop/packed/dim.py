@@ -143,7 +143,7 @@ class Dim(int):
                 _ = self.total, self.max_len, self.has_empty_rows
             with lasting(), scope.unrecorded():
                 other = Dim(self.name, self._lens.to(device))
-            other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple)}
+            other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple | Dim)}
             other._key = self._key
             self._peers[device] = other
         return self._peers[device]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.packed.base import Packed, is_packed, is_tensor, refusal
+from tensorloop.packed.base import Packed, check_only_first, is_packed, is_tensor, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.fallback import fall_back
 from tensorloop.packed.pointwise import align, check_partner, refuse_array, rewrap, to_values
@@ -13,7 +13,7 @@ from tensorloop.packed.pointwise import align, check_partner, refuse_array, rewr
 @handles("linear")
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     """The layer applied to every entry."""
-    _only_first(input, weight, bias)
+    check_only_first(input, weight, bias)
     _needs_features(input, 1)
     return input._with(func(input.values, weight, bias))
 
@@ -21,14 +21,14 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
 @handles("embedding")
 def _embedding(func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """A vector for every index."""
-    _only_first(input, weight)
+    check_only_first(input, weight)
     return input._with(func(input.values, weight, *args, **kwargs))
 
 
 @handles("layer_norm", "rms_norm")
 def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Every entry normalised over its features."""
-    _only_first(input, *args, *kwargs.values())
+    check_only_first(input, *args, *kwargs.values())
     _needs_features(input, 1 if isinstance(normalized_shape, int) else len(normalized_shape))
     return input._with(func(input.values, normalized_shape, *args, **kwargs))
 
@@ -36,15 +36,10 @@ def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: An
 @handles("prelu")
 def _prelu(func: Any, input: Any, weight: Any) -> Any:
     """Entry by entry, with one weight."""
-    _only_first(input, weight)
+    check_only_first(input, weight)
     if weight.numel() != 1:
         raise refusal("its channels would be dim 1, the ragged one", "give it one weight, or use .flatten(0, 1)")
     return input._with(func(input.values, weight))
-
-
-def _only_first(first: Any, *others: Any) -> None:
-    if not is_packed(first) or any(is_packed(x) for x in others):
-        raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
 
 
 def _needs_features(p: Packed, n: int) -> None:

@@ -18,6 +18,7 @@ from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import crop, slice_rows, split_rows
 from tensorloop.packed.pointwise import align, rewrap
+from tensorloop.packed.time.padding import pad_time
 
 
 def _needs_packed(input: Any) -> None:
@@ -245,7 +246,7 @@ def _pack_steps(x: Tensor, p: Packed) -> Packed:
 
 @handles("pad")
 def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    """F.pad: along feature dims torch's own; with a constant along the ragged dim, before and behind each row's own."""
+    """F.pad: along feature dims torch's own; along the ragged dim before and behind each row's own entries."""
     sizes = [arguments.as_int(n, f"pad[{i}]") for i, n in enumerate(pad)]
     features = 2 * (input.ndim - 2)
     if len(sizes) % 2 or len(sizes) > features + 4:
@@ -256,18 +257,7 @@ def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = N
     before, behind = sizes[features : features + 2] or (0, 0)
     if not before and not behind:
         return x._with(x.values.clone()) if x is input else x
-    if mode != "constant":
-        raise refusal(f"mode {mode!r} along the ragged dim", "use mode='constant', or pad each row before packing")
-    if before < 0 or behind < 0:
-        x = crop(x, slice(max(-before, 0), min(behind, 0) or None))
-
-    def entries(n: int) -> list[Packed]:
-        if n <= 0:
-            return []
-        fill = x.values.new_full((n * len(x._dim), *x.values.shape[1:]), value or 0)
-        return [x._with(fill, Dim(x._dim.name, [n] * len(x._dim)).to(fill.device))]
-
-    return torch.cat([*entries(before), x, *entries(behind)], 1)  # pyright: ignore
+    return pad_time(x, before, behind, mode, value or 0)
 
 
 def _pad_features(values: Tensor, sizes: list[int], mode: str, value: Any) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, check_same_rows, is_packed, is_tensor, refusal
+from tensorloop.packed.base import Packed, PackedView, check_same_rows, is_packed, is_tensor, refusal
 from tensorloop.packed.refusals import unsupported
 
 # Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13; leaky_relu with 2.11).
@@ -102,8 +102,11 @@ def to_values(x: Any, base: Packed) -> Any:
 def refuse_array(x: Any) -> None:
     """Refuses NumPy's arrays, which torch would broadcast to the values, or NumPy entry by entry to the packed tensor.
 
-    NumPy's numbers have no length, and are taken.
+    NumPy's numbers have no length, and are taken. Refuses packed tensors whose dims stand in another order, too.
     """
+    if isinstance(x, PackedView):
+        why = "packed tensors whose dims stand in different orders, one of them channels or time first"
+        raise refusal(why, "transpose one of them; between the entries of a row use tensorloop.attention")
     if hasattr(x, "__array__") and hasattr(x, "__len__"):
         raise refusal("a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
 

@@ -8,10 +8,7 @@ _FLATTEN = "flatten first, as no entry is padding: {name}(x.flatten(0, 1), y.fla
 _PRODUCT = "use torch.matmul with ordinary weights; between the entries of a row tensorloop.attention, or p.pad()"
 _WRITTEN = "a packed tensor is not written by index; use torch.where, or an index into .values"
 _ROWS = "do it row by row: PackedTensor.from_list([f(row) for row in p])"
-_CONV = (
-    "its channels are dim 1, and it mixes steps: y = conv(p.pad().transpose(1, 2)).transpose(1, 2), then "
-    "pack_padded(y, p.lens), after every layer, so that what is behind a row's end is 0 again"
-)
+_CONV = "its channels are dim 1: give it p.transpose(1, 2), (B, C, T*), and transpose what comes back"
 
 # By name, or by what a name begins or ends with; the first that fits. Each is a reason and what to write.
 _NAMES: dict[str, str] = {
@@ -19,15 +16,11 @@ _NAMES: dict[str, str] = {
     "scaled_dot_product_attention": "use tensorloop.attention, which keeps rows apart",
     "cross_entropy": "its classes are dim 1; flatten first: cross_entropy(x.flatten(0, 1), y.flatten(0, 1))",
     "nll_loss": "its classes are dim 1; flatten first: nll_loss(x.flatten(0, 1), y.flatten(0, 1))",
-    "batch_norm": "its channels are dim 1; use x.flatten(0, 1), whose entries are all real; PackedTensor(y, x.lens)",
-    "instance_norm": "its channels are dim 1; write it with p.mean(1, keepdim=True) and p.var(1, keepdim=True)",
-    "group_norm": "its channels are dim 1; use layer_norm for features, p.mean(1) and p.var(1) for rows",
+    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "interpolate", "dropout1d", "lp_pool1d"), _CONV),
     "local_response_norm": "its channels are dim 1; use layer_norm or rms_norm",
     "ctc_loss": "it takes (T, B, V): give it x.transpose(0, 1)",
     "einsum": "write it with matmul, or on .values without the letter of b",
     "embedding_bag": "use F.embedding(p, weight), then .sum(1), .mean(1) or .amax(1)",
-    "interpolate": f"rows get lengths of their own; {_ROWS}",
-    "unfold": "windows would cross the ends of rows; slice them: p[:, a:b], or use p.pad() and a mask",
     "mode": f"rows have no common length; {_ROWS}",
     "aminmax": "use amin and amax",
     "cdist": "distances between steps have no packed form; use p.pad() and a mask",
@@ -37,7 +30,7 @@ _NAMES: dict[str, str] = {
     "cumulative_trapezoid": "write it with p[:, 1:] and p[:, :-1], whose lens are equal",
     **dict.fromkeys(("vstack", "hstack", "dstack", "column_stack"), "use torch.cat(tensors, dim)"),
     **dict.fromkeys(
-        ("dropout1d", "dropout2d", "dropout3d", "feature_dropout"), "its channels are dim 1; use F.dropout"
+        ("dropout2d", "dropout3d"), "its channels are dim 1; use F.dropout, or F.dropout1d of p.transpose(1, 2)"
     ),
     **dict.fromkeys(
         ("bmm", "mm", "mv", "dot", "vdot", "inner", "outer", "tensordot", "kron", "chain_matmul"), _PRODUCT
@@ -50,16 +43,17 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(("T", "H", "mH"), "batch and ragged dim stay where they are; .mT exchanges feature dims"),
 }
 _BEGINNINGS: dict[str, str] = {
-    "conv": _CONV,
+    **dict.fromkeys(("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_", "max_unpool1d"), _CONV),
+    "conv": "windows over time and a feature dim are not there; conv1d takes p.transpose(1, 2)",
     "scatter": _WRITTEN,
     "index_": _WRITTEN,
     "fft_": "over a feature dim give it .values; over the ragged dim padding would change every number: " + _ROWS,
-    "stft": "rows get lengths of their own: " + _ROWS,
+    "istft": "rows get lengths of their own: " + _ROWS,
     "linalg_": "of matrices in the feature dims: " + _VALUES,
     **dict.fromkeys(
-        ("max_pool", "avg_pool", "adaptive_", "lp_pool", "fractional_"),
-        "it makes rows of other lengths; over whole rows use p.amax(1) or p.mean(1), over windows p.pad(), with -inf "
-        "for a maximum, and pack_padded with the new lens",
+        ("max_pool", "avg_pool", "lp_pool", "fractional_"),
+        "it is not there; over whole rows use p.amax(1) or p.mean(1), over windows max_pool1d and avg_pool1d of "
+        "p.transpose(1, 2)",
     ),
 }
 
@@ -72,9 +66,9 @@ def advice(name: str) -> str | None:
     return _FLATTEN.format(name=name) if found is None and name.endswith("_loss") else found
 
 
-def unsupported(name: str) -> WrongType:
-    """What is said of an operation that packed tensors do not take."""
-    instead = advice(name)
+def unsupported(name: str, otherwise: str | None = None) -> WrongType:
+    """What is said of an operation that packed tensors do not take; `otherwise` where there is no advice."""
+    instead = advice(name) or otherwise
     if instead is not None:
         return refusal("it does not take packed tensors", instead)
     return refusal(

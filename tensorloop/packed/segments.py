@@ -139,11 +139,27 @@ def repeat(values: Tensor, index: Tensor, places: Tensor) -> Tensor:
 @runs_kernels
 def collect(values: Tensor, places: Tensor) -> Tensor:
     """(M, *F), (N,) -> (N, *F): values[places], of which no two are the same."""
-    m = len(values)
-    return _linear(
+    to_places, from_places = _place_pair(places, len(values))
+    return _linear(values, _Pair(from_places, to_places))
+
+
+@runs_kernels
+def place(values: Tensor, places: Tensor, m: int, fill: float = 0) -> Tensor:
+    """(N, *F), (N,) -> (m, *F): entry n at places[n], of which no two are the same; `fill` everywhere else."""
+    if fill == 0:
+        return _linear(values, _place_pair(places, m))
+    return evaluate(  # affine: its derivative is that with 0
+        Formula(
+            lambda x: x.new_full((m, *x.shape[1:]), fill).index_copy_(0, places, x),
+            lambda grad: (collect(grad, places),),
+            lambda along: place(along[0], places, m),
+        ),
         values,
-        _Pair(_make_gather(places), lambda x: x.new_zeros(m, *x.shape[1:]).index_copy_(0, places, x)),
     )
+
+
+def _place_pair(places: Tensor, m: int) -> _Pair:
+    return _Pair(lambda x: x.new_zeros(m, *x.shape[1:]).index_copy_(0, places, x), _make_gather(places))
 
 
 def _unwrap(index: Tensor) -> Tensor:

@@ -13,18 +13,21 @@ from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import select_rows
 from tensorloop.packed.pointwise import align
 from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.time.channels_first import ChannelsFirst
 from tensorloop.packed.time_first import TimeFirst
 
 _STAYS = (
-    "the batch and the ragged dim stay where they are; a convolution takes p.pad().transpose(1, 2), and pack_padded "
-    "what it gives; for attention use tensorloop.attention"
+    "the batch and the ragged dim stay where they are; transpose(1, 2) of three dims is for convolutions; "
+    "for attention use tensorloop.attention"
 )
 
 
 @handles("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
-    """A feature dim of size 1, dim 2 or later."""
+    """A feature dim of size 1, dim 2 or later; of two dims also dim 1, as a channel."""
     d = find_dim(input, dim, extra=1)
+    if d == 1 and input.ndim == 2:
+        return ChannelsFirst(input._with(input.values.unsqueeze(1)))
     if d < 2:
         raise refusal(f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
     return input._with(input.values.unsqueeze(d - 1))
@@ -44,12 +47,14 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
 
 @handles("transpose", "swapaxes", "swapdims", called="transpose")
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
-    """Two feature dims exchanged; (0, 1) gives a name for the same tensor, for layers that want time first."""
+    """Two feature dims exchanged; (0, 1), and (1, 2) of three, give a name for the same tensor, for layers' layouts."""
     a, b = find_dim(input, dim0), find_dim(input, dim1)
     if a == b:
         return input
     if {a, b} == {0, 1}:
         return TimeFirst(input)
+    if {a, b} == {1, 2} and input.ndim == 3:
+        return ChannelsFirst(input)
     if min(a, b) < 2:
         raise refusal(f"dims {dim0} and {dim1} of {input.shape}", _STAYS)
     return input._with(input.values.transpose(a - 1, b - 1))
@@ -66,6 +71,8 @@ def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
         moved = dict(zip((find_dim(input, d) for d in target), (find_dim(input, d) for d in source), strict=True))
         rest = iter(d for d in range(input.ndim) if d not in moved.values())
         order = [moved[d] if d in moved else next(rest) for d in range(input.ndim)]
+    if order == [0, 2, 1]:
+        return ChannelsFirst(input)
     if order[:2] != [0, 1] or sorted(order) != list(range(input.ndim)):
         raise refusal(f"order {tuple(order)} of {input.shape}", _STAYS)
     return input._with(input.values.permute(0, *(d - 1 for d in order[2:])))

@@ -28,11 +28,12 @@ from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
+from tensorloop.packed.time import convolution, pooling, resampling, spectrum, statistics
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (features, norms, pieces, reduce, rnn, shape, sort)
+_TABLES = (features, norms, pieces, reduce, rnn, shape, sort, convolution, pooling, resampling, spectrum, statistics)
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -14,18 +14,15 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue, named
 from tensorloop._common.faces import late
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, is_packed, refusal
+from tensorloop.packed.base import Packed, PackedView, is_packed, refusal
 
 
-class TimeFirst:
+class TimeFirst(PackedView):
     """(T*, B, *F): the packed tensor `packed`, with its first two dims exchanged."""
 
-    __slots__ = ("packed",)
+    __slots__ = ()
 
     is_nested = False
-
-    def __init__(self, packed: Packed) -> None:
-        self.packed = packed
 
     @property
     def shape(self) -> tuple[Any, ...]:

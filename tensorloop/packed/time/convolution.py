@@ -1,0 +1,133 @@
+"""Convolutions along time: one pass of torch's own over the buffer that `windows.py` lays the rows out in.
+
+Values (M, C) are an image of one row, M pixels wide, whose channels come last: torch has that layout for images, and
+none for sequences, so that a convolution of images does the work, and nothing is transposed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, check_only_first
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.time.windows import Windows, lay_out
+
+
+def as_one(x: Any, what: str, least: int = 1) -> int:
+    """A setting of torch's, an int or a sequence of one."""
+    given: list[Any] = list(x) if isinstance(x, Sequence) and not isinstance(x, str) else [x]
+    if len(given) != 1:
+        raise WrongValue(f"{what} must be one int, got {x}; time is the one dim of a window")
+    n = arguments.as_int(given[0], what)
+    if n < least:
+        raise WrongValue(f"{what} must be at least {least}, got {n}")
+    return n
+
+
+def as_image(values: Tensor) -> Tensor:
+    """(M, C) -> (1, C, 1, M), channels last."""
+    return values[None, None].permute(0, 3, 1, 2)
+
+
+def from_image(image: Tensor) -> Tensor:
+    """(1, C, 1, M) -> (M, C)"""
+    return image.permute(0, 2, 3, 1)[0, 0]
+
+
+@takes_channels_first("conv1d")
+def _conv1d(
+    func: Any,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Every row by itself, padded with zeros: lens are those of the padded tensor's rows, none where one is empty."""
+    check_only_first(input, weight, bias)
+    _check_weight(input, weight, 1, groups)
+    stride, dilation = as_one(stride, "stride"), as_one(dilation, "dilation")
+    left, right = _find_padding(padding, dilation * (weight.shape[-1] - 1), stride)
+    windows = Windows(weight.shape[-1], stride, dilation, left, right)
+    layout = lay_out(input._dim, windows)
+    image = as_image(layout.spread(input.values))
+    found = F.conv2d(image, weight.unsqueeze(2), bias, (1, stride), 0, (1, dilation), groups)
+    return input._with(layout.pick(from_image(found)), layout.dim)
+
+
+def _find_padding(padding: Any, total: int, stride: int) -> tuple[int, int]:
+    if isinstance(padding, str):
+        if padding == "valid":
+            return 0, 0
+        if padding != "same":
+            raise WrongValue(f"padding must be an int, 'same' or 'valid', got {padding!r}")
+        if stride != 1:
+            raise WrongValue(f"padding='same' goes with stride 1, got stride {stride}")
+        return total // 2, total - total // 2
+    n = as_one(padding, "padding", 0)
+    return n, n
+
+
+def _check_weight(p: Packed, weight: Any, taken: int, groups: int) -> None:
+    """`taken`: the dim of the weight that is the channels that a group takes."""
+    if not isinstance(weight, Tensor) or weight.dim() != 3:
+        raise WrongValue(f"weight must be of 3 dims, channels, channels and kernel, got {arguments.describe(weight)}")
+    wanted = weight.shape[1] * groups if taken else weight.shape[0]
+    if p.values.dim() != 2 or p.values.shape[1] != wanted:
+        sizes = p.values.shape[1:]
+        raise WrongValue(f"the weight {tuple(weight.shape)} takes {wanted} channels, the input has {tuple(sizes)}")
+
+
+@takes_channels_first("conv_transpose1d")
+def _conv_transpose1d(
+    func: Any,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """Every row by itself; a row of len entries has (len - 1) * stride + span - 2 * padding + output_padding."""
+    check_only_first(input, weight, bias)
+    _check_weight(input, weight, 0, groups)
+    stride, dilation = as_one(stride, "stride"), as_one(dilation, "dilation")
+    padding, extra = as_one(padding, "padding", 0), as_one(output_padding, "output_padding", 0)
+    if extra >= max(stride, dilation):
+        raise WrongValue(f"output_padding must be less than stride or dilation, got {extra}, {stride}, {dilation}")
+    span = dilation * (weight.shape[-1] - 1) + 1
+    dim = input._dim
+    lens, index = dim._kept(
+        f"transposed {span, stride, padding, extra}", lambda: _find_transposed(dim, span, stride, padding, extra)
+    )
+    # Rows lie so far apart that what they become does not overlap, and ends before the next begins.
+    apart = lay_out(dim, Windows(1, 1, 1, _gap(span, stride, extra)))
+    image = as_image(apart.spread(input.values))
+    found = F.conv_transpose2d(image, weight.unsqueeze(2), bias, (1, stride), 0, (0, extra), groups, (1, dilation))
+    return input._with(segments.collect(from_image(found), index), lens)
+
+
+def _gap(span: int, stride: int, extra: int) -> int:
+    """Slots between rows, each of which is `stride` entries of the result."""
+    return max(0, -(-(span + extra - stride) // stride))
+
+
+def _find_transposed(dim: Dim, span: int, stride: int, padding: int, extra: int) -> tuple[Dim, Tensor]:
+    """The rows of the result, and where their entries are in that of the buffer."""
+    lens = (dim._lens - 1) * stride + span - 2 * padding + extra
+    results = Dim(dim.name, torch.where(dim._lens > 0, lens.clamp(min=0), 0))
+    gap = _gap(span, stride, extra)
+    numbers = torch.arange(len(dim), device=dim.device)
+    begins = (dim._offsets[:-1] + (numbers + 1) * gap) * stride + padding
+    return results, begins.index_select(0, results._row_ids) + results._positions

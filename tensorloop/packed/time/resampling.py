@@ -1,0 +1,88 @@
+"""Other rates of time: `F.interpolate` of each row, by torch's own formulas for where an entry comes from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, check_only_first, refusal
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.time.convolution import as_one
+
+_MODES = ("nearest", "nearest-exact", "linear")
+
+
+@takes_channels_first("interpolate")
+def _interpolate(
+    func: Any,
+    input: Any,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Packed:
+    """Each row by itself, to `size` entries or to floor(len * scale_factor); an empty row stays empty."""
+    check_only_first(input)
+    if mode not in _MODES or antialias:
+        raise refusal(f"mode {mode!r}, antialias={antialias}", f"mode is one of {', '.join(map(repr, _MODES))}")
+    if align_corners is not None and mode != "linear":
+        raise WrongValue(f"align_corners goes with mode='linear', got mode {mode!r}")
+    if (size is None) == (scale_factor is None):
+        raise WrongValue("give one of size and scale_factor")
+    dim = input._dim
+    number = as_one(size, "size") if scale_factor is None else _as_factor(scale_factor)
+    results = dim._kept(f"resized {size is None, number}", lambda: _find_results(dim, number, size is None))
+    lens = dim._lens.index_select(0, results._row_ids)
+    given = number if size is None and not recompute_scale_factor else None
+    exact = input.dtype if input.dtype is torch.float64 else torch.float32
+    if mode != "linear":
+        scale = _find_scale(lens, results, given, torch.float32)
+        at = ((results._positions + (0.5 if mode == "nearest-exact" else 0)) * scale).floor()
+        return input._with(_pick(input, results, torch.minimum(at.to(torch.int64), lens - 1)), results)
+    at = _find_source(lens, results, given, bool(align_corners), exact)
+    low = torch.minimum(at.to(torch.int64), lens - 1)
+    weight = (at - low).clamp(0, 1).to(input.dtype).unsqueeze(1)
+    high = _pick(input, results, torch.minimum(low + 1, lens - 1))
+    return input._with(_pick(input, results, low) * (1 - weight) + high * weight, results)
+
+
+def _as_factor(given: Any) -> float:
+    factor = given[0] if isinstance(given, (tuple, list)) and len(given) == 1 else given
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise WrongType(f"scale_factor must be one number, got {arguments.describe(given)}")
+    if not factor > 0:
+        raise WrongValue(f"scale_factor must be more than 0, got {factor}")
+    return float(factor)
+
+
+def _find_results(dim: Dim, number: float, is_factor: bool) -> Dim:
+    lens = dim._lens
+    wanted = (lens.to(torch.float64) * number).floor().to(torch.int64) if is_factor else lens.new_tensor(int(number))
+    return Dim(dim.name, torch.where(lens > 0, wanted, 0))
+
+
+def _find_scale(lens: Tensor, results: Dim, factor: float | None, exact: torch.dtype) -> Tensor:
+    """How far apart the sources of neighbours are, for each entry of the result."""
+    if factor is not None:
+        return torch.full((), 1.0 / factor, dtype=exact, device=lens.device)
+    return lens.to(exact) / results._lens.index_select(0, results._row_ids)
+
+
+def _find_source(lens: Tensor, results: Dim, factor: float | None, corners: bool, exact: torch.dtype) -> Tensor:
+    if corners:
+        steps = (results._lens.index_select(0, results._row_ids) - 1).clamp(min=1)
+        return (lens - 1).to(exact) / steps * results._positions
+    scale = _find_scale(lens, results, factor, exact)
+    return ((results._positions + 0.5) * scale - 0.5).clamp(min=0)
+
+
+def _pick(p: Packed, results: Dim, at: Tensor) -> Tensor:
+    """The entries at places of their rows, which do not decrease."""
+    begins = p._dim._offsets[:-1].index_select(0, results._row_ids)
+    return segments.gather(p.values, begins + at, in_order=True)

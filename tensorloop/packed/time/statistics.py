@@ -1,0 +1,121 @@
+"""Norms of channels over time, whose statistics are over the entries there are, and what else treats channels alike."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tensorloop._common.errors import WrongValue
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, check_only_first, is_packed, refusal
+from tensorloop.packed.reduce import square, widen
+from tensorloop.packed.time.channels_first import takes_channels_first
+
+
+@takes_channels_first("batch_norm")
+def _batch_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Packed:
+    """Over all entries of all rows; running statistics see no padding either."""
+    check_only_first(input, *args, *kwargs.values())
+    if func is not F.batch_norm:
+        raise refusal("torch.batch_norm has arguments of its own", "use torch.nn.functional.batch_norm")
+    return input._with(func(input.values, *args, **kwargs))
+
+
+@takes_channels_first("group_norm")
+def _group_norm(
+    func: Any, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Packed:
+    """Each row by itself, over its own entries and the channels of a group."""
+    check_only_first(input, weight, bias)
+    if func is not F.group_norm:
+        raise refusal("torch.group_norm has arguments of its own", "use torch.nn.functional.group_norm")
+    channels = input.values.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise WrongValue(f"the {channels} channels do not divide into {num_groups} groups")
+    out, _, _ = _normalize(input, num_groups, eps)
+    return _scale(input, out, weight, bias)
+
+
+@takes_channels_first("instance_norm")
+def _instance_norm(
+    func: Any,
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Packed:
+    """Each channel of each row by itself; running statistics are the means of those of the rows that are not empty."""
+    check_only_first(input, running_mean, running_var, weight, bias)
+    if not use_input_stats:
+        out = F.batch_norm(input.values, running_mean, running_var, weight, bias, False, momentum, eps)
+        return input._with(out)
+    out, mean, var = _normalize(input, input.values.shape[1], eps)
+    if running_mean is not None:
+        lens = input._dim._lens.unsqueeze(1)
+        unbiased = var * (lens / (lens - 1))
+        with torch.no_grad():
+            for running, found in ((running_mean, mean), (running_var, unbiased)):
+                now = torch.where(lens > 0, found, 0).sum(0) / (lens > 0).sum()
+                running.lerp_(now.to(running.dtype), momentum)
+    return _scale(input, out, weight, bias)
+
+
+def _normalize(p: Packed, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(values normalised, mean, variance): the statistics (B, groups) of each row over its entries."""
+    n, channels = p.values.shape
+    offsets, inner = p._dim._offsets, channels // groups if groups else 1
+    x = widen(p.values).unflatten(1, (groups, inner))
+    number = segments.count(offsets, x[..., 0]) * inner
+
+    def average(x: Tensor) -> Tensor:
+        return segments.sum(x, offsets).sum(-1) / number
+
+    mean = average(x)
+    centred = x - segments.spread(mean, offsets, n).unsqueeze(-1)
+    var = average(square(centred))
+    out = centred * segments.spread(torch.rsqrt(var + eps), offsets, n).unsqueeze(-1)
+    return out.flatten(1).to(p.values.dtype), mean, var
+
+
+def _scale(p: Packed, out: Tensor, weight: Any, bias: Any) -> Packed:
+    out = out if weight is None else out * weight
+    return p._with(out if bias is None else out + bias)
+
+
+@takes_channels_first("prelu")
+def _prelu(func: Any, input: Any, weight: Any) -> Packed:
+    """Entry by entry, with one weight or one for each channel."""
+    check_only_first(input, weight)
+    return input._with(func(input.values, weight))
+
+
+@takes_channels_first("dropout1d", "feature_dropout")
+def _dropout1d(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Packed:
+    """Whole channels of rows set to 0."""
+    check_only_first(input)
+    if not 0 <= p <= 1:
+        raise WrongValue(f"p must be between 0 and 1, got {p}")
+    if not training or p == 0:
+        return input
+    if inplace:
+        raise refusal("it makes a new packed tensor", "leave out inplace=True")
+    rows = input.values.new_ones(len(input._dim), input.values.shape[1])
+    return input._with(input.values * segments.spread(F.dropout(rows, p), input._dim._offsets, len(input.values)))
+
+
+@takes_channels_first("matmul", "__matmul__", "__rmatmul__")
+def _matmul(func: Any, input: Any, other: Any) -> Packed:
+    """A matrix (D, C) for the channels of every entry, as `mel @ spectrogram`."""
+    if func.__name__ == "__rmatmul__":
+        input, other = other, input
+    if is_packed(input) or not isinstance(input, Tensor) or input.dim() != 2:
+        raise refusal(
+            "channels first, it takes a matrix (D, C) from the left",
+            "weights go behind x.transpose(1, 2); between the entries of a row use tensorloop.attention",
+        )
+    return other._with(F.linear(other.values, input))
