@@ -186,7 +186,7 @@ def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
     """The carried array of a batch that keeps the rows `ids` of those it had."""
     store: Any = store_of(array)
     if store is None:
-        return array
+        return with_rows(array, None, len(ids))
     parts, start = (list(store.parts), store.start) if isinstance(store, Shrunk) else ([], 0)
     current = store.store if isinstance(store, Shrunk) else store
     if current.length:
@@ -203,7 +203,7 @@ def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
 def pick(array: TensorArray, ids: Tensor, before: TensorArray) -> TensorArray:
     """The caller's `array` as a context of the rows `ids`; `before` is what it was before the cut."""
     if (store := store_of(array)) is None:
-        return array
+        return with_rows(array, None, len(ids))
     picked = Picked(store, ids)
     picked.bulk = read_in_bulk([before])
     return with_rows(array, picked, len(ids))

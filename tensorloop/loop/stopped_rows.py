@@ -266,8 +266,10 @@ def _join_column(column: Sequence[Any], all_ids: Sequence[Tensor]) -> Any:
         return restore_batch(whole, len(order))
     if isinstance(whole, Tensor) and whole.dim():
         return torch.cat(list(column)).index_select(0, order)
-    if not isinstance(whole, TensorArray) or store_of(whole) is None:
+    if not isinstance(whole, TensorArray):
         return whole
+    if store_of(whole) is None:
+        return with_rows(whole, None, len(order))
     last = whole.stack()
     parts = [
         last.new_zeros(0, len(ids), *last.shape[2:]) if x is None or store_of(x) is None else x.stack()

@@ -216,3 +216,26 @@ def test_rows_leave_an_array_of_the_context_in_a_step_of_another_loop(inner: int
         return x, *grad((x.sin() * cotangents([x])[0]).sum(), (values, init))
 
     torch.testing.assert_close(run((checkpoints, inner)), run((None, None)))
+
+
+@pytest.mark.parametrize("lens", [[0, 3, 2], [0, 0, 1], [0, 0, 0]])
+def test_an_empty_array_that_knows_its_elements_loses_rows_too(lens: list[int]):
+    """Rows that never start leave before anything is written."""
+
+    def step(carry: tuple[Tensor, tl.TensorArray], lens: Tensor) -> tuple[Tensor, tl.TensorArray]:
+        n, array = carry
+        return n + 1, array.append(n * 10)
+
+    known = tl.TensorArray(element_shape=(3,), dtype=torch.int64)
+    n, array = tl.while_loop(
+        lambda carry, lens: carry[0] < lens,
+        step,
+        (torch.zeros(3, dtype=torch.int64), known),
+        context=torch.tensor(lens),
+        compact=True,
+    )
+    assert n.tolist() == lens
+    assert array.element_shape == (3,)
+    assert array.append(n).stack().T.tolist() == [
+        [10 * t if t < m else 0 for t in range(max(lens))] + [m] for m in lens
+    ]
