@@ -231,7 +231,7 @@ def restore_batch(array: TensorArray, rows: int) -> TensorArray:
     if store.store.length:
         parts.append(Part(store.start, store.store.span(0, store.store.length), store.ids))
     if not parts:
-        return with_rows(TensorArray(), None, rows)
+        return with_rows(array, None, rows)
     places = [(part.start, part.ids) for part in parts]
     put = _put if transforms.maybe_level() is not None or transforms.forward_mode() else _Put.apply
     return refill(array, put(store.length, rows, places, *(part.values for part in parts)))

@@ -239,3 +239,15 @@ def test_an_empty_array_that_knows_its_elements_loses_rows_too(lens: list[int]):
     assert array.append(n).stack().T.tolist() == [
         [10 * t if t < m else 0 for t in range(max(lens))] + [m] for m in lens
     ]
+
+
+def test_an_array_that_no_row_has_written_to_keeps_what_it_knows():
+    def step(carry: tuple[Tensor, tl.TensorArray], lens: Tensor) -> tuple[Tensor, tl.TensorArray]:
+        n, array = carry
+        return n + 1, array.write_rows(torch.zeros_like(n), n, where=n < 0)
+
+    array = tl.TensorArray(element_shape=(3,), dtype=torch.int64)
+    init, lens = (torch.zeros(3, dtype=torch.int64), array), torch.tensor([1, 2, 4])
+    _, found = tl.while_loop(lambda carry, lens: carry[0] < lens, step, init, context=lens, compact=True)
+    assert found.stack().shape == (0, 3)
+    assert found.stack().dtype is torch.int64

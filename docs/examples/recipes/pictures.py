@@ -6,6 +6,7 @@ python -m docs.examples.recipes.pictures [ode diffusion act kalman rnnt]
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def draw_diffusion(left: Axes, right: Axes) -> None:
 
 def draw_act(left: Axes, right: Axes) -> None:
     generator = torch.Generator().manual_seed(0)
-    for price, (colour, marker, line) in zip((3e-3, 3e-2, 1e-1), STYLES, strict=True):
+    for price, (colour, _, line) in zip((3e-3, 3e-2, 1e-1), STYLES, strict=True):
         torch.manual_seed(0)
         model = act.Pondering(6, 32)
         adam, taken, right_ones = torch.optim.Adam(model.parameters(), 3e-3), [], 0.0
@@ -138,8 +139,8 @@ def draw_act(left: Axes, right: Axes) -> None:
         return act.make_parities(T, 32, 6, torch.Generator().manual_seed(0))[0]
 
     ways: Ways = {
-        "as a plain loop": lambda T: lambda xs=inputs(T): model.plain(xs)[0].sum(),
-        "8 checkpoints": lambda T: lambda xs=inputs(T): model(xs, checkpoints=8)[0].sum(),
+        "as a plain loop": lambda T: partial(lambda xs: model.plain(xs)[0].sum(), inputs(T)),
+        "8 checkpoints": lambda T: partial(lambda xs: model(xs, checkpoints=8)[0].sum(), inputs(T)),
     }
     bytes_over(right, (16, 32, 64, 128), ways, "inputs, each with steps of its own")
 
@@ -166,8 +167,8 @@ def draw_kalman(left: Axes, right: Axes) -> None:
         return kalman.make_series(T, 32, torch.Generator().manual_seed(0))[1]
 
     ways: Ways = {
-        "as a plain loop": lambda T: lambda ys=series(T): model.plain(ys).sum(),
-        "16 checkpoints": lambda T: lambda ys=series(T): model(ys, checkpoints=16)[0].sum(),
+        "as a plain loop": lambda T: partial(lambda ys: model.plain(ys).sum(), series(T)),
+        "16 checkpoints": lambda T: partial(lambda ys: model(ys, checkpoints=16)[0].sum(), series(T)),
     }
     bytes_over(right, (64, 128, 256, 512), ways, "times")
 
@@ -198,8 +199,10 @@ def draw_rnnt(left: Axes, right: Axes) -> None:
         return tl.pack_padded(frames, [T] * 8), torch.ones(8, 10, dtype=torch.int64), torch.full((8,), 10)
 
     ways: Ways = {
-        "the whole lattice": lambda T: lambda b=utterances(T): wide.plain_loss(b[0].pad(), b[0].lens, *b[1:]).sum(),
-        "8 checkpoints": lambda T: lambda b=utterances(T): wide.loss(*b, checkpoints=8).sum(),
+        "the whole lattice": lambda T: partial(
+            lambda b: wide.plain_loss(b[0].pad(), b[0].lens, *b[1:]).sum(), utterances(T)
+        ),
+        "8 checkpoints": lambda T: partial(lambda b: wide.loss(*b, checkpoints=8).sum(), utterances(T)),
     }
     bytes_over(right, (16, 32, 64, 128), ways, "frames (10 labels of 256)")
 
