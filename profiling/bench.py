@@ -35,6 +35,7 @@ SCRIPTS = (
     "hf",
     "memory_tools",
     "import_time",
+    "associative",
     "torch_loops",
 )
 PEERS = {"jax": "jax and equinox", "tf": "tensorflow", "fbgemm": "fbgemm_gpu", "hf": "transformers"}

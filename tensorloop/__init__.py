@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tensorloop.loop import associative_scan as associative_scan
     from tensorloop.loop import explain as explain
     from tensorloop.loop import fori_loop as fori_loop
+    from tensorloop.loop import linear_recurrence as linear_recurrence
     from tensorloop.loop import map as map
     from tensorloop.loop import scan as scan
     from tensorloop.loop import while_loop as while_loop
@@ -46,7 +47,10 @@ __version__ = "0.1.0"
 _LATER = {
     "attention": ("attention",),
     "beam": ("beam_search",),
-    "loop": ("Checkpoints", "associative_scan", "explain", "fori_loop", "map", "scan", "while_loop"),
+    "loop": (
+        *("Checkpoints", "associative_scan", "explain", "fori_loop", "linear_recurrence", "map", "scan"),
+        "while_loop",
+    ),
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),

@@ -121,6 +121,14 @@ def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, dim: int = 0, rever
     return tree_map(lambda *y: torch.cat(y).movedim(0, dim), *(ys[::-1] if reverse else ys))
 
 
+def linear_recurrence(a: Any, b: Tensor, init: Tensor | None = None, dim: int = 0, reverse: bool = False) -> Tensor:
+    """h[t] = a[t] h[t - 1] + b[t] along `dim`; `a` and `init` broadcast to b, and to b without `dim`."""
+    h: Any = 0 if init is None else init
+    pairs = [*zip(torch.as_tensor(a).expand(b.shape).unbind(dim), b.unbind(dim), strict=True)]
+    hs = [h := factor * h + x for factor, x in (pairs[::-1] if reverse else pairs)]
+    return torch.stack(hs[::-1] if reverse else hs, dim)
+
+
 # Packed tensors: values (N, *F) hold the rows one after another, `lens` how long each is. An operation is that of each
 # row alone.
 

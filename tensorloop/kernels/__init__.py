@@ -64,6 +64,7 @@ TABLE = {
     "beam_ancestors": Operation("beam", cpu=ANY),  # 0.003 : 0.04, 12 states
     "past_attend": Operation("past", cpu=SINGLE),
     "past_attend_grad": Operation("past", cpu=SINGLE),
+    "linear_recurrence": Operation("recurrence", cpu=REAL),
     "beam_attend": Operation("attend", cpu=SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
 

@@ -1,4 +1,4 @@
-"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, `associative_scan`."""
+"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, and the parallel ones."""
 
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tensorloop.loop.checkpoint.leaving import HeldTensorWarning as HeldTensorWarning
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
+    from tensorloop.loop.linear import linear_recurrence as linear_recurrence
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
@@ -24,5 +25,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "loop.checkpoint.options": ("Checkpoints",),
             "loop.compiled.front": ("NotCompiledWarning",),
             "loop.associative": ("associative_scan",),
+            "loop.linear": ("linear_recurrence",),
         },
     )

@@ -3,29 +3,41 @@
 Neighbours are combined in pairs, the result, which is half as long, is scanned for every second answer, and the others
 are filled in with one more combination: about 2 log2 T calls on whole slabs, under 2 T pairs in all. Nothing is taken
 or put by slot: the gradient of each operation here is one operation over one level, and levels add up to 2 T.
+
+With checkpoints the same is done chunk by chunk, in a checkpointed loop whose carry is the last answer: it goes before
+the first element of the next chunk.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import Misuse, WrongType, named
+from tensorloop._common.errors import Misuse, WrongType, WrongValue, named
 from tensorloop._common.pytree import Tree, leaves_with_paths
+from tensorloop._common.scope import unrecorded
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import describe
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.run import run_loop
 from tensorloop.loop.slabs import Leaves, flatten_like, guard, is_guarded, put_loop_dim_at, put_loop_dim_first
+from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
+from tensorloop.schedule import Schedule
 
 Xs = TypeVar("Xs")
 
 
 @named("associative_scan")
-def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False) -> Xs:
+def associative_scan(
+    fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, checkpoints: int | None = None
+) -> Xs:
     """All partial results of an associative `fn` over `xs`, in O(log T) calls: ys[t] = fn(ys[t - 1], xs[t]).
 
     `fn(a, b)` must be associative; it need not be commutative: `a` is always the earlier one, with `reverse` the later
@@ -42,9 +54,13 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
     Cost: at most 2 log2(T) calls of `fn`, on less than 2 T pairs in all. Kept for backward are what `fn` itself
     computes and saves for these pairs, and of its arguments at most 2 T elements a leaf beside xs (4 T for a leaf
     without gradient that `fn` saves; T more with `reverse`). Rounding differs from that of a loop.
+    `checkpoints=K` cuts xs into K chunks, one after the other: kept are K elements and nothing that `fn` computes; in
+    backward each chunk is run again, and what is saved for its pairs, of T / K elements, is there for one at a time.
+    That is 2 K log2(T / K) calls of `fn` forward, and as many more in backward. Inside a chunk `fn` must be a function
+    of its arguments, as the body of a checkpointed loop. Under `torch.func` all is kept.
     Raises: TypeError (`fn` is not callable; a leaf is no tensor, or there is none; `fn` returns another structure,
-    shape, dtype or device: every leaf that differs is named), ValueError (no such dim, lengths that differ),
-    RuntimeError (`fn` changes an argument in place that needs a gradient).
+    shape, dtype or device: every leaf that differs is named), ValueError (no such dim, lengths that differ,
+    checkpoints < 1), RuntimeError (`fn` changes an argument in place that needs a gradient).
     Source: Ladner and Fischer, Parallel prefix computation, JACM 27(4), 1980; Blelloch, Prefix sums and their
     applications, CMU-CS-90-190, 1990.
 
@@ -58,28 +74,88 @@ def associative_scan(fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, revers
         raise WrongType(f"reverse must be True or False, got {arguments.describe(reverse)}")
     if any_packed(xs):
         raise WrongType("xs is packed, and would be combined across its rows; scan .pad() along dim=1")
+    checkpoints = None if checkpoints is None else _as_count(checkpoints)
     tree = Tree(xs)
     leaves = put_loop_dim_first(leaves_with_paths(xs), dim)
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
-        was = [describe(x) for x in a]
-        versions = _versions([*a, *b])
+        with _unrecorded():
+            was = [describe(x) for x in a]
+            versions = _versions([*a, *b])
         try:
             out = fn(tree.unflatten(a), tree.unflatten(b))
         except (TypeError, AttributeError) as error:
             of_slabs("associative_scan", Called("fn", fn, ("a", "b")), xs, error)
             raise
-        if _versions([*a, *b]) != versions:
-            raise Misuse("fn changed an argument in place under no_grad, so xs or ys too; clone() it")
-        return flatten_like(was, tree, out, f"fn must return slabs like those it gets, of {len(a[0])} pairs")
+        with _unrecorded():
+            if _versions([*a, *b]) != versions:
+                raise Misuse("fn changed an argument in place under no_grad, so xs or ys too; clone() it")
+            return flatten_like(was, tree, out, f"fn must return slabs like those it gets, of {len(a[0])} pairs")
+
+    def prefixes(xs: Leaves) -> Leaves:
+        return _combine_prefixes(combine, xs)
 
     if len(leaves[0]) < 2:
         ys = [x.clone() for x in leaves]
-    elif reverse:
-        ys = [y.flip(0) for y in _combine_prefixes(combine, [x.flip(0) for x in leaves])]
+    elif checkpoints is not None:
+        ys = _in_chunks(prefixes, leaves, checkpoints, reverse)
     else:
-        ys = _combine_prefixes(combine, leaves)
+        ys = _in_order(prefixes(_in_order(leaves, reverse)), reverse)
     return tree.unflatten([put_loop_dim_at(y, dim) for y in ys])
+
+
+def _as_count(checkpoints: Any) -> int:
+    if isinstance(checkpoints, Checkpoints | Schedule):
+        raise WrongType(
+            f"checkpoints must be None or an int, the number of chunks that xs are cut into, got {checkpoints!r}"
+        )
+    count = arguments.as_int(checkpoints, "checkpoints")
+    if count < 1:
+        raise WrongValue(f"checkpoints must be at least 1, got {count}")
+    return count
+
+
+def _in_order(xs: Leaves, reverse: bool) -> Leaves:
+    """From index order to that of the scan, and back."""
+    return [x.flip(0) for x in xs] if reverse else xs
+
+
+def _in_chunks(prefixes: Callable[[Leaves], Leaves], xs: Leaves, count: int, reverse: bool) -> Leaves:
+    """All prefixes, in at most `count` chunks of one length but the first, which may be shorter."""
+    T = len(xs[0])
+    size = -(-T // count)
+    chunks = (T - 1) // size  # after the first
+    first = T - chunks * size
+
+    def begin(_: Leaves, chunk: Leaves) -> tuple[Leaves, Leaves]:
+        ys = prefixes(_in_order(chunk, reverse))
+        return [y[-1:].clone() for y in ys], _in_order(ys, reverse)  # a view would keep the whole chunk
+
+    def go_on(last: Leaves, chunk: Leaves) -> tuple[Leaves, Leaves]:
+        both = zip(last, _in_order(chunk, reverse), strict=True)
+        ys = [y[1:] for y in prefixes([torch.cat(pair) for pair in both])]
+        return [y[-1:].clone() for y in ys], _in_order(ys, reverse)
+
+    at = chunks * size if reverse else first
+    before, after = ([x[:at] for x in xs], [x[at:] for x in xs])
+    begun = after if reverse else before
+    last, ys = _loop(begin, [x[:1] for x in begun], [x[None] for x in begun], reverse)
+    parts = [[y[0] for y in ys]]
+    if chunks:
+        rest = [x.unflatten(0, (chunks, size)) for x in (before if reverse else after)]
+        parts.append([y.flatten(0, 1) for y in _loop(go_on, last, rest, reverse)[1]])
+    return [torch.cat(both) for both in zip(*(parts[::-1] if reverse else parts), strict=True)]
+
+
+def _loop(
+    body: Callable[[Leaves, Leaves], tuple[Leaves, Leaves]], init: Leaves, xs: Leaves, reverse: bool
+) -> tuple[Leaves, Leaves]:
+    """A scan over the first dim that keeps the carries of all its steps."""
+    slices = Slices([*xs], None, 0, reverse)
+    loop = Loop("associative_scan", lambda t, carry, row, context: body(carry, row), [*init], len(xs[0]), slices=slices)
+    ended, carry = run_loop(loop, len(xs[0]), False)
+    assert ended.outputs is not None
+    return carry, ended.outputs.stack(reverse)
 
 
 def _combine_prefixes(combine: Callable[[Leaves, Leaves], Leaves], xs: Leaves) -> Leaves:
@@ -110,6 +186,11 @@ def _interleave(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
     n = len(even)
     paired, rest = odd.split([n, len(odd) - n])
     return torch.cat([first, torch.stack([paired, even], 1).flatten(0, 1), rest])
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """What looks at tensors and makes none is nothing to a recorder, and quick without it."""
+    return nullcontext() if torch.compiler.is_compiling() else unrecorded()
 
 
 def _versions(xs: Leaves) -> list[int]:

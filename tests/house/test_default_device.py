@@ -118,6 +118,9 @@ CASES: dict[str, Function] = {
     "map": lambda x: tl.map(lambda y: torch.sin(y @ TURN), XS * x.sum(), checkpoints=2),
     "map in chunks": lambda x: tl.map(lambda y: torch.sin(y @ TURN), XS * x.sum(), batch_size=4),
     "associative_scan": lambda x: tl.associative_scan(lambda a, b: a * b, XS * x.sum()),
+    "associative_scan, chunks": lambda x: tl.associative_scan(lambda a, b: a * b, XS * x.sum(), checkpoints=2),
+    "linear_recurrence": lambda x: tl.linear_recurrence(XS * x.sum(), XS),
+    "linear_recurrence, a number": lambda x: tl.linear_recurrence(0.5, XS * x.sum(), reverse=True),
     "beam_search": search,
     "beam_search, other lengths": lambda x: (
         search(x, length=beam.GNMT(0.6)), search(x, length=beam.BoundedReward(0.6, target=4)),

@@ -30,7 +30,7 @@ ROOMS = {
     "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
     "risk": {"packed", "kernels"},
     "ordering": {"kernels"},
-    "loop": {"packed", "tensor_array", "schedule"},
+    "loop": {"packed", "tensor_array", "kernels", "schedule"},
     "attention": {"packed", "tensor_array", "kernels"},
     "packed": {"kernels"},
     "tensor_array": {"kernels"},
