@@ -1,7 +1,8 @@
 """Hypotheses as text and as a table, and the lattice as a picture."""
 
-import html as _html
 from typing import Any
+
+from tensorloop._common import html
 
 
 def write_text(hyps: Any, names: Any, rows: int) -> str:
@@ -18,16 +19,14 @@ def write_text(hyps: Any, names: Any, rows: int) -> str:
 
 def write_html(hyps: Any, rows: int = 10) -> str:
     """A table for a notebook."""
-    parts = ["<table><tr><th>row</th><th>score</th><th>tokens</th></tr>"]
-    for b in range(min(rows, hyps.batch_size)):
-        for j, (score, line) in enumerate(_write_lines(hyps, b, None)):
-            head = f"{b} ({_describe_row(hyps, b)})" if j == 0 else ""
-            parts.append(
-                f"<tr><td>{_html.escape(head)}</td><td>{score:.4f}</td>"
-                f"<td style='text-align:left'>{_html.escape(line)}</td></tr>"
-            )
+    cells = [
+        (f"{b} ({_describe_row(hyps, b)})" if j == 0 else "", f"{score:.4f}", line)
+        for b in range(min(rows, hyps.batch_size))
+        for j, (score, line) in enumerate(_write_lines(hyps, b, None))
+    ]
     more = hyps.batch_size - rows
-    return "".join(parts) + "</table>" + (f"<p>{more} more rows</p>" if more > 0 else "")
+    table = html.table(("row", "score", "tokens"), cells, (0, 2))
+    return html.fragment([table, *([f"<p>{more} more rows</p>"] if more > 0 else [])])
 
 
 def _describe_row(hyps: Any, b: int) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tensorloop._common import html
 from tensorloop.memory.counting.finder import OURS, Line
 from tensorloop.memory.counting.holders import held_by_library
 from tensorloop.memory.counting.located import LocatedStorages, operation_name
@@ -18,7 +19,7 @@ from tensorloop.memory.counting.nodes import no_modes
 from tensorloop.memory.counting.saved import graph_of
 from tensorloop.memory.counting.sites import Site, shortened, table
 from tensorloop.memory.counting.storages import StorageRef, collector_off, storages_of
-from tensorloop.memory.report import charts, page, picture
+from tensorloop.memory.report import charts, picture
 from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Residuals(Shown):
     def _body(self) -> list[str]:
         found = [f"<p>{escape(self._first())}</p>", *picture.charts([], self._bars())]
         for name, rows in (("Made by the function", _rows(self.entries)), ("Inputs", _rows(self.inputs, True))):
-            found += [f"<h2>{name}</h2>", page.table(_HEADER, rows, range(2, 9))] if rows else []
+            found += [f"<h2>{name}</h2>", html.table(_HEADER, rows, range(2, 9))] if rows else []
         return found
 
     def _cells(self) -> Table:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorloop._common import html
 from tensorloop.memory.counting.allocator import Allocations, Allocator
 from tensorloop.memory.counting.finder import BACKWARD
 from tensorloop.memory.counting.located import LocatedStorages
 from tensorloop.memory.counting.sites import Site, shortened, table
-from tensorloop.memory.report import charts, page, picture
+from tensorloop.memory.report import charts, picture
 from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class Tracker(Shown):
     def _body(self) -> list[str]:
         first = [f"<p>{escape(self._summary())}</p>", *picture.charts([], self._bars())]
         rows = self._rows()
-        return [*first, *([page.table(_HEADER, rows, (2, 3, 4))] if rows else [])]
+        return [*first, *([html.table(_HEADER, rows, (2, 3, 4))] if rows else [])]
 
     def _cells(self) -> Table:
         """A row for each line and pass."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.versions import read_version
-from tensorloop.packed import features, interop, norms, pieces, reduce, rnn, segments, shape, sort
+from tensorloop.packed import features, interop, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, find_dim
@@ -265,6 +265,9 @@ class PackedTensor(InAutograd):
         sizes = ", ".join(map(str, self.shape))
         named = f"name={self._dim.name!r}, " if self._dim.name is not None else ""
         return f"PackedTensor(({sizes}), {named}lens=[{shown}], values={self.values!r})"
+
+    def _repr_html_(self) -> str:
+        return show.write_html(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as values and dim."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments, scope
 from tensorloop._common.errors import Fact, Misuse, WrongIndex, WrongType, WrongValue, named
+from tensorloop._common.faces import late
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
@@ -394,6 +395,8 @@ class TensorArray(Core):
             f"TensorArray(len={len(self)}, element_shape={self.element_shape}, dtype={self.dtype}, "
             f"device={self.device}{holes}{grad})"
         )
+
+    _repr_html_ = late("tensor_array.show", "write_html")  # for notebooks: a program loads nothing for it
 
     # -- inside
 

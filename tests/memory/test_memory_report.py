@@ -11,9 +11,9 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
+from tensorloop._common.html import document
 from tensorloop.memory import Growth, LineGrowth, Site
 from tensorloop.memory.report import charts, html, picture
-from tensorloop.memory.report.page import document
 
 
 def line(number: int, code: str, sizes: tuple[int, ...], power: float, advice: str | None = None) -> LineGrowth:

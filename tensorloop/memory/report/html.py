@@ -5,9 +5,9 @@ from html import escape
 
 import torch
 
+from tensorloop._common.html import table
 from tensorloop.memory.report import charts, picture
 from tensorloop.memory.report.figures import SUPERLINEAR, Figures, LineGrowth
-from tensorloop.memory.report.page import table
 
 
 def body(growth: Figures, error: str = "") -> list[str]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tensorloop._common.html import document, fragment
 from tensorloop.memory.counting.sites import printable
-from tensorloop.memory.report.page import document, fragment
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from tensorloop._common.html import table
 from tensorloop.memory.report.charts import size, unit_of
-from tensorloop.memory.report.page import table
 from tensorloop.memory.report.picture import embed
 from tensorloop.memory.report.result import Shown, Table, refuse_without
 

@@ -1,4 +1,4 @@
-"""HTML: a page that stands alone, the same body in a notebook, tables. No scripts, nothing loaded from elsewhere."""
+"""HTML: a page that stands alone, the same in a notebook, tables, bars. No scripts, nothing loaded from elsewhere."""
 
 from collections.abc import Sequence
 from html import escape
@@ -44,3 +44,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[in
 
     inner = "\n".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
     return f"<table>\n<tr>{row(head, 'th')}</tr>\n{inner}\n</table>"
+
+
+def bars(values: Sequence[int], shown: int = 24) -> str:
+    """A bar for each of the first `shown` numbers, as long as it is large."""
+    most = max([1, *values])
+    cell = "height:.6em;background:#4878a8;width:{:.4g}em"
+    rows = [
+        f"<tr><td>{i}</td><td class=text><div style='{cell.format(20 * n / most)}' title={n}></div></td>"
+        f"<td>{n}</td></tr>"
+        for i, n in enumerate(values[:shown])
+    ]
+    more = f"<p>{len(values) - shown} more rows</p>" if len(values) > shown else ""
+    return f"<table>\n<tr><th>row</th><th></th><th>length</th></tr>\n{''.join(rows)}\n</table>{more}"

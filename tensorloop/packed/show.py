@@ -1,0 +1,20 @@
+"""A packed tensor in a notebook."""
+
+from typing import Any
+
+from tensorloop._common import html
+
+
+def write_html(packed: Any) -> str:
+    """What a packed tensor is, what padding would hold beside it, and how long its rows are."""
+    lens = packed.lens.tolist()
+    padded, values = len(lens) * max([0, *lens]), packed.values
+    facts = [
+        ("shape", str(packed.shape)),
+        ("entries", f"{sum(lens):,} of {padded:,} when padded" if padded else "0"),
+        ("bytes of values", f"{values.nbytes:,}"),
+        ("dtype", str(values.dtype)),
+        ("device", str(values.device)),
+        ("requires_grad", str(values.requires_grad)),
+    ]
+    return html.fragment(["<p><b>PackedTensor</b></p>", html.table(("", ""), facts, (0, 1)), html.bars(lens)])
