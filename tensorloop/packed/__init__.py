@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tensorloop.packed.dim import Dim as Dim
     from tensorloop.packed.fallback import FALLBACKS as FALLBACKS
     from tensorloop.packed.fallback import PackedFallbackWarning as PackedFallbackWarning
+    from tensorloop.packed.sampler import BatchSampler as BatchSampler
     from tensorloop.packed.tensor import PackedTensor as PackedTensor
     from tensorloop.packed.tensor import collate as collate
     from tensorloop.packed.tensor import pack_padded as pack_padded
@@ -20,6 +21,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "packed.autograd": ("apply",),
             "packed.dim": ("Dim",),
             "packed.fallback": ("FALLBACKS", "PackedFallbackWarning"),
+            "packed.sampler": ("BatchSampler",),
             "packed.tensor": ("PackedTensor", "collate", "pack_padded"),
         },
     )

@@ -1,6 +1,6 @@
 """Other people's layouts: lists, PackedSequence, torch.nested, cu_seqlens, FlexAttention masks, DataLoader batches."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,21 +142,31 @@ def document_mask(p: Packed, causal: bool) -> Callable[..., Tensor]:
 # -- DataLoader
 
 
-def collate(examples: Sequence[Any], from_list: Callable[[list[Tensor]], Any]) -> Any:
-    """A batch of examples, tensors (len_b, *F) packed."""
+def collate(
+    examples: Sequence[Any],
+    from_list: Callable[[list[Tensor]], Any],
+    stack: Collection[Any],
+    at: str | int | None = None,
+) -> Any:
+    """A batch of examples, tensors (len_b, *F) packed, but for what stands `at` one of the places in `stack`."""
     if not len(examples):
         raise WrongValue("no examples")
     first = examples[0]
+    if at is not None and at in stack:
+        return default_collate(list(examples))
     if is_packed(first):
         return torch.cat(list(examples))
     if isinstance(first, Tensor):
         return from_list(list(examples)) if first.dim() else torch.stack(list(examples))
     if isinstance(first, Mapping):
-        return {k: collate([x[k] for x in examples], from_list) for k in first}
+        names = {k for k in stack if isinstance(k, str)}
+        return {k: collate([x[k] for x in examples], from_list, names, k) for k in first}
     if isinstance(first, (tuple, list)):
         if any(len(x) != len(first) for x in examples):
             raise WrongValue("examples of different structure; a sequence that is data must be a tensor")
-        parts = [collate(list(column), from_list) for column in zip(*examples, strict=True)]
+        names, columns = {k for k in stack if isinstance(k, str)}, list(zip(*examples, strict=True))
+        places = stack if at is None else names
+        parts = [collate(list(column), from_list, places, i) for i, column in enumerate(columns)]
         if hasattr(first, "_fields"):
             return type(first)(*parts)
         return type(first)(parts)

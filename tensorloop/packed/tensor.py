@@ -7,7 +7,7 @@ entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.p
 the surface.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -399,13 +399,15 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
 
 
 @named("collate")
-def collate(examples: Sequence[Any]) -> Any:
+def collate(examples: Sequence[Any], *, stack: Collection[str | int] = ()) -> Any:
     """A `collate_fn` for DataLoader: tensors of one dim or more are packed, the rest goes the way of default_collate.
 
     Examples are trees of one structure (tuples, lists, dicts); their tensors (len_b, *F) may differ in len_b, and give
-    a PackedTensor. Raises: ValueError (no examples, or *F, dtype or device differ).
+    a PackedTensor. `stack`: keys of dicts, at any depth, or places in an example that is a tuple, whose tensors are of
+    one shape, a vector for each example, and are stacked; give it by `functools.partial(collate, stack=["speaker"])`.
+    Raises: ValueError (no examples, or *F, dtype or device differ).
     """
-    return interop.collate(examples, PackedTensor.from_list)
+    return interop.collate(examples, PackedTensor.from_list, stack)
 
 
 def _flatten(p: PackedTensor) -> tuple[list[Any], Dim]:

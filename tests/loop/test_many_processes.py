@@ -229,7 +229,44 @@ def trained(module: InStep, xs: Tensor, steps: Tensor, wrap: Callable[[nn.Module
     return {"losses": torch.stack(losses), "log": list(module.log), "state": dict(module.state_dict())}
 
 
-PROGRAMS: list[Callable[[int], Any]] = [under_ddp, other_counts, no_steps, in_step, in_step_with_dropout]
+LENS = [3, 5, 1, 7, 2, 2, 6, 4, 3, 1, 9]
+
+
+def ragged_examples() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(n, F, dtype=D, generator=generator) for n in LENS]
+
+
+def loss_of_entries(module: nn.Module, p: Any, group: Any = None) -> Tensor:
+    """The mean over the entries of all processes, whose gradients DDP divides by their number."""
+    count = total(torch.tensor(float(p.values.shape[0]), dtype=D), group)
+    return module(p.values).square().sum() * (WORLD if group is not None else 1) / count
+
+
+def packed_batches(rank: int) -> Any:
+    """Gradients of every step where the processes' batches have unequal numbers of entries; which batches those were."""
+    data, found = ragged_examples(), []
+    sampler = tl.packed.BatchSampler(LENS, max_entries=10, seed=4)
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Linear(F, 2).to(D))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, collate_fn=tl.packed.collate)  # pyright: ignore
+        for batch, p in zip(sampler, loader, strict=True):
+            wrapped.zero_grad()
+            loss_of_entries(wrapped, p, dist.group.WORLD).backward()
+            found.append((batch, gradients(wrapped.module)))
+    return found
+
+
+PROGRAMS: list[Callable[[int], Any]] = [
+    under_ddp,
+    other_counts,
+    no_steps,
+    in_step,
+    in_step_with_dropout,
+    packed_batches,
+]
 
 
 # -- the two processes
@@ -313,6 +350,21 @@ def test_each_hook_is_called_once_a_backward(folder: Path, kind: Any, unused: bo
     once = {(what, name): 1 for what in ("gradient", "accumulated") for name in ("turn", "bias", "last")}
     for found in found_by(folder, under_ddp):
         assert found[kind.__name__, checkpoints, unused][1] == [once, once]
+
+
+def test_packed_batches_of_unequal_size_give_the_gradients_of_the_joined_batch(folder: Path):
+    data, found = ragged_examples(), found_by(folder, packed_batches)
+    assert len(found[0]) == len(found[1])
+    for (one, grads), (other, same) in zip(*found, strict=True):
+        torch.manual_seed(0)
+        module = nn.Linear(F, 2).to(D)
+        loss_of_entries(module, tl.packed.collate([data[i] for i in one + other])).backward()
+        torch.testing.assert_close(grads, gradients(module))
+        torch.testing.assert_close(same, grads)
+    for epoch in range(2):  # every example once
+        half = len(found[0]) // 2
+        steps = [step for rank in found for step in rank[epoch * half : (epoch + 1) * half]]
+        assert sorted(i for batch, _ in steps for i in batch) == list(range(len(LENS)))
 
 
 @with_and_without_checkpoints

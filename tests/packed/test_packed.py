@@ -423,6 +423,17 @@ def test_collate_in_a_data_loader(workers: int):
     assert list(text) == ["aaa", "", "aaaa", "a"]
 
 
+def test_collate_stacks_what_it_is_told_to():
+    data = [
+        (torch.randn(n, 2), torch.ones(3) * n, {"speaker": torch.ones(4) * n, "y": (torch.ones(n), 0)}) for n in MIXED
+    ]
+    x, vector, more = collate(data, stack=["speaker", 1])
+    assert x.lens.tolist() == MIXED
+    assert torch.equal(vector, torch.tensor(MIXED)[:, None].expand(4, 3).float())
+    assert more["speaker"].shape == (4, 4)
+    assert more["y"][0].lens.tolist() == MIXED
+
+
 def test_collate_packed_rows_and_scalars():
     both = collate([packed([1, 2]), packed([3])])
     assert both.lens.tolist() == [1, 2, 3]
