@@ -1,0 +1,45 @@
+"""Notebooks hold the cells of their tutorials, run, and show what they should."""
+
+import warnings
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what notebooks are built on warns of itself
+    import nbclient  # noqa: F401
+    import nbformat
+
+from docs.notebooks import FOLDER, TUTORIALS, cells, notebook, run
+
+
+def shown(made: Any) -> str:
+    return "".join(
+        output.data.get("text/html", "")
+        for cell in made.cells
+        for output in cell.get("outputs", ())
+        if output.output_type == "execute_result"
+    )
+
+
+def errors(made: Any) -> list[Any]:
+    return [x for cell in made.cells for x in cell.get("outputs", ()) if x.output_type == "error"]
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_notebook_is_its_tutorial(name: str):
+    kept = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    assert [(cell.cell_type, cell.source) for cell in kept.cells] == cells(name), "python -m docs.notebooks"
+    assert shown(kept)
+    assert not errors(kept)
+
+
+@pytest.mark.filterwarnings("ignore")  # of sockets and event loops, by what notebooks are built on
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("decoder", ("torch.cat", "<b>TensorArray</b>")), ("search", ("<b>PackedTensor</b>", "coverage"))],
+)
+def test_a_notebook_runs_and_shows(name: str, wanted: tuple[str, ...]):
+    page = shown(run(notebook(name)))
+    for text in wanted:
+        assert text in page
