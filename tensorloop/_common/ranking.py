@@ -32,6 +32,12 @@ def largest(keys: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[:, :count], places[:, :count]
 
 
+def find_highest(keys: Tensor, count: int) -> Tensor:
+    """Bool (B, K, V): which are among the `count` largest of their row, of equal ones the first."""
+    _, places = largest(keys.flatten(1), min(count, keys.shape[1] * keys.shape[2]))
+    return torch.zeros_like(keys, dtype=torch.bool).flatten(1).scatter_(1, places, True).view_as(keys)
+
+
 def descending(x: Tensor) -> tuple[Tensor, Tensor]:
     """(values, places) along the last dim, the largest first, of equal ones the first."""
     return torch.sort(x, dim=-1, descending=True, stable=True)

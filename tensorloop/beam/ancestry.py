@@ -9,7 +9,7 @@ one for each place, as a graph keeps them.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class Ancestry:
         self.table = self.first.clone()  # (room, B, K), of which state + 1 are in use
         self.parents: list[Tensor] = []  # (B, K) of each step
         self.last: tuple[int, int, Paths] | None = None
+        self._found: tuple[Any, tuple[Tensor, Tensor]] | None = None  # what `find` was last asked, and gave
 
     def follow(self, t: int, parents: Sequence[Tensor], batch: Batch) -> None:
         """Goes on to state t. `parents`: (B, K) of each of the steps done; only rows in the batch still matter."""
@@ -66,6 +67,21 @@ class Ancestry:
             if self.last is None or self.last[:2] != (t, rows):
                 self.last = t, rows, self._read(t, batch)
             return self.last[2]
+
+    def find(self, t: int, batch: Batch, births: list[int]) -> tuple[Tensor, Tensor]:
+        """As `Family.find_states`, of slots born in these steps. All layers of a model ask the same."""
+        asked = t, batch.left, births
+        if self._found is None or self._found[0] != asked:
+            paths = self.trace(t, batch)
+            c = len(paths.shared)
+            split = bisect_left(births, c)
+            states = _select_born(paths.shared, births[:split], 0), _select_born(paths.own, births[split:], c)
+            self._found = asked, states
+        return self._found[1]
+
+    def forget(self) -> None:
+        """Lets go of what was asked last."""
+        self.last = self._found = None
 
     def _read(self, t: int, batch: Batch) -> Paths:
         c = self.shared[t]
@@ -98,26 +114,15 @@ class Family(NamedTuple):
     ancestry: Ancestry
     t: int
     batch: Batch
+    rows: int  # in the batch
     size: int
-
-    @property
-    def rows(self) -> int:
-        """In the batch."""
-        return self.batch.left
-
-    def trace(self) -> Paths:
-        """Where the ancestors are."""
-        return self.ancestry.trace(self.t, self.batch)
 
     def find_states(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Whose entries the hypotheses of now see in slots [start, stop), which were born in steps `births`.
 
         (n, B) for the slots of which all hypotheses of a row see the same, then (m, B, K) for the others.
         """
-        paths = self.trace()
-        c = len(paths.shared)
-        split = bisect_left(births, c, start, stop)
-        return _select_born(paths.shared, births[start:split], 0), _select_born(paths.own, births[split:stop], c)
+        return self.ancestry.find(self.t, self.batch, births[start:stop])
 
     def find_places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The same as places in flat slots [start, stop)."""

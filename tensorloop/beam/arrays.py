@@ -29,20 +29,14 @@ _NAME = "beam_search"
 class AncestryStore(Store):
     """The store of an array in one step: slots of `prefix`, then those of `grown` through `family`."""
 
-    __slots__ = ("births", "family", "grown", "place", "prefix")
+    __slots__ = ("births", "family", "grown", "length", "place", "prefix", "shared_slots")
+    length: int  # a plain attribute: a step asks for it again and again
 
     def __init__(self, grown: TensorArray, prefix: TensorArray | None, births: list[int], family: Family, place: str):
         self.grown, self.prefix, self.births, self.family = grown, prefix, births, family
         self.place = place  # in the carry
-
-    @property
-    def shared_slots(self) -> int:
-        """How many slots there are for all hypotheses of a row."""
-        return 0 if self.prefix is None else len(self.prefix)
-
-    @property
-    def length(self) -> int:
-        return self.shared_slots + len(self.grown)
+        self.shared_slots = 0 if prefix is None else len(prefix)  # of all hypotheses of a row
+        self.length = self.shared_slots + len(births)
 
     @property
     def requires_grad(self) -> bool:
@@ -55,23 +49,17 @@ class AncestryStore(Store):
 
     @property
     def device(self) -> torch.device:
-        device = self._typical.device
+        device = self.kind()[2] or self.grown.device
         assert device is not None
         return device
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self._typical.dtype
-
-    @property
-    def slot_shape(self) -> tuple[Any, ...]:
-        """What a slot holds for one hypothesis."""
-        skip = 2 if self._typical is self.grown else 1
-        return tuple(self._typical.element_shape or ())[skip:]
-
-    @property
-    def _typical(self) -> TensorArray:
-        return self.grown if len(self.grown) or self.prefix is None else self.prefix
+    def kind(self) -> tuple[Any, torch.dtype | None, torch.device | None]:
+        """What a slot holds for one hypothesis, and the dtype and device of all."""
+        if self.births or self.prefix is None:
+            shape, dtype, device = kind_of(self.grown)
+            return shape and shape[2:], dtype, device
+        shape, dtype, device = kind_of(self.prefix)
+        return shape[1:], dtype, device
 
     # -- writing
 
@@ -79,11 +67,13 @@ class AncestryStore(Store):
         self._check_hypotheses(x.shape)
         self.grown.append(x)
         self.births.append(self.family.t)
+        self.length += 1
 
     def extend(self, values: Tensor) -> None:
         self._check_hypotheses(values.shape[1:])
         self.grown.extend(values)
         self.births += [self.family.t] * len(values)
+        self.length += len(values)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def put(self, key: Any, x: Tensor) -> None:
         raise Misuse(

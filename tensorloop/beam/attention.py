@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tensorloop._common import scope
 from tensorloop._common.errors import named
+from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention import Rules, engine
@@ -86,12 +87,12 @@ class Seen(NamedTuple):
     first: int  # of the arrays' own slots
     slots: int
     sight: Sight  # of the slots seen, without the bias
-    live: tuple[LiveBlock, ...]  # of keys and of values; one where they are the same array
+    live: Sequence[LiveBlock]  # of keys and of values; one where they are the same array
 
     @named(_NAME)
     def values(self) -> list[Tensor]:
         """The slots of each array, (slots, B, K, *F), from the first that is seen."""
-        return [x.slots(self.slots)[self.first :] for x in self.live] if self.slots else []
+        return [x.slots(self.slots, self.first) for x in self.live] if self.slots else []
 
     def split(self) -> Iterator[SeenPart]:
         rows, size = self.family.rows, self.family.size
@@ -115,24 +116,33 @@ def attend(q: Tensor, keys: Any, values: Any, rules: Rules) -> Any:
     v: Any = store_of(values)
     if not _can_attend(q, k, v) or (rules.starts is not None and rules.starts.shape[1] > 1):
         return NotImplemented
-    slots, start = len(k.grown), rules.start(k.length)
-    buffers = [_find_buffer(x) for x in ([k.grown] if k.grown is v.grown else [k.grown, v.grown])] if slots else []
-    if any(x is None for x in buffers):
-        return NotImplemented
+    slots, start = len(k.births), rules.start(k.length) if rules.window else 0
+    buffers: list[Buffer] = []
+    for x in (k, v)[: 0 if not slots else 1 if k.grown is v.grown else 2]:
+        if not isinstance(buffer := store_of(x.grown), Buffer):
+            return NotImplemented
+        buffers.append(buffer)
     seen_prefix = max(0, k.shared_slots - start)
-    prefix = [None if x.prefix is None or not seen_prefix else x.prefix.stack()[start:] for x in (k, v)]
-    live = tuple(x.hold() for x in buffers if x is not None)
+    prefix = [x.prefix[start:] if seen_prefix else None for x in (k, v)]
+    live = [x.hold() for x in buffers]
     sight, bias = _understand(rules, k, start)
     seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, sight, live)
-    q = q.view_as(q)  # a use that a recorder of the loop sees
+    if here.recorder is None and not engine.autocasts(q):  # contexts cost more than to ask
+        return _attend(q, bias, prefix, seen, buffers)
+    q = q.view_as(q)  # a use that the recorder sees
     with scope.unrecorded(), engine.without_autocast(q):  # all is as it casts
-        if not torch.is_grad_enabled():
-            return _compute(q, bias, prefix, seen.values(), seen)[0]
-        tokens = [None if x is None else x.whole_token() for x in buffers]
-        out, *after = _Attend.apply(seen, q, bias, *prefix, *tokens)
-        for buffer, token in zip(buffers, after, strict=True):
-            if buffer is not None and token is not None:
-                buffer.token = token
+        return _attend(q, bias, prefix, seen, buffers)
+
+
+def _attend(
+    q: Tensor, bias: Tensor | None, prefix: Sequence[Tensor | None], seen: "Seen", buffers: Sequence[Buffer]
+) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _compute(q, bias, prefix, seen.values(), seen)[0]
+    out, *after = _Attend.apply(seen, q, bias, *prefix, *(x.whole_token() for x in buffers))
+    for buffer, token in zip(buffers, after, strict=True):
+        if token is not None:
+            buffer.token = token
     return out
 
 
@@ -159,28 +169,24 @@ def _can_attend(q: Any, k: Any, v: Any) -> bool:
     """Whether the arrays are of one step and fit the queries, and nothing but plain autograd is at work."""
     if type(k) is not type(v) or k.family is not v.family or not k.length or not isinstance(q, Tensor) or q.dim() != 4:
         return False
-    shapes = [x.slot_shape for x in (k, v)]
+    kind, (rows, size, heads, width) = k.kind(), q.shape
+    slot, dtype, device = kind
     return (
-        k.births == v.births
-        and (k.shared_slots, len(k.grown)) == (v.shared_slots, len(v.grown))
-        and shapes[0] == shapes[1]
-        and len(shapes[0]) == 2
-        and 0 < shapes[0][0] <= q.shape[2]
-        and not q.shape[2] % shapes[0][0]
-        and q.shape[3] == shapes[0][1] > 0
-        and q.shape[:2] == (k.family.rows, k.family.size)
+        kind == v.kind()
+        and k.births == v.births
+        and k.shared_slots == v.shared_slots
+        and len(slot) == 2
+        and 0 < slot[0] <= heads
+        and not heads % slot[0]
+        and width == slot[1] > 0
+        and (rows, size) == (k.family.rows, k.family.size)
         and q.is_floating_point()
-        and all(x.dtype is q.dtype and x.device == q.device for x in (k, v))
+        and dtype is q.dtype
+        and device == q.device
         and transforms.maybe_level() is None
         and not transforms.forward_mode()
         and (not engine.autocasts(q) or q.dtype in (torch.get_autocast_dtype(q.device.type), torch.float64))
     )
-
-
-def _find_buffer(array: Any) -> Buffer | None:
-    store = store_of(array)
-    plain = None if store is None else store.one()
-    return plain if isinstance(plain, Buffer) else None
 
 
 class _Attend(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
-from tensorloop._common.ranking import best_pairs, descending, largest
+from tensorloop._common.ranking import best_pairs, descending, find_highest
 from tensorloop.beam import noise
 from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
@@ -154,8 +154,11 @@ class Sample:
         return scaled
 
 
-def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batch) -> Choice:
-    """The best of keys + log_probs in all rows; `keys` (B, K) are of all, `log_probs` of those in the batch."""
+def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batch, high: int = 0) -> Choice:
+    """The best of keys + log_probs in all rows; `keys` (B, K) are of all, `log_probs` of those in the batch.
+
+    `high`: how high an end, of one eos, must rank among all to be taken; 0 for anywhere.
+    """
     several = []
     if len(eos) > 1:
         several = [log_probs[:, :, token] for token in eos]
@@ -163,7 +166,10 @@ def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batc
         for token in eos[1:]:
             log_probs[:, :, token] = -torch.inf
     choose = find("beam_best", keys, log_probs)
-    values, parents, tokens, ends = choose(keys, log_probs, keys.shape[1], eos[0], batch.ids)
+    size = keys.shape[1]
+    values, parents, tokens, ends = choose(keys, log_probs, max(size, high), eos[0], batch.ids, high)
+    if high > size:
+        values, parents, tokens = values[:, :size], parents[:, :size], tokens[:, :size]
     if several:
         ends = (keys[:, :, None] + batch.widen(torch.stack(several, 2))).flatten(1)
     return Choice(parents, tokens, values, ends, None)
@@ -180,9 +186,8 @@ def _choose_by(offer: Offer, keys: Tensor) -> Choice:
     size = keys.shape[1]
     ends = keys.index_select(2, offer.eos)
     if offer.ends is not None:
-        _, places = largest(keys.flatten(1), min(offer.ends, size * keys.shape[2]))
-        high = torch.zeros_like(keys, dtype=torch.bool).flatten(1).scatter_(1, places, True).view_as(keys)
-        ends = torch.where(high.index_select(2, offer.eos) | ends.isnan(), ends, -torch.inf)
+        high = find_highest(keys, offer.ends).index_select(2, offer.eos)
+        ends = torch.where(high | ends.isnan(), ends, -torch.inf)
     ends = ends.flatten(1)
     keys.index_fill_(2, offer.eos, -torch.inf)
     values, parents, tokens = best_pairs(keys, size + 1)

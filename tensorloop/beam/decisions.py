@@ -135,10 +135,10 @@ class Decisions:
     def _choose(self, t: int, batch: Batch, log_probs: Tensor) -> tuple[Choice, Tensor, Tensor]:
         """What is chosen in step t, with the sums of what runs on and of what ends, in all rows."""
         rules = self.rules
-        if type(rules.choose) is TopK and rules.eos == "always":
-            choice = choose_best(self.keys, log_probs, rules.eos_ids, batch)
-            return choice, choice.keys, choice.ends
         ends = _ENDS[rules.eos]
+        if type(rules.choose) is TopK and (ends is None or len(rules.eos_ids) == 1):
+            choice = choose_best(self.keys, log_probs, rules.eos_ids, batch, (ends or 0) * rules.size)
+            return choice, choice.keys, choice.ends
         before, keys, seeds = (batch.select(x) for x in (self.sums, self.keys, self.seeds))
         many = None if ends is None else ends * rules.size
         choice = rules.choose.choose(Offer(keys, before, log_probs, self.eos, many, seeds, t))

@@ -68,7 +68,7 @@ class Search:
                 _NAME, self._goes_on, self._step, state, length=self.decisions.rules.max_steps, context=context,
                 own_context=list(self.carry.prefixes.values()), compact=compact, checkpoints=checkpoints,
             )  # fmt: skip
-        self.ancestry.last = None
+        self.ancestry.forget()
         return build_result(self.decisions, state.picked if self.values is None else self.values, steps)
 
     def _goes_on(self, state: State, context: Any) -> Tensor:
@@ -101,7 +101,7 @@ class Search:
         self, t: int, state: State, batch: Batch, context: tuple[Any, ...], prefixes: list[TensorArray]
     ) -> tuple[list[Any], Tensor]:
         """The leaves of the carry, and log_probs, that the model gives."""
-        given = self.carry.give(state.leaves, prefixes, Family(self.ancestry, t, batch, self.size))
+        given = self.carry.give(state.leaves, prefixes, Family(self.ancestry, t, batch, batch.left, self.size))
         history = self._read_history(t, batch) if self.model.takes_history else None
         try:
             carry, log_probs = self.model.call(self.carry.tree.unflatten(given), state.tokens, context, history)

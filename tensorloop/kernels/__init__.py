@@ -92,14 +92,12 @@ def backend_of(*like: Tensor) -> Literal["cpu", "cuda", "eager"]:
     """Which kernels can read all of these: those of the CPU, or of the one GPU they are on; else torch operations."""
     if transforms.faking():
         return "eager"
-    if all(map(_is_on_cpu, like)):
-        return "cpu"
+    for x in like:  # `all(map(...))` is a frame for each
+        if not (type(x) in PLAIN and x.is_cpu and has_storage(x)):
+            break
+    else:
+        return "cpu"  # ordinary tensors. `memory` tells where their numbers are
     return "cuda" if all(map(_is_on_gpu, like)) and len({x.device for x in like}) == 1 else "eager"
-
-
-def _is_on_cpu(x: Tensor) -> bool:
-    """Whether `x` is an ordinary tensor on the CPU. `memory` tells where its numbers are."""
-    return type(x) in PLAIN and x.is_cpu and has_storage(x)
 
 
 def _is_on_gpu(x: Tensor) -> bool:

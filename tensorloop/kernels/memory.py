@@ -5,6 +5,7 @@ bit says so), and its zero tensor, which has no memory at all; that one comes ou
 second derivative of any L1 loss. `settle` makes ordinary ones of them.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ def lay_out(x: Tensor) -> Tensor:
     return settle(x).contiguous()
 
 
+def lay_all(given: Iterable[Tensor]) -> list[Tensor]:
+    """`lay_out` of each."""
+    plain = []
+    for x in given:
+        fine = x.is_contiguous() and not (x.is_neg() or x.is_conj() or x._is_zerotensor())
+        plain.append(x if fine else lay_out(x))
+    return plain
+
+
 def is_laid(x: Tensor) -> bool:
     """Whether `lay_out` gives `x` itself, so that what is written there is written into `x`."""
     return x.is_contiguous() and settle(x) is x
@@ -41,6 +51,15 @@ def address(x: Tensor) -> int:
             "kernels.find gives the torch operations that take it"
         )
     return at
+
+
+def addresses(given: Iterable[Tensor]) -> list[int]:
+    """The `address` of each."""
+    found = []
+    for x in given:
+        at = x.data_ptr() if type(x) in PLAIN and has_storage(x) else 0
+        found.append(at if at >= _LOW else address(x))
+    return found
 
 
 def array(x: Tensor) -> Any:

@@ -64,6 +64,24 @@ def test_the_best_continuations(module: str, shape: tuple[int, ...], dtype: torc
     assert torch.equal(ends, keys + log_probs[:, :, eos])
 
 
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("module", MODULES)
+def test_ends_among_the_best(module: str, shape: tuple[int, ...], coarse: bool):
+    (_, size, vocabulary, count), eos = shape, shape[2] // 2
+    for high, seed in itertools.product({1, (count + 1) // 2, count}, range(3)):
+        keys, log_probs = inputs(shape, coarse=coarse, seed=seed)
+        log_probs[:, :, eos] += 2 * (seed > 0)  # some of them rank high
+        every = (keys[:, :, None] + log_probs).flatten(1)
+        *best, ends = MODULES[module].beam_best(keys, log_probs, count, eos, high=high)
+        for row, found in zip(every.tolist(), ends.tolist(), strict=True):
+            first = sorted(range(len(row)), key=lambda i: (-row[i], i))[:high]
+            places = [k * vocabulary + eos for k in range(size)]
+            assert found == [row[i] if i in first else -INF for i in places]
+        anywhere = MODULES[module].beam_best(keys, log_probs, count, eos)[:3]
+        assert all(torch.equal(x, y) for x, y in zip(best, anywhere, strict=True))
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_nan_is_the_largest(module: str):
     keys, log_probs = inputs((5, 3, 150))

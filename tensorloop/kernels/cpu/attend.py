@@ -19,7 +19,7 @@ from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.past import Laid, bend, keep
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.memory import address, lay_out
+from tensorloop.kernels.memory import addresses, lay_all
 from tensorloop.kernels.past import Sight
 
 BLOCK = 64  # slots
@@ -33,24 +33,25 @@ def beam_attend(
     """The output and the log-sum-exp of the scores."""
     rows, size, _, width = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
-    q, shared, own = map(lay_out, (q, shared, own))
-    before, grown = ([lay_out(x) for x in kv] for kv in (prefix, slots))
-    counts = (len(before[0]) if before else 0, len(shared), len(own))
-    heads_kv = (before or grown)[0].shape[-2]
-    laid = Laid(q, sum(counts), heads_kv, sight)
+    q, shared, own, *kv = lay_all((q, shared, own, *prefix, *slots))
+    held = [q, out, lse, shared, own, *kv]
+    at = addresses(held)
+    n_before, n_shared, n_own = len(prefix[0]) if prefix else 0, len(shared), len(own)
+    heads_kv = kv[0].shape[-2]
+    laid = Laid(q, n_before + n_shared + n_own, heads_kv, sight)
+    of_prefix, of_slots = at[5 : 5 + len(prefix)], at[5 + len(prefix) :]
     args = (
-        *map(address, (q, out, lse, shared, own)), *_addresses(before), *_addresses(grown), *counts, *laid.args,
-        LIKE[own.dtype],
+        *at[:5], *_pair(of_prefix), *_pair(of_slots), n_before, n_shared, n_own, *laid.args, LIKE[own.dtype],
     )  # fmt: skip
-    seen = counts[0] + counts[1] + size * counts[2]
-    held = (q, out, lse, shared, own, *before, *grown, *laid.tensors)
+    seen = n_before + n_shared + size * n_own
+    held += laid.tensors
     share(_attend, rows, 8 * rows * seen * heads_kv * width, args, held)
     return out, lse
 
 
-def _addresses(kv: Sequence[Tensor]) -> tuple[int, int]:
+def _pair(places: Sequence[int]) -> tuple[int, int]:
     """Of keys and of values, which may be the same."""
-    return (address(kv[0]), address(kv[-1])) if kv else (0, 0)
+    return (places[0], places[-1]) if places else (0, 0)
 
 
 @summing

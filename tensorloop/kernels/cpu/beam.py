@@ -16,16 +16,16 @@ from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.cpu.pointers import LIKE, intrinsic, pointer
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager import beam
-from tensorloop.kernels.memory import address, is_laid, lay_out
+from tensorloop.kernels.memory import address, addresses, is_laid, lay_all, lay_out
 
 BLOCK = 32  # continuations that are compared with the worst one kept at once; as many bits tell which are looked at
 
 
 def beam_best(
-    keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
+    keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None, high: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The best continuations, and the ends."""
-    keys, log_probs = lay_out(keys), lay_out(log_probs)
+    keys, log_probs = lay_all((keys, log_probs))
     (rows, size, vocabulary), every = log_probs.shape, len(keys)
     values, ends = keys.new_empty(every, count), keys.new_empty(every, size)
     parents = keys.new_empty(every, count, dtype=torch.int64)
@@ -35,8 +35,9 @@ def beam_best(
         for x, fill in ((values, -torch.inf), (ends, -torch.inf), (parents, 0), (tokens, 0)):
             x.fill_(fill)
     alive = (keys, log_probs, values, parents, tokens, ends)
-    addresses = (*map(address, alive), _address(ids))
-    args = (*addresses, size, vocabulary, count, eos_id, keys.element_size(), LIKE[keys.dtype])
+    args = (
+        *addresses(alive), _address(ids), size, vocabulary, count, eos_id, high, keys.element_size(), LIKE[keys.dtype],
+    )  # fmt: skip
     share(_best, rows, log_probs.nbytes, args, (*alive, keys if ids is None else ids))
     return values, parents, tokens, ends
 
@@ -47,26 +48,26 @@ def beam_pool(
     """Takes the ends of a step into the pool, and tells what has come of it."""
     if not all(map(is_laid, pool)):
         return beam.beam_pool(ends, runs, pool, searching, t, rule)
-    ends, runs = ([lay_out(x) for x in given] for given in (ends, runs))
-    (keys, sums, *_), searching = pool, lay_out(searching)
+    *given, searching = lay_all((*ends, *runs, searching))
+    keys, sums, *_ = pool
     rows, size = runs[0].shape
-    addresses = map(address, (*ends, *runs, *pool, searching))
+    at = addresses((*given, *pool, searching))
     rules = (rule == "exact", rule == "first_n")
-    return _pool(*addresses, rows, size, keys.shape[1], t, *rules, LIKE[keys.dtype], LIKE[sums.dtype])
+    return _pool(*at, rows, size, keys.shape[1], t, *rules, LIKE[keys.dtype], LIKE[sums.dtype])
 
 
 def beam_chosen(
     parents: Tensor, tokens: Tensor, ids: Tensor | None, vocabulary: int, eos_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens, and where parents and log-probabilities are."""
-    parents, tokens = lay_out(parents), lay_out(tokens)
+    parents, tokens = lay_all((parents, tokens))
     ids = None if ids is None else lay_out(ids)
     size, rows = parents.shape[1], len(parents) if ids is None else len(ids)
     small = torch.int32 if rows * size * vocabulary < 1 << 31 else torch.int64
     places, chosen = tokens.new_empty(rows * size, dtype=small), tokens.new_empty(2 * rows * size, dtype=small)
     taken = tokens.new_empty(rows, size)
-    addresses = map(address, (parents, tokens, taken, places, chosen))
-    _chosen(*addresses, _address(ids), rows, size, vocabulary, eos_id, LIKE[small])
+    at = addresses((parents, tokens, taken, places, chosen))
+    _chosen(*at, _address(ids), rows, size, vocabulary, eos_id, LIKE[small])
     return taken, places, chosen
 
 
@@ -77,8 +78,7 @@ def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | N
     _, rows, size = table.shape
     parents, ids = lay_out(parents), None if ids is None else lay_out(ids)
     count = rows if ids is None else len(ids)
-    addresses = (*map(address, (table, kept, parents)), _address(ids))
-    return _ancestors(*addresses, count, rows, size, first, t, LIKE[table.dtype])
+    return _ancestors(*addresses((table, kept, parents)), _address(ids), count, rows, size, first, t, LIKE[table.dtype])
 
 
 def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
     parents, lens, places = map(lay_out, (parents, lens, places))
     (steps, rows, size), each = parents.shape, places.shape[1]
     out = parents.new_zeros(steps, rows, each)
-    args = (*map(address, (parents, lens, places, out)), steps, rows, size, each)
+    args = (*addresses((parents, lens, places, out)), steps, rows, size, each)
     share(_trace, rows, 16 * out.numel(), args, (parents, lens, places, out))
     return out
 
@@ -127,7 +127,7 @@ def _lowest(typingctx: Any, bits: Any) -> Any:
 @compiled
 def _best(
     begin: int, end: int, keys: int, log_probs: int, values: int, parents: int, tokens: int, ends: int, ids: int,
-    size: int, vocabulary: int, count: int, eos: int, width: int, like: Any,
+    size: int, vocabulary: int, count: int, eos: int, high: int, width: int, like: Any,
 ) -> None:  # fmt: skip
     row_of = pointer(ids, np.int64(0))
     for row in range(begin, end):
@@ -154,8 +154,27 @@ def _best(
         for j in range(count):
             if kept[j] == -np.inf:
                 parent[j], token[j] = parent[0], token[0]
+        if high:
+            _drop_low(end_of, kept, parent, token, size, count, eos, high)
         if spoilt:
             kept[0] = np.nan
+
+
+@inlined
+def _drop_low(
+    ends: Any, kept: Any, parent: Any, token: Any, size: Any, count: Any, eos: Any, high: Any
+) -> None:  # fmt: skip
+    """Makes ends -inf that are not among the `high` best of all: behind as many that run on, and other ends."""
+    ranks = np.zeros(size, np.int64)
+    for k in range(size):
+        for j in range(count):
+            first = parent[j] < k or (parent[j] == k and token[j] < eos)
+            ranks[k] += kept[j] > ends[k] or (kept[j] == ends[k] and first)
+        for i in range(size):
+            ranks[k] += ends[i] > ends[k] or (ends[i] == ends[k] and i < k)
+    for k in range(size):
+        if ranks[k] >= high:
+            ends[k] = -np.inf
 
 
 @inlined

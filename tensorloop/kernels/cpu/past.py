@@ -16,7 +16,7 @@ from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.pointers import pointer
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager import past as eager
-from tensorloop.kernels.memory import address, lay_out
+from tensorloop.kernels.memory import address, addresses, lay_all, lay_out
 from tensorloop.kernels.past import Sight
 
 BLOCK = 32  # slots that are gone through for all heads, while they are in the first cache
@@ -27,11 +27,11 @@ def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, 
     """The output and the log-sum-exp of the scores."""
     if k.shape[-1] != v.shape[-1]:
         return eager.past_attend(q, k, v, sight)
-    q, k, v = map(lay_out, (q, k, v))
+    q, k, v = lay_all((q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-    ours = Laid(q, len(k), k.shape[2], sight)
-    args = (*map(address, (q, k, v, out, lse)), *ours.args)
-    share(_attend, ours.rows * ours.new, ours.size, args, (q, k, v, out, lse, *ours.tensors))
+    ours, held = Laid(q, len(k), k.shape[2], sight), (q, k, v, out, lse)
+    args = (*addresses(held), *ours.args)
+    share(_attend, ours.rows * ours.new, ours.size, args, (*held, *ours.tensors))
     return out, lse
 
 
@@ -41,14 +41,13 @@ def past_attend_grad(
     """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v`."""
     if k.shape[-1] != v.shape[-1]:
         return eager.past_attend_grad(grad, q, k, v, out, lse, sight, of_k, of_v)
-    grad, q, k, v, out, lse = map(lay_out, (grad, q, k, v, out, lse))
+    grad, q, k, v, out, lse, *laid = lay_all((grad, q, k, v, out, lse, of_k, of_v))
     dq, ours = torch.empty_like(q), Laid(q, len(k), k.shape[2], sight)
     (rows, new, heads, _), length = q.shape, len(k)
     of_bias = None if sight.bias is None else q.new_zeros(rows, heads, new, length)
     bias = 0 if of_bias is None else address(of_bias)
-    laid = lay_out(of_k), lay_out(of_v)
     given = (grad, q, k, v, out, lse, dq, *laid)
-    args = (*map(address, given), bias, *ours.args)
+    args = (*addresses(given), bias, *ours.args)
     kept = () if of_bias is None else (of_bias,)
     share(_reverse, ours.rows, 3 * ours.size, args, (*given, *kept, *ours.tensors))
     for into, found in zip((of_k, of_v), laid, strict=True):
@@ -69,10 +68,14 @@ class Laid:
         seen = None if seen is None else lay_out(seen.expand(rows, new, length).view(torch.uint8))
         bias = None if bias is None else lay_out(bias.to(q.dtype).expand(-1, heads, new, length))
         each = 0 if bias is None or len(bias) == 1 else heads * new * length
-        self.tensors = [x for x in (first, seen, bias) if x is not None]
+        self.tensors: list[Tensor] = []
         self.rows, self.new = rows, new
         self.size = 8 * new * length * rows * heads * width
-        places = (0 if x is None else address(x) for x in (first, seen, bias))
+        places = [0, 0, 0]
+        for i, x in enumerate((first, seen, bias)):
+            if x is not None:
+                self.tensors.append(x)
+                places[i] = address(x)
         drop, slots = int(sight.dropout * (1 << 24)), length if sight.slots is None else sight.slots
         self.args = (
             *places, each, rows, new, heads, heads_kv, width, length, slots, np.float32(sight.scale),

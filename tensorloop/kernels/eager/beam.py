@@ -8,21 +8,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tensorloop._common.ranking import best_pairs, descending, widened
+from tensorloop._common.ranking import best_pairs, descending, find_highest, widened
 
 
 def beam_best(
-    keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None
+    keys: Tensor, log_probs: Tensor, count: int, eos_id: int, ids: Tensor | None = None, high: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The `count` best of keys (B, K) + log_probs (B, K, V) that do not end, and all ends.
 
     (values, parents, tokens), (B, count) each, the best first, of equal ones the smaller parent, then the smaller
     token, first; short of that -inf, with parent and token of the first (0, 0 where there is none): what is computed
-    for it is then as fine as for that one. The ends: (B, K), keys + log_probs of eos_id. With `ids` log_probs are of
+    for it is then as fine as for that one. The ends: (B, K), keys + log_probs of eos_id; with `high`, no more than
+    `count`, -inf for those that are not among the `high` best of all continuations. With `ids` log_probs are of
     these rows, in rising order; the others have no hypothesis: keys of -inf, parent and token 0.
     """
     every = (keys if ids is None else keys.index_select(0, ids))[:, :, None] + log_probs
     ends = every[:, :, eos_id].clone()
+    if high:
+        among = find_highest(every, high)[:, :, eos_id]
+        ends = torch.where(among | ends.isnan(), ends, -torch.inf)
     every[:, :, eos_id] = -torch.inf
     values, parents, tokens = best_pairs(every, count)
     if ids is None:
