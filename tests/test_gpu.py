@@ -1,5 +1,9 @@
 """On a real device: arrays, loops with random numbers replayed, every kernel and its proof. Skipped without one."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -175,6 +179,46 @@ def test_cuda_graphs_record_kernels(operation: str) -> None:
     source.mul_(0.5)
     graph.replay()
     torch.testing.assert_close(found, reference(*args), rtol=1e-4, atol=1e-4)
+
+
+# ---- snapshots beside the loop
+
+
+@pytest.mark.parametrize("places", [["cpu"], [None, "cpu"], [None, "cpu", "folder"]])
+def test_snapshots_leave_the_device_and_come_back(places: list[str | None], tmp_path: Path) -> None:
+    class Everywhere(tl.schedule.Schedule):
+        def sweep(self, length: int | None) -> Iterator[tl.schedule.Forward]:
+            for step in range(length or 0):
+                place = places[step % len(places)]
+                yield tl.schedule.Snapshot(step, tmp_path if place == "folder" else place)
+                yield tl.schedule.Advance(step, step + 1)
+
+    w = (torch.randn(512, 512, dtype=torch.float64) / 30).to(DEVICE).requires_grad_()
+    x = torch.randn(512, 512, dtype=torch.float64).to(DEVICE)
+
+    def gradient(checkpoints: Any) -> Tensor:
+        h = tl.fori_loop(0, 30, lambda i, h: torch.sin(h @ w) + h.roll(1, 0), x, checkpoints=checkpoints)
+        return torch.autograd.grad(h.sum(), w)[0]
+
+    expected = gradient(None)
+    for _ in range(3):  # buffers are used again
+        torch.testing.assert_close(gradient(Everywhere()), expected)
+    assert not list(tmp_path.iterdir())
+
+
+def test_carries_on_the_cpu_take_no_memory_of_the_device() -> None:
+    x = torch.zeros(2**22, device=DEVICE, requires_grad=True)
+
+    def held(plan: Any) -> int:
+        before = torch.cuda.memory_allocated()
+        h = tl.fori_loop(0, 20, lambda i, h: torch.sin(h) + 1, x, checkpoints=plan)
+        torch.cuda.synchronize()
+        taken = torch.cuda.memory_allocated() - before
+        del h
+        return taken
+
+    assert held(tl.Checkpoints(k=8)) > held(tl.Checkpoints(k=8, offload="cpu")) + 6 * x.nbytes
+    assert held(tl.schedule.Hierarchy(2, tl.schedule.Level("cpu", write=0, read=0))) <= 4 * x.nbytes
 
 
 # ---- which kernels are chosen

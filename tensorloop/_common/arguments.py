@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, SupportsIndex
 
 import torch
@@ -100,3 +101,14 @@ def dense_tensor(x: Any, what: str = "") -> None:
         raise WrongType(f"{at}expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
     if x.layout is not torch.strided:
         raise WrongType(f"{at}expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
+
+
+def as_place(place: Any, what: str) -> str | Path | None:
+    """Where snapshots are kept: None, "cpu", or a folder that is there, with its whole path."""
+    if place is None or place == "cpu":
+        return place
+    if not isinstance(place, str | Path):
+        raise WrongType(f'{what} must be "cpu" or a folder, got {describe(place)}')
+    if not Path(place).is_dir():
+        raise WrongValue(f"{what} is {str(place)!r}, which is no folder; make it first")
+    return Path(place).absolute()  # the working directory may change before a loop begins

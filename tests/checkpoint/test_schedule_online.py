@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorloop import schedule
 from tensorloop.schedule import Advance, Drop, Online, Snapshot, advances
+from tensorloop.schedule.segments import cost
 from tests.support.schedule_checks import optimum, reversal, run, swept
 
 
@@ -155,8 +155,8 @@ def test_as_many_slots_as_steps_run_nothing_again():
 @pytest.mark.parametrize("k", [2, 8, 32, 128])
 def test_choosing_gets_cheaper_the_longer_the_loop(k: int):
     """Evaluations of the cost of a segment, the bulk of the work, and actions: both well below one a step."""
-    schedule._cost.cache_clear()
+    cost.cache_clear()
     actions = sum(1 for _ in Online(k).sweep(100_000))
-    seen = schedule._cost.cache_info()
+    seen = cost.cache_info()
     assert seen.hits + seen.misses < 100_000
     assert actions < 20_000

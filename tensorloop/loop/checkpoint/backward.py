@@ -84,7 +84,7 @@ class Reversal:
                     for step in range(action.start, action.stop):
                         state = self.replay.advance(step, state)
                 elif isinstance(action, schedule.Snapshot):
-                    state = snapshots.keep(action.step, state)
+                    state = snapshots.keep(action.step, state, action.place)
                 else:
                     step = action.step
                     self._reverse(step, state)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorloop._common.arguments import as_int, describe
+from tensorloop._common.arguments import as_int, as_place, describe
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.schedule import Schedule
 
@@ -42,14 +42,7 @@ class Checkpoints:
             raise WrongValue(f"{what} must be at least 1, got {value}")
         if not isinstance(self.check, bool):
             raise WrongType(f"check must be a bool, got {describe(self.check)}")
-        if self.offload is None or self.offload == "cpu":
-            return
-        if not isinstance(self.offload, str | Path):
-            raise WrongType(f'offload must be "cpu" or a folder, got {describe(self.offload)}')
-        if not Path(self.offload).is_dir():
-            raise WrongValue(f"offload is {str(self.offload)!r}, which is no folder; make it first")
-        if not Path(self.offload).is_absolute():  # the working directory may change before a loop begins
-            object.__setattr__(self, "offload", Path(self.offload).absolute())
+        object.__setattr__(self, "offload", as_place(self.offload, "offload"))
 
 
 def plan_of(checkpoints: Any, name: str) -> Checkpoints | Schedule | None:

@@ -135,7 +135,7 @@ class Replay:
                     snapshots.by_step[0] = snapshots.initial
                     state = self.restore(0)
                 elif action.step < swept.taken:
-                    state = snapshots.keep(action.step, state)
+                    state = snapshots.keep(action.step, state, action.place)
             elif isinstance(action, schedule.Drop):
                 snapshots.drop(action.step)
             else:

@@ -1,4 +1,4 @@
-"""Snapshots of a loop's state, in memory, on the CPU or in a folder.
+"""Snapshots of a loop's state, in memory, on the CPU or in a folder: where the schedule or the loop's `offload` says.
 
 Between steps a state is *kept*: a tensor as its values and whether it carried a gradient (`SavedTensor`), an array as a
 version of it, anything else as it is.
@@ -20,6 +20,7 @@ from tensorloop._common.errors import Misuse
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.checkpoint.array_versions import Version, open_version
 from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.transfers import from_host, to_host
 
 
 class SavedTensor(NamedTuple):
@@ -56,34 +57,55 @@ def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[t
     return out, leaves, tokens
 
 
-class Offload:
-    """Where snapshots are: as they are (None), on the CPU ("cpu"), or in files below a folder."""
+class Folder:
+    """A folder of a loop's own below one of the user's, which goes with it; and numbered files in it."""
 
-    def __init__(self, offload: str | Path | None) -> None:
-        self.to_cpu = offload == "cpu"
-        self.below = None if offload is None or self.to_cpu else Path(offload).absolute()
-        self.folder: Path | None = None
+    def __init__(self, below: Path) -> None:
+        self.below = below
         self.written = 0
-        if self.below is not None:
-            self._make(self.below)
+        self._make()
 
-    def _make(self, below: Path) -> None:
+    def _make(self) -> None:
         self.process = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix="tensorloop-", dir=below))
-        weakref.finalize(self, _remove, self.folder, self.process)
+        self.path = Path(tempfile.mkdtemp(prefix="tensorloop-", dir=self.below))
+        weakref.finalize(self, _remove, self.path, self.process)
 
     def file(self) -> Path:
-        assert self.folder is not None
-        assert self.below is not None
         if self.process != os.getpid():  # a forked process: the folder is its parent's
-            self._make(self.below)
+            self._make()
         self.written += 1
-        return self.folder / f"{self.written}.pt"
+        return self.path / f"{self.written}.pt"
 
 
 def _remove(folder: Path, process: int) -> None:
     if process == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
+
+
+Place = str | Path | None  # of a snapshot: as it is (None), on the CPU ("cpu"), or in a file below a folder
+
+
+class Places:
+    """Where the snapshots of one loop are. A snapshot that says nothing goes to `default`."""
+
+    def __init__(self, default: Place) -> None:
+        self.default = default
+        self._folders: dict[Path, Folder] = {}
+        self.folder_at(default)  # before the body runs
+
+    def folder_at(self, place: Place) -> Folder | None:
+        """That of a place which is one."""
+        if place is None or place == "cpu":
+            return None
+        below = Path(place).absolute()
+        if below not in self._folders:
+            self._folders[below] = Folder(below)
+        return self._folders[below]
+
+    def store(self, values: list[Tensor], place: Place = None) -> "Stored":
+        """The tensors, put where they belong."""
+        place = self.default if place is None else place
+        return Stored(values, moved=place is not None, folder=self.folder_at(place))
 
 
 class _Summed:
@@ -144,26 +166,25 @@ def _read(path: Path, expected: int) -> list[Tensor]:
 
 
 class Stored:
-    """Tensors where an offload puts them: as they are, copied to the CPU, or in a file."""
+    """Tensors as they are, or moved: copied to the CPU, or in a file below a folder."""
 
-    def __init__(self, values: list[Tensor], offload: Offload) -> None:
+    def __init__(self, values: list[Tensor], *, moved: bool, folder: Folder | None) -> None:
         self.values = values
         self.path: Path | None = None
         self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
-        self.moved = offload.to_cpu or offload.folder is not None
+        self.moved = moved
         self.devices = [x.device for x in values]
-        if not self.moved:
-            return
-        self.values = [x.to("cpu", copy=True) for x in values]
-        if offload.folder is not None:
-            self.path = offload.file()
-            self.sum, self.process = _written(self.values, self.path), offload.process
+        if folder is not None:
+            self.path = folder.file()
+            self.sum, self.process = _written([x.to("cpu") for x in values], self.path), folder.process
             self.values = []
+        elif moved:
+            self.values = [to_host(x) for x in values]
 
     def read(self) -> list[Tensor]:
         """The tensors, where they were before."""
         values = self.values if self.path is None else _read(self.path, self.sum)
-        return [x.to(device) for x, device in zip(values, self.devices, strict=True)] if self.moved else values
+        return [from_host(x, device) for x, device in zip(values, self.devices, strict=True)] if self.moved else values
 
     def drop(self) -> None:
         """Deletes the file, unless another process wrote it."""
@@ -174,28 +195,28 @@ class Stored:
 class Snapshot:
     """The state before one step, and all else that its result depends on."""
 
-    def __init__(self, state: State, captures: Captures, offload: Offload) -> None:
+    def __init__(self, state: State, captures: Captures, places: Places, place: Place) -> None:
         self.rng, self.written = captures.rng_state(), captures.writes.values()
         self.state: State = list(state)
-        self.places = [i for i, x in enumerate(state) if type(x) is SavedTensor]
-        values = [state[i].values for i in self.places]
-        self.stored = Stored(values, offload)
+        self.tensors = [i for i, x in enumerate(state) if type(x) is SavedTensor]
+        values = [state[i].values for i in self.tensors]
+        self.stored = places.store(values, place)
         self.versions = Versions(() if self.stored.moved else values)
         if self.stored.moved:
-            for i in self.places:
+            for i in self.tensors:
                 self.state[i] = SavedTensor(torch.empty(0), state[i].recorded)
 
     def restored(self) -> State:
         """The state, copied: a body may change what it is given in place."""
         if (place := self.versions.changed()) is not None:
-            i = self.places[place]
+            i = self.tensors[place]
             raise Misuse(
                 f"a carry of shape {tuple(self.state[i].values.shape)} was changed in place after the loop had kept "
                 f"it; clone() it before changing it"
             )
         state = list(self.state)
         if self.stored.moved:
-            for i, x in zip(self.places, self.stored.read(), strict=True):
+            for i, x in zip(self.tensors, self.stored.read(), strict=True):
                 state[i] = SavedTensor(x, state[i].recorded)
         return copied(state)
 
@@ -208,14 +229,14 @@ class Snapshots:
 
     initial: Snapshot
 
-    def __init__(self, captures: Captures, offload: str | Path | None) -> None:
-        self.captures, self.offload = captures, Offload(offload)
+    def __init__(self, captures: Captures, offload: Place) -> None:
+        self.captures, self.places = captures, Places(offload)
         self.by_step: dict[int, Snapshot] = {}
 
-    def keep(self, step: int, state: State) -> State:
+    def keep(self, step: int, state: State, place: Place = None) -> State:
         """Takes a snapshot; gives the state to go on with."""
         self.captures.settle()
-        snapshot = self.by_step[step] = Snapshot(state, self.captures, self.offload)
+        snapshot = self.by_step[step] = Snapshot(state, self.captures, self.places, place)
         if step == 0:
             self.initial = snapshot
         return copied(state)

@@ -56,7 +56,7 @@ class Sweep:
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
-                    state = self.snapshots.keep(action.step, state)
+                    state = self.snapshots.keep(action.step, state, action.place)
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
                 elif going:

@@ -17,7 +17,7 @@ from tensorloop import schedule
 from tensorloop._common.errors import Misuse, named
 from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.checkpoint.snapshots import Offload, Stored
+from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.node import Run
@@ -75,7 +75,7 @@ class Segmented(Run):
         few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step, 1))
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
-        self.offload = Offload(blocks.offload)
+        self.places = Places(blocks.offload)
         self.shelf = Shelf(min(self.schedule.k or AT_A_TIME, AT_A_TIME))
         self.shelved = blocks.offload is None and 0 < plan.bytes_of_carry() < LARGE
         self.carries: dict[int, Stored | None] = {}  # before which block; of the first one there is init
@@ -157,14 +157,15 @@ class Segmented(Run):
     def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:
         """Carries out what the schedule wants with the carry before a block."""
         if isinstance(action, schedule.Snapshot):
-            self.carries[action.step] = self._stored(state) if action.step else None
+            self.carries[action.step] = self._stored(state, action.place) if action.step else None
         elif isinstance(action, schedule.Drop) and (stored := self.carries.pop(action.step)) is not None:
             stored.drop()
-            if self.shelved:
+            if self.shelved and not stored.moved:
                 self.shelf.take_back(stored.values)
 
-    def _stored(self, state: list[Tensor]) -> Stored:
-        return Stored(self.shelf.copied(state) if self.shelved else state, self.offload)
+    def _stored(self, state: list[Tensor], place: Place) -> Stored:
+        shelved = self.shelved and place is None
+        return self.places.store(self.shelf.copied(state) if shelved else state, place)
 
     # -- backward
 

@@ -1,0 +1,63 @@
+"""What a schedule says: actions on step numbers, and how it says them."""
+
+import numbers
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Run steps start..stop-1 from the working state, which is at `start`; it is at `stop` afterwards."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Snapshot:
+    """Keep the working state, which is at `step`.
+
+    `place` is "cpu" or a folder; None leaves it where the loop's `offload` says, without one in memory as it is.
+    """
+
+    step: int
+    place: str | Path | None = None
+
+    def __repr__(self) -> str:
+        return f"Snapshot(step={self.step}{'' if self.place is None else f', place={str(self.place)!r}'})"
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Make the snapshot of `step` the working state. The snapshot stays held."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget the snapshot of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run `step` with residuals from the working state, which is at `step`, and reverse it. That state is then lost."""
+
+    step: int
+
+
+Forward = Advance | Snapshot | Drop
+Action = Forward | Restore | Backward
+
+
+def as_count(x: Any, least: int, name: str, what: str) -> int:
+    """`x` as an int, refused in the name of a public function."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"{name}: {what} must be an int, got {type(x).__name__} {x!r}")
+    if x < least:
+        hint = "; the initial carry is the first snapshot" if what == "k" else ""
+        raise ValueError(f"{name}: {what} must be at least {least}, got {x}{hint}")
+    return int(x)

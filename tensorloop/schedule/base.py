@@ -1,0 +1,102 @@
+"""`Schedule`, and those that need no table: Revolve's for a known length, periodic ones, all states."""
+
+import abc
+import sys
+from collections.abc import Iterator, Sequence
+
+from tensorloop.schedule.actions import Action, Advance, Forward, Snapshot, as_count
+from tensorloop.schedule.segments import binomial_segments, in_segments, reverse_segments
+
+
+class Schedule(abc.ABC):
+    """A way to reverse a loop; subclasses say in `sweep` which states the forward pass keeps.
+
+    k: the most snapshots held at once, or None where nothing bounds them. Set it in the class or in `__init__`.
+    `reverse` may be replaced too; as it is, it is the best there is for the snapshots that the sweep left.
+    """
+
+    k: int | None = None
+
+    @abc.abstractmethod
+    def sweep(self, length: int | None) -> Iterator[Forward]:
+        """The actions of the forward pass over `length` steps, or without end where `length` is None.
+
+        The first action is Snapshot(0). With a known length the Advances cover 0..length exactly and no snapshot is
+        taken at `length`; a loop of length 0 has no actions. With None, whoever carries the actions out stops when the
+        loop ends, be it in the middle of an Advance.
+        """
+
+    def reverse(self, length: int, held: Sequence[int]) -> Iterator[Action]:
+        """The actions that reverse steps length-1 .. 0, given the snapshots `held` after the sweep, in any order.
+
+        As few extra steps as `held` and k allow (Revolve's optimum in each segment between two snapshots), and no more
+        Snapshots than those need. Where k is None, each state of a segment is kept. Every snapshot is dropped by the
+        end. A snapshot at `length` is dropped first: there is no such step.
+        Cost: amortised O(1) of time an action; bytes for k numbers, or for the longest segment where k is None.
+        Raises: TypeError, ValueError (`held` lacks step 0, reaches beyond `length`, or is more than k).
+        """
+        name = f"{type(self).__name__}.reverse"
+        length = as_count(length, 0, name, "length")
+        snapshots = sorted(set(held))
+        if length and snapshots[:1] != [0]:
+            raise ValueError(f"{name}: held must contain step 0, where the loop starts again; got {snapshots}")
+        if snapshots and not 0 <= snapshots[0] <= snapshots[-1] <= length:
+            raise ValueError(f"{name}: held must be steps from 0 to the length {length}; got {snapshots}")
+        if self.k is not None and len(snapshots) > self.k:
+            raise ValueError(f"{name}: {len(snapshots)} snapshots are held, but k is {self.k}; sweep() keeps too many")
+        return reverse_segments(length, snapshots, self.k)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class Binomial(Schedule):
+    """The fewest extra steps that k snapshots allow, for loops of known length (Griewank and Walther 2000).
+
+    Extra steps: T for T <= k; 2T - k for T < (k+1)(k+2)/2; about r T with C(k + r, k) = T beyond.
+    Cost: O(k) of time for the sweep.
+    Raises: TypeError, ValueError (k < 1; a length that is None).
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = as_count(k, 1, "Binomial", "k")
+
+    def sweep(self, length: int | None) -> Iterator[Forward]:
+        """The forward pass over `length` steps, which must be known."""
+        assert self.k is not None
+        if length is None:
+            raise ValueError(
+                f"Binomial.sweep: length is None, but this placement depends on it; use Online({self.k}), "
+                "which chooses as the loop goes"
+            )
+        return in_segments(binomial_segments(as_count(length, 0, "Binomial.sweep", "length"), self.k))
+
+
+class Periodic(Schedule):
+    """A snapshot every `every` steps; in reverse, all states of one such segment at a time.
+
+    Extra steps: 2T - ceil(T / every), as no step is advanced over more than twice.
+    Snapshots: at most ceil(T / every) + every - 1, fewest with `every` near the root of T.
+    Raises: TypeError, ValueError (every < 1).
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = as_count(every, 1, "Periodic", "every")
+
+    def sweep(self, length: int | None) -> Iterator[Forward]:
+        """The forward pass, of any length."""
+        return _every(self.every, sys.maxsize if length is None else as_count(length, 0, "Periodic.sweep", "length"))
+
+
+class StoreAll(Schedule):
+    """A snapshot of every state: T snapshots, T extra steps, nothing run again but for its own reversal."""
+
+    def sweep(self, length: int | None) -> Iterator[Forward]:
+        """The forward pass, of any length."""
+        return _every(1, sys.maxsize if length is None else as_count(length, 0, "StoreAll.sweep", "length"))
+
+
+def _every(every: int, end: int) -> Iterator[Forward]:
+    for start in range(0, end, every):
+        yield Snapshot(start)
+        yield Advance(start, min(start + every, end))

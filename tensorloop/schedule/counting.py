@@ -1,0 +1,36 @@
+"""Which schedule for a number of snapshots, and what a schedule costs."""
+
+from tensorloop.schedule.actions import Advance, Drop, Snapshot, as_count
+from tensorloop.schedule.base import Binomial, Schedule
+from tensorloop.schedule.online import Online
+
+
+def of(k: int, length: int | None) -> Schedule:
+    """The schedule for at most k snapshots: `Binomial` where the length is known, `Online` where it is None.
+
+    Raises: TypeError, ValueError (k < 1).
+    """
+    return Online(k) if length is None else Binomial(k)
+
+
+def advances(schedule: Schedule, length: int, known: bool = True) -> int:
+    """The extra steps of a schedule for `length` steps, the sweep included: counted by going through its actions.
+
+    With `known=False` the sweep is not told the length and is asked for no further action once it has got there.
+    Cost: O(1) of time an action. Raises: TypeError, ValueError (length < 0, and what the schedule raises).
+    """
+    length = as_count(length, 0, "advances", "length")
+    at, total, held = 0, 0, set[int]()
+    for action in schedule.sweep(length if known else None) if length else ():
+        match action:
+            case Advance(start, stop):
+                at = min(stop, length)
+                total += at - start
+            case Snapshot(step):
+                held.add(step)
+            case Drop(step):
+                held.remove(step)
+        if at == length:
+            break
+    again = (action.stop - action.start for action in schedule.reverse(length, [*held]) if isinstance(action, Advance))
+    return total + sum(again)

@@ -1,0 +1,170 @@
+"""`Hierarchy`: snapshots in memory and in slower places, each where it pays."""
+
+import functools
+import math
+import numbers
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorloop._common.arguments import as_place, describe
+from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Restore, Snapshot, as_count
+from tensorloop.schedule.base import Schedule
+from tensorloop.schedule.segments import reverse_segments
+from tensorloop.schedule.tables import Costs, Plan, less, plan_of
+
+
+class Level:
+    """A place for snapshots that is slower than memory: "cpu", or a folder.
+
+    `slots` is how many there may be at once, None for any number; `write` and `read` what one costs, in steps of the
+    loop: a carry of 200 MB on a disk of 1 GB/s, beside steps of 50 ms, costs 4.
+    Raises: TypeError, ValueError (slots < 1, a cost that is negative or not finite, no such folder).
+    """
+
+    @named("Level")
+    def __init__(self, place: str | Path, slots: int | None = None, *, write: float = 1.0, read: float = 1.0) -> None:
+        found = as_place(place, "place")
+        if found is None:
+            raise WrongType('place must be "cpu" or a folder; what stays in memory is the first argument of Hierarchy')
+        self.place = found
+        self.slots = None if slots is None else as_count(slots, 1, "Level", "slots")
+        self.write, self.read = _as_cost(write, "write"), _as_cost(read, "read")
+
+    def __repr__(self) -> str:
+        return f"Level({str(self.place)!r}, {self.slots}, write={self.write}, read={self.read})"
+
+
+def _as_cost(x: Any, what: str) -> float:
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise WrongType(f"{what} must be a number of steps, got {describe(x)}")
+    if not 0 <= (cost := float(x)) < math.inf:
+        raise WrongValue(f"{what} must be a number of steps, 0 or more, got {x}")
+    return cost
+
+
+class Hierarchy(Schedule):
+    """At most `memory` snapshots in memory and the others at slower levels, for loops of known length.
+
+    Levels go from fast to slow. The cost, which is extra steps, writes and reads, is the least there is for up to 512
+    steps (Disk-Revolve, H-Revolve). Of a longer loop the slower levels take states at multiples of T / 512 alone.
+    Cost: when a length is met first, some 20 ms for each level, and for each slot of a level where their number binds;
+    the last lengths are remembered. Then amortised O(1) of time an action.
+    Raises: TypeError, ValueError (memory < 1, no level, a length that is None).
+    Source: Aupy, Herrmann, Hovland and Robert 2016, Optimal multistage algorithm for adjoint computation; Herrmann and
+    Pallez 2020, H-Revolve.
+    """
+
+    def __init__(self, memory: int, *levels: Level) -> None:
+        self.memory = as_count(memory, 1, "Hierarchy", "memory")
+        if not levels:
+            raise ValueError(f"Hierarchy: give at least one Level; in memory alone it is Binomial({memory})")
+        for i, level in enumerate(levels):
+            if not isinstance(level, Level):
+                raise TypeError(f"Hierarchy: levels[{i}] must be a Level, got {describe(level)}")
+        self.levels = levels
+        slots = [level.slots for level in levels]
+        self.k = None if None in slots else self.memory + sum(n for n in slots if n is not None)
+
+    def sweep(self, length: int | None) -> Iterator[Forward]:
+        """The forward pass over `length` steps, which must be known."""
+        if length is None:
+            raise ValueError(
+                "Hierarchy.sweep: length is None, but this placement depends on it; use Online(k) or Periodic(every), "
+                "or a schedule of your own whose Snapshots have a place"
+            )
+        return _sweep(self._plan(length, "sweep"), self._places)
+
+    def reverse(self, length: int, held: Sequence[int]) -> Iterator[Action]:
+        """The actions that reverse what `sweep(length)` left; `held` are its snapshots, in any order."""
+        plan = self._plan(length, "reverse")
+        if sorted(held) != plan.steps():
+            raise ValueError(
+                f"Hierarchy.reverse: held must be the snapshots of sweep({length}), {plan.steps()}; got {sorted(held)}"
+            )
+        return _reverse(plan, self._places, self.memory)
+
+    @property
+    def _places(self) -> list[Any]:
+        return [level.place for level in self.levels]
+
+    def _plan(self, length: int, method: str) -> Plan:
+        length = as_count(length, 0, f"Hierarchy.{method}", "length")
+        return _plan(self.memory, tuple(Costs(x.slots, x.write, x.read) for x in self.levels), length)
+
+    def __repr__(self) -> str:
+        return f"Hierarchy({', '.join(map(repr, (self.memory, *self.levels)))})"
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(memory: int, levels: tuple[Costs, ...], length: int) -> Plan:
+    """The best plan; where it needs no more slots than there are, that for any number, which is found at once."""
+    plan = plan_of(memory, [costs._replace(slots=None) for costs in levels], length)
+    return plan if _fits(plan, memory, levels) else plan_of(memory, levels, length)
+
+
+def _fits(plan: Plan, memory: int, levels: tuple[Costs, ...]) -> bool:
+    numbers_of = range(len(levels))
+    held: dict[int, Any] = {}
+    used = Counter[Any]()
+    for actions in (_sweep(plan, numbers_of), _reverse(plan, numbers_of, memory)):
+        for action in actions:
+            if isinstance(action, Snapshot):
+                held[action.step] = action.place
+                used[action.place] += 1
+                level: Any = action.place
+                if level is not None and used[level] > (levels[level].slots or math.inf):
+                    return False
+            elif isinstance(action, Drop):
+                used[held.pop(action.step)] -= 1
+    return True
+
+
+def _sweep(plan: Plan, places: Sequence[Any]) -> Iterator[Forward]:
+    for part in plan.parts:
+        start, end = plan.at(part.start), plan.at(part.start + part.blocks)
+        yield Snapshot(start, places[part.level - 1])
+        yield Advance(start, end)
+    for start, length in zip(plan.steps(slower=False), plan.segments, strict=True):
+        yield Snapshot(start)
+        yield Advance(start, start + length)
+
+
+def _reverse(plan: Plan, places: Sequence[Any], memory: int) -> Iterator[Action]:
+    yield from reverse_segments(plan.length, plan.steps(slower=False), memory)
+    stack = [*plan.parts]
+    while stack:
+        part = stack.pop()
+        start = plan.at(part.start)
+        if part.level == 0:
+            yield from _reverse_in_memory(start, plan.at(part.start + part.blocks), memory)
+            continue
+        table = plan.tables[part.level - 1]
+        if not part.held:
+            if table.down[part.blocks] <= table.written(part.blocks, part.slots):
+                stack.append(plan.lowered(part))
+            else:
+                yield Snapshot(start, places[part.level - 1])
+                stack.append(part._replace(held=True, slots=less(part.slots)))
+            continue
+        if not part.here:
+            yield Restore(start)
+        if (middle := table.middle(part.blocks, part.slots)) is None:
+            yield Drop(start)
+            stack.append(plan.lowered(part))
+        else:
+            yield Advance(start, plan.at(part.start + middle))
+            stack.append(part._replace(blocks=middle, here=False))
+            rest = part._replace(start=part.start + middle, blocks=part.blocks - middle)
+            stack.append(rest._replace(held=False, here=True))
+
+
+def _reverse_in_memory(start: int, end: int, slots: int) -> Iterator[Action]:
+    """From the working state at `start`, which is held nowhere, with all slots in memory free."""
+    if end - start == 1:
+        yield Backward(start)
+    else:
+        yield Snapshot(start)
+        yield from reverse_segments(end, [start], slots, start)
