@@ -1,4 +1,4 @@
-"""Layers that work on the features of each entry, matrix products, changes of dtype, and losses of pairs of entries."""
+"""Layers that work on the features of each entry, matrix products and changes of dtype."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from tensorloop.packed.base import Packed, check_only_first, is_packed, is_tensor, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.fallback import fall_back
-from tensorloop.packed.pointwise import align, check_partner, refuse_array, rewrap, to_values
+from tensorloop.packed.pointwise import align, check_partner, refuse_array
 
 
 @handles("linear")
@@ -94,25 +94,3 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         return func(input, *(x.values if is_packed(x) else x for x in args), **kwargs)
     values = func(input.values, *(x.values if is_packed(x) else x for x in args), **kwargs)
     return input._with(values, input._dim.to(values.device))
-
-
-@handles(
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
-    *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "soft_margin_loss"),
-)
-def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """A loss of pairs of entries: the mean is over the entries there are."""
-    if weight is not None and not is_packed(weight) and not is_tensor(weight):
-        args, weight = (weight, *args), None  # an old-style size_average
-    if not (is_packed(input) and is_packed(target)):
-        raise refusal("input and target must both be packed", "pack the other: pack_padded(x, p.lens)")
-    check_partner(input, target)
-    if isinstance(weight, Packed):
-        check_partner(input, weight)
-    if kwargs.get("reduction") == "batchmean":
-        return _loss(func, input, target, weight, *args, **(kwargs | {"reduction": "sum"})) / len(input._dim)
-    kwargs = {k: to_values(x, input) for k, x in kwargs.items()}
-    if weight is not None:
-        kwargs["weight"] = to_values(weight, input)
-    out = func(input.values, target.values, *args, **kwargs)
-    return rewrap(input, out) if kwargs.get("reduction") == "none" else out

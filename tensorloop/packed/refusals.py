@@ -14,11 +14,8 @@ _CONV = "its channels are dim 1: give it p.transpose(1, 2), (B, C, T*), and tran
 _NAMES: dict[str, str] = {
     "multi_head_attention_forward": "make the layer with batch_first=True",
     "scaled_dot_product_attention": "use tensorloop.attention, which keeps rows apart",
-    "cross_entropy": "its classes are dim 1; flatten first: cross_entropy(x.flatten(0, 1), y.flatten(0, 1))",
-    "nll_loss": "its classes are dim 1; flatten first: nll_loss(x.flatten(0, 1), y.flatten(0, 1))",
     **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "interpolate", "dropout1d", "lp_pool1d"), _CONV),
     "local_response_norm": "its channels are dim 1; use layer_norm or rms_norm",
-    "ctc_loss": "it takes (T, B, V): give it x.transpose(0, 1)",
     "einsum": "write it with matmul, or on .values without the letter of b",
     "embedding_bag": "use F.embedding(p, weight), then .sum(1), .mean(1) or .amax(1)",
     "mode": f"rows have no common length; {_ROWS}",

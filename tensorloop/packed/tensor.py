@@ -2,9 +2,9 @@
 
 In the order to read it: `dim.py` has the lengths and all that follows from them; `segments.py` has the
 differentiable operations on plain values and offsets; `dispatch.py` the table of torch functions, which `features.py`,
-`reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what works entry by
-entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's layouts. This file is
-the surface.
+`losses.py`, `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what
+works entry by entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's
+layouts. This file is the surface.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.versions import read_version
-from tensorloop.packed import features, interop, norms, pieces, reduce, rnn, segments, shape, show, sort
+from tensorloop.packed import features, interop, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, find_dim
@@ -33,7 +33,21 @@ from tensorloop.packed.time import convolution, pooling, resampling, spectrum, s
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (features, norms, pieces, reduce, rnn, shape, sort, convolution, pooling, resampling, spectrum, statistics)
+_TABLES = (
+    features,
+    losses,
+    norms,
+    pieces,
+    reduce,
+    rnn,
+    shape,
+    sort,
+    convolution,
+    pooling,
+    resampling,
+    spectrum,
+    statistics,
+)
 
 
 def _operator(name: str) -> Callable[..., Any]:

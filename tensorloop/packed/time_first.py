@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.errors import named
 from tensorloop._common.faces import late
-from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, PackedView, is_packed, refusal
+from tensorloop.packed.base import Packed, PackedView, refusal
+from tensorloop.packed.dispatch import dispatch
 
 
 class TimeFirst(PackedView):
@@ -75,19 +75,10 @@ def _transpose(func: Any, input: TimeFirst, dim0: int, dim1: int) -> Packed:
     return input.transpose(dim0, dim1)
 
 
-def _ctc_loss(
-    func: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
-) -> Tensor:
+def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(log_probs, TimeFirst):
         raise refusal("its log_probs are not packed", "pack them, or pass the padded targets")
-    p = log_probs.packed
-    lens, given = p._dim._lens, torch.as_tensor(input_lengths).to(p._dim.device)
-    if lens.device.type == "cpu" and given.shape == lens.shape and bool((given > lens).any()):
-        row = int((given > lens).nonzero()[0])
-        raise WrongValue(f"input_lengths[{row}] is {int(given[row])}, but row {row} has {int(lens[row])} entries")
-    padded = segments.pad(p.values, p._dim._offsets, p._dim.max_len).transpose(0, 1)
-    targets = targets.values if is_packed(targets) else targets
-    return func(padded, targets, input_lengths, target_lengths, *args, **kwargs)
+    return dispatch(func, (log_probs.packed, *args), kwargs)
 
 
 _TAKEN: dict[str, Callable[..., Any]] = {

@@ -101,7 +101,7 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
         "need_weights=False|masks",
     ),
     ("heads' mask", lambda p: MHA(p, p, p, None, False, torch.zeros(4, 4) > 0), TypeError, "masks are not taken"),
-    ("ctc", lambda p: F.ctc_loss(p, p, MIXED, MIXED), TypeError, "it takes .T, B, V.: give it x.transpose"),  # pyright: ignore
+    ("ctc", lambda p: F.ctc_loss(p, p, MIXED, MIXED), TypeError, "targets have dtype torch.float32, but tokens are"),  # pyright: ignore
     ("permute", lambda p: p.permute(2, 0, 1), TypeError, "for attention use tensorloop.attention"),
     ("unsqueeze", lambda p: p.unsqueeze(1), TypeError, "dim 1 would go before the ragged dim"),
     ("squeeze", lambda p: p.squeeze(1), TypeError, "are never dropped"),
@@ -116,7 +116,7 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("packed weight", lambda p: F.linear(VALUES, p), TypeError, "only its input may be packed"),
     ("norm shape", lambda p: F.layer_norm(p, (4, 3)), TypeError, "it needs 2 feature dims"),
     ("batch norm", lambda p: nn.BatchNorm1d(3)(p), TypeError, r"give it p.transpose\(1, 2\), \(B, C, T\*\)"),
-    ("cross entropy", lambda p: F.cross_entropy(p, p), TypeError, "its classes are dim 1; flatten first"),
+    ("cross entropy", lambda p: F.cross_entropy(p, p.pad()), TypeError, "input and target must both be packed"),
     (
         "conv",
         lambda p: nn.Conv1d(3, 3, 1)(p),

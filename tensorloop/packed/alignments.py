@@ -1,0 +1,78 @@
+"""Sums over the alignments of rows of frames with rows of tokens: CTC, by kernels that keep a number a state and frame.
+
+Where gradients must themselves be differentiated, and under transforms of `torch.func`, the recursion runs in ordinary
+operations over padded rows.
+
+Source: Graves et al. 2006, equations 5 to 16.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch import transforms
+from tensorloop._torch.eager_only import runs_kernels
+from tensorloop._torch.formula import differentiate, is_differentiated
+from tensorloop.kernels import find
+from tensorloop.packed import segments
+
+_FAR = -1e30  # for no path: minus infinity would have NaN for its gradient
+
+
+@runs_kernels
+def ctc(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, blank: int) -> Tensor:
+    """(B,): minus the log-probability of each row of tokens (M,) under each row of log-probabilities (N, V).
+
+    Infinite where no alignment has the tokens. The gradient is torch's, that of a loss of what a log-softmax comes from
+    (e^value is added to that of the sum over alignments), and of float16 and bfloat16 that of float32.
+    """
+    given = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    rest = offsets, tokens, token_offsets, blank
+    if transforms.maybe_level() is not None or transforms.forward_mode():
+        return ctc_formula(given, *rest)
+    return _Ctc.apply(given, *rest)  # pyright: ignore[reportReturnType]
+
+
+class _Ctc(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, *rest: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values = values.contiguous()
+        losses, alpha = find("ctc_loss", values)(values, *rest)
+        ctx.rest = rest
+        ctx.save_for_backward(values, losses, alpha)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values, losses, alpha = ctx.saved_tensors
+        if is_differentiated(grad):
+            rest = dict(zip(("offsets", "tokens", "token_offsets", "blank"), ctx.rest, strict=True))
+            return *differentiate(partial(ctc_formula, **rest), (values,), grad), None, None, None, None
+        found = find("ctc_loss_grad", grad, values)(grad, values, *ctx.rest, losses, alpha)
+        return found, None, None, None, None
+
+
+def ctc_formula(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, blank: int) -> Tensor:
+    """The same in ordinary operations."""
+    lens, sizes = offsets.diff(), token_offsets.diff()
+    frames, most = (int(x.max()) if len(x) else 0 for x in (lens, sizes))
+    padded = segments.pad(values, offsets, frames)
+    labels = torch.full((len(lens), 2 * most + 1), blank, device=values.device)
+    labels[:, 1::2] = segments.pad(tokens[:, None], token_offsets, most)[..., 0]
+    states = torch.arange(2 * most + 1, device=values.device)
+    skips = (states % 2 == 1) & (states > 1) & (labels != labels.roll(2, 1))
+    score = torch.full(labels.shape, _FAR, dtype=values.dtype, device=values.device).masked_fill(states == 0, 0)
+    for t in range(frames):
+        own = padded[:, t].gather(1, labels).clamp(min=_FAR)
+        one, two = (torch.nn.functional.pad(score, (n, -n), value=_FAR) for n in (1, 2))
+        ways = torch.stack([score, one.clamp(min=_FAR), torch.where(skips, two, _FAR)])
+        if t == 0:  # only the first two states begin a path, the second from the first
+            ways = torch.stack([score, one, torch.full_like(score, _FAR)])
+        score = torch.where((t < lens)[:, None], (ways.logsumexp(0) + own).clamp(min=_FAR), score)
+    last = (2 * sizes)[:, None]
+    ends = torch.cat([score.gather(1, last), score.gather(1, (last - 1).clamp(min=0)).masked_fill(last == 0, _FAR)], 1)
+    log = torch.where(lens == 0, torch.where(sizes == 0, 0, _FAR), ends.logsumexp(1))
+    weights = segments.sum((values.exp() - values.detach().exp()).sum(1, keepdim=True), offsets)[:, 0]  # of value 0
+    return torch.where(log < _FAR / 2, torch.inf, -log) + weights
