@@ -440,6 +440,33 @@ def stochastic_beam_risk(scores: Tensor, risks: Tensor, kappa: Tensor, estimator
     return (scores.exp() / q * bracket).sum()
 
 
+# Alignments of one row of frames with tokens.
+
+
+def ctc_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
+    """Of (T, V): a frame stays in a state, goes to the next, or over a blank between tokens that differ."""
+    states = [blank, *(x for token in tokens for x in (token, blank))]
+    reached = {-1: log_probs.sum() * 0}
+    for frame in log_probs:
+        ways: dict[int, list[Tensor]] = {}
+        for s, to in ((s, s + n) for s in reached for n in range(3) if 0 <= s + n < len(states)):
+            if to < s + 2 or (states[to] != blank and (s < 0 or states[to] != states[s])):
+                ways.setdefault(to, []).append(reached[s] + frame[states[to]])
+        reached = {s: torch.stack(scores).logsumexp(0) for s, scores in ways.items()}
+    ends = [reached[s] for s in (len(states) - 1, len(states) - 2) if s in reached]
+    return -torch.stack(ends).logsumexp(0) if ends else log_probs.sum() * 0 + math.inf
+
+
+def rnnt_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
+    """Of a joint (T, U + 1, V): a blank goes to the next frame, a token to the next text position."""
+    reached: dict[tuple[int, int], Tensor] = {}
+    for t, u in ((t, u) for t in range(len(log_probs)) for u in range(len(tokens) + 1)):
+        ways = [reached[t - 1, u] + log_probs[t - 1, u, blank]] if t else []
+        ways += [reached[t, u - 1] + log_probs[t, u - 1, tokens[u - 1]]] if u else []
+        reached[t, u] = torch.stack(ways).logsumexp(0) if ways else log_probs.sum() * 0
+    return -(reached[t, u] + log_probs[t, u, blank])
+
+
 # Orderings: `sees` (N, M) bool says which keys each query sees.
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tensorloop.packed.tensor import PackedTensor as PackedTensor
     from tensorloop.packed.tensor import collate as collate
     from tensorloop.packed.tensor import pack_padded as pack_padded
+    from tensorloop.packed.transducer import pairs as pairs
+    from tensorloop.packed.transducer import rnnt_loss as rnnt_loss
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
@@ -23,5 +25,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "packed.fallback": ("FALLBACKS", "PackedFallbackWarning"),
             "packed.sampler": ("BatchSampler",),
             "packed.tensor": ("PackedTensor", "collate", "pack_padded"),
+            "packed.transducer": ("pairs", "rnnt_loss"),
         },
     )

@@ -1,9 +1,9 @@
-"""Sums over the alignments of rows of frames with rows of tokens: CTC, by kernels that keep a number a state and frame.
+"""Sums over the alignments of rows of frames with rows of tokens, by kernels that keep a number a state and frame.
 
 Where gradients must themselves be differentiated, and under transforms of `torch.func`, the recursion runs in ordinary
 operations over padded rows.
 
-Source: Graves et al. 2006, equations 5 to 16.
+Sources: Graves et al. 2006, equations 5 to 16 (CTC); Graves 2012, equations 16 to 20 (RNN-T).
 """
 
 from functools import partial
@@ -16,6 +16,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.kernels import find
+from tensorloop.kernels.lattices import rnnt_formula
 from tensorloop.packed import segments
 
 _FAR = -1e30  # for no path: minus infinity would have NaN for its gradient
@@ -76,3 +77,28 @@ def ctc_formula(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: 
     log = torch.where(lens == 0, torch.where(sizes == 0, 0, _FAR), ends.logsumexp(1))
     weights = segments.sum((values.exp() - values.detach().exp()).sum(1, keepdim=True), offsets)[:, 0]  # of value 0
     return torch.where(log < _FAR / 2, torch.inf, -log) + weights
+
+
+@runs_kernels
+def rnnt(scores: Tensor, offsets: Tensor, widths: Tensor) -> Tensor:
+    """(B,) of scores (N, 2): `kernels.lattices.rnnt_formula`, in any number of derivatives."""
+    if transforms.maybe_level() is not None or transforms.forward_mode():
+        return rnnt_formula(scores, offsets, widths)
+    return _Rnnt.apply(scores, offsets, widths)  # pyright: ignore[reportReturnType]
+
+
+class _Rnnt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, *rest: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scores = scores.contiguous()
+        losses, alpha = find("rnnt_loss", scores)(scores, *rest)
+        ctx.save_for_backward(scores, losses, alpha, *rest)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        scores, losses, alpha, *rest = ctx.saved_tensors
+        if is_differentiated(grad):
+            formula = partial(rnnt_formula, offsets=rest[0], widths=rest[1])
+            return *differentiate(formula, (scores,), grad), None, None
+        return find("rnnt_loss_grad", grad, scores)(grad, scores, *rest, losses, alpha), None, None

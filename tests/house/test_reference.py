@@ -29,6 +29,8 @@ OF_KERNELS = {
     "edit_distance": ["edit_distance", "edit_cost"],
     "edit_path": ["edit_paths"],
     "beam_search": ["beam_best", "beam_pool", "beam_chosen", "beam_ancestors", "beam_trace"],
+    "ctc_loss": ["ctc_loss", "ctc_loss_grad"],
+    "rnnt_loss": ["rnnt_loss", "rnnt_loss_grad"],
     "attention": ["beam_attend", "past_attend", "past_attend_grad"],
 }
 # Public functions of other names; a schedule and a type compute nothing.

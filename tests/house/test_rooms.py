@@ -64,6 +64,7 @@ DOORS = {
     "attention.engine": {"beam"},
     "kernels.moves": {"regroup"},
     "kernels.past": {"attention", "beam"},
+    "kernels.lattices": {"packed"},
     # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
     "kernels.cpu.graphs": {"ordering"},
     "kernels.cpu.graph_walks": {"ordering"},
@@ -95,7 +96,7 @@ INNER = {
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
-    "kernels.eager": {"kernels.moves", "kernels.past"},
+    "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
     "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
 }
 # Their doors, for all in the room around.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop import reference
 from tensorloop.packed import PackedTensor, alignments, pack_padded
 from tensorloop.testing import assert_linear_memory, assert_saved_bytes
 
@@ -95,6 +96,18 @@ def close(dtype: torch.dtype) -> Any:
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=5)
+
+
+@given(rows=ROWS, blank=st.integers(0, 4))
+@settings(max_examples=20)
+def test_ctc_is_that_of_each_row(rows: list[tuple[int, int]], blank: int):
+    lens, sizes = [min(n, 6) for n, _ in rows], [min(m, 3) for _, m in rows]
+    values, targets = ctc_case(lens, sizes)
+    targets = PackedTensor((targets.values + blank) % 5, sizes)
+    found = ctc_loss(PackedTensor(values, lens), targets, None, None, blank, "none", True)
+    pairs = zip(values.split(lens), targets.unbind(), strict=True)
+    each = torch.stack([reference.ctc_loss(x, y.tolist(), blank) for x, y in pairs])
+    torch.testing.assert_close(found, torch.where(each == torch.inf, 0, each))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, D])
