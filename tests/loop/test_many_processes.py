@@ -244,7 +244,7 @@ def loss_of_entries(module: nn.Module, p: Any, group: Any = None) -> Tensor:
 
 
 def packed_batches(rank: int) -> Any:
-    """Gradients of every step where the processes' batches have unequal numbers of entries; which batches those were."""
+    """Gradients of every step, where the batches of processes have unequal numbers of entries, and these batches."""
     data, found = ragged_examples(), []
     sampler = tl.packed.BatchSampler(LENS, max_entries=10, seed=4)
     torch.manual_seed(0)
