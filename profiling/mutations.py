@@ -51,8 +51,12 @@ ROOMS = {
         ),
     ),
     "schedules": Room(
-        ("schedule.py",),
-        ("tests/checkpoint/test_schedule.py", "tests/checkpoint/test_schedule_online.py"),
+        ("schedule/segments.py", "schedule/online.py", "schedule/tables.py", "schedule/hierarchy.py"),
+        (
+            "tests/checkpoint/test_schedule.py",
+            "tests/checkpoint/test_schedule_online.py",
+            "tests/checkpoint/test_schedule_hierarchy.py",
+        ),
     ),
     "partition": Room(
         ("loop/compiled/partition.py", "loop/compiled/recurrence.py"),
