@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tensorloop.beam import beam_search as beam_search
     from tensorloop.loop import Checkpoints as Checkpoints
     from tensorloop.loop import associative_scan as associative_scan
+    from tensorloop.loop import carrying as carrying
     from tensorloop.loop import explain as explain
+    from tensorloop.loop import first_only as first_only
     from tensorloop.loop import fori_loop as fori_loop
     from tensorloop.loop import linear_recurrence as linear_recurrence
     from tensorloop.loop import map as map
@@ -48,8 +50,8 @@ _LATER = {
     "attention": ("attention",),
     "beam": ("beam_search",),
     "loop": (
-        *("Checkpoints", "associative_scan", "explain", "fori_loop", "linear_recurrence", "map", "scan"),
-        "while_loop",
+        *("Checkpoints", "associative_scan", "carrying", "explain", "first_only", "fori_loop", "linear_recurrence"),
+        *("map", "scan", "while_loop"),
     ),
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
     from tensorloop.loop.linear import linear_recurrence as linear_recurrence
+    from tensorloop.loop.first_step import first_only as first_only
+    from tensorloop.loop.module_state import carrying as carrying
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
@@ -26,5 +28,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "loop.compiled.front": ("NotCompiledWarning",),
             "loop.associative": ("associative_scan",),
             "loop.linear": ("linear_recurrence",),
+            "loop.first_step": ("first_only",),
+            "loop.module_state": ("carrying",),
         },
     )

@@ -12,19 +12,19 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.loop import zero_steps
+from tensorloop.loop import first_step
 from tensorloop.loop.associative import associative_scan
-from tensorloop.loop.called import Called, check_callable
-from tensorloop.loop.carry import describe
+from tensorloop.loop.called import Called, check_callable, pair_of
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
+from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
-from tensorloop.loop.rows_loop import ConditionalLoop, with_known_rows
-from tensorloop.loop.run import run_loop
+from tensorloop.loop.rows_loop import ConditionalLoop
+from tensorloop.loop.run import run_loop, run_scan
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
 from tensorloop.packed.dim import Dim
@@ -61,7 +61,7 @@ def scan(
 def scan(
     body_fn: Callable[..., tuple[C, Y]],
     init: C,
-    xs: TensorArray,
+    xs: TensorArray | range,
     length: int | None = None,
     *,
     dim: int = 0,
@@ -129,10 +129,11 @@ def scan(
             if until is not None and until(init): break
         return init, torch.stack(ys, dim)  # in index order
 
-    Shapes: xs leaves have one length T along `dim` (a TensorArray gives its slots, None stays None); without xs, x is
-    None and `length` or `until` says when to stop. The carry keeps its structure, shapes, dtypes and Python types. A y
-    leaf (*F) becomes (T, *F) with T at `dim`, or last where y has fewer dims; numbers become (T,); None stays None.
-    With `until`, ys have the steps taken. With `context`, body_fn and until take it as last argument.
+    Shapes: xs leaves have one length T along `dim` (a TensorArray gives its slots, a range its numbers, None stays
+    None); without xs, x is None and `length` or `until` says when to stop. The carry keeps structure, shapes, dtypes
+    and Python types (`first_only`: from the first step on). A y leaf (*F) becomes (T, *F) with T at `dim`, or last
+    where y has fewer dims; numbers become (T,); None stays None. With `until`, ys have the steps taken. With `context`,
+    body_fn and until take it as last argument.
     Over packed xs (all of one `Dim`) the carry has B leading rows; step t gets the n rows that have an entry t: x is
     (n, *F), and carry, context and y have n rows. ys are packed; under `reverse` every row begins at its own end.
     Gradient: as the Python loop's, to init, xs, context and whatever tensors body_fn closes over.
@@ -156,17 +157,17 @@ def scan(
     slices = _slices(xs, length, dim, reverse, until)
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
-        out = body_fn(carry, slices.tree.unflatten(row), *context)
-        return out if type(out) is tuple and len(out) == 2 else _not_a_pair(out)
+        return pair_of(body_fn(carry, slices.tree.unflatten(row), *context))
 
     more = () if context is None else ("context",)
     functions = Called("body_fn", body_fn, ("carry", "x", *more)), Called("until", until, ("carry", *more))
-    loop = Loop("scan", body, init, slices.length, context, slices=slices, until=until, functions=functions)
-    begun = with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
-    ended, carry = run_loop(begun, checkpoints, progress, compile)
-    outputs = ended.outputs
-    assert outputs is not None
-    return carry, outputs.stack(reverse) if ended.taken else outputs.of_no_steps(zero_steps.empty_outputs(loop))
+
+    def make(kind: type[Loop], init: Any, slices: Slices) -> Loop:
+        return kind("scan", body, init, slices.length, context, slices=slices, until=until, functions=functions)
+
+    if isinstance(init, FirstOnly):
+        return first_step.scan(make, init, slices, checkpoints, progress, compile)
+    return run_scan(make(Loop, init, slices), checkpoints, progress, compile)
 
 
 def _slices(
@@ -322,10 +323,15 @@ def while_loop(
 
     given = ("carry",) if context is None else ("carry", "context")
     functions = Called("cond_fn", cond_fn, given), Called("body_fn", body_fn, given)
-    loop = ConditionalLoop(
-        "while_loop", body, init, max_steps, context, cond=cond_fn, compact=compact, functions=functions
-    )
-    ended, carry = run_loop(loop, checkpoints, progress, compile)
+
+    def make(kind: type[Loop] | None, init: Any, most: int | None) -> Loop:
+        kind = kind or ConditionalLoop
+        return kind("while_loop", body, init, most, context, cond=cond_fn, compact=compact, functions=functions)
+
+    if isinstance(init, FirstOnly):
+        carry, steps = first_step.while_loop(make, init, max_steps, checkpoints, progress, compile)
+        return (carry, steps) if return_steps else carry
+    ended, carry = run_loop(make(None, init, max_steps), checkpoints, progress, compile)
     return (carry, ended.steps()) if return_steps else carry
 
 
@@ -355,19 +361,36 @@ def fori_loop(
     check_callable(body_fn=body_fn)
     first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
 
-    def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
-        return body_fn(first + t, carry), None
-
     functions = (Called("body_fn", body_fn, ("i", "carry")),)
-    loop = Loop("fori_loop", body, init, max(last - first, 0), functions=functions)
-    loop.lower, loop.numbered = first, body_fn
-    return run_loop(loop, checkpoints, progress, compile)[1]
+
+    def make(kind: type[Loop], init: Any, first: int) -> Loop:
+        def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+            return body_fn(first + t, carry), None
+
+        length = 1 if kind is FirstStep else max(last - first, 0)
+        loop = kind("fori_loop", body, init, length, functions=functions)
+        loop.lower, loop.numbered = first, body_fn
+        return loop
+
+    if isinstance(init, FirstOnly):
+        if last > first:
+            return first_step.fori_loop(make, init, first, checkpoints, progress, compile)
+        init = init.carry
+    return run_loop(make(Loop, init, first), checkpoints, progress, compile)[1]
 
 
-@stands_in_graphs(in_graph.map)
-@called_eagerly
-@in_graph.exports(in_graph.map)
-@named("map")
+@overload
+def map(
+    fn: Callable[[int], Y],
+    xs: range,
+    *,
+    dim: int = 0,
+    batch_size: None = None,
+    checkpoints: Plan = None,
+    compile: Compile = False,
+    progress: bool = False,
+) -> Y: ...
+@overload
 def map(
     fn: Callable[[X], Y],
     xs: X,
@@ -377,7 +400,21 @@ def map(
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
-) -> Y:
+) -> Y: ...
+@stands_in_graphs(in_graph.map)
+@called_eagerly
+@in_graph.exports(in_graph.map)
+@named("map")
+def map(
+    fn: Callable[[Any], Any],
+    xs: Any,
+    *,
+    dim: int = 0,
+    batch_size: int | None = None,
+    checkpoints: Plan = None,
+    compile: Compile = False,
+    progress: bool = False,
+) -> Any:
     """fn of each slice of xs along `dim`, stacked: ys.
 
     Shapes: as `scan` without a carry. With `batch_size=n` fn runs under `torch.func.vmap` over n slices at a time; it
@@ -405,17 +442,7 @@ def map(
         return (), fn(slices.tree.unflatten(row))
 
     loop = Loop("map", body, (), slices.length, slices=slices, functions=(Called("fn", fn, ("x",)),))
-    ended, _ = run_loop(loop, checkpoints, progress, compile)
-    outputs = ended.outputs
-    assert outputs is not None
-    return outputs.stack(False) if ended.taken else zero_steps.empty_outputs(loop)
-
-
-def _not_a_pair(out: Any) -> tuple[Any, Any]:
-    if isinstance(out, list) and len(out) == 2:
-        return out[0], out[1]
-    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
-    raise WrongType(f"body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")
+    return run_scan(loop, checkpoints, progress, compile)[1]
 
 
 def explain(

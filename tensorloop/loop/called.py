@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType
+from tensorloop.loop import carry
 
 
 class Called(NamedTuple):
@@ -38,6 +39,16 @@ _BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_K
 def name_of_carry(functions: Sequence[Called]) -> str:
     """What the body among these functions calls its carry."""
     return next((called.parameter("carry") for called in functions if called.what == "body_fn"), "carry")
+
+
+def pair_of(out: Any) -> tuple[Any, Any]:
+    """What a scan's body returned, if it is (carry, y)."""
+    if type(out) is tuple and len(out) == 2:
+        return out
+    if isinstance(out, list) and len(out) == 2:
+        return out[0], out[1]
+    got = f"a tuple of {len(out)}" if isinstance(out, tuple) else carry.describe(out)
+    raise WrongType(f"body_fn must return (carry, y), got {got}; return (carry, None) where there is no output")
 
 
 def check_callable(**functions: Any) -> None:

@@ -68,9 +68,10 @@ class PackedSlices(Slices):
         recorded = x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
         return x.split(self.counts) if recorded else None
 
-    def _copied(self, k: int, i: int) -> Tensor | None:
+    def _copied(self, k: int, i: int) -> Tensor:
         x, dim = self.tensors[k]
-        return None if x is None else self.part(x, dim, i).clone()
+        assert x is not None
+        return self.part(x, dim, i).clone()
 
     def rows(self) -> ActiveRows:
         """Which rows run at which step."""

@@ -4,10 +4,12 @@ from typing import Any
 
 from tensorloop._common import scope
 from tensorloop._common.progress import Progress
-from tensorloop.loop import advice
+from tensorloop.loop import advice, zero_steps
 from tensorloop.loop.checkpoint import node
 from tensorloop.loop.compiled import front
 from tensorloop.loop.loop import Loop
+from tensorloop.loop.packed_scan import PackedSlices
+from tensorloop.loop.rows_loop import with_known_rows
 
 
 def run_loop(
@@ -25,6 +27,17 @@ def run_loop(
         if plan is None or not node.applies(loop):
             return _run(loop, bar)
         return node.run(loop, plan, length, bar)
+
+
+def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile | front.Asked) -> tuple[Any, Any]:
+    """Runs a loop with outputs: (the carry, ys)."""
+    slices = loop.slices
+    assert slices is not None
+    begun = with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
+    ended, carry = run_loop(begun, checkpoints, progress, compile)
+    outputs = ended.outputs
+    assert outputs is not None
+    return carry, outputs.stack(slices.reverse) if ended.taken else outputs.of_no_steps(zero_steps.empty_outputs(loop))
 
 
 def _run(loop: Loop, progress: Progress) -> tuple[Loop, Any]:

@@ -1,5 +1,6 @@
 """What a scan runs over: the slices of tensors along one dim, in order or backwards."""
 
+import copy
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ CHUNK = 64
 class Slices:
     """The leaves of `xs`, checked, and their slices step by step."""
 
-    __slots__ = ("_chunks", "_rows", "_versions", "dim", "length", "reverse", "tensors", "tree")
+    __slots__ = ("_chunks", "_rows", "_versions", "dim", "length", "ranges", "reverse", "tensors", "tree")
 
     def __init__(self, xs: Any, length: int | None, dim: int, reverse: bool) -> None:
         self.dim, self.reverse = dim, reverse
@@ -38,8 +39,9 @@ class Slices:
             if is_sequence(xs):
                 raise WrongValue(f"{error}. {steps_or_leaves(len(xs))}") from None
             raise
-        # (tensor, its dim) for each leaf, (None, 0) for a leaf that is None.
+        # (tensor, its dim) for each leaf, (None, 0) for a leaf that is none.
         self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
+        self.ranges = {k: x for k, x in enumerate(leaves) if isinstance(x, range)}
         self._versions = Versions(x for x, _ in self.tensors)
         self._chunks: list[tuple[int, tuple[Tensor, ...]]] = [(-1, ())] * len(leaves)
         self._rows: list[Any] = []
@@ -48,13 +50,37 @@ class Slices:
         """Makes what is made for all steps at once. Before the first `row`; a compiled loop asks for none."""
         self._rows = [self._all_rows(x, d) for x, d in self.tensors]
 
-    def row(self, t: int) -> list[Tensor | None]:
+    def parted(self) -> tuple["Slices", "Slices"]:
+        """What the first step gets, of at least one, and what the others get. Before `begin`."""
+        if self.length is None:
+            return self._between(0, 1), self._between(0, None)
+        cut = self.length - 1 if self.reverse else 1
+        low, high = self._between(0, cut), self._between(cut, self.length)
+        return (high, low) if self.reverse else (low, high)
+
+    def _between(self, start: int, stop: int | None) -> "Slices":
+        part = copy.copy(self)
+        part.length = None if stop is None else stop - start
+        part.tensors = [(None if x is None else x.narrow(d, start, part.length or 0), d) for x, d in self.tensors]
+        part.ranges = {k: numbers[start:stop] for k, numbers in self.ranges.items()}
+        part._versions, part._chunks = Versions(x for x, _ in part.tensors), [*self._chunks]
+        return part
+
+    def row(self, t: int) -> list[Any]:
         """The slices that step t sees: each shares memory with nothing, or is one that autograd protects."""
         i = self.index(t)
         out = []
         for k, rows in enumerate(self._rows):
-            out.append(rows[i] if rows is not None else self._copied(k, i))
+            if self.tensors[k][0] is None:
+                out.append(self.number(k, t))
+            else:
+                out.append(rows[i] if rows is not None else self._copied(k, i))
         return out
+
+    def number(self, k: int, t: int) -> int | None:
+        """What step t gets of leaf k, which is no tensor: a number of a range, or None."""
+        numbers = self.ranges.get(k)
+        return None if numbers is None else numbers[self.index(t)]
 
     def index(self, t: int) -> int:
         """The place in xs, and in ys, of step t."""
@@ -83,11 +109,11 @@ class Slices:
     def _length_of(self, path: str, x: Any) -> int | None:
         if x is None:
             return None
-        if isinstance(x, TensorArray):
+        if isinstance(x, TensorArray | range):
             return len(x)
         if not isinstance(x, Tensor):
             raise WrongType(
-                f"xs{path} is {describe(x)}; expected a tensor, a TensorArray or None. "
+                f"xs{path} is {describe(x)}; expected a tensor, a TensorArray, a range or None. "
                 f"What is the same at every step belongs in init, or is closed over"
             )
         if x.dim() == 0 or not -x.dim() <= self.dim < x.dim():
@@ -108,7 +134,7 @@ class Slices:
         return length if found is None else found
 
     def _as_tensor(self, x: Any) -> tuple[Tensor | None, int]:
-        if x is None:
+        if x is None or isinstance(x, range):
             return None, 0
         if isinstance(x, TensorArray):
             return (x.stack() if len(x) else _no_slots(x)), 0
@@ -120,10 +146,9 @@ class Slices:
         recorded = x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
         return x.unbind(dim) if recorded else None
 
-    def _copied(self, k: int, i: int) -> Tensor | None:
+    def _copied(self, k: int, i: int) -> Tensor:
         x, dim = self.tensors[k]
-        if x is None:
-            return None
+        assert x is not None
         if transforms.maybe_level() is not None or x.is_inference():
             return x.select(dim, i).clone()
         number, chunk = self._chunks[k]

@@ -23,7 +23,11 @@ def empty_outputs(loop: Loop) -> Any:
     dim = loop.outputs.dim
     with fake_tensors() as fake, torch.no_grad():
         state = [_fake(fake, x) for x in loop.init]
-        row = [None if x is None else fake(_like(x, loop.slices.step_shape(x, d))) for x, d in loop.slices.tensors]
+        row: list[Any] = []
+        for x, d in loop.slices.tensors:
+            row.append(None if x is None else fake(_like(x, loop.slices.step_shape(x, d))))
+        for k, numbers in loop.slices.ranges.items():
+            row[k] = numbers.start
         try:
             _, y = loop.step(0, state, row)
         except Exception as error:

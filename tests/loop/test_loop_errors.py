@@ -52,7 +52,10 @@ def keep(carry: Any, *rest: Any) -> Any:
         (lambda: tl.scan(keep, ZERO, XS, 3.0), "scan: length must be an int"),
         (lambda: tl.scan(keep, ZERO, XS, dim=0.0), "scan: dim must be an int"),
         (lambda: tl.while_loop(bool, keep, 1, max_steps=2.0), "while_loop: max_steps must be an int"),
-        (lambda: tl.scan(keep, ZERO, [1, 2]), "scan: xs[0] is int 1; expected a tensor, a TensorArray or None"),
+        (
+            lambda: tl.scan(keep, ZERO, [1, 2]),
+            "scan: xs[0] is int 1; expected a tensor, a TensorArray, a range or None",
+        ),
         (lambda: tl.scan(keep, ZERO, {"a": XS, "b": [2.5]}), "scan: xs['b'][0] is float 2.5; expected a tensor"),
         (lambda: tl.scan(keep, ZERO, XS, checkpoints=2.0), "scan: checkpoints must be None, an int, a Schedule"),
         (lambda: tl.scan(keep, ZERO, XS, checkpoints=True), "scan: checkpoints must be None, an int, a Schedule"),

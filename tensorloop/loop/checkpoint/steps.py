@@ -52,13 +52,18 @@ class Steps:
         if slices is None:
             return []
         out = []
-        for x, dim in self.xs:
+        for k, (x, dim) in enumerate(self.xs):
             if x is None:
-                out.append(None)
+                out.append(self.number(k, t))
             else:
                 row = slices.part(x.detach(), dim, t)
                 out.append(row.requires_grad_() if x.requires_grad else row.clone())
         return out
+
+    def number(self, k: int, t: int) -> int | None:
+        """What step t gets of a leaf of xs that is no tensor."""
+        assert self.loop.slices is not None
+        return self.loop.slices.number(k, t)
 
     def part(self, x: Tensor, dim: int, t: int) -> Tensor:
         """The view of x, a tensor of xs or its gradient, that belongs to step t."""

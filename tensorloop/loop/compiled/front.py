@@ -47,8 +47,7 @@ class LeftToEager(Exception):
 
 def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | None:
     """(the loop as it ended, its carry), or None: what cannot be compiled is left to the caller."""
-    if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
-        raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
+    check_compile(compile)
     if not _surroundings(loop):
         return None
     before, done = Outside(loop.functions), None
@@ -70,6 +69,12 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
         if done is None:
             before.put_back()
     return done
+
+
+def check_compile(compile: Any) -> None:
+    """Refuses what says neither yes nor no."""
+    if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
+        raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
 
 
 def _surroundings(loop: Loop) -> bool:

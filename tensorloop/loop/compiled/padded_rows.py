@@ -34,6 +34,7 @@ class Entries(Slices):
         self.packed, self.active = packed, active if masked else None
         self.length, self.rows = active.shape
         self.tree, self.tensors, self.dim, self.reverse = packed.tree, [(x, 0) for x in leaves], 0, False
+        self.ranges = {}
 
     def outputs(self) -> PackedOutputs:
         """What the ys of a stretch go into: those of all its rows."""

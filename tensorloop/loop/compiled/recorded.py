@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
@@ -19,7 +20,7 @@ from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
 from tensorloop.loop.compiled.padded_rows import PaddedLoop
-from tensorloop.loop.compiled.step_number import symbol
+from tensorloop.loop.compiled.step_number import refuse_returned, symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
@@ -109,7 +110,7 @@ class Recorded:
                 x.normal_(generator=self.noise) if x.is_floating_point() else x
             self.before = [x.clone() for x in (*carry, *rows)]
         self.arguments = [*carry, *rows]
-        calls_tell = self.loop.name != "fori_loop" and not self.arrays.places
+        calls_tell = not is_numbered(self.loop) and not self.arrays.places
         if calls_tell and not (lines or paths.unclear(self.root) or modes()):
             self._glance = Glance(self.arguments)
         self.recorder = r = Recorder(self.arguments, lines=lines, glance=self._glance)
@@ -168,16 +169,19 @@ class Recorded:
         if self.active is not None:
             return self._padded(carry, state, rows)
         row: list[Any] = []
-        if loop.name == "fori_loop":
-            assert loop.numbered is not None
+        if is_numbered(loop):
             assert self.recorder is not None
             self.recorder.number = rows[-1]
+        if loop.name == "fori_loop":
+            assert loop.numbered is not None
             with self._watch:
                 returned, y = loop.numbered(symbol(loop.lower), loop.tree_of(state)), None
         else:
             row = self._row(rows)
             with self._watch:
                 returned, y = loop.body(0, loop.tree_of(state), row, loop.context_at(0))
+        if is_numbered(loop):
+            refuse_returned(pytree.leaves((returned, y)))
         leaves = loop.checked(returned, 0)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
         self._check_others(leaves)
@@ -188,12 +192,15 @@ class Recorded:
         self.growth = self.arrays.growth([(i, leaves[i]) for i in self.arrays.places])
         return [leaves[i] for i in self.places], leaves, ys, answer
 
-    def _row(self, rows: list[Tensor]) -> list[Tensor | None]:
+    def _row(self, rows: list[Tensor]) -> list[Any]:
         """The slices of xs."""
-        left = iter(rows)
-        return (
-            [] if self.loop.slices is None else [None if x is None else next(left) for x, _ in self.loop.slices.tensors]
-        )
+        left, slices = iter(rows), self.loop.slices
+        if slices is None:
+            return []
+        row: list[Any] = [None if x is None else next(left) for x, _ in slices.tensors]
+        for k, numbers in slices.ranges.items():
+            row[k] = symbol(numbers[slices.index(0)], numbers.step, numbers.start)
+        return row
 
     def _masked(self, carry: list[Tensor], state: list[Any]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """A step in which rows that have stopped keep their carry."""
@@ -351,9 +358,17 @@ def sequences(loop: Loop) -> list[Tensor]:
     if loop.name == "fori_loop":
         assert loop.length is not None
         found.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
+    elif is_numbered(loop):
+        assert loop.length is not None
+        found.append(torch.arange(loop.length, device="cpu"))
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
         found.append(loop.entries.active)
     return found
+
+
+def is_numbered(loop: Loop) -> bool:
+    """Whether the body gets the number of its step."""
+    return loop.name == "fori_loop" or (loop.slices is not None and bool(loop.slices.ranges))
 
 
 def _steps_first(x: Tensor, dim: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""The number of a step, as `fori_loop` gives it to a body, standing for a number that is another one at each step.
+"""The number of a step, as `fori_loop` and ranges of xs give it to a body: another number at each step.
 
 To a body it is a `torch.SymInt`, which torch's operations take as they take an int. In what is written down it is
 `scale * i + shift`; asked for its value in Python, it refuses. Private name of torch, tried with 2.11 and 2.13:
 the methods that `torch.SymInt` asks of its node.
 """
 
+from collections.abc import Iterable
 from typing import Any, Never
 
 import torch
@@ -79,6 +80,12 @@ def _refuse(*_: Any) -> Never:
     )
 
 
-def symbol(value: int) -> Any:
-    """The number of a step, for a body."""
-    return torch.SymInt(StepNumber(value))
+def symbol(value: int, scale: int = 1, shift: int = 0) -> Any:
+    """`scale * i + shift` for a body, where i is the number of the step; `value` is what it is at this one."""
+    return torch.SymInt(StepNumber(value, scale, shift))
+
+
+def refuse_returned(leaves: Iterable[Any]) -> None:
+    """Raises where a body returns the number as it is: to a loop it is no number of Python's."""
+    if any(isinstance(x, torch.SymInt) for x in leaves):
+        raise Refused("the body returns i, the number of the step, as a Python number", user_place())

@@ -1,0 +1,228 @@
+"""Attributes of modules and other objects as a state: which of them a step sets, taken off and put back.
+
+The first step is given copies of what it might change in place, so that what was there before stays as it was. From
+then on the attributes that it set are with whoever runs the steps: between two of them a mark stands in their place.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tensorloop._common import pytree
+from tensorloop._common.errors import WrongValue
+from tensorloop._torch import transforms
+from tensorloop._torch.versions import version_of
+from tensorloop.tensor_array.array import TensorArray
+
+R = TypeVar("R")
+State = dict[str, Any]  # by path
+MOST_ELEMENTS = 1000  # a larger container, a vocabulary say, is not looked into
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
+class _Mark:
+    """Stands where there is no attribute, or where one is with a loop."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"<{self.what}>"
+
+
+_MISSING, _TAKEN = _Mark("no such attribute"), _Mark("in the carry of a loop that runs")
+
+
+class _Holder(NamedTuple):
+    """A dict of attributes, buffers or items."""
+
+    path: str
+    values: dict[Any, Any]
+    kind: str  # "attributes", "buffers" or "items"
+
+    def names(self) -> list[Any]:
+        of_module = self.kind == "attributes" and "_modules" in self.values
+        return [key for key in self.values if not (of_module and key in _OF_MODULES)]
+
+    def path_of(self, key: Any) -> str:
+        return f"{self.path}{key}" if self.kind != "items" else f"{self.path}[{key!r:.60}]"
+
+
+class _Place(NamedTuple):
+    """An attribute that steps set: where it is, its value before the loop, whether steps write into that tensor."""
+
+    values: dict[Any, Any]
+    key: Any
+    before: Any
+    in_place: bool
+
+    def get(self) -> Any:
+        return self.values.get(self.key, _MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is _MISSING:
+            self.values.pop(self.key, None)
+        else:
+            self.values[self.key] = value
+
+
+class Attributes:
+    """Those of some objects, from before a loop on."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._holders = [x for i, y in enumerate(objects) for x in _holders(y, i if len(objects) > 1 else None)]
+        self._before = [{key: x.values[key] for key in x.names()} for x in self._holders]
+        self._places: dict[str, _Place] = {}
+
+    def first(self, call: Callable[[], R], names: Sequence[str]) -> tuple[R, State]:
+        """The first step: what it gave, and the attributes that it set, and those of `names`."""
+        given: list[dict[Any, _Given]] = []
+        copies: dict[int, Tensor] = {}
+        for holder in self._holders:
+            given.append({key: _Given(_copy(holder.values[key], copies)) for key in holder.names()})
+            holder.values.update({key: x.value for key, x in given[-1].items()})
+        out = call()
+        for holder, shown, before in zip(self._holders, given, self._before, strict=True):
+            self._find(holder, shown, before, names)
+        if unknown := [name for name in names if name not in self._places]:
+            raise WrongValue(f"names: no attribute has the path {unknown[0]!r} after the first step")
+        state = {path: place.get() for path, place in self._places.items()}
+        self.put_back()
+        self._take()
+        return out, state
+
+    def around(self, state: Mapping[str, Any], call: Callable[[], R]) -> tuple[R, State]:
+        """A later step, which finds `state`: what it gave, and the state after it."""
+        places = self._places
+        outside = [place.get() for place in places.values()]
+        try:
+            for path, place in places.items():
+                place.put(state[path])
+            return call(), {path: place.get() for path, place in places.items()}
+        finally:
+            for place, value in zip(places.values(), outside, strict=True):
+                place.put(value)
+
+    def put_last(self, state: Mapping[str, Any]) -> None:
+        """After the last step: its state, in the tensors that were there where steps write into them."""
+        for path, place in self._places.items():
+            value = state[path]
+            if place.in_place and _takes(place.before, value):
+                with torch.no_grad():
+                    place.before.copy_(value)
+                value = place.before
+            place.put(value)
+
+    def put_back(self) -> None:
+        """Makes all as it was before the loop."""
+        for holder, before in zip(self._holders, self._before, strict=True):
+            for key in [key for key in holder.names() if key not in before]:
+                del holder.values[key]
+            for key in before:
+                if holder.values.get(key, _MISSING) is not before[key]:
+                    holder.values[key] = before[key]
+
+    def find_late(self) -> str | None:
+        """What a later step has set and the first did not, in words: replays would find it as the last step left it."""
+        for holder, before in zip(self._holders, self._before, strict=True):
+            for key in {**before, **dict.fromkeys(holder.names())}:
+                path, now, was = holder.path_of(key), holder.values.get(key, _MISSING), before.get(key, _MISSING)
+                if path not in self._places and not _same(now, was):
+                    return (
+                        f"the body set {path} at a later step than the first, so that it is not in the carry; give "
+                        f"carrying names=[{path!r}], and the attribute a value of its kind before the loop"
+                    )
+        return None
+
+    def _find(self, holder: _Holder, given: dict[Any, "_Given"], before: dict[Any, Any], names: Sequence[str]) -> None:
+        """Notes what the first step has set in one place."""
+        written = False
+        for key in {**given, **dict.fromkeys(holder.names())}:
+            now, shown = holder.values.get(key, _MISSING), given.get(key)
+            if shown is None or shown.has_changed(now) or holder.path_of(key) in names:
+                in_place = shown is not None and now is shown.value and isinstance(now, Tensor)
+                written |= in_place
+                self._places[holder.path_of(key)] = _Place(holder.values, key, before.get(key, _MISSING), in_place)
+        if written and holder.kind == "buffers":  # batch norm writes to buffers, and not all of them count it
+            for key in holder.names():
+                if isinstance(before.get(key), Tensor):
+                    self._places.setdefault(holder.path_of(key), _Place(holder.values, key, before[key], True))
+
+    def _take(self) -> None:
+        for place in self._places.values():
+            place.put(_TAKEN)
+
+
+class _Given:
+    """An attribute as the first step finds it."""
+
+    __slots__ = ("_leaves", "_tree", "_versions", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._tree = None if isinstance(value, Tensor | nn.Module) or _is_large(value) else pytree.Tree(value)
+        self._leaves = self._leaves_of(value) or []
+        self._versions = [_version(x) for x in self._leaves]
+
+    def _leaves_of(self, value: Any) -> list[Any] | None:
+        return [value] if self._tree is None else self._tree.flatten(value)
+
+    def has_changed(self, now: Any) -> bool:
+        """Whether it is another one now, or has become another. Of arrays nobody knows."""
+        if now is not self.value:
+            return not _same(now, self.value)
+        leaves = self._leaves_of(now)
+        if leaves is None or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
+            return True
+        arrays = any(isinstance(x, TensorArray) for x in leaves)
+        return arrays or any(_version(x) != v for x, v in zip(leaves, self._versions, strict=True))
+
+
+def _holders(x: Any, number: int | None) -> Iterator[_Holder]:
+    path = "" if number is None else f"objects[{number}]"
+    if isinstance(x, nn.Module):
+        for name, module in x.named_modules():
+            prefix = ".".join(part for part in (path, name) if part)
+            prefix = f"{prefix}." if prefix else ""
+            yield _Holder(prefix, vars(module), "attributes")
+            yield _Holder(prefix, vars(module)["_buffers"], "buffers")
+    elif isinstance(x, dict):
+        yield _Holder(path, x, "items")
+    else:
+        yield _Holder(f"{path}." if path else "", vars(x), "attributes")
+
+
+def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
+    """What a step may change without that the original changes. Tensors that are one remain one."""
+
+    def copy(x: Any) -> Any:
+        if isinstance(x, TensorArray):
+            return x.__copy__()
+        if not isinstance(x, Tensor) or (x.is_leaf and x.requires_grad):  # a weight, which nobody writes to
+            return x
+        return copies.setdefault(id(x), x.clone())
+
+    return value if isinstance(value, nn.Module) else pytree.mapped(copy, value, _is_large)
+
+
+def _is_large(x: Any) -> bool:
+    return isinstance(x, list | tuple | dict) and len(x) > MOST_ELEMENTS
+
+
+def _version(x: Any) -> int | None:
+    return version_of(x) if isinstance(x, Tensor) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+
+
+def _takes(before: Any, value: Any) -> bool:
+    """Whether a value can be written into the tensor that was there."""
+    if not (isinstance(before, Tensor) and isinstance(value, Tensor)) or transforms.maybe_level() is not None:
+        return False
+    alike = (before.shape, before.dtype, before.device) == (value.shape, value.dtype, value.device)
+    return alike and not (before.requires_grad or value.requires_grad or before.is_inference())

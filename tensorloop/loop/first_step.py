@@ -1,0 +1,186 @@
+"""A first step unlike the others: it runs before the loop, and the carry that it gives is the one that steps keep."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import pytree
+from tensorloop._common.arguments import describe
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._torch import transforms
+from tensorloop.loop.called import name_of_carry
+from tensorloop.loop.carry import Carry
+from tensorloop.loop.checkpoint.node import plan_of
+from tensorloop.loop.compiled.front import check_compile
+from tensorloop.loop.loop import Loop, State, without_graph
+from tensorloop.loop.outputs import place
+from tensorloop.loop.packed_scan import PackedSlices
+from tensorloop.loop.run import run_loop, run_scan
+from tensorloop.loop.slices import Slices
+
+
+class FirstOnly:
+    """An init that the first step alone gets."""
+
+    __slots__ = ("carry",)
+
+    def __init__(self, carry: Any) -> None:
+        self.carry = carry
+
+
+def first_only(init: Any) -> Any:
+    """Marks an init that the first step alone gets: what that step returns is the carry that the others keep.
+
+    For `scan`, `while_loop` and `fori_loop`, in the place of `init`. A None, a 0 or an empty tensor that the first step
+    makes a state of is no change of the carry then; the structure, shapes and types of every later step are held
+    against those that the first one returned. A loop of no steps returns `init` as it is.
+    Gradient: the Python loop's. Cost: the first step runs by itself, eagerly, and keeps its residuals, with checkpoints
+    too; ys are copied once more. In errors and notes steps are counted from the second.
+    Raises: the loop does: TypeError (packed xs, a condition that gives a bool for each row, a first y unlike the
+    others), ValueError (their shapes).
+
+    Example:
+        >>> body = lambda h, x: (x if h is None else h + x, None)
+        >>> tl.scan(body, tl.first_only(None), torch.arange(4))
+        (tensor(6), None)
+    """
+    return FirstOnly(init)
+
+
+class FirstStep(Loop):
+    """The first step of a loop, whose carry may become another one."""
+
+    met = False  # whether `until` was
+
+    def ask(self, state: State) -> Loop:
+        """Asks a condition before the step; one for all rows, as none can be frozen at a carry of another kind."""
+        if not self.taken and self.cond is not None:
+            with without_graph():
+                answer = self.cond(self.tree_of(state), *self.context_at(0))
+            if isinstance(answer, Tensor) and (answer.numel() != 1 or transforms.is_batched(answer)):
+                raise WrongType(
+                    f"cond_fn gave {describe(answer)}, and init is first_only, where a condition is one bool; "
+                    f"reduce it, or give an init of the structure and shapes that the carry keeps"
+                )
+            self.going = self.truth(answer, "cond_fn")
+            return self
+        return super().ask(state)
+
+    def ask_until(self, t: int, state: State) -> None:
+        """As of every loop."""
+        super().ask_until(t, state)
+        self.met = not self.going
+
+    def checked(self, carry: Any, t: int) -> State:
+        """The leaves of what the body returned, which are what they are."""
+        self.carry = Carry(carry, lambda: name_of_carry(self.functions))
+        leaves = self.carry.tree.flatten(carry)
+        assert leaves is not None
+        self.last_tree = leaves, carry
+        return leaves
+
+
+def scan(
+    make: Callable[[type[Loop], Any, Slices], Loop],
+    init: FirstOnly,
+    slices: Slices,
+    checkpoints: Any,
+    progress: bool,
+    compile: Any,
+) -> tuple[Any, Any]:
+    """A scan whose first step runs by itself; `make` gives the loop over some slices."""
+    if isinstance(slices, PackedSlices):
+        raise WrongType("init is first_only, which does not go with packed xs: rows begin at steps of their own")
+    if slices.length == 0:
+        return run_scan(make(FirstStep, init.carry, slices), checkpoints, progress, compile)
+    _check(checkpoints, compile, "scan")
+    first, rest = slices.parted()
+    begun = make(FirstStep, init.carry, first)
+    carry, y = run_scan(begun, None, False, False)
+    if slices.length == 1 or (isinstance(begun, FirstStep) and begun.met):
+        return carry, y
+    with _counted_anew():
+        carry, ys = run_scan(make(Loop, carry, rest), checkpoints, progress, compile)
+    return carry, _joined(y, ys, slices)
+
+
+def while_loop(
+    make: Callable[[type[Loop] | None, Any, int | None], Loop],
+    init: FirstOnly,
+    max_steps: int | None,
+    checkpoints: Any,
+    progress: bool,
+    compile: Any,
+) -> tuple[Any, Any]:
+    """(carry, steps) of a loop whose first step runs by itself; `make` gives a loop of at most so many steps."""
+    _check(checkpoints, compile, "while_loop")
+    if max_steps == 0:
+        return init.carry, 0
+    ended, carry = run_loop(make(FirstStep, init.carry, 1), None, False)
+    if not ended.taken or max_steps == 1:
+        return carry, ended.taken
+    with _counted_anew():
+        ended, carry = run_loop(
+            make(None, carry, None if max_steps is None else max_steps - 1), checkpoints, progress, compile
+        )
+    return carry, ended.steps() + 1
+
+
+def fori_loop(
+    make: Callable[[type[Loop], Any, int], Loop],
+    init: FirstOnly,
+    lower: int,
+    checkpoints: Any,
+    progress: bool,
+    compile: Any,
+) -> Any:
+    """The carry of a loop of at least one step, which runs by itself; `make` gives the loop that begins at a number."""
+    _check(checkpoints, compile, "fori_loop")
+    _, carry = run_loop(make(FirstStep, init.carry, lower), None, False)
+    with _counted_anew():
+        return run_loop(make(Loop, carry, lower + 1), checkpoints, progress, compile)[1]
+
+
+def _check(checkpoints: Any, compile: Any, name: str) -> None:
+    """Refuses what the loop would, before the body runs."""
+    plan_of(checkpoints, name)
+    check_compile(compile)
+
+
+@contextmanager
+def _counted_anew() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note("init was first_only: steps are counted from the one after the first")
+        raise
+
+
+def _joined(y: Any, ys: Any, slices: Slices) -> Any:
+    """The first step's ys and those of the others, in index order."""
+    tree = pytree.Tree(ys)
+    one, others = tree.flatten(y), tree.flatten(ys)
+    assert others is not None
+    if one is None:
+        raise WrongType(
+            f"the y of the first step has another structure than the others:\n"
+            f"  - {pytree.structure(y)}\n  + {pytree.structure(ys)}\nReturn the same containers at every step."
+        )
+    leaves = [_cat(a, b, path, slices) for a, b, path in zip(one, others, tree.paths, strict=True)]
+    return tree.unflatten(leaves)
+
+
+def _cat(a: Any, b: Any, path: str, slices: Slices) -> Any:
+    if a is None and b is None:
+        return None
+    if a is None or b is None or a.dtype is not b.dtype or a.device != b.device or a.dim() != b.dim():
+        raise WrongType(f"y{path} is {describe(a)} after the first step, stacked, and {describe(b)} after the others")
+    dim = place(slices.dim, a.dim() - 1)
+    if any(n != m for d, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if d != dim):
+        raise WrongValue(
+            f"y{path} has shape {tuple(a.shape)} after the first step, stacked, and {tuple(b.shape)} after the others"
+        )
+    return torch.cat((b, a) if slices.reverse else (a, b), dim)

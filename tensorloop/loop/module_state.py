@@ -1,0 +1,174 @@
+"""State that lives on modules: loops that carry the attributes and buffers that their bodies set."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from tensorloop._common.arguments import describe
+from tensorloop._common.errors import Misuse, WrongType, named
+from tensorloop.loop import api
+from tensorloop.loop.attributes import Attributes, State
+from tensorloop.loop.called import Called, check_callable, name_of_carry, pair_of
+from tensorloop.loop.carry import Carry
+from tensorloop.loop.first_step import FirstOnly, first_only
+
+R = TypeVar("R")
+
+
+@named("carrying")
+def carrying(*objects: Any, names: Sequence[str] = ()) -> "Carrying":
+    """Loops for a body that keeps its state on modules: `tl.carrying(decoder).map(decoder.step, xs, checkpoints=16)`.
+
+    objects are modules (with all modules in them), objects with attributes, or dicts. `.scan`, `.map`, `.while_loop`
+    and `.fori_loop` take what those of tensorloop take. Each step finds the attributes, buffers and items that the step
+    before has set, and when the loop is over the last ones are on the objects, as after a Python loop. The first step
+    shows which these are; `names` has the paths (`"cell.h"`) of others, which a later step sets. What is missing, None
+    or of another shape before the first step may be so. Parameters are left alone.
+    Shapes: from the first step on they are a carry: tensors, TensorArrays, numbers, None and containers of these, which
+    keep structure, shapes and types. A tensor that steps write into is written into when the loop is over. Where a loop
+    raises, the objects are as before it.
+    Gradient: the Python loop's, also through the state, and to what was on the objects before.
+    Cost: a loop's with such a carry. The first step runs by itself and keeps its residuals; it takes a copy of each
+    tensor on the objects that is no parameter. ys are copied once more.
+    Raises: TypeError (an object without attributes, state that changes its kind, packed xs, a condition that gives a
+    bool for each row), ValueError (names), RuntimeError (an attribute that a later step sets and the first does not).
+
+    Example:
+        >>> counter = torch.nn.Module()
+        >>> counter.total = None
+        >>> def step(x):
+        ...     counter.total = x if counter.total is None else counter.total + x
+        ...     return counter.total
+        >>> tl.carrying(counter).map(step, torch.arange(4)), counter.total
+        (tensor([0, 1, 3, 6]), tensor(6))
+    """
+    for i, x in enumerate(objects):
+        if isinstance(x, type) or not (isinstance(x, dict) or hasattr(x, "__dict__")):
+            raise WrongType(f"objects[{i}] is {describe(x)}; expected a module, an object with attributes or a dict")
+    if not objects:
+        raise WrongType("there are no objects; give the modules whose attributes the body sets")
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise WrongType(f"names must be a sequence of paths, got {names!r}")
+    return Carrying(objects, tuple(names))
+
+
+class Carrying:
+    """The loops of tensorloop, with the state of some objects in their carry."""
+
+    def __init__(self, objects: Sequence[Any], names: Sequence[str]) -> None:
+        self._objects, self._names = objects, names
+
+    @named("scan")
+    def scan(
+        self,
+        body_fn: Callable[..., tuple[Any, Any]],
+        init: Any,
+        xs: Any = None,
+        length: int | None = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """`tl.scan`, whose body_fn and until find the state on the objects."""
+        check_callable(body_fn=body_fn)
+        run = self._begin(init, Called("body_fn", body_fn, ("carry", "x")))
+
+        def body(carried: Carried, x: Any, *context: Any) -> tuple[Carried, Any]:
+            return run.step(carried, lambda carry: pair_of(body_fn(carry, x, *context)))
+
+        if callable(until := options.get("until")):
+            options["until"] = run.asked(until)
+        carried, ys = run.over(lambda start: api.scan(body, start, xs, length, **options))
+        return run.end(carried), ys
+
+    @named("map")
+    def map(self, fn: Callable[..., Any], xs: Any = None, length: int | None = None, **options: Any) -> Any:
+        """`fn` of each slice of xs, one after the other, stacked: ys. Options are those of `tl.scan`."""
+        check_callable(fn=fn)
+        return self.scan(lambda carry, x: (carry, fn(x)), None, xs, length, **options)[1]
+
+    @named("while_loop")
+    def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
+        """`tl.while_loop` with a condition of one bool; both functions find the state on the objects."""
+        check_callable(cond_fn=cond_fn, body_fn=body_fn)
+        run = self._begin(init, Called("body_fn", body_fn, ("carry",)))
+
+        def body(carried: Carried, *context: Any) -> Carried:
+            return run.step(carried, lambda carry: (body_fn(carry, *context), None))[0]
+
+        out = run.over(lambda start: api.while_loop(run.asked(cond_fn), body, start, **options))
+        return (run.end(out[0]), out[1]) if options.get("return_steps") else run.end(out)
+
+    @named("fori_loop")
+    def fori_loop(
+        self, lower: int | Tensor, upper: int | Tensor, body_fn: Callable[..., Any], init: Any, **options: Any
+    ) -> Any:
+        """`tl.fori_loop`, whose body_fn finds the state on the objects."""
+        check_callable(body_fn=body_fn)
+        run = self._begin(init, Called("body_fn", body_fn, ("i", "carry")))
+
+        def body(i: int, carried: Carried) -> Carried:
+            return run.step(carried, lambda carry: (body_fn(i, carry), None))[0]
+
+        return run.end(run.over(lambda start: api.fori_loop(lower, upper, body, start, **options)))
+
+    def _begin(self, init: Any, called: Called) -> "_Run":
+        return _Run(Attributes(self._objects), self._names, init, called)
+
+
+class Carried(NamedTuple):
+    """The carry of a loop with the state of objects in it."""
+
+    carry: Any  # the user's
+    state: State | None  # None before the first step
+
+
+class _Run:
+    """One loop."""
+
+    def __init__(self, attributes: Attributes, names: Sequence[str], init: Any, called: Called) -> None:
+        self.attributes, self.names = attributes, names
+        if isinstance(init, FirstOnly):
+            self.init, self.like = init.carry, None
+        else:
+            self.init, self.like = init, Carry(init, lambda: name_of_carry((called,)))
+
+    def over(self, loop: Callable[[Any], R]) -> R:
+        """The loop, from its first carry on."""
+        try:
+            found = loop(first_only(Carried(self.init, None)))
+            if (late := self.attributes.find_late()) is not None:
+                raise Misuse(late)
+        except BaseException as error:
+            if not isinstance(error, Misuse) and (late := self.attributes.find_late()) is not None:
+                error.add_note(late)
+            self.attributes.put_back()
+            raise
+        return found
+
+    def step(self, carried: Carried, call: Callable[[Any], tuple[Any, Any]]) -> tuple[Carried, Any]:
+        """(the next carry, y) of one step."""
+        if carried.state is not None:
+            (carry, y), state = self.attributes.around(carried.state, lambda: call(carried.carry))
+        else:
+            (carry, y), state = self.attributes.first(lambda: call(carried.carry), self.names)
+            if self.like is not None:
+                self.like.check(carry, 0)
+        return Carried(carry, state), y
+
+    def asked(self, condition: Callable[..., Any]) -> Callable[..., Any]:
+        """A condition that finds the state where the body does."""
+
+        def ask(carried: Carried, *context: Any) -> Any:
+            if carried.state is None:
+                return condition(carried.carry, *context)
+            return self.attributes.around(carried.state, lambda: condition(carried.carry, *context))[0]
+
+        return ask
+
+    def end(self, carried: Carried) -> Any:
+        """Puts the last state on the objects; the user's carry."""
+        if carried.state is None:
+            self.attributes.put_back()  # what no step was done for, a call on fake tensors has set
+        else:
+            self.attributes.put_last(carried.state)
+        return carried.carry
