@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from tensorloop.loop.checkpoint.leaving import HeldTensorWarning as HeldTensorWarning
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
-    from tensorloop.loop.linear import linear_recurrence as linear_recurrence
     from tensorloop.loop.first_step import first_only as first_only
+    from tensorloop.loop.linear import linear_recurrence as linear_recurrence
     from tensorloop.loop.module_state import carrying as carrying
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours

@@ -142,20 +142,14 @@ def _run(replay: Replay, state: list[Any], xs: dict[int, Tensor]) -> list[Tensor
     steps.body.on = False
     try:
         for t in range(swept.taken):
-            row = [x if x is None else steps.part(xs.get(k, x), d, t).clone() for k, (x, d) in enumerate(steps.xs)]
+            row = [
+                steps.number(k, t) if x is None else steps.part(xs.get(k, x), d, t).clone()
+                for k, (x, d) in enumerate(steps.xs)
+            ]
             state, y = steps.run(t, state, row)
             ys.append(steps.ys_of(y, t))
             departed += [leaves for _, leaves in steps.take_departed()]
             if swept.draws:
-        with steps.body.unwatched():
-            for t in range(swept.taken):
-                row = [
-                    steps.number(k, t) if x is None else steps.part(xs.get(k, x), d, t).clone()
-                    for k, (x, d) in enumerate(steps.xs)
-                ]
-                state, y = steps.run(t, state, row)
-                ys.append(steps.ys_of(y, t))
-                departed += [leaves for _, leaves in steps.take_departed()]
                 replay.draw_again(t, state)
     finally:
         steps.body.on = True

@@ -99,8 +99,6 @@ class Replay:
         captures.end_step((), ())
         return Recomputed(
             recorded + tokens,
-            [(k, x) for k, x in enumerate(row) if x is not None and x.requires_grad],
-            [*recorded, *tokens],
             [(k, x) for k, x in enumerate(row) if isinstance(x, Tensor) and x.requires_grad],
             carry,
             ys,

@@ -165,8 +165,7 @@ class Sweep:
         outputs += self._collect(t, ys)
         arguments = [x for _, x in recorded + tokens]
         if row:
-            arguments += [x for x in row if x is not None]
-        arguments = [x for _, x in recorded + tokens] + [x for x in row if isinstance(x, Tensor)]
+            arguments += [x for x in row if isinstance(x, Tensor)]
         captures.end_step(outputs, arguments, [*new, *ys])
         if captures.arrays:
             captures.end_arrays()
