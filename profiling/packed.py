@@ -1,4 +1,4 @@
-"""Packing, padding, reductions over rows and permutations beside PyTorch's ways and FBGEMM's: forward + backward.
+"""Packing, padding, reductions over rows, permutations and layers of channels beside PyTorch's ways and FBGEMM's.
 
     python profiling/packed.py                         # 3 rounds, some 20 minutes
     python profiling/packed.py --only pack pad         # these cases alone, the others stay as they are
@@ -33,10 +33,16 @@ SHORT = {  # cases, and what ours is held against in the short set: the fastest 
 MEMORY = ("fresh", "kept")
 BANDWIDTH = 0.8  # of a copy's, fresh memory, forward: pack and pad
 SELECT = 0.4  # of index_select's time, there and back
+# Of torch's time on as many entries in rows of one length, forward + backward.
+LAYERS = {"conv1d": 1.1, "depthwise": 1.1, "max_pool": 1.2, "batch_norm": 1.2}
 TITLES = {
     "pack": "(B, T, D) to packed",
     "pad": "packed to (B, T, D)",
     "permute": f"(1, {PERMUTED}, {FEATURES}) permuted and back",
+    "conv1d": "convolution of 5 entries",
+    "depthwise": "convolution of 15, each channel alone",
+    "max_pool": "largest of each 2 entries",
+    "batch_norm": "batch norm",
 }
 
 
@@ -57,9 +63,11 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     del expected, wanted
     with torch.no_grad():
         forward = harness.seconds(lambda: way.run(x), cell["runs"])
+        cotangent = torch.randn_like(way.run(x))
+    leaves = (x, *way.weights)
     return {
         "forward_s": forward,
-        "total_s": harness.seconds(lambda: torch.autograd.grad(way.run(x), x, cotangent), cell["runs"]),
+        "total_s": harness.seconds(lambda: torch.autograd.grad(way.run(x), leaves, cotangent), cell["runs"]),
     }
 
 
@@ -150,7 +158,8 @@ def targets(result: Result) -> list[Target]:
             ours, peer = ours_of(result, case, kind), fastest_peer(result, case, kind)
             if ours and peer:
                 what = f"{case}, {kind} memory: time / fastest peer"
-                found.append(Target(what, ours / peer[1], SELECT if case == "permute" else 1))
+                bound = SELECT if case == "permute" else LAYERS.get(case, 1)
+                found.append(Target(what, ours / peer[1], bound))
     for case in ("pack", "pad"):
         way = next(iter(ways_of(result, case)), "")
         for kind in MEMORY:

@@ -1,4 +1,4 @@
-"""Packing, padding, reductions over rows and permutations: with tensorloop, and in the ways that others have.
+"""Packing, padding, reductions over rows, permutations, layers of channels: with tensorloop, and as others have them.
 
 All ways of a case take one tensor and give one. Rows have lengths uniform in 1..1000; what others need beyond the
 tensor (masks, indices, offsets) is made beforehand, so that it is not on the clock.
@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import rnn
 
@@ -21,6 +22,7 @@ PERMUTED = 16384
 class Way(NamedTuple):
     run: Callable[[Tensor], Tensor]
     compared: Callable[[Tensor], Tensor] | None = None  # `run` with its rows in everybody's order, where it has its own
+    weights: tuple[Tensor, ...] = ()  # whose gradients are on the clock, too
 
 
 class Ragged(NamedTuple):
@@ -237,6 +239,61 @@ def permute() -> dict[str, Way]:
     }
 
 
+def of_channels(layer: Callable[[Any], Any], step: int, fill: float, *weights: Tensor) -> dict[str, Way]:
+    """A layer of torch's on (B, C, T): packed, on as many entries in rows of one length, and padded.
+
+    `step`: how many entries become one. Rows of one length are (B, C, T) from the start, nothing is turned round for
+    them; they have other numbers, so that the padded way stands for them in the comparison.
+    """
+    r = ragged()
+    equal = next(d for d in range(min(ROWS, r.n), 0, -1) if r.n % d == 0)
+    kept = (torch.arange(r.steps // step) < (r.lens // step)[:, None]).flatten().nonzero()[:, 0]
+
+    def pad(v: Tensor) -> Tensor:
+        out = layer(padded(v, fill).mT).mT
+        return out.reshape(-1, FEATURES).index_select(0, kept)
+
+    return {
+        "p.transpose(1, 2)": Way(lambda v: layer(PackedTensor(v, r.dim).transpose(1, 2)).packed.values, None, weights),
+        "as many entries in equal rows": Way(lambda v: layer(v.view(equal, FEATURES, r.n // equal)), pad, weights),
+        "pad, the layer, index_select": Way(pad, None, weights),
+    }
+
+
+def conv1d() -> dict[str, Way]:
+    weight, bias = (torch.randn(FEATURES, *size).mul_(0.05).requires_grad_() for size in ((FEATURES, 5), ()))
+    return of_channels(lambda x: F.conv1d(x, weight, bias, padding=2), 1, 0.0, weight, bias)
+
+
+def depthwise() -> dict[str, Way]:
+    weight = torch.randn(FEATURES, 1, 15).mul_(0.1).requires_grad_()
+    return of_channels(lambda x: F.conv1d(x, weight, padding=7, groups=FEATURES), 1, 0.0, weight)
+
+
+def max_pool() -> dict[str, Way]:
+    return of_channels(lambda x: F.max_pool1d(x, 2), 2, 0.0)
+
+
+def batch_norm() -> dict[str, Way]:
+    """Padded, the statistics are those of the mask."""
+    weight, bias = (torch.randn(FEATURES).requires_grad_() for _ in range(2))
+    ways = of_channels(lambda x: F.batch_norm(x, None, None, weight, bias, True), 1, 0.0, weight, bias)
+    r = ragged()
+
+    def masked(v: Tensor) -> Tensor:
+        x, mask = padded(v, 0.0), r.mask[..., None]
+        mean = x.sum((0, 1)) / r.n
+        var = torch.where(mask, x - mean, 0).square().sum((0, 1)) / r.n
+        return ((x - mean) * (var + 1e-5).rsqrt() * weight + bias)[r.mask]
+
+    equal = ways["as many entries in equal rows"]
+    return {
+        "p.transpose(1, 2)": ways["p.transpose(1, 2)"],
+        "as many entries in equal rows": equal._replace(compared=masked),
+        "pad, statistics by a mask": Way(masked, None, (weight, bias)),
+    }
+
+
 CASES: dict[str, Callable[[], dict[str, Way]]] = {
     "pack": pack,
     "pad": pad,
@@ -246,4 +303,8 @@ CASES: dict[str, Callable[[], dict[str, Way]]] = {
     "softmax": segment_softmax,
     "logsumexp": segment_logsumexp,
     "permute": permute,
+    "conv1d": conv1d,
+    "depthwise": depthwise,
+    "max_pool": max_pool,
+    "batch_norm": batch_norm,
 }
