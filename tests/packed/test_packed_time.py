@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorloop.packed import PackedTensor
+from tensorloop.packed.time import convolution
 
 D = torch.float64
 LENS = st.lists(st.integers(0, 7), max_size=4)
@@ -100,6 +101,30 @@ def test_conv1d(
         return F.conv1d(x, w, b, stride, padding, dilation, groups)
 
     check(fn, lens, weights)
+
+
+@settings(max_examples=40)
+@given(
+    lens=st.lists(st.integers(0, 20), max_size=6),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 3),
+    line=st.integers(1, 13),
+)
+def test_conv1d_in_lines(lens: list[int], kernel: int, stride: int, padding: int, line: int) -> None:
+    """As a buffer of thousands of slots is cut, with short lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convolution, "_LINE", line)
+        check(lambda x, w, b: F.conv1d(x, w, b, stride, padding), lens, [weight(3, 4, kernel), weight(3)])
+
+
+def test_a_long_buffer_is_cut_into_lines() -> None:
+    lens, w = [3000, 1, 0, 1500], weight(3, 4, 5)
+    x = values(sum(lens))
+    out: Any = F.conv1d(seen(x, lens), w, padding=2)
+    want = torch.cat([F.conv1d(row.T[None], w, padding=2)[0].T for row in x.split(lens) if len(row)])
+    torch.testing.assert_close(out.packed.values, want)
+    compare(*(torch.autograd.grad(y.sin().sum(), (x, w)) for y in (out.packed.values, want)))
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 9])

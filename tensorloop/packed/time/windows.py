@@ -2,8 +2,8 @@
 
 One pass over all entries does the work of all rows: the rows lie in one buffer, apart from each other by as many slots
 of filler as a window may reach past their ends, and begin at multiples of the stride; of all windows over the buffer
-those are picked that belong to a row. The buffer has N + (B + 1) * padding + B * (stride - 1) slots at most, whatever
-the longest row.
+those are picked that belong to a row. The buffer has N + (B + 1) * padding + B * (stride - 1) slots at most, two
+lines of a convolution more, whatever the longest row.
 """
 
 from typing import NamedTuple
@@ -50,6 +50,7 @@ class Layout(NamedTuple):
     starts: Tensor  # (B,): the slot of the first entry of each row
     entries: Tensor | None  # (N,): the slot of each entry; None: they lie behind one another already
     windows: Tensor | None  # (N',): of all windows over the buffer those of rows; None: all
+    lines: bool = False  # whether the slots are a whole number of lines
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:
         """(N, *F) -> (slots, *F), `fill` between the rows."""
@@ -60,12 +61,15 @@ class Layout(NamedTuple):
         return found if self.windows is None else segments.collect(found, self.windows)
 
 
-def lay_out(dim: Dim, windows: Windows) -> Layout:
-    """The layout of rows for windows; made once for each dim."""
-    return dim._kept(f"{windows}", lambda: _make_layout(dim, windows))
+def lay_out(dim: Dim, windows: Windows, line: int = 0) -> Layout:
+    """The layout of rows for windows; made once for each dim.
+
+    `line`: a buffer of more than two lines of so many slots has whole lines, and no row's window begins in the last.
+    """
+    return dim._kept(f"{windows, line}", lambda: _make_layout(dim, windows, line))
 
 
-def _make_layout(dim: Dim, windows: Windows) -> Layout:
+def _make_layout(dim: Dim, windows: Windows, line: int) -> Layout:
     lens, stride = dim._lens, windows.stride
     results = _find_results(dim, windows)
     if windows.span == 1 and stride == 1 and not windows.left and not windows.right and dim.total:
@@ -73,17 +77,20 @@ def _make_layout(dim: Dim, windows: Windows) -> Layout:
     # The last: where padding is wider than a window, the next row's first window is another than this one's last.
     behind = windows.right + (stride - 1 if windows.ceil else 0)
     gap = max(windows.left, behind, windows.left + windows.right - windows.span + 1)
-    if not gap and stride == 1 and dim.total >= windows.span:
+    # A bound that asks no device: rounded up to the stride, a row takes stride - 1 slots more at most.
+    slots = max(dim.total + len(dim) * (gap + stride - 1) + windows.left, windows.span)
+    lines = bool(line) and slots > 2 * line
+    if not gap and stride == 1 and dim.total >= windows.span and not lines:
         slots, begins, spread = dim.total, dim._offsets[:-1], False
     else:
-        # A bound that asks no device: rounded up to the stride, a row takes stride - 1 slots more at most.
-        slots = max(dim.total + len(dim) * (gap + stride - 1) + windows.left, windows.span)
+        slots = (-(-slots // line) + 1) * line if lines else slots
         room = torch.div(lens + (gap + stride - 1), stride, rounding_mode="floor") * stride
         begins = room.cumsum(0) - room
         spread = True
     starts, firsts = begins + windows.left, torch.div(begins, stride, rounding_mode="floor")
     entries = starts.index_select(0, dim._row_ids) + dim._positions if spread else None
-    return Layout(results, slots, starts, entries, firsts.index_select(0, results._row_ids) + results._positions)
+    places = firsts.index_select(0, results._row_ids) + results._positions
+    return Layout(results, slots, starts, entries, places, lines)
 
 
 def _find_results(dim: Dim, windows: Windows) -> Dim:
