@@ -221,6 +221,17 @@ def test_carries_on_the_cpu_take_no_memory_of_the_device() -> None:
     assert held(tl.schedule.Hierarchy(2, tl.schedule.Level("cpu", write=0, read=0))) <= 4 * x.nbytes
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_linear_recurrence_gives_what_it_gives_on_the_cpu(reverse: bool) -> None:
+    results = []
+    for device in (torch.device("cpu"), DEVICE):
+        torch.manual_seed(0)
+        a, b = (torch.randn(77, *shape, dtype=torch.float64).to(device).requires_grad_() for shape in ((5, 1), (5, 3)))
+        h = tl.linear_recurrence(a.sin(), b, reverse=reverse)
+        results.append([x.detach().cpu() for x in (h, *torch.autograd.grad(h.square().sum(), (a, b)))])
+    torch.testing.assert_close(results[1], results[0])
+
+
 # ---- which kernels are chosen
 
 

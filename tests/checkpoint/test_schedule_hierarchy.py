@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import schedule
+from tensorloop.loop.checkpoint.snapshots import Snapshots
 from tensorloop.memory import collector_off, saved
 from tensorloop.schedule import (
     Advance,
@@ -287,6 +288,31 @@ def test_compiled_loops_too(steps: int, tmp_path: Path, monkeypatch: pytest.Monk
         found = torch.autograd.grad(turned(plan, steps, "strict"), ANGLE)
         torch.testing.assert_close(found, torch.autograd.grad(turned(None, steps), ANGLE))
     assert not [*tmp_path.rglob("*.pt")]
+
+
+def test_the_first_carry_stays_where_the_sweep_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For another backward: what a reversal moves to memory goes when it has ended."""
+    begun: list[Snapshots] = []
+    begin = Snapshots.__init__
+
+    def watched(self: Snapshots, *args: Any) -> None:
+        begin(self, *args)
+        begun.append(self)
+
+    monkeypatch.setattr(Snapshots, "__init__", watched)
+    plan = Hierarchy(4, Level(tmp_path, write=0.1, read=4))
+    assert [Drop(0), Snapshot(0)] in map(list, itertools.pairwise(plan.reverse(40, sorted(swept_steps(plan, 40)))))
+    loss = turned(plan)
+    first = torch.autograd.grad(loss, ANGLE, retain_graph=True)
+    (snapshots,) = begun
+    assert snapshots.by_step == {}
+    assert [x.name for x in tmp_path.rglob("*.pt")] == ["1.pt"]
+    assert snapshots.initial.stored.path is not None
+    torch.testing.assert_close(torch.autograd.grad(loss, ANGLE), first)
+
+
+def swept_steps(plan: Schedule, length: int) -> list[int]:
+    return [x.step for x in plan.sweep(length) if isinstance(x, Snapshot)]
 
 
 class Everywhere(Schedule):

@@ -227,18 +227,23 @@ class Snapshot:
 class Snapshots:
     """Those of one loop, by step. That of step 0 stays for another backward: it holds init and nothing else."""
 
-    initial: Snapshot
-
     def __init__(self, captures: Captures, offload: Place) -> None:
         self.captures, self.places = captures, Places(offload)
         self.by_step: dict[int, Snapshot] = {}
+        self._initial: Snapshot | None = None
+
+    @property
+    def initial(self) -> Snapshot:
+        """That of step 0."""
+        assert self._initial is not None
+        return self._initial
 
     def keep(self, step: int, state: State, place: Place = None) -> State:
         """Takes a snapshot; gives the state to go on with."""
         self.captures.settle()
         snapshot = self.by_step[step] = Snapshot(state, self.captures, self.places, place)
-        if step == 0:
-            self.initial = snapshot
+        if step == 0 and self._initial is None:  # a schedule may move it to another place, and drop that again
+            self._initial = snapshot
         return copied(state)
 
     def restore(self, step: int, *, draws: bool) -> State:
@@ -255,7 +260,7 @@ class Snapshots:
 
     def drop(self, step: int) -> None:
         snapshot = self.by_step.pop(step)
-        if snapshot is not self.initial:
+        if snapshot is not self._initial:
             snapshot.drop()
 
     def forget(self) -> None:
