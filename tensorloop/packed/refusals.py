@@ -40,7 +40,7 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(("T", "H", "mH"), "batch and ragged dim stay where they are; .mT exchanges feature dims"),
 }
 _BEGINNINGS: dict[str, str] = {
-    **dict.fromkeys(("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_", "max_unpool1d"), _CONV),
+    **dict.fromkeys(("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_"), _CONV),
     "conv": "windows over time and a feature dim are not there; conv1d takes p.transpose(1, 2)",
     "scatter": _WRITTEN,
     "index_": _WRITTEN,

@@ -117,6 +117,13 @@ def test_over_rows_as_the_packed_tensor() -> None:
     assert torch.equal(x[torch.tensor([2, 0])].packed.values, p[torch.tensor([2, 0])].values)
 
 
+def test_losses_of_pairs_are_over_the_entries() -> None:
+    p, x = both()
+    for loss in (F.mse_loss, F.l1_loss):
+        assert torch.equal(loss(x, x.tanh()), loss(p.values, p.values.tanh()))
+    assert F.mse_loss(x, x.tanh(), reduction="none").shape == x.shape
+
+
 def test_facts() -> None:
     p, x = both()
     assert x.shape == (4, 4, None)

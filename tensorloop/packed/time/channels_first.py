@@ -34,7 +34,12 @@ _ALONG = frozenset(
         *("glu", "repeat_interleave", "topk", "sort", "argsort", "median", "prod", "cumprod", "squeeze", "select"),
     }
 )
-_ALIKE = frozenset({"to", "type_as", "fill_", "zero_", "is_floating_point", "is_complex", "allclose", "equal"})
+_ALIKE = frozenset(
+    {
+        *("to", "type_as", "fill_", "zero_", "is_floating_point", "is_complex", "allclose", "equal"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
+    }
+)
 _FACTS = ("dtype", "device", "requires_grad", "lens", "max_len", "is_cuda", "is_leaf", "grad_fn")
 
 
