@@ -33,12 +33,19 @@ SCRIPTS = (
     "beam",
     "compiled",
     "hf",
+    "programs",
     "memory_tools",
     "import_time",
     "associative",
     "torch_loops",
 )
-PEERS = {"jax": "jax and equinox", "tf": "tensorflow", "fbgemm": "fbgemm_gpu", "hf": "transformers"}
+PEERS = {
+    "jax": "jax and equinox",
+    "tf": "tensorflow",
+    "fbgemm": "fbgemm_gpu",
+    "hf": "transformers",
+    "torchdiffeq": "torchdiffeq",
+}
 PAGE, MARKER = "docs/benchmarks/short.md", "bench"
 
 
