@@ -464,7 +464,8 @@ def rnnt_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
         ways = [reached[t - 1, u] + log_probs[t - 1, u, blank]] if t else []
         ways += [reached[t, u - 1] + log_probs[t, u - 1, tokens[u - 1]]] if u else []
         reached[t, u] = torch.stack(ways).logsumexp(0) if ways else log_probs.sum() * 0
-    return -(reached[t, u] + log_probs[t, u, blank])
+    end = len(log_probs) - 1, len(tokens)
+    return -(reached[end] + log_probs[(*end, blank)])
 
 
 # Orderings: `sees` (N, M) bool says which keys each query sees.

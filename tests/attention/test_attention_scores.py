@@ -33,7 +33,8 @@ def small_strips(monkeypatch: pytest.MonkeyPatch) -> None:
 def ours(q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], options: dict[str, Any]) -> Tensor:
     if "relative" in options:
         options = options | {"relative": (PackedTensor(options["relative"][0], q_lens), options["relative"][1])}
-    return attention(PackedTensor(q, q_lens), PackedTensor(k, k_lens), PackedTensor(v, k_lens), **options).values
+    out: Any = attention(PackedTensor(q, q_lens), PackedTensor(k, k_lens), PackedTensor(v, k_lens), **options)
+    return out.values
 
 
 def theirs(q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], options: dict[str, Any]) -> Tensor:
@@ -100,7 +101,8 @@ def test_padded(kind: str, sizes: tuple[int, int]):
         return attention(q, k, v, **options)
 
     def row_by_row(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        out = theirs(*(x.flatten(0, 1) for x in (q, k, v)), [new] * rows, [seen] * rows, options)
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        out = theirs(flat[0], flat[1], flat[2], [new] * rows, [seen] * rows, options)
         return out.view(rows, new, heads, 2)
 
     assert_matches_reference(padded, row_by_row, *inputs, options)
@@ -225,7 +227,7 @@ def test_dropout_is_the_same_in_backward_and_in_every_derivative(lens: list[int]
         rows = zip(*(x.split(lens) for x in (q, k, v)), strict=True)
         return torch.cat(
             [
-                definition(*row, b, causal=causal, factors=factors[b, :, : lens[b], : lens[b]])
+                definition(row[0], row[1], row[2], b, causal=causal, factors=factors[b, :, : lens[b], : lens[b]])
                 for b, row in enumerate(rows)
             ]
         )
@@ -290,7 +292,10 @@ def test_other_dtypes(dtype: torch.dtype):
     out = attention(x, x, x, bias=bias, score_mod=alibi, causal=True)
     assert out.dtype is dtype
     wanted = torch.stack(
-        [definition(*(y.float(),) * 3, b, bias=bias.float(), score_mod=alibi, causal=True) for b, y in enumerate(x)]
+        [
+            definition(y.float(), y.float(), y.float(), b, bias=bias.float(), score_mod=alibi, causal=True)
+            for b, y in enumerate(x)
+        ]
     )
     close: Any = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(out.float(), wanted, **close)
@@ -306,3 +311,30 @@ def test_empty_batches():
     for y in (p, PackedTensor(p.values, [0, 0])):
         out = attention(y, y, y, relative=(y, table), dropout=0.5, chunk=4)
         assert torch.autograd.grad(out.values.sum(), table)[0].eq(0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": True}, {"checkpoints": 2}, {"compact": True, "checkpoints": 2}])
+def test_rows_that_look_into_a_packed_context_and_leave(options: dict[str, Any]):
+    lens, limits = [3, 0, 5, 1], torch.tensor([2, 5, 0, 4])
+    turn = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0]
+
+    def run(h: Tensor, values: Tensor, slopes: Tensor, lens: list[int], limits: Tensor, **options: Any) -> Tensor:
+        def body(carry: Any, context: Any) -> Any:
+            x, n = carry
+            q = PackedTensor((x @ turn).unflatten(-1, (2, 3)), torch.ones(len(x), dtype=torch.int64))
+            mod = lambda score, b, h, i, j: score - slopes[h] * j  # noqa: E731
+            seen: Any = attention(q, context["memory"], context["memory"], score_mod=mod)
+            return torch.sin(x @ turn) + seen.values.flatten(1), n + 1
+
+        context = {"memory": PackedTensor(values, lens), "limits": limits}
+        start = (h, torch.zeros(len(h), dtype=torch.int64))
+        return tl.while_loop(lambda c, context: c[1] < context["limits"], body, start, context=context, **options)[0]
+
+    def row_by_row(h: Tensor, values: Tensor, slopes: Tensor) -> Tensor:
+        rows = enumerate(values.split(lens))
+        return torch.cat([run(h[b : b + 1], x, slopes, [lens[b]], limits[b : b + 1]) for b, x in rows])
+
+    inputs = tensors((4, 6), (9, 2, 3), (2,))
+    assert_matches_reference(
+        lambda h, values, slopes: run(h, values, slopes, lens, limits, **options), row_by_row, *inputs
+    )
