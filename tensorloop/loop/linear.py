@@ -81,10 +81,11 @@ def _broadcast(x: Any, what: str, b: Tensor, shape: list[int]) -> Tensor:
         arguments.dense_tensor(x, what)
     except TypeError as error:
         raise WrongType(str(error)) from None
-    x = x.reshape((1,) * (len(shape) - x.dim()) + x.shape)
+    given = tuple(x.shape)
+    x = x.reshape((1,) * (len(shape) - x.dim()) + given)
     if x.dim() > len(shape) or any(n not in (1, m) for n, m in zip(x.shape, shape, strict=True)):
         steps = "" if what == "a" else " without its steps"
-        raise WrongValue(f"{what} must broadcast to b{steps}, {tuple(shape)}, got shape {tuple(x.shape)}")
+        raise WrongValue(f"{what} must broadcast to b{steps}, {tuple(shape)}, got shape {given}")
     return x
 
 
