@@ -171,14 +171,16 @@ class _Given:
         return [value] if self._tree is None else self._tree.flatten(value)
 
     def has_changed(self, now: Any) -> bool:
-        """Whether it is another one now, or has become another. Of arrays nobody knows."""
+        """Whether it is another one now, or has become another. Of arrays, and in inference mode, nobody knows."""
         if now is not self.value:
             return not _same(now, self.value)
         leaves = self._leaves_of(now)
         if leaves is None or any(x is not y for x, y in zip(leaves, self._leaves, strict=True)):
             return True
-        arrays = any(isinstance(x, TensorArray) for x in leaves)
-        return arrays or any(_version(x) != v for x, v in zip(leaves, self._versions, strict=True))
+        return any(
+            isinstance(x, TensorArray) or (isinstance(x, Tensor) and (v is None or _version(x) != v))
+            for x, v in zip(leaves, self._versions, strict=True)
+        )
 
 
 def _holders(x: Any, number: int | None) -> Iterator[_Holder]:

@@ -445,6 +445,21 @@ def test_checkpoints_keep_as_much_as_with_the_state_in_the_carry() -> None:
     assert ours[0] - plain[0] < 1000, "the residuals of one step"
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any) -> None:
+    def run(ours: bool) -> Any:
+        torch.manual_seed(0)
+        linear = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4, dtype=D))
+        cell = Cell(torch.ones(4, dtype=D))
+        model, xs = nn.Sequential(linear, nn.BatchNorm1d(4, dtype=D), cell), randn(5, 2, 4, grad=False)
+        with mode():
+            ys = tl.carrying(model).map(model, xs) if ours else torch.stack([model(x) for x in xs])
+        return ys, cell.h, dict(model.named_buffers())
+
+    torch.testing.assert_close(run(True), run(False))
+
+
+@pytest.mark.eager_only("a count in Python keeps a loop from being compiled, and a warning says so")
 def test_no_warning_comes() -> None:
     decoder = Decoder()
     with warnings.catch_warnings():
