@@ -12,13 +12,23 @@ PACKAGE = "tensorloop_cuda"
 
 
 def available() -> bool:
-    """Whether kernels can run here. The first call loads numba and compiles an empty kernel, a second or two."""
+    """Whether kernels can run here. The first call loads numba and compiles an empty kernel, a second or two.
+
+    Example:
+        >>> isinstance(tl.cuda.available(), bool)
+        True
+    """
     return not why_not()
 
 
 @cache
 def why_not() -> str:
-    """What is missing, in one line: empty where kernels can run. Without them torch operations do the work."""
+    """What is missing, in one line: empty where kernels can run. Without them torch operations do the work.
+
+    Example:
+        >>> (tl.cuda.why_not() == "") == tl.cuda.available()
+        True
+    """
     wanted = (PACKAGE, "numba", *(("numba_cuda",) if torch.cuda.is_available() else ()))
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
@@ -32,7 +42,11 @@ def why_not() -> str:
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """A kernel by the name of its operation, as in `tensorloop.kernels`. Raises: RuntimeError where none can run."""
+    """A kernel by the name of its operation, as in `tensorloop.kernels`. Raises: RuntimeError where none can run.
+
+    Example:
+        >>> pad = tl.cuda.kernel("pad_rows") if tl.cuda.available() else None
+    """
     if reason := why_not():
         mend = "pip install 'tensorloop[gpu]'"
         raise RuntimeError(f"cuda.kernel: {name!r} cannot run here: {reason}; {mend} may mend it")

@@ -100,7 +100,13 @@ class RegroupPlan:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """What goes where; keys without columns are not in it."""
+        """What goes where; keys without columns are not in it.
+
+        Example:
+            >>> plan = tl.RegroupPlan(keys=[["a", "b"]], lengths=[[2, 3]], groups=[["b"]])
+            >>> len(plan.moves)
+            1
+        """
         return self._map.table
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:

@@ -25,6 +25,11 @@ def assert_saved_bytes(
     Raises:
         AssertionError: with all figures measured.
         ValueError: no bound given.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> tl.testing.assert_saved_bytes(lambda: (w * 2).sin().sum(), exactly=16).bytes  # what sin keeps
+        16
     """
     if at_most is None and exactly is None:
         raise ValueError("assert_saved_bytes: no bound; give at_most= or exactly= (bytes)")
@@ -54,6 +59,12 @@ def assert_growth(
 
     Raises:
         AssertionError: with the table of what was measured.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> make = lambda T: lambda: sum((w * t).sin().sum() for t in range(T))
+        >>> tl.testing.assert_growth(make, (8, 16, 32), 1).Ts
+        (8, 16, 32)
     """
     found = growth(make_fn, Ts, subtract=subtract, measure=measure)
     if max(abs(found.exponent - exponent), abs(found.marginal - exponent)) > tolerance:
@@ -75,6 +86,11 @@ def assert_linear_memory(
 
     Raises:
         AssertionError: with the table of what was measured.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> tl.testing.assert_linear_memory(lambda T: lambda: (w * torch.ones(T, 1)).sin().sum(), (8, 16, 32)).Ts
+        (8, 16, 32)
     """
     found = growth(make_fn, Ts, subtract=subtract, measure=measure)
     if max(found.exponent, found.marginal) > 1 + tolerance:
@@ -91,6 +107,9 @@ def assert_no_leak(fn: Callable[..., Any], *args: Any) -> None:
 
     Raises:
         AssertionError: with the number of storages and bytes, and how much of it sits in reference cycles.
+
+    Example:
+        >>> tl.testing.assert_no_leak(lambda: torch.ones(4, requires_grad=True).exp().sum())
     """
     with collector_off():
         with LiveStorages() as live:
@@ -127,6 +146,11 @@ def assert_matches_reference(
 
     Raises:
         AssertionError: naming the output or the input, and the largest difference.
+
+    Example:
+        >>> x = torch.randn(5, 2, requires_grad=True)
+        >>> ours = lambda x: tl.scan(lambda c, x: (c + x, c + x), torch.zeros(2), x)[1]
+        >>> tl.testing.assert_matches_reference(ours, lambda x: x.cumsum(0), x)
     """
     if (rtol is None) != (atol is None):
         rtol, atol = rtol or 0.0, atol or 0.0
@@ -165,6 +189,10 @@ def assert_close(actual: Any, expected: Any, **options: Any) -> None:
     Raises:
         AssertionError: naming the place, `['lens']` or `['values']`, and the largest difference.
         TypeError: one is packed, the other is not.
+
+    Example:
+        >>> p = tl.PackedTensor(torch.ones(3), [1, 2])
+        >>> tl.testing.assert_close([p, 2 * p], [p, p + p])
     """
     for a, b in zip(tree_leaves(actual, is_leaf=is_packed), tree_leaves(expected, is_leaf=is_packed), strict=False):
         if is_packed(a) != is_packed(b):

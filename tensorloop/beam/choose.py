@@ -48,7 +48,16 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class TopK:
-    """The K best continuations; ties by the smaller beam index, then the smaller token."""
+    """The K best continuations; ties by the smaller beam index, then the smaller token.
+
+    Example:
+        >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+        >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+        >>> sizes = {"batch_size": 1, "beam_size": 3, "bos_id": 0, "eos_id": 1, "max_steps": 9}
+        >>> hyps = tl.beam_search(step, torch.zeros(1, 8), **sizes, choose=tl.beam.TopK())
+        >>> hyps.scores.shape
+        torch.Size([1, 3])
+    """
 
     by_key = False  # whether ended hypotheses rank by their keys, not by the length model
     repeats = False  # whether two hypotheses of a row may be the same
@@ -72,6 +81,14 @@ class StochasticBeam:
     ended sequences (n <= K, with stop="exact"). The result has `keys`, `kappa` (the largest key left out) and
     `inclusion` (the probability that each was drawn, given kappa).
     Source: Kool et al. 2019 (1903.06059).
+
+    Example:
+        >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+        >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+        >>> sizes = {"batch_size": 1, "beam_size": 3, "bos_id": 0, "eos_id": 1, "max_steps": 9}
+        >>> hyps = tl.beam_search(step, torch.zeros(1, 8), **sizes, choose=tl.beam.StochasticBeam())
+        >>> hyps.repeated.any().item()
+        False
     """
 
     generator: torch.Generator | None = field(default=None, compare=False)
@@ -102,6 +119,14 @@ class Sample:
 
     `temperature` divides the log-probabilities, then only the `top_k` likeliest tokens stay, and of those the smallest
     set whose probability is at least `top_p`. The scores returned are the model's own.
+
+    Example:
+        >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+        >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+        >>> sizes = {"batch_size": 1, "beam_size": 3, "bos_id": 0, "eos_id": 1, "max_steps": 9}
+        >>> hyps = tl.beam_search(step, torch.zeros(1, 8), **sizes, choose=tl.beam.Sample(top_k=2))
+        >>> hyps.scores.shape
+        torch.Size([1, 3])
     """
 
     temperature: float = 1.0

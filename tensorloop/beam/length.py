@@ -27,7 +27,13 @@ Bound = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Sum:
-    """S itself: the log-probability of the hypothesis. No continuation can beat s."""
+    """S itself: the log-probability of the hypothesis. No continuation can beat s.
+
+    Example:
+        >>> scores = torch.tensor([-2.0, -3.0])
+        >>> tl.beam.Sum().final(scores, torch.tensor([1, 6]))
+        tensor([-2., -3.])
+    """
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
         """S"""
@@ -44,6 +50,11 @@ class BoundedReward:
 
     `target` is a number, or (B,) for one of each row, such as a ratio of the source's length.
     Source: Huang et al. 2017 (1809.00069); Yang et al. 2018.
+
+    Example:
+        >>> scores = torch.tensor([-2.0, -3.0])
+        >>> tl.beam.BoundedReward(0.5, target=4).final(scores, torch.tensor([1, 6]))
+        tensor([-1.5000, -1.0000])
     """
 
     g: float
@@ -73,6 +84,11 @@ class Power:
     `floor` says how near: every token but the eos then costs at least `floor` nats. A floor helps alpha < 1 alone, and
     ends a search after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late
     at 0.9. With alpha=1 the bound is the floor itself, which no search reaches: give max_steps.
+
+    Example:
+        >>> scores = torch.tensor([-2.0, -3.0])
+        >>> tl.beam.Power(1.0).final(scores, torch.tensor([1, 6]))
+        tensor([-2.0000, -0.5000])
     """
 
     alpha: float
@@ -95,6 +111,11 @@ class GNMT:
     """S / ((5 + L) / 6) ** alpha. `floor` as in `Power`.
 
     Source: Wu et al. 2016 (1609.08144), equation 14, without coverage.
+
+    Example:
+        >>> scores = torch.tensor([-2.0, -3.0])
+        >>> tl.beam.GNMT(1.0).final(scores, torch.tensor([1, 6]))
+        tensor([-2.0000, -1.6364])
     """
 
     alpha: float

@@ -24,6 +24,13 @@ class Lattice:
     Hypothesis k after step t goes on from hypothesis `backpointers[t, b, k]` of the step before with `tokens[t, b, k]`;
     `scores` is the sum of its log-probabilities, -inf where there is none. Row b took `steps[b]` steps; what stands
     behind them means nothing. `ends` are the hypotheses returned: (B, n_best) tokens each has, and its place k.
+
+    Example:
+        >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+        >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+        >>> hyps = tl.beam_search(step, torch.zeros(2, 8), batch_size=2, beam_size=3, bos_id=0, eos_id=1, max_steps=3)
+        >>> hyps.lattice.tokens.shape  # T steps, B rows, K hypotheses
+        torch.Size([3, 2, 3])
     """
 
     tokens: Tensor  # (T, B, K) int64
@@ -37,7 +44,15 @@ class Lattice:
         return f"Lattice({steps} steps, {rows} rows, {size} hypotheses)"
 
     def draw(self, row: int = 0, *, ax: Any = None, names: Any = None) -> Any:
-        """Draws the lattice of a row with matplotlib, what leads to the hypotheses returned in bold; gives the axes."""
+        """Draws the lattice of a row with matplotlib, what leads to the hypotheses returned in bold; gives the axes.
+
+        Example:
+            >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+            >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+            >>> sizes = {"batch_size": 2, "beam_size": 3, "bos_id": 0, "eos_id": 1, "max_steps": 3}
+            >>> hyps = tl.beam_search(step, torch.zeros(2, 8), **sizes)
+            >>> axes = hyps.lattice.draw(0)  # with matplotlib
+        """
         return show.draw(self, row, ax, names)
 
 
@@ -46,6 +61,13 @@ class Hypotheses:
     """The n best hypotheses of B rows, best first. Row b * n_best + j of what is packed is `[b, j]` of the others.
 
     Gradient: `scores`, `final` and `token_scores`, to all that the log-probabilities came from.
+
+    Example:
+        >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+        >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+        >>> hyps = tl.beam_search(step, torch.zeros(2, 8), batch_size=2, beam_size=3, bos_id=0, eos_id=1, max_steps=9)
+        >>> hyps.scores.shape, hyps.batch_size, hyps.n_best, hyps.repeated.any().item()
+        (torch.Size([2, 3]), 2, 3, False)
     """
 
     tokens: PackedTensor  # (B * n_best, T*) int64, without bos and eos
@@ -83,7 +105,16 @@ class Hypotheses:
         return find_repeated(self.tokens, self.lens, self.valid, self.ends)
 
     def text(self, names: Any = None, rows: int = 10) -> str:
-        """The hypotheses of the first `rows` rows with their scores; `names[token]`, or names(token), is printed."""
+        """The hypotheses of the first `rows` rows with their scores; `names[token]`, or names(token), is printed.
+
+        Example:
+            >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
+            >>> step = lambda h, tokens: ((h := torch.sin(h + embed(tokens))), out(h).log_softmax(-1))
+            >>> sizes = {"batch_size": 2, "beam_size": 3, "bos_id": 0, "eos_id": 1, "max_steps": 3}
+            >>> hyps = tl.beam_search(step, torch.zeros(2, 8), **sizes)
+            >>> hyps.text(rows=1).splitlines()[0]
+            'Hypotheses(2 rows, 3 best)'
+        """
         return show.write_text(self, names, rows)
 
     def __repr__(self) -> str:

@@ -20,6 +20,11 @@ def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Gradient: to all three, twice. Cost: keeps x and one number for each row of x where log_softmax keeps V; one
     product more in backward. Under autocast and `torch.func` it is the formula and keeps what that keeps.
     Raises: TypeError, ValueError (shapes, from torch).
+
+    Example:
+        >>> x, weight = torch.randn(2, 3, 8), torch.randn(50, 8)
+        >>> torch.allclose(tl.beam.linear_log_softmax(x, weight), F.linear(x, weight).log_softmax(-1), atol=1e-5)
+        True
     """
     for part, what in ((x, "x"), (weight, "weight")):
         arguments.dense_tensor(part, what)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
     from tensorloop.hf.packed import completion_logprobs as completion_logprobs
     from tensorloop.hf.packed import packed_forward as packed_forward
-    from tensorloop.hf.rollout import Rollout as Rollout
-    from tensorloop.hf.rollout import rollout as rollout
+    from tensorloop.hf.rollouts import Rollout as Rollout
+    from tensorloop.hf.rollouts import rollout as rollout
     from tensorloop.hf.search import beam_search as beam_search
 
 _HOMES = {
@@ -22,7 +22,7 @@ _HOMES = {
     "hf.cache": ("TrainCache",),
     "hf.checkpointing": ("checkpoint_layers",),
     "hf.packed": ("completion_logprobs", "packed_forward"),
-    "hf.rollout": ("Rollout", "rollout"),
+    "hf.rollouts": ("Rollout", "rollout"),
     "hf.search": ("beam_search",),
 }
 

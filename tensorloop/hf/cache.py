@@ -44,9 +44,14 @@ class TrainCache(DynamicCache):
     Source: transformers' Cache for the surface.
 
     Example:
-        >>> cache = hf.TrainCache(model.config)
-        >>> for t in range(T):
-        ...     out = model(ids[:, t : t + 1], past_key_values=cache)
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> ids, cache = torch.randint(16, (2, 5)), tl.hf.TrainCache(config)
+        >>> logits = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5)]
+        >>> torch.cat(logits, 1).logsumexp(-1).mean().backward()
     """
 
     @named("TrainCache")
@@ -74,6 +79,16 @@ class TrainCache(DynamicCache):
         `config`: the model's, for `attn_implementation="tensorloop"`; without it that model attends as by "sdpa".
         Gradient: to the tensors of `cache`. Cost: O(1); the tokens are copied at the next write.
         Raises: TypeError (another kind of cache), ValueError (a window that has let tokens go).
+
+        Example:
+            >>> import transformers
+            >>> config = transformers.LlamaConfig(
+            ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            ... )
+            >>> model = transformers.LlamaForCausalLM(config)
+            >>> said = model(torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values
+            >>> tl.hf.TrainCache.of(said, config).get_seq_length()
+            3
         """
         if isinstance(cache, EncoderDecoderCache):
             return EncoderDecoderCache(cls.of(cache.self_attention_cache, config), cache.cross_attention_cache)
@@ -97,6 +112,16 @@ class TrainCache(DynamicCache):
         """Takes in the keys and values (B, heads, t, D) of new tokens in one layer; gives all that they see.
 
         Raises: ValueError, TypeError (they do not fit): then no layer holds tokens of this call of the model.
+
+        Example:
+            >>> import transformers
+            >>> config = transformers.LlamaConfig(
+            ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            ... )
+            >>> cache = tl.hf.TrainCache(config)
+            >>> keys, values = cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+            >>> keys.shape
+            torch.Size([1, 2, 3, 4])
         """
         layer = self.layers[layer_idx]
         if not isinstance(layer, ArrayLayer):

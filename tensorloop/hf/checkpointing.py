@@ -33,6 +33,15 @@ def checkpoint_layers(model: nn.Module, enabled: bool = True) -> None:
     Cost: each layer runs once more in backward. Kept: the layers' inputs and the cache.
     Raises: TypeError (no module), ValueError (a model whose layers cannot be checkpointed).
     Source: Chen et al. 2016; torch.utils.checkpoint.
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> tl.hf.checkpoint_layers(model)
+        >>> model(torch.tensor([[3, 4, 5]]), use_cache=False).logits.sum().backward()
     """
     if not isinstance(model, nn.Module):
         raise WrongType(f"model must be a module, got {arguments.describe(model)}")

@@ -35,8 +35,14 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
     tokens than positions, another device, options that rows make void, attention that cannot be packed).
 
     Example:
-        >>> ids = tl.PackedTensor.from_list([tokenizer(x, return_tensors="pt").input_ids[0] for x in texts])
-        >>> logits = hf.packed_forward(model, ids)
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> ids = tl.PackedTensor.from_list([torch.tensor([3, 4, 5]), torch.tensor([6])])
+        >>> tl.hf.packed_forward(model, ids).lens
+        tensor([3, 1])
     """
     return _forward(model, ids, options, None)
 
@@ -54,8 +60,15 @@ def completion_logprobs(
     Raises: as packed_forward; ValueError (an empty prompt before a completion, temperature not above 0).
 
     Example:
-        >>> logprobs = hf.completion_logprobs(model, prompts, completions)
-        >>> loss = -(tl.risk.leave_one_out(rewards) * logprobs.sum(1)).mean()
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> prompts = tl.PackedTensor.from_list([torch.tensor([3, 4, 5]), torch.tensor([6])])
+        >>> completions = tl.PackedTensor.from_list([torch.tensor([7]), torch.tensor([8, 9])])
+        >>> tl.hf.completion_logprobs(model, prompts, completions).sum(1).shape
+        torch.Size([2])
     """
     for ids, what in ((prompts, "prompts"), (completions, "completions")):
         _check_ids(ids, what)

@@ -67,8 +67,15 @@ def beam_search(
     Sources: transformers' `_beam_search` for what it finds; `tl.beam.beam_search` for how.
 
     Example:
-        >>> hyps = hf.beam_search(model, ids, mask, beam_size=4, n_best=2, max_steps=64)
-        >>> text = tokenizer.batch_decode(hyps.tokens.pad(tokenizer.pad_token_id))
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> model.set_attn_implementation(tl.hf.ATTENTION)
+        >>> ids = torch.tensor([[3, 4], [5, 6]])
+        >>> tl.hf.beam_search(model, ids, beam_size=3, n_best=2, max_steps=4, eos_token_id=15).scores.shape
+        torch.Size([2, 2])
     """
     decoder = Decoder(model)
     size, kept = _check_sizes(beam_size, n_best)

@@ -38,7 +38,15 @@ _marks: ContextVar[_Marks | None] = ContextVar("marks", default=None)
 
 @contextmanager
 def mark(name: str) -> Iterator[None]:
-    """Notes in the `timeline` that runs around it when the block began and ended; elsewhere it does nothing."""
+    """Notes in the `timeline` that runs around it when the block began and ended; elsewhere it does nothing.
+
+    Example:
+        >>> def train():
+        ...     with tl.memory.mark("forward"):
+        ...         return torch.ones(1000).sum()
+        >>> [mark.name for mark in tl.memory.timeline(train).marks]
+        ['step', 'forward']
+    """
     begin = time.time()
     try:
         yield
@@ -65,6 +73,10 @@ def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Tim
     Raises:
         ImportError: memory_profiler is not installed.
         RuntimeError: the second process cannot look at this one.
+
+    Example:
+        >>> tl.memory.timeline(lambda: torch.ones(1000).sum()).rise >= 0
+        True
     """
     refuse_without("memory_profiler", "timeline")
     gc.collect()  # what waits for the collector would make the curve fall in the middle of the run

@@ -30,7 +30,14 @@ _HEADER = ("bytes", "count", "made at", "operation", "shape", "dtype", "saved at
 
 @dataclass(frozen=True, repr=False)
 class Residual:
-    """Storages that one line made with one operation and that stay alive for backward."""
+    """Storages that one line made with one operation and that stay alive for backward.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> kept = tl.memory.saved_residuals(lambda: w.exp().sum()).entries[0]
+        >>> kept.operation, kept.shape, kept.bytes
+        ('exp', (4,), 16)
+    """
 
     site: Site
     """The line that made the storage; views of it count here. Of an input: the first line that saved it."""
@@ -63,7 +70,13 @@ class Residual:
 
 @dataclass(frozen=True, repr=False)
 class Residuals(Shown):
-    """What a run keeps for its backward pass, most bytes first. `str()` gives a table, a notebook shows a page."""
+    """What a run keeps for its backward pass, most bytes first. `str()` gives a table, a notebook shows a page.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> tl.memory.saved_residuals(lambda: w.exp().sum()).bytes
+        16
+    """
 
     _name = "Residuals"
     _title = "Kept for backward"
@@ -180,6 +193,11 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
         TypeError: `fn` cannot be called.
         RuntimeError: `fn` uses `torch.func.grad` or the like, which torch refuses to run under saved-tensor hooks.
             `growth` and `track` work there.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> [(kept.operation, kept.bytes) for kept in tl.memory.saved_residuals(lambda: w.exp().sin().sum()).entries]
+        [('exp', 16)]
     """
     if not callable(fn):
         raise TypeError(f"saved_residuals: fn must be a function; got {type(fn).__name__}. Pass f, not f(x)")

@@ -25,7 +25,14 @@ _HEADER = ("at peak", "live", "line", "pass", "code")
 
 @dataclass(frozen=True, repr=False)
 class SiteBytes:
-    """Bytes that one line made, in forward or in backward."""
+    """Bytes that one line made, in forward or in backward.
+
+    Example:
+        >>> with tl.memory.track() as tracker:
+        ...     x = torch.ones(1000)
+        >>> [site.live for site in tracker.sites()]
+        [4000]
+    """
 
     site: Site
     backward: bool
@@ -52,7 +59,14 @@ class SiteBytes:
 
 
 class Tracker(Shown):
-    """Live and peak bytes, in all and by line. `str()` gives a table, a notebook shows a page."""
+    """Live and peak bytes, in all and by line. `str()` gives a table, a notebook shows a page.
+
+    Example:
+        >>> with tl.memory.track() as tracker:
+        ...     x = torch.ones(1000).exp()
+        >>> tracker.live, tracker.peak, len(tracker.sites())
+        (4000, 8000, 1)
+    """
 
     _name = "Tracker"
     _title = "Bytes by line"
@@ -234,6 +248,13 @@ def track(device: str | torch.device | None = None) -> Iterator[Tracker]:
 
     Raises:
         RuntimeError: a CUDA device is asked for and there is none.
+
+    Example:
+        >>> with tl.memory.track() as tracker:
+        ...     x = torch.ones(1000)
+        ...     del x
+        >>> tracker.live, tracker.peak
+        (0, 4000)
     """
     if device is not None and torch.device(device).type == "cuda":
         if not torch.cuda.is_available():

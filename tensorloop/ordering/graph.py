@@ -23,6 +23,11 @@ class Graph:
     Made by its class methods. `shape`: queries and keys. `coords`: where they are, one tensor (N, d) for both or one
     for each; `grid`: the sizes of a grid of which these are the cells. `lens`: the documents whose tokens they are.
     Cost: 4 bytes an edge and 8 a query.
+
+    Example:
+        >>> graph = tl.ordering.Graph.from_edges(torch.tensor([0, 0, 2]), torch.tensor([1, 0, 2]), 3)
+        >>> graph.indptr, graph.indices
+        (tensor([0, 2, 2, 3]), tensor([0, 1, 2], dtype=torch.int32))
     """
 
     indptr: Tensor
@@ -40,6 +45,10 @@ class Graph:
 
         Entries that are stored count, of whatever value; dense ones count where they are not 0.
         Raises: TypeError for anything else, ValueError where it has no two dims.
+
+        Example:
+            >>> tl.ordering.Graph.of(torch.eye(3)).indices
+            tensor([0, 1, 2], dtype=torch.int32)
         """
         return as_graph(matrix, "matrix")
 
@@ -49,6 +58,10 @@ class Graph:
         """Query queries[i] sees key keys[i]: two (E,) of integers in any order; the same pair twice counts once.
 
         Raises: IndexError for a number outside of `shape`.
+
+        Example:
+            >>> tl.ordering.Graph.from_edges(torch.tensor([0, 0]), torch.tensor([1, 0]), (2, 2)).indices
+            tensor([0, 1], dtype=torch.int32)
         """
         n, m = read_shape(shape, "shape")
         ends = [arguments.index_tensor(x, torch.device("cpu"), w) for x, w in ((queries, "queries"), (keys, "keys"))]
@@ -74,6 +87,10 @@ class Graph:
         `window` (d,) in place of it: at most half of that along each axis. A point sees itself.
         Cost: time and bytes of the edges.
         Raises: ValueError for NaN or infinite coordinates, sizes that are not positive.
+
+        Example:
+            >>> tl.ordering.Graph.within(torch.tensor([[0.0], [1.0], [5.0]]), radius=2).indptr
+            tensor([0, 2, 4, 5])
         """
         points = [read_points(coords, "coords")] + ([] if keys is None else [read_points(keys, "keys")])
         d = points[0].shape[1]
@@ -101,6 +118,10 @@ class Graph:
         Cells are numbered as `x.flatten()` does. Near a border the window is moved inside, so each cell sees as many.
         Raises: ValueError where a window is larger than the grid, or even.
         Source: Hassani et al. 2023 (neighborhood attention).
+
+        Example:
+            >>> tl.ordering.Graph.from_grid((4, 4), window=3).shape
+            (16, 16)
         """
         sizes = tuple(arguments.as_int(s, f"shape[{i}]") for i, s in enumerate(shape))
         windows = (window,) * len(sizes) if isinstance(window, int) else tuple(window)
@@ -131,6 +152,10 @@ class Graph:
         """Tokens of documents that lie behind each other see those of their own, where causal up to themselves.
 
         Cost: bytes of the edges, which are the squares of `lens`.
+
+        Example:
+            >>> tl.ordering.Graph.from_documents([2, 1]).indices  # causal: 0 sees 0, 1 sees 0 and 1, 2 sees 2
+            tensor([0, 0, 1, 2], dtype=torch.int32)
         """
         lens = arguments.index_tensor(lens, torch.device("cpu"), "lens")
         if lens.dim() != 1 or bool((lens < 0).any()):
@@ -148,6 +173,10 @@ class Graph:
         """What a `mask_mod(b, h, q, kv)` of FlexAttention allows in batch entry 0 and head 0.
 
         Cost: it is asked about all N M pairs, some million at a time; bytes of the edges.
+
+        Example:
+            >>> tl.ordering.Graph.from_mask_mod(lambda b, h, q, kv: (q - kv).abs() < 2, 3).indptr
+            tensor([0, 2, 5, 7])
         """
         n, m = read_shape(shape, "shape")
         if not callable(mask_mod):
@@ -166,7 +195,12 @@ class Graph:
 
     @property
     def is_square(self) -> bool:
-        """Whether queries and keys are the same positions: as many of them, not points of two kinds."""
+        """Whether queries and keys are the same positions: as many of them, not points of two kinds.
+
+        Example:
+            >>> tl.ordering.Graph.of(torch.ones(3, 4)).is_square
+            False
+        """
         return self.shape[0] == self.shape[1] and len(self.coords) < 2
 
     @cached_property
@@ -194,7 +228,13 @@ class Graph:
         return both.indptr, both.indices
 
     def at(self, coords: Any) -> "Graph":
-        """The same graph with its positions at `coords`, one (N, d) or one for queries and one for keys."""
+        """The same graph with its positions at `coords`, one (N, d) or one for queries and one for keys.
+
+        Example:
+            >>> graph = tl.ordering.Graph.of(torch.eye(4)).at(torch.rand(4, 2))
+            >>> tl.ordering.hilbert(graph, block_size=2).blocks
+            2
+        """
         pair = isinstance(coords, tuple | list)
         given = tuple(coords) if pair else (coords,)
         points = tuple(read_points(x, f"coords[{i}]" if pair else "coords") for i, x in enumerate(given))

@@ -17,48 +17,95 @@ _EMBEDDED = 1 << 22  # edges up to which `best` looks at the spectrum although t
 
 @named("natural")
 def natural(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """The order in which positions come."""
+    """The order in which positions come.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks  # of 64
+        58
+    """
     problem = read_problem(graph, coords, block_size)
     return Ordering(problem, problem.natural(), "natural")
 
 
 @named("given")
 def given(graph: Any, permutation: Any, *, block_size: int = 128) -> Ordering:
-    """A permutation (N,) of one's own, old positions in their new order; (of queries, of keys) where these differ."""
+    """A permutation (N,) of one's own, old positions in their new order; (of queries, of keys) where these differ.
+
+    Example:
+        >>> graph = tl.ordering.Graph.from_edges(torch.tensor([0, 2]), torch.tensor([2, 0]), 4)
+        >>> tl.ordering.given(graph, torch.tensor([0, 2, 1, 3]), block_size=2).blocks  # 0 and 2 side by side
+        1
+    """
     return use_permutation(read_problem(graph, None, block_size), permutation)
 
 
 @named("sort_axis")
 def sort_axis(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Sorted along the axis that leaves the fewest blocks."""
+    """Sorted along the axis that leaves the fewest blocks.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.sort_axis(points, block_size=32).blocks
+        (58, 22)
+    """
     problem = read_problem(graph, coords, block_size)
     return Ordering(problem, problem.best_of(curves.along_axes(problem)), "sort_axis")
 
 
 @named("morton")
 def morton(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Along Morton's curve through the coordinates (Morton 1966)."""
+    """Along Morton's curve through the coordinates (Morton 1966).
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.morton(points, block_size=32).blocks
+        (58, 38)
+    """
     problem = read_problem(graph, coords, block_size)
     return Ordering(problem, curves.along_morton(problem), "morton")
 
 
 @named("hilbert")
 def hilbert(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Along Hilbert's curve through the coordinates (Hilbert 1891, Skilling 2004)."""
+    """Along Hilbert's curve through the coordinates (Hilbert 1891, Skilling 2004).
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.hilbert(points, block_size=32).blocks
+        (58, 34)
+    """
     problem = read_problem(graph, coords, block_size)
     return Ordering(problem, curves.along_hilbert(problem), "hilbert")
 
 
 @named("moore")
 def moore(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Along Moore's curve, which is closed, through coordinates of two axes (Moore 1900)."""
+    """Along Moore's curve, which is closed, through coordinates of two axes (Moore 1900).
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.moore(points, block_size=32).blocks
+        (58, 34)
+    """
     problem = read_problem(graph, coords, block_size)
     return Ordering(problem, curves.along_moore(problem), "moore")
 
 
 @named("patches")
 def patches(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Boxes of as many cells of a grid as a block has: the shape of box that leaves the fewest blocks."""
+    """Boxes of as many cells of a grid as a block has: the shape of box that leaves the fewest blocks.
+
+    Example:
+        >>> image = tl.ordering.Graph.from_grid((16, 64), window=(3, 3))
+        >>> tl.ordering.natural(image, block_size=64).blocks, tl.ordering.patches(image, block_size=64).blocks
+        (48, 46)
+    """
     problem = read_problem(graph, None, block_size)
     return Ordering(problem, problem.best_of(_patches(problem)), "patches")
 
@@ -69,6 +116,12 @@ def slabs(graph: Any, *, coords: Any = None, block_size: int = 128, effort: floa
 
     `effort`: edges and coordinates that may be read while counts are tried out.
     Source: Leutenegger, Lopez & Edgington 1997 (Sort-Tile-Recursive), cut at multiples of a block.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.slabs(points, block_size=32).blocks
+        (58, 22)
     """
     problem = read_problem(graph, coords, block_size)
     return Ordering(problem, slab_search.search_slabs(problem, effort=effort), "slabs")
@@ -76,28 +129,54 @@ def slabs(graph: Any, *, coords: Any = None, block_size: int = 128, effort: floa
 
 @named("rcm")
 def rcm(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Breadth first from an end of the graph, reversed: Cuthill & McKee 1969, George 1971."""
+    """Breadth first from an end of the graph, reversed: Cuthill & McKee 1969, George 1971.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.rcm(points, block_size=32).blocks
+        (58, 22)
+    """
     problem = read_problem(graph, None, block_size)
     return Ordering(problem, walks.breadth_first(problem), "rcm")
 
 
 @named("spectral")
 def spectral(graph: Any, *, block_size: int = 128, effort: float = slab_search.EFFORT) -> Ordering:
-    """Eigenvectors of the graph's Laplacian as coordinates, cut into slabs or halved, whichever leaves fewer blocks."""
+    """Eigenvectors of the graph's Laplacian as coordinates, cut into slabs or halved, whichever leaves fewer blocks.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.spectral(points, block_size=32).blocks
+        (58, 22)
+    """
     problem = read_problem(graph, None, block_size)
     return Ordering(problem, problem.best_of(walks.by_spectrum(problem, effort)), "spectral")
 
 
 @named("metis")
 def metis(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Halved by METIS again and again, mended to whole blocks at each level; needs the package pymetis."""
+    """Halved by METIS again and again, mended to whole blocks at each level; needs the package pymetis.
+
+    Example:
+        >>> from importlib.util import find_spec
+        >>> graph = tl.ordering.Graph.from_grid((16, 16), window=5)
+        >>> blocks = tl.ordering.metis(graph, block_size=32).blocks if find_spec("pymetis") else None
+    """
     problem = read_problem(graph, None, block_size)
     return Ordering(problem, walks.by_metis(problem), "metis")
 
 
 @named("docs_pack")
 def docs_pack(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Packed documents, each put where it fits the borders of blocks best; for graphs of `Graph.from_documents`."""
+    """Packed documents, each put where it fits the borders of blocks best; for graphs of `Graph.from_documents`.
+
+    Example:
+        >>> graph = tl.ordering.Graph.from_documents([20, 30, 44, 34])
+        >>> tl.ordering.natural(graph, block_size=32).blocks, tl.ordering.docs_pack(graph, block_size=32).blocks
+        (7, 6)
+    """
     problem = read_problem(graph, None, block_size)
     return Ordering(problem, documents.pack_documents(problem), "docs_pack")
 
@@ -107,6 +186,13 @@ def improve(ordering: Ordering, moves: int, *, seed: int = 0, progress: bool = F
     """An ordering after `moves` tried swaps of two positions between blocks; never worse, and the same each time.
 
     Cost: about as many lookups a move as a position has neighbours; 8 bytes for each pair of blocks, empty or not.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> start = tl.ordering.hilbert(points, block_size=32)
+        >>> start.blocks, tl.ordering.improve(start, moves=20000).blocks
+        (34, 22)
     """
     if not isinstance(ordering, Ordering):
         raise WrongType(f"ordering must be an Ordering, got {arguments.describe(ordering)}")
@@ -151,6 +237,12 @@ def best(
     `methods`: names of those to try; by default all that apply and are quick. "metis" is tried only by name.
     Cost: about a second; O(E) for each method.
     Raises: TypeError and ValueError for what is no graph, sizes that do not go together, NaN coordinates.
+
+    Example:
+        >>> t = torch.arange(256.0)
+        >>> points = tl.ordering.Graph.within(torch.stack([t * 0.618 % 1, t * 0.755 % 1], 1), radius=0.1)
+        >>> tl.ordering.natural(points, block_size=32).blocks, tl.ordering.best(points, block_size=32).blocks
+        (58, 22)
     """
     if (graph is None) == (mask_mod is None):
         hint = (

@@ -62,7 +62,14 @@ class Ordering:
         return self._problem.count(self._orders)
 
     def apply(self, x: Tensor, dim: int = 1) -> Tensor:
-        """`x` with its positions along `dim` in the new order. Gradient: a gather."""
+        """`x` with its positions along `dim` in the new order. Gradient: a gather.
+
+        Example:
+            >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
+            >>> x = torch.randn(2, 64, 3)
+            >>> torch.equal(order.undo(order.apply(x)), x)
+            True
+        """
         return self.queries.apply(x, dim)
 
     def undo(self, y: Tensor, dim: int = 1) -> Tensor:
@@ -70,7 +77,13 @@ class Ordering:
         return self.queries.undo(y, dim)
 
     def report(self) -> Report:
-        """Blocks, full ones, density and a lower bound, before and after; it prints as text and draws a picture."""
+        """Blocks, full ones, density and a lower bound, before and after; it prints as text and draws a picture.
+
+        Example:
+            >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
+            >>> order.report().after.blocks == order.blocks
+            True
+        """
         if self._report is None:
             self._report = make_report(self._problem, self._orders, self.method)
         return self._report
@@ -82,17 +95,36 @@ class Ordering:
         edges are looked up, and kept with the mask.
         Cost: O(E) time and bytes. Tables up to four million blocks are N / block_size wide as torch makes them, larger
         ones as wide as their longest row; `to_dense` takes the former alone.
+
+        Example:
+            >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
+            >>> order.block_mask().shape
+            (1, 1, 64, 64)
         """
         place = torch.device(device)
         moved = None if mask_mod is None else self.mask_mod(mask_mod, device=place)
         return make_block_mask(self._problem, self._orders, moved, place)
 
     def mask_mod(self, mask_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
-        """A `mask_mod(b, h, q, kv)` of old positions as one of new positions, which are on `device`."""
+        """A `mask_mod(b, h, q, kv)` of old positions as one of new positions, which are on `device`.
+
+        Example:
+            >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
+            >>> mod = order.mask_mod(lambda b, h, q, kv: q >= kv)  # of the old positions
+            >>> order.block_mask(mod).shape
+            (1, 1, 64, 64)
+        """
         return self._move(mask_mod, "mask_mod", torch.device(device))
 
     def score_mod(self, score_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
-        """A `score_mod(score, b, h, q, kv)` of old positions, such as a position bias, as one of new positions."""
+        """A `score_mod(score, b, h, q, kv)` of old positions, such as a position bias, as one of new positions.
+
+        Example:
+            >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
+            >>> mod = order.score_mod(lambda score, b, h, q, kv: score - (q - kv).abs())
+            >>> mod(torch.tensor(0.0), 0, 0, torch.tensor(3), torch.tensor(3))
+            tensor(0.)
+        """
         return self._move(score_mod, "score_mod", torch.device(device))
 
     def _move(self, mod: Callable[..., Any], what: str, device: torch.device) -> Callable[..., Any]:

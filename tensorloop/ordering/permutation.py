@@ -13,6 +13,11 @@ class Permutation:
     """Where positions go: `permutation[new]` is the old position, `inverse[old]` the new one, both (N,) int64.
 
     Raises: ValueError where the numbers are not those from 0 to N - 1, each once.
+
+    Example:
+        >>> swap = tl.ordering.Permutation(torch.tensor([2, 0, 1]))
+        >>> swap.apply(torch.tensor([[5, 6, 7]])), swap.undo(torch.tensor([[7, 5, 6]])), swap.inverse
+        (tensor([[7, 5, 6]]), tensor([[5, 6, 7]]), tensor([1, 2, 0]))
     """
 
     @named("Permutation")

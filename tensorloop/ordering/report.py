@@ -22,7 +22,14 @@ class Blocks(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The blocks before and after, and the fewest there could be."""
+    """The blocks before and after, and the fewest there could be.
+
+    Example:
+        >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
+        >>> report = order.report()
+        >>> report.bound <= report.after.blocks <= report.before.blocks
+        True
+    """
 
     before: Blocks
     after: Blocks

@@ -31,6 +31,17 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     must have equal rows. Gradient: the Function's own, for the values; differentiable as often as the Function is.
     Cost: that of the Function. Raises: TypeError (no Function, a packed tensor inside a list or dict, where autograd
     sees no tensor either), ValueError (other rows).
+
+    Example:
+        >>> class Double(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return 2 * grad
+        >>> tl.packed.apply(Double, tl.PackedTensor(torch.ones(3), [1, 2])).values
+        tensor([2., 2., 2.])
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise WrongType(f"function must be a subclass of autograd.Function, got {arguments.describe(function)}")

@@ -83,7 +83,12 @@ class Dim(int):
 
     @property
     def has_empty_rows(self) -> bool:
-        """Whether a row has length 0. On a device the first time waits for it."""
+        """Whether a row has length 0. On a device the first time waits for it.
+
+        Example:
+            >>> tl.Dim("time", [2, 0]).has_empty_rows, tl.Dim("time", [2, 0]).max_len, tl.Dim("time", [2, 0]).total
+            (True, 2, 2)
+        """
         return self._kept("has_empty_rows", lambda: bool((self._lens == 0).any()))
 
     @property
@@ -115,7 +120,13 @@ class Dim(int):
 
     @property
     def by_time(self) -> tuple["Dim", Tensor, Tensor]:
-        """The dim turned round: (rows at each t, the permutation of the entries into time order, its inverse)."""
+        """The dim turned round: (rows at each t, the permutation of the entries into time order, its inverse).
+
+        Example:
+            >>> rows, _, _ = tl.Dim("time", [2, 3]).by_time
+            >>> rows.lens
+            tensor([2, 2, 1])
+        """
 
         def make() -> tuple[Dim, Tensor, Tensor]:
             order = torch.argsort(self._positions, stable=True)

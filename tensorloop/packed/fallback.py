@@ -12,7 +12,15 @@ FALLBACKS = ("matmul", "prod", "cumprod", "cummax", "cummin", "logcumsumexp")
 
 
 class PackedFallbackWarning(UserWarning):
-    """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N."""
+    """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", tl.packed.PackedFallbackWarning)  # what pads is an error in here
+        ...     tl.PackedTensor(torch.ones(3), [1, 2]).softmax(1).lens
+        tensor([1, 2])
+    """
 
 
 def fall_back(name: str, p: Packed, run: Any, fill: float = 0, reduces: bool = False) -> Any:

@@ -92,6 +92,15 @@ class PackedTensor(InAutograd):
         tensor([[ 0.,  2.,  0.],
                 [ 4.,  6.,  8.],
                 [10.,  0.,  0.]])
+        >>> p.lens, p.max_len, p.offsets, p.row_ids, p.positions
+        (tensor([2, 3, 1]), 3, tensor([0, 2, 5, 6]), tensor([0, 0, 1, 1, 1, 2]), tensor([0, 1, 0, 1, 2, 0]))
+        >>> again = tl.PackedTensor.from_cu_seqlens(p.values, p.cu_seqlens)
+        >>> again = tl.PackedTensor.from_nested(again.to_nested())
+        >>> again = tl.PackedTensor.from_packed_sequence(again.to_packed_sequence())
+        >>> again.equal(p), p.unpacked_dims[0], len(p.dims)
+        (True, 3, 1)
+        >>> p.document_mask()(0, 0, torch.tensor(0), torch.tensor([1, 2]))  # entry 0 sees entry 1, not entry 2
+        tensor([ True, False])
     """
 
     __slots__ = ()
@@ -119,6 +128,10 @@ class PackedTensor(InAutograd):
         """Packs tensors (len_b, *F), one a row; `name` is that of the dim.
 
         Gradient: to every row. Cost: one copy. Raises: TypeError, ValueError (no rows, or *F, dtype or device differ).
+
+        Example:
+            >>> tl.PackedTensor.from_list([torch.ones(1), torch.zeros(2)]).lens
+            tensor([1, 2])
         """
         return cls(*interop.join_rows(rows, name))
 
@@ -205,6 +218,12 @@ class PackedTensor(InAutograd):
         """The padded tensor (B, T, *F) with `value` behind the end of each row; T is the longest row, or `max_len`.
 
         Gradient: to the values; padding has none. Cost: one pass. Raises: ValueError (a row is longer than `max_len`).
+
+        Example:
+            >>> p = tl.PackedTensor(torch.tensor([1.0, 2.0, 3.0]), [1, 2])
+            >>> p.pad(-1)
+            tensor([[ 1., -1.],
+                    [ 2.,  3.]])
         """
         steps = self.max_len if max_len is None else arguments.as_int(max_len, "max_len")
         if max_len is not None and steps < self.max_len:
@@ -420,6 +439,10 @@ def collate(examples: Sequence[Any], *, stack: Collection[str | int] = ()) -> An
     a PackedTensor. `stack`: keys of dicts, at any depth, or places in an example that is a tuple, whose tensors are of
     one shape, a vector for each example, and are stacked; give it by `functools.partial(collate, stack=["speaker"])`.
     Raises: ValueError (no examples, or *F, dtype or device differ).
+
+    Example:
+        >>> tl.packed.collate([{"x": torch.ones(2), "y": 0}, {"x": torch.ones(3), "y": 1}])["x"].lens
+        tensor([2, 3])
     """
     return interop.collate(examples, PackedTensor.from_list, stack)
 

@@ -174,6 +174,13 @@ def stochastic_beam_risk(
     Raises: as `leave_one_out`; ValueError (an unknown estimator, kappa not (B,), "baseline" of one hypothesis).
     Source: Kool, van Hoof & Welling 2019 ("Stochastic Beams and Where to Find Them", and "Buy 4 REINFORCE Samples"). On
     the variances: docs/risk.md.
+
+    Example:
+        >>> scores = torch.log(torch.tensor([[0.5, 0.3, 0.1]])).requires_grad_()  # three samples that differ
+        >>> kappa = torch.tensor([-3.0])  # the threshold that they passed
+        >>> tl.risk.stochastic_beam_risk(scores, torch.tensor([[0.0, 1.0, 2.0]]), kappa).backward()
+        >>> scores.grad.shape
+        torch.Size([1, 3])
     """
     if estimator not in _ESTIMATORS:
         raise WrongValue(f"estimator is {estimator!r}; there are {', '.join(map(repr, _ESTIMATORS))}")

@@ -13,6 +13,14 @@ class Schedule(abc.ABC):
 
     k: the most snapshots held at once, or None where nothing bounds them. Set it in the class or in `__init__`.
     `reverse` may be replaced too; as it is, it is the best there is for the snapshots that the sweep left.
+
+    Example:
+        >>> class Ends(tl.schedule.Schedule):
+        ...     def sweep(self, length):
+        ...         yield tl.schedule.Snapshot(0)
+        ...         yield tl.schedule.Advance(0, length)
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> tl.fori_loop(0, 9, lambda i, x: x.sin(), x, checkpoints=Ends()).sum().backward()
     """
 
     k: int | None = None
@@ -24,6 +32,10 @@ class Schedule(abc.ABC):
         The first action is Snapshot(0). With a known length the Advances cover 0..length exactly and no snapshot is
         taken at `length`; a loop of length 0 has no actions. With None, whoever carries the actions out stops when the
         loop ends, be it in the middle of an Advance.
+
+        Example:
+            >>> list(tl.schedule.Periodic(2).sweep(4))
+            [Snapshot(step=0), Advance(start=0, stop=2), Snapshot(step=2), Advance(start=2, stop=4)]
         """
 
     def reverse(self, length: int, held: Sequence[int]) -> Iterator[Action]:
@@ -34,6 +46,10 @@ class Schedule(abc.ABC):
         end. A snapshot at `length` is dropped first: there is no such step.
         Cost: amortised O(1) of time an action; bytes for k numbers, or for the longest segment where k is None.
         Raises: TypeError, ValueError (`held` lacks step 0, reaches beyond `length`, or is more than k).
+
+        Example:
+            >>> list(tl.schedule.StoreAll().reverse(1, [0]))
+            [Restore(step=0), Drop(step=0), Backward(step=0)]
         """
         name = f"{type(self).__name__}.reverse"
         length = as_count(length, 0, name, "length")
@@ -56,6 +72,10 @@ class Binomial(Schedule):
     Extra steps: T for T <= k; 2T - k for T < (k+1)(k+2)/2; about r T with C(k + r, k) = T beyond.
     Cost: O(k) of time for the sweep.
     Raises: TypeError, ValueError (k < 1; a length that is None).
+
+    Example:
+        >>> [a.step for a in tl.schedule.Binomial(3).sweep(10) if isinstance(a, tl.schedule.Snapshot)]
+        [0, 4, 7]
     """
 
     def __init__(self, k: int) -> None:
@@ -78,6 +98,10 @@ class Periodic(Schedule):
     Extra steps: 2T - ceil(T / every), as no step is advanced over more than twice.
     Snapshots: at most ceil(T / every) + every - 1, fewest with `every` near the root of T.
     Raises: TypeError, ValueError (every < 1).
+
+    Example:
+        >>> [a.step for a in tl.schedule.Periodic(4).sweep(10) if isinstance(a, tl.schedule.Snapshot)]
+        [0, 4, 8]
     """
 
     def __init__(self, every: int) -> None:
@@ -89,7 +113,12 @@ class Periodic(Schedule):
 
 
 class StoreAll(Schedule):
-    """A snapshot of every state: T snapshots, T extra steps, nothing run again but for its own reversal."""
+    """A snapshot of every state: T snapshots, T extra steps, nothing run again but for its own reversal.
+
+    Example:
+        >>> tl.schedule.advances(tl.schedule.StoreAll(), 100)
+        100
+    """
 
     def sweep(self, length: int | None) -> Iterator[Forward]:
         """The forward pass, of any length."""

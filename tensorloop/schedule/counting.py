@@ -9,6 +9,10 @@ def of(k: int, length: int | None) -> Schedule:
     """The schedule for at most k snapshots: `Binomial` where the length is known, `Online` where it is None.
 
     Raises: TypeError, ValueError (k < 1).
+
+    Example:
+        >>> tl.schedule.of(8, length=None)
+        Online(k=8)
     """
     return Online(k) if length is None else Binomial(k)
 
@@ -18,6 +22,10 @@ def advances(schedule: Schedule, length: int, known: bool = True) -> int:
 
     With `known=False` the sweep is not told the length and is asked for no further action once it has got there.
     Cost: O(1) of time an action. Raises: TypeError, ValueError (length < 0, and what the schedule raises).
+
+    Example:
+        >>> [tl.schedule.advances(tl.schedule.Binomial(k), 100) for k in (1, 4, 16, 100)]
+        [5050, 379, 184, 100]
     """
     length = as_count(length, 0, "advances", "length")
     at, total, held = 0, 0, set[int]()

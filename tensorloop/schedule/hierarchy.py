@@ -55,6 +55,11 @@ class Hierarchy(Schedule):
     Raises: TypeError, ValueError (memory < 1, no level, a length that is None).
     Source: Aupy, Herrmann, Hovland and Robert 2016, Optimal multistage algorithm for adjoint computation; Herrmann and
     Pallez 2020, H-Revolve.
+
+    Example:
+        >>> plan = tl.schedule.Hierarchy(2, tl.schedule.Level("cpu", write=0.5, read=0.5))
+        >>> tl.schedule.advances(plan, 30), tl.schedule.advances(tl.schedule.Binomial(2), 30)
+        (33, 133)
     """
 
     def __init__(self, memory: int, *levels: Level) -> None:

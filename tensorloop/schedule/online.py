@@ -17,6 +17,10 @@ class Online(Schedule):
     (`docs/schedules.md`), if the sweep is asked for no further action once the loop has ended.
     Cost: amortised about 1 us a step or less where T is large beside k; at most O(k log k) at one action.
     Raises: TypeError, ValueError (k < 1).
+
+    Example:
+        >>> tl.schedule.advances(tl.schedule.Online(8), 100), tl.schedule.advances(tl.schedule.Binomial(8), 100)
+        (249, 248)
     """
 
     def __init__(self, k: int) -> None:

@@ -87,6 +87,10 @@ class TensorArray(Core):
         Gradient: to `values`. Cost: O(1); reads in order cost a copy each, at about 1.6 times `values.unbind(0)`.
         Raises: TypeError, ValueError (no leading dim). Changing `values` in place before the copy is a RuntimeError
         at the next use.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.arange(6).view(3, 2))[1]
+            tensor([2, 3])
         """
         arguments.dense_tensor(values)
         if values.dim() == 0:
@@ -109,6 +113,11 @@ class TensorArray(Core):
         Gradient: to `x`. Cost: amortised O(1); an `x` that needs a gradient is kept as it is until the first bulk read
         (so do not change it in place before), any other is copied at once.
         Raises: TypeError, ValueError (`x` does not fit; the array is as it was).
+
+        Example:
+            >>> tl.TensorArray().append(torch.tensor([1, 2])).append(torch.tensor([3, 4])).stack()
+            tensor([[1, 2],
+                    [3, 4]])
         """
         try:
             if (
@@ -136,6 +145,10 @@ class TensorArray(Core):
         """Appends the slices of a tensor (m, *F) in one operation, or each tensor of an iterable.
 
         Gradient: to `xs`. Cost: O(m). Raises: as `append`; of an iterable, what came before the bad one is kept.
+
+        Example:
+            >>> tl.TensorArray().extend(torch.arange(4)).stack()
+            tensor([0, 1, 2, 3])
         """
         if not isinstance(xs, Tensor):
             for x in arguments.items(xs, "xs"):
@@ -151,6 +164,10 @@ class TensorArray(Core):
         Gradient: to `x`; what the slot held before gets zero from later reads. Cost: an append, or O(1) for an
         overwrite; if a slice or `stack()` handed out covers the slot, the array is first copied, O(n).
         Raises: IndexError (slot), TypeError, ValueError. The array is then as it was.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.zeros(3)).write(1, torch.tensor(5.0)).stack()
+            tensor([0., 5., 0.])
         """
         length = len(self)
         try:
@@ -173,6 +190,12 @@ class TensorArray(Core):
         On a device `pos` is looked at only with `check=True` (a sync); without it the array needs a `capacity`, all of
         which is begun by the first such write, and rows with a `pos` outside write to the nearest slot.
         Raises: IndexError (pos), ValueError (lengths that disagree), TypeError.
+
+        Example:
+            >>> ta = tl.TensorArray.unstack(torch.zeros(2, 3))  # two slots, B = 3
+            >>> ta.write_rows(torch.tensor([0, 1, 0]), torch.tensor([7.0, 8.0, 9.0])).stack()
+            tensor([[7., 0., 9.],
+                    [0., 8., 0.]])
         """
         arguments.dense_tensor(x)
         pos = arguments.index_tensor(pos, self.device or x.device, "pos")
@@ -211,6 +234,10 @@ class TensorArray(Core):
         Gradient: to `values`; overwritten ones, also within one call, get zero. Cost: O(m), as `write`.
         Indices on a device are looked at only with `check=True` (a sync), and must else be in the array already.
         Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError, TypeError.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.zeros(4)).scatter([3, 0], torch.tensor([7.0, 8.0])).stack()
+            tensor([8., 0., 0., 7.])
         """
         arguments.dense_tensor(values)
         index = arguments.index_tensor(indices, self.device or values.device)
@@ -246,6 +273,10 @@ class TensorArray(Core):
         `length` slots that stay where a slice or `stack()` handed out covers one of those that go; backward O(n).
         Raises: IndexError (more slots than there are), TypeError, RuntimeError (an array made outside the loop that
         runs; rows of the loop have stopped).
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.arange(5)).truncate(2).stack()
+            tensor([0, 1])
         """
         length = arguments.as_int(length, "length")
         if not 0 <= length <= len(self):
@@ -279,6 +310,10 @@ class TensorArray(Core):
 
         Gradient: to the value that the slot holds now. Cost: O(1), forward and backward.
         Raises: IndexError (out of range, a hole), TypeError (not an integer).
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.arange(5)).read(-1)
+            tensor(4)
         """
         try:
             store = self._store
@@ -315,6 +350,11 @@ class TensorArray(Core):
         Cost: O(m), forward and backward. Indices on a device are looked at only with `check=True` (a sync).
         Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown
         element shape).
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.arange(5)).gather(torch.tensor([[0, 4], [2, 2]]))
+            tensor([[0, 4],
+                    [2, 2]])
         """
         store = self._known_store()
         length = len(self)
@@ -334,6 +374,13 @@ class TensorArray(Core):
 
         Gradient: to every value. Cost: O(1), after the first bulk read has moved what waits.
         Raises: IndexError (a hole), ValueError (an empty array of unknown element shape).
+
+        Example:
+            >>> x = torch.ones(2, requires_grad=True)
+            >>> ta = tl.TensorArray().append(x).append(3 * x)
+            >>> ta.stack().sum().backward()
+            >>> x.grad
+            tensor([4., 4.])
         """
         return self._span(0, len(self))
 
@@ -350,12 +397,23 @@ class TensorArray(Core):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the buffer with its free slots, and the values that wait."""
+        """Bytes held: the buffer with its free slots, and the values that wait.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.zeros(4, 2)).nbytes
+            32
+        """
         return 0 if self._store is None else self._store.nbytes
 
     @named("TensorArray.detach")
     def detach(self) -> "TensorArray":
-        """An independent array of the same values without their gradient. Cost: O(1), then as `copy.copy`."""
+        """An independent array of the same values without their gradient. Cost: O(1), then as `copy.copy`.
+
+        Example:
+            >>> ta = tl.TensorArray().append(torch.ones(2, requires_grad=True))
+            >>> ta.detach().stack().requires_grad
+            False
+        """
         return self._twin(None if self._store is None else self._store.detach())
 
     @named("TensorArray.to")
@@ -363,6 +421,10 @@ class TensorArray(Core):
         """The array on another device or with another dtype, as `Tensor.to`; itself if nothing changes.
 
         Gradient: through the conversion. Cost: O(n).
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.arange(2)).to(torch.float64).stack()
+            tensor([0., 1.], dtype=torch.float64)
         """
         device, dtype, must_copy = to_arguments.parse(*args, **kwargs)
         device, dtype = device or self.device, dtype or self.dtype

@@ -49,17 +49,32 @@ class Core(NoTensor):
 
     @property
     def element_shape(self) -> tuple[int | None, ...] | None:
-        """Shape of one element; sizes not yet known are None, and so is a shape of unknown rank."""
+        """Shape of one element; sizes not yet known are None, and so is a shape of unknown rank.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.zeros(4, 2)).element_shape
+            (2,)
+        """
         return self._given[0] if self._shape is None else tuple(self._shape)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype, None while neither given nor fixed by a write."""
+        """The dtype, None while neither given nor fixed by a write.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.zeros(4, 2)).dtype
+            torch.float32
+        """
         return self._dtype or self._given[1]
 
     @property
     def device(self) -> torch.device | None:
-        """The device, None while neither given nor fixed by a write."""
+        """The device, None while neither given nor fixed by a write.
+
+        Example:
+            >>> tl.TensorArray.unstack(torch.zeros(4, 2)).device
+            device(type='cpu')
+        """
         return self._device or self._given[2]
 
     def _append(self, x: Tensor) -> None:

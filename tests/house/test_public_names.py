@@ -90,6 +90,19 @@ def test_dir_shows_public_names_alone():
     assert "__version__" in dir(tl)
 
 
+def test_no_name_of_a_room_is_hidden_by_a_module():
+    """A submodule of a name's own name takes its place once anybody imports it: decision 0016."""
+    code = (
+        "import json, types, importlib, tensorloop as tl\n"
+        "rooms = 'beam hf loop ordering packed risk schedule'.split()\n"
+        "rooms = [importlib.import_module(f'tensorloop.{room}') for room in rooms]\n"
+        "names = [(room, name) for room in rooms for name in room.__all__]\n"
+        "for room, name in names: getattr(room, name)\n"
+        "print(json.dumps([name for room, name in names if isinstance(getattr(room, name), types.ModuleType)]))"
+    )
+    assert fresh(code) == []
+
+
 def test_every_name_that_the_documents_use_is_there():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     names = re.compile(r"(?<![\"\w])(?:tl|tensorloop)\.([A-Za-z]\w*)")

@@ -14,7 +14,15 @@ from tensorloop.loop.checkpoint.step_use import StepUse
 
 
 class HeldTensorWarning(UserWarning):
-    """A tensor left the body of a checkpointed loop by another way than its result: its graph is that of one step."""
+    """A tensor left the body of a checkpointed loop by another way than its result: its graph is that of one step.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", tl.loop.HeldTensorWarning)  # a tensor that leaves otherwise is an error
+        ...     tl.scan(lambda c, x: (c + x, c), torch.zeros(()), torch.ones(3), checkpoints=1)[0]
+        tensor(3.)
+    """
 
 
 # Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.

@@ -38,7 +38,15 @@ FEW_ROWS = 16  # of which every smaller number is tried, where nobody knows whic
 
 
 class NotCompiledWarning(UserWarning):
-    """A loop that was to be compiled runs as an eager one; it says why, and by which line."""
+    """A loop that was to be compiled runs as an eager one; it says why, and by which line.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", tl.loop.NotCompiledWarning)  # what is not compiled is an error
+        ...     tl.scan(lambda c, x: (c + x, c), torch.zeros(()), torch.ones(3), compile=True)[0]
+        tensor(3.)
+    """
 
 
 class LeftToEager(Exception):

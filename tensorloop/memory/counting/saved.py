@@ -13,7 +13,13 @@ from tensorloop.memory.counting.storages import LiveStorages, collector_off, sto
 
 @dataclass(frozen=True)
 class Saved:
-    """What one run of a function keeps alive for its backward pass, in bytes of unique storages."""
+    """What one run of a function keeps alive for its backward pass, in bytes of unique storages.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> tl.memory.saved(lambda: (w * 2).sin().sum())
+        Saved(bytes=16, count=1, seen_by_hooks=16, hidden=0, inputs=0, outputs=4)
+    """
 
     bytes: int
     """Made by the function and held by the graph of its result, or by anything else that outlives the run."""
@@ -68,6 +74,11 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
             `LiveStorages` works there.
         Exception: from torch, where `fn` calls its loop operators (`scan`, `while_loop`): what those make is out
             of the sight of any mode, so they refuse to run under one.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> tl.memory.saved(lambda: (w * 2).sin().sum()).bytes  # 4 floats for the derivative of sin
+        16
     """
     seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -101,6 +112,10 @@ def peak(fn: Callable[..., Any], *args: Any) -> int:
     """Runs `fn(*args)` once and gives the most bytes that its operations had alive at one time.
 
     Older storages do not count. Call backward inside `fn` to include it. The garbage collector is off.
+
+    Example:
+        >>> tl.memory.peak(lambda: torch.ones(1000).sum())
+        4004
     """
     with collector_off(), LiveStorages() as live:
         fn(*args)
@@ -108,5 +123,11 @@ def peak(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def saved_bytes(fn: Callable[[], Any]) -> int:
-    """`saved(fn).bytes`: what `growth` measures unless told otherwise."""
+    """`saved(fn).bytes`: what `growth` measures unless told otherwise.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> tl.memory.saved_bytes(lambda: (w * 2).sin().exp().sum())
+        32
+    """
     return saved(fn).bytes

@@ -20,6 +20,12 @@ class Site:
 
     Where a line of the user's calls an installed package or a module with parts, `library` and `module` say what in it
     made the bytes: `train.py:12 (encoder.layers.3.self_attn) via package/model.py:40`.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> site = tl.memory.saved_residuals(lambda: w.exp()).entries[0].site
+        >>> type(site).__name__, site.line > 0
+        ('Site', True)
     """
 
     file: str

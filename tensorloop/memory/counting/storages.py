@@ -50,6 +50,13 @@ class LiveStorages(OperationMode):
     the block never count, nor do views of them.
 
     Cost: a few microseconds an operation, about 300 bytes a live storage.
+
+    Example:
+        >>> with tl.memory.LiveStorages() as live:
+        ...     x = torch.ones(100)
+        ...     y = x.exp().sum()
+        ...     print(live.bytes, live.peak, live.count)
+        404 804 2
     """
 
     def __init__(self) -> None:
@@ -184,7 +191,14 @@ def kind_of(func: Any) -> int:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Switches Python's garbage collector off for a while, so that nothing depends on when it runs."""
+    """Switches Python's garbage collector off for a while, so that nothing depends on when it runs.
+
+    Example:
+        >>> import gc
+        >>> with tl.memory.collector_off():
+        ...     gc.isenabled()
+        False
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -17,6 +17,12 @@ class LineGrowth:
     """What one line makes at several T, and the powers of T that its bytes follow.
 
     Exponents are free of constant terms where there are three sizes or more: see `Growth.marginal`.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> make = lambda T: lambda: sum((w * t).sin().sum() for t in range(T))
+        >>> tl.memory.growth(make, (8, 16, 32)).lines[0].superlinear
+        False
     """
 
     site: Site

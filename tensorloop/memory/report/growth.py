@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 
 class Growth(Figures, Shown):
-    """Bytes at several sizes, and the power of T that they follow. `str()` gives a table, a notebook shows a report."""
+    """Bytes at several sizes, and the power of T that they follow. `str()` gives a table, a notebook shows a report.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> make = lambda T: lambda: sum((w * t).sin().sum() for t in range(T))
+        >>> round(tl.memory.growth(make, (8, 16, 32)).exponent, 2)
+        1.0
+    """
 
     _name = "Growth"
     _title = "Memory over T"

@@ -21,7 +21,12 @@ _FILLS = (("#0072B2", ""), ("#f6c8a4", "///"), ("#d0d0d0", ""), ("#ffffff", "...
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that ran, in seconds since the first sample."""
+    """Something that ran, in seconds since the first sample.
+
+    Example:
+        >>> tl.memory.Mark("forward", begin=0.0, end=0.5).name
+        'forward'
+    """
 
     name: str
     begin: float
@@ -30,7 +35,13 @@ class Mark:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """Resident memory of the process over time, and what ran when. `str()` gives a table, a notebook a picture."""
+    """Resident memory of the process over time, and what ran when. `str()` gives a table, a notebook a picture.
+
+    Example:
+        >>> shown = tl.memory.timeline(lambda: torch.ones(1000).sum())
+        >>> len(shown.times) == len(shown.rss)
+        True
+    """
 
     _name = "Timeline"
     _title = "Resident memory"

@@ -70,6 +70,13 @@ def growth(
         RuntimeError: from torch, where the function uses torch.utils.checkpoint with use_reentrant=True, or calls
             backward itself.
         Exception: what the function raises at the first size.
+
+    Example:
+        >>> w = torch.ones(4, requires_grad=True)
+        >>> make = lambda T: lambda: sum((w * t).sin().sum() for t in range(T))
+        >>> found = tl.memory.growth(make, (8, 16, 32))
+        >>> found.bytes
+        (128, 256, 512)
     """
     Ts = _checked(make_fn, Ts)
     if measure is not None:

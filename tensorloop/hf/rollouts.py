@@ -37,7 +37,18 @@ _KEYWORDS = hints(
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A continuation of each of B prompts. Packed rows may be of different lengths; `.pad(value)` gives (B, T)."""
+    """A continuation of each of B prompts. Packed rows may be of different lengths; `.pad(value)` gives (B, T).
+
+    Example:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> said = tl.hf.rollout(model, torch.tensor([[3, 4], [5, 6]]), max_new_tokens=3, eos_token_id=15)
+        >>> said.tokens.shape, said.ended.shape
+        ((2, *), torch.Size([2]))
+    """
 
     tokens: PackedTensor  # (B, T*) int64, the end with them
     log_probs: PackedTensor  # (B, T*): of each token, under the distribution that it was drawn from
@@ -86,8 +97,15 @@ def rollout(
     Sources: Williams 1992; Bengio et al. 2013 (1308.3432) for straight-through.
 
     Example:
-        >>> drawn = hf.rollout(model, ids, mask, max_new_tokens=64, do_sample=True)
-        >>> loss = -(drawn.log_probs.sum(1) * rewards(drawn.tokens)).mean()
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> given = {"max_new_tokens": 4, "eos_token_id": 15, "do_sample": True}
+        >>> drawn = tl.hf.rollout(model.eval(), torch.tensor([[3, 4], [5, 6]]), **given)
+        >>> rewards = torch.tensor([1.0, -1.0])
+        >>> (-(drawn.log_probs.sum(1) * rewards).mean()).backward()
     """
     decoder = Decoder(model)
     draw = _Draw(bool(do_sample), temperature, top_k, top_p, generator)
