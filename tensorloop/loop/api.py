@@ -24,6 +24,7 @@ from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import ConditionalLoop
+from tensorloop.loop.rows_scan import UntilLoop
 from tensorloop.loop.run import run_loop, run_scan
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
@@ -68,6 +69,7 @@ def scan(
     reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Any = None,
+    compact: bool = False,
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
@@ -83,6 +85,7 @@ def scan(
     reverse: bool = False,
     until: Callable[[C], Condition] | None = None,
     context: None = None,
+    compact: bool = False,
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
@@ -98,6 +101,7 @@ def scan(
     reverse: bool = False,
     until: Callable[[C, Context], Condition] | None = None,
     context: Context,
+    compact: bool = False,
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
@@ -116,6 +120,7 @@ def scan(
     reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Any = None,
+    compact: bool = False,
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
@@ -134,6 +139,9 @@ def scan(
     and Python types (`first_only`: from the first step on). A y leaf (*F) becomes (T, *F) with T at `dim`, or last
     where y has fewer dims; numbers become (T,); None stays None. With `until`, ys have the steps taken. With `context`,
     body_fn and until take it as last argument.
+    Where `until` gives a (B,) bool tensor, each row stops on its own after the first step that meets it, as in
+    `while_loop`, and ys are packed: of y (B, *F) row b has the steps that it took. The carry, slices of xs, and with
+    `compact` the context, have B leading rows or are 0-d and shared; `compact` drops rows that have stopped.
     Over packed xs (all of one `Dim`) the carry has B leading rows; step t gets the n rows that have an entry t: x is
     (n, *F), and carry, context and y have n rows. ys are packed; under `reverse` every row begins at its own end.
     Gradient: as the Python loop's, to init, xs, context and whatever tensors body_fn closes over.
@@ -155,6 +163,8 @@ def scan(
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
     slices = _slices(xs, length, dim, reverse, until)
+    if compact and until is None:
+        raise WrongValue("compact=True is for rows that stop on their own; give until=")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         return pair_of(body_fn(carry, slices.tree.unflatten(row), *context))
@@ -163,7 +173,9 @@ def scan(
     functions = Called("body_fn", body_fn, ("carry", "x", *more)), Called("until", until, ("carry", *more))
 
     def make(kind: type[Loop], init: Any, slices: Slices) -> Loop:
-        return kind("scan", body, init, slices.length, context, slices=slices, until=until, functions=functions)
+        kind = UntilLoop if kind is Loop and until is not None else kind
+        options: Any = {"slices": slices, "until": until, "compact": compact, "functions": functions}
+        return kind("scan", body, init, slices.length, context, **options)
 
     if isinstance(init, FirstOnly):
         return first_step.scan(make, init, slices, checkpoints, progress, compile)

@@ -94,9 +94,13 @@ class Loop:
     def ask_until(self, t: int, state: State) -> None:
         """Asks `until` after step t."""
         if self.until is not None:
-            with without_graph():
-                answer = self.until(self.tree_of(state), *self.context_at(t))
-            self.going = not self.truth(answer, "until")
+            self.going = not self.truth(self.answer_until(t, state), "until")
+
+    def answer_until(self, t: int, state: State) -> Any:
+        """What `until` says after step t."""
+        assert self.until is not None
+        with without_graph():
+            return self.until(self.tree_of(state), *self.context_at(t))
 
     def truth(self, answer: Any, what: str) -> bool:
         """The one bool that a condition gave, as Python's; a tensor of one bool has any shape."""
@@ -106,10 +110,9 @@ class Loop:
             if not transforms.is_batched(answer):
                 return bool(transforms.numbers(answer))
             raise WrongType(f"{what} is batched by vmap; only while_loop stops each element on its own")
-        rows = " (or a (B,) bool tensor, one for each row)" if what == "cond_fn" else ""
         raise WrongType(
-            f"{what} must return a bool or a bool tensor of one element{rows}, got {describe(answer)}"
-            f"{_cure(answer, what)}"
+            f"{what} must return a bool or a bool tensor of one element (or a (B,) bool tensor, one for each row), "
+            f"got {describe(answer)}{_cure(answer)}"
         )
 
     # -- one step
@@ -154,6 +157,14 @@ class Loop:
             state = [copy.copy(x) if isinstance(x, TensorArray) else x for x in self.init]
         return self.carry.tree.unflatten(state)
 
+    def stops_rows(self, answer: Any, state: State) -> bool:
+        """Whether an answer of `until` has a bool for each row, which then stop on their own."""
+        return False
+
+    def rows_of_no_steps(self, state: State) -> int | None:
+        """How many rows would stop on their own, where the loop has no step to do; None where none would."""
+        return None
+
     def steps(self) -> Any:
         """How many steps were taken, by row where rows stop on their own."""
         return self.taken
@@ -183,12 +194,10 @@ def _set_apart(leaves: State) -> bool:
     return True
 
 
-def _cure(answer: Any, what: str) -> str:
+def _cure(answer: Any) -> str:
     """What to write in the place of a condition of many elements, or of numbers."""
     if not isinstance(answer, Tensor):
         return ""
     if answer.numel() == 1:
         return "; compare it with something"
-    if what == "until":
-        return "; ys have one length, so reduce it (.all(), .any()), or use while_loop, where rows stop on their own"
     return "; reduce it to one element, or to one for each row"

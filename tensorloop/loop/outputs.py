@@ -148,6 +148,10 @@ class Column:
             self._room(y)[self.copied].copy_(y.detach())
             self.copied += 1
 
+    def first(self) -> Tensor:
+        """The output of the first step, in memory of its own or as autograd has it."""
+        return self.waiting[0] if self.copies is None else self.copies[0].clone()
+
     def _room(self, y: Tensor) -> Tensor:
         """The copies, with room for another one."""
         old = self.copies

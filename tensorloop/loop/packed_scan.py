@@ -38,10 +38,7 @@ class PackedSlices(Slices):
             refuse_lost_gradient(tuple(x for _, x in packed_leaves(xs)))
         if not isinstance(dim, Dim) and dim not in (0, 1):
             raise WrongValue(f"packed xs run over their ragged dim, which is 1, got dim={dim}")
-        turned, order, inverse = ragged.by_time
-        if reverse:
-            mirror = segments.mirror(ragged._offsets, ragged.total)
-            order, inverse = mirror[order], inverse[mirror]
+        turned, order, inverse = in_time_order(ragged, reverse)
         self.order, self.inverse = order, inverse
         in_time = pytree.mapped(
             lambda x: None if x is None else segments.permute(x.values, order, inverse), xs, is_packed
@@ -85,7 +82,7 @@ class PackedSlices(Slices):
 class PackedOutputs(Outputs):
     """The ys of a scan over packed xs: packed."""
 
-    __slots__ = ("slices",)
+    where = "over packed xs"  # in errors
 
     def __init__(self, slices: PackedSlices) -> None:
         super().__init__(0, slices.length)
@@ -97,7 +94,7 @@ class PackedOutputs(Outputs):
         count = self.rows_at(step)
         if not leaf.dim() or len(leaf) != count:
             raise WrongValue(
-                f"y{path} of step {step} is {describe(leaf)}; over packed xs an output has the rows of "
+                f"y{path} of step {step} is {describe(leaf)}; {self.where} an output has the rows of "
                 f"its step, here {count}"
             )
         return leaf.shape[1:], leaf.dtype, leaf.device
@@ -107,7 +104,7 @@ class PackedOutputs(Outputs):
         return self.slices.counts[step] if self.slices.length else len(self.slices.ragged)
 
     def _tensors(self, path: str) -> Any:
-        return _Column(path)
+        return PackedColumn(path, [], [])
 
     def joined(self, values: Any, reverse: bool) -> Tensor:
         return torch.cat(list(values))
@@ -119,22 +116,24 @@ class PackedOutputs(Outputs):
         return pytree.mapped(lambda y: PackedTensor(y.flatten(0, 1), self.slices.ragged) if y.dim() > 1 else y, ys)
 
     def stack(self, reverse: bool) -> Any:
-        slices = self.slices
         assert self.tree is not None
+        ragged, order, inverse = self.in_time()
         leaves = self.tree.flatten(super().stack(reverse)) or []  # in time order
         for k, (y, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             if isinstance(kind, tuple):
-                leaves[k] = PackedTensor(segments.permute(y, slices.inverse, slices.order), slices.ragged)
+                leaves[k] = PackedTensor(segments.permute(y, inverse, order), ragged)
         return self.tree.unflatten(leaves)
 
+    def in_time(self) -> tuple[Dim, Tensor, Tensor]:
+        """The dim of ys, the permutation of their entries into time order, and its inverse."""
+        return self.slices.ragged, self.slices.order, self.slices.inverse
 
-class _Column:
-    """One tensor of each step, each of its own number of rows."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.waiting: list[Tensor] = []
-        self.versions: list[int | None] = []
+class PackedColumn:
+    """One tensor of each step, each of its own number of rows. It begins with those that wait, and their versions."""
+
+    def __init__(self, path: str, waiting: list[Tensor], versions: list[int | None]) -> None:
+        self.path, self.waiting, self.versions = path, waiting, versions
 
     def append(self, y: Tensor) -> None:
         kept = transforms.maybe_level() is None and not y.is_inference() and y.requires_grad
@@ -144,6 +143,15 @@ class _Column:
     def stack(self, reverse: bool) -> Tensor:
         check_unchanged(self.waiting, self.versions, self.path)
         return torch.cat(self.waiting)
+
+
+def in_time_order(ragged: Dim, reverse: bool) -> tuple[Dim, Tensor, Tensor]:
+    """As `Dim.by_time`; under `reverse` the entries of a row are taken from its end."""
+    turned, order, inverse = ragged.by_time
+    if reverse:
+        mirror = segments.mirror(ragged._offsets, ragged.total)
+        order, inverse = mirror[order], inverse[mirror]
+    return turned, order, inverse
 
 
 def _common(xs: Any) -> Dim:

@@ -99,19 +99,19 @@ class RowsLoop(Loop):
         else:
             with without_graph():
                 answer = self.cond(self.tree_of(state), *self.context_at(t))
-            self.begin_step(self._as_before(answer, t), state)
+            self.begin_step(self.as_before(answer, t, "cond_fn"), state)
         return self
 
     def begin_step(self, answer: Tensor, state: State) -> None:
         """Takes what the condition said before the next step."""
         if here.elements is not None:  # who is out of a loop around is out of this one: here it might run for ever
             answer = answer & here.elements
-        self.going = self.rows.begin_step(self.taken, answer, lambda: self._cuts_cheaply(state))
+        self.going = self.rows.begin_step(self.taken, answer, lambda: self.cuts_cheaply(state))
         if self.going:
             self._cut_context(self.taken)
 
-    def _as_before(self, answer: Any, t: int) -> Tensor:
-        """What cond_fn gave, as a bool tensor of the shape that it gave first."""
+    def as_before(self, answer: Any, t: int, what: str) -> Tensor:
+        """What a condition gave, as a bool tensor of the shape that it gave first."""
         like = self.rows.active
         if isinstance(answer, Tensor) and answer.dtype is torch.bool:
             if answer.shape == like.shape:
@@ -120,14 +120,14 @@ class RowsLoop(Loop):
                 return answer.reshape(like.shape)
         elif isinstance(answer, bool) and self.rows.size is None:  # under vmap, and now the same for all elements
             return torch.full_like(like, answer)
-        raise WrongType(f"cond_fn must return a bool tensor of shape {tuple(like.shape)} again, got {describe(answer)}")
+        raise WrongType(f"{what} must return a bool tensor of shape {tuple(like.shape)} again, got {describe(answer)}")
 
     def _cut_context(self, t: int) -> None:
         if (cut := self.rows.cut_at(t)) is not None:
             # In a step that is recorded, reads must be seen.
             self.cut_context.cut(cut, copies=self.copies or here.recorder is not None)
 
-    def _cuts_cheaply(self, state: State) -> bool:
+    def cuts_cheaply(self, state: State) -> bool:
         """Whether a cut at every row that ends would copy little: no array that is read in bulk, no large context."""
         context = self.cut_context.leaves
         if self.copies and any(isinstance(x, TensorArray) for x in (*state, *context)):
@@ -141,7 +141,7 @@ class RowsLoop(Loop):
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""
         rows, n = self.rows, self.carry.tree.size
-        carry, last = state[:n], state[n:] or stopped_rows.make_first_inputs(rows, self.before or state)
+        carry, last = state[:n], state[n:] or self.first_inputs(t, state)
         if (cut := rows.cut_at(t)) is not None:
             carry, last = self._without_ended(cut, carry, last, t)
         if self.cuts_met != (cuts := rows.cuts_until(t)):
@@ -169,6 +169,10 @@ class RowsLoop(Loop):
         if self.note is not None:  # what follows is no function of the body
             self.note(new)
         return stopped_rows.freeze(rows, t, carry, new, lengths) + last, y
+
+    def first_inputs(self, t: int, state: State) -> State:
+        """The inputs of stopped rows, at the first step that knows of rows."""
+        return stopped_rows.make_first_inputs(self.rows, self.before or state)
 
     def refuse_hidden(self, leaves: State, t: int) -> None:
         """As of every loop, and always."""

@@ -43,13 +43,13 @@ def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compil
 def _run(loop: Loop, progress: Progress) -> tuple[Loop, Any]:
     """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept."""
     state = loop.begin()
-    slices, outputs = loop.slices, loop.outputs
+    slices = loop.slices
     try:
         while (loop := loop.ask(state)).going:
             t = loop.taken
             state, y = loop.step(t, state, [] if slices is None else slices.row(t))
-            if outputs is not None:
-                outputs.add(y, t)
+            if loop.outputs is not None:
+                loop.outputs.add(y, t)
             if slices is not None:
                 slices.check_unchanged(t)
             if loop.until is not None:

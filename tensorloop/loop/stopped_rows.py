@@ -48,6 +48,7 @@ class ActiveRows:
         self._cut_steps: list[int] = []
         # At step `_step`: the rows of the batch that run, and whether they all do.
         self._step, self.active, self._all_active = -1, torch.ones_like(first), True
+        self.running = first.numel()  # how many rows the last `begin_step` found to go on
 
     @classmethod
     def known(cls, lens: Tensor) -> "ActiveRows":
@@ -79,7 +80,7 @@ class ActiveRows:
         if ids is not None:
             stopped = torch.zeros_like(self.steps, dtype=torch.bool).index_copy(0, ids, stopped)
         self.steps = torch.where(stopped, t, self.steps)
-        running = int(numbers.sum())
+        self.running = running = int(numbers.sum())
         self._step, self.active, self._all_active = t, active, running == numbers.numel()
         if not running:
             return False

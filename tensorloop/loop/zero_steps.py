@@ -13,6 +13,8 @@ from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
 
 
@@ -29,14 +31,19 @@ def empty_outputs(loop: Loop) -> Any:
         for k, numbers in loop.slices.ranges.items():
             row[k] = numbers.start
         try:
-            _, y = loop.step(0, state, row)
+            state, y = loop.step(0, state, row)
         except Exception as error:
             error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
             raise
+        rows = loop.rows_of_no_steps(state)
     tree = pytree.Tree(y)
     leaves = tree.flatten(y)
     assert leaves is not None
-    return tree.unflatten([_empty(x, dim, path) for path, x in zip(tree.paths, leaves, strict=True)])
+    empty = [_empty(x, dim if rows is None else 0, path) for path, x in zip(tree.paths, leaves, strict=True)]
+    if rows is not None:
+        none = Dim(None, torch.zeros(rows, dtype=torch.int64))
+        empty = [PackedTensor(x.flatten(0, 1), none) if isinstance(x, Tensor) and x.dim() > 1 else x for x in empty]
+    return tree.unflatten(empty)
 
 
 def _like(x: Tensor, shape: list[int]) -> Tensor:

@@ -120,7 +120,8 @@ class Replay:
     def draw_again(self, t: int, new: list[Any]) -> None:
         """After step t of a loop that draws random numbers. Conditions are asked again only there: maybe they drew."""
         loop = self.steps.loop
-        loop.ask_until(t, new)
+        if loop.until is not None:
+            loop.answer_until(t, new)
         if loop.cond is not None:
             with torch.no_grad():
                 loop.cond(loop.tree_of(new), *loop.context_at(t))

@@ -38,13 +38,15 @@ class Steps:
         if loop.slices is not None:
             self.xs = [(of(x), dim) for x, dim in loop.slices.tensors]
         self.backwards = loop.slices is not None and loop.slices.reverse
-        self.check = check
+        self.checked = Checked(self.loop, self.captures) if check else None
         self.follow(self.loop)
 
     def follow(self, loop: Loop) -> None:
         """From now on the steps of `loop`: the one that its first condition made of the loop at hand."""
         self.loop = loop
-        self.run = Checked(loop, self.captures).step if self.check else loop.step
+        if self.checked is not None:
+            self.checked.loop = loop
+        self.run = loop.step if self.checked is None else self.checked.step
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""

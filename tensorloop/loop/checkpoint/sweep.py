@@ -50,9 +50,7 @@ class Sweep:
         state = self._begin()
         start = RngState(())
         try:
-            going = self.conditions.ask(state)
-            self.loop = self.conditions.loop
-            self.steps.follow(self.loop)
+            going = self._ask(state)
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
@@ -137,14 +135,21 @@ class Sweep:
 
         That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
         """
-        loop = self.loop
-        while loop.taken < stop:
-            state = self._step(loop.taken, state)
-            loop.taken += 1
+        while self.loop.taken < stop:
+            state = self._step(self.loop.taken, state)
+            self.loop.taken += 1
             progress.update()
-            if not self.conditions.ask(state):
+            if not self._ask(state):
                 return state, False
         return state, True
+
+    def _ask(self, state: State) -> bool:
+        """Whether the loop goes on; another takes over where rows turn out to stop on their own."""
+        going = self.conditions.ask(state)
+        if self.loop is not self.conditions.loop:
+            self.loop = self.conditions.loop
+            self.steps.follow(self.loop)
+        return going
 
     def _step(self, t: int, state: State) -> State:
         """The state after step t."""

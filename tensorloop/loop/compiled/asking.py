@@ -18,7 +18,7 @@ from tensorloop.loop import advice
 from tensorloop.loop.compiled import autocast, pairs
 from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.outside import Outside
-from tensorloop.loop.compiled.recorded import Recorded, code_of
+from tensorloop.loop.compiled.recorded import ROWS_STOP, Recorded, code_of
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import refill
@@ -94,7 +94,12 @@ class Asking:
         what, ask = ("cond_fn", loop.cond) if loop.cond is not None else ("until", loop.until)
         assert ask is not None
         try:
-            answer = loop.truth(ask(tree, *loop.context_at(loop.taken)), what)
+            answer = ask(tree, *loop.context_at(loop.taken))
+            if what == "until" and not loop.taken and loop.stops_rows(answer, carry):
+                raise Refused(ROWS_STOP)
+            answer = loop.truth(answer, what)
+        except Refused:
+            raise
         except BaseException as error:
             advice.explain(loop, error)
             raise

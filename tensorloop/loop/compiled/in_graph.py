@@ -167,7 +167,7 @@ def _refuse(*args: Any, **options: Any) -> Any:
 # -- what dynamo traces
 
 _ALWAYS = {"checkpoints": None, "compile": False, "progress": False}
-_SCAN = {"dim": 0, "reverse": False, "until": None, "context": None, **_ALWAYS}
+_SCAN = {"dim": 0, "reverse": False, "until": None, "context": None, "compact": False, **_ALWAYS}
 _MAP = {"dim": 0, "batch_size": None, **_ALWAYS}
 
 

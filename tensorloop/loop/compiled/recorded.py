@@ -32,6 +32,9 @@ class AnswersInPython(Exception):
     """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
 
 
+ROWS_STOP = "until gives a bool for each row, and the ys of a compiled loop have one length"
+
+
 class Recorded:
     """One step of a loop.
 
@@ -252,6 +255,8 @@ class Recorded:
             answer = self._asked(leaves)
             if loop.until is not None and (isinstance(answer, bool) or self._watch.reads):
                 raise AnswersInPython
+            if loop.until is not None and loop.stops_rows(answer, leaves):
+                raise Refused(ROWS_STOP)
             if not isinstance(answer, Tensor):
                 raise Refused(f"the condition gave {describe(answer)}, no tensor")
             if answer.numel() != 1 or answer.dtype is not torch.bool:
