@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tensorloop.loop import carrying as carrying
     from tensorloop.loop import explain as explain
     from tensorloop.loop import first_only as first_only
+    from tensorloop.loop import fixed_point as fixed_point
     from tensorloop.loop import fori_loop as fori_loop
     from tensorloop.loop import linear_recurrence as linear_recurrence
     from tensorloop.loop import map as map
@@ -51,7 +52,7 @@ _LATER = {
     "beam": ("beam_search",),
     "loop": (
         *("Checkpoints", "associative_scan", "carrying", "explain", "first_only", "fori_loop", "linear_recurrence"),
-        *("map", "scan", "while_loop"),
+        *("fixed_point", "map", "scan", "while_loop"),
     ),
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),

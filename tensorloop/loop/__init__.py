@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from tensorloop.loop.api import scan as scan
     from tensorloop.loop.api import while_loop as while_loop
     from tensorloop.loop.associative import associative_scan as associative_scan
+    from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning as NotConvergedWarning
     from tensorloop.loop.checkpoint.leaving import HeldTensorWarning as HeldTensorWarning
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
     from tensorloop.loop.first_step import first_only as first_only
+    from tensorloop.loop.implicit import fixed_point as fixed_point
     from tensorloop.loop.linear import linear_recurrence as linear_recurrence
     from tensorloop.loop.module_state import carrying as carrying
 
@@ -23,6 +25,8 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         __name__,
         {
             "loop.api": ("explain", "fori_loop", "map", "scan", "while_loop"),
+            "loop.checkpoint.adjoint": ("NotConvergedWarning",),
+            "loop.implicit": ("fixed_point",),
             "loop.checkpoint.leaving": ("HeldTensorWarning",),
             "loop.checkpoint.options": ("Checkpoints",),
             "loop.compiled.front": ("NotCompiledWarning",),

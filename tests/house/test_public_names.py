@@ -42,6 +42,7 @@ def heavy(names: frozenset[str]) -> set[str]:
 def test_public_names():
     classes = ["Checkpoints", "Dim", "PackedTensor", "RegroupPlan", "TensorArray"]
     loops = ["associative_scan", "carrying", "explain", "first_only", "fori_loop", "linear_recurrence", "map", "scan"]
+    loops += ["fixed_point"]
     risks = ["edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"]
     assert sorted(tl.__all__) == sorted(
         [*classes, *loops, *risks, "attention", "beam_search", "pack_padded", "regroup", "while_loop"]

@@ -35,13 +35,22 @@ Function = Callable[[list[Tensor]], list[Tensor]]
 Outside = tuple[list[Tensor], dict[int, Tensor]]
 
 
-def differentiated(replay: Replay, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a loop's inputs, as differentiable as its inputs and `grads`."""
+def differentiated(
+    replay: Replay,
+    grads: Sequence[Tensor | None],
+    explicit: Sequence[Tensor] | None = None,
+    captures: Sequence[Tensor] | None = None,
+) -> list[Tensor | None]:
+    """The gradients of a loop's inputs, as differentiable as its inputs and `grads`.
+
+    `explicit` and `captures` stand for the inputs where that is not what they are.
+    """
     swept = replay.swept
     live = [k for k, grad in enumerate(grads) if grad is not None]
     cotangents = [grad for grad in grads if grad is not None]
-    captures, explicit = swept.inputs.captures, swept.inputs.explicit
-    outside = captures, swept.substitutes
+    explicit = swept.inputs.explicit if explicit is None else explicit
+    captures = swept.inputs.captures if captures is None else captures
+    outside = swept.inputs.captures, swept.substitutes
     plain = named(swept.name)(_plain)  # a higher derivative is asked for without the loop's node
     function = _vjp(
         lambda leaves: [out for k, out in enumerate(plain(replay, leaves)) if k in live], len(explicit), outside

@@ -1,0 +1,199 @@
+"""Fixed points: `fixed_point` finds z = fn(z) by iteration, and hands its gradient to the implicit function theorem."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import Misuse, WrongType, WrongValue, named
+from tensorloop._torch import transforms
+from tensorloop._torch.eager_only import called_eagerly
+from tensorloop._torch.versions import Versions
+from tensorloop.loop.called import Called, check_callable
+from tensorloop.loop.carry import Carry, describe
+from tensorloop.loop.checkpoint import adjoint
+from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning, Search, distance
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.rows_loop import ConditionalLoop
+from tensorloop.loop.run import run_loop
+
+__all__ = ["NotConvergedWarning", "fixed_point"]
+
+Z = TypeVar("Z")
+
+
+@overload
+def fixed_point(
+    fn: Callable[..., Z],
+    init: Z,
+    *,
+    context: Any = None,
+    tol: float | None = None,
+    max_steps: int = 1000,
+    rows: bool = False,
+    compact: bool = False,
+    strict: bool = True,
+    return_steps: Literal[False] = False,
+) -> Z: ...
+@overload
+def fixed_point(
+    fn: Callable[..., Z],
+    init: Z,
+    *,
+    context: Any = None,
+    tol: float | None = None,
+    max_steps: int = 1000,
+    rows: bool = False,
+    compact: bool = False,
+    strict: bool = True,
+    return_steps: Literal[True],
+) -> tuple[Z, Any]: ...
+@called_eagerly
+@named("fixed_point")
+def fixed_point(
+    fn: Callable[..., Any],
+    init: Any,
+    *,
+    context: Any = None,
+    tol: float | None = None,
+    max_steps: int = 1000,
+    rows: bool = False,
+    compact: bool = False,
+    strict: bool = True,
+    return_steps: bool = False,
+) -> Any:
+    """The z with z = fn(z), found by repeating fn from init; its gradient costs O(1) memory.
+
+        z = init
+        while size(fn(z) - z) > tol * max(1, size(z)): z = fn(z)  # size: the largest entry
+        return fn(z)
+
+    Shapes: init is a tree of floating or complex tensors, and fn gives a tree like it. `rows=True`: all have B leading
+    rows, each of which converges on its own and is then frozen, and fn takes every row by itself; `compact` drops those
+    that have converged from the batch, and from `context` (leading B). With `context`, fn takes it as last argument.
+    `tol` is eps ** 0.75 of the coarsest dtype unless given. `return_steps` gives (z, steps): an int, or (B,) int64.
+    Gradient: that of the point converged to, by the implicit function theorem, to context and all that fn closes over,
+    of any order; to init none. The adjoint equation is solved by iteration, too, with the same tol and max_steps.
+    Under `torch.func` transforms as many further steps are differentiated as the search took.
+    Cost: steps of fn without a graph, and one with; backward runs fn once and differentiates that step once for each of
+    its own steps. Bytes held: z. One device sync a step, forward and backward.
+    Raises: RuntimeError, forward or in backward, where max_steps do not converge or values are no longer finite, as
+    where fn does not contract; with `strict=False` a `NotConvergedWarning` says so, and the last values are used.
+    TypeError (structure, dtype), ValueError (rows, tol).
+    Source: Bai et al. 2019, Deep Equilibrium Models; Christianson 1994 for the adjoint by iteration.
+
+    Example:
+        >>> a = torch.tensor(4.0, requires_grad=True)
+        >>> root = tl.fixed_point(lambda x: (x + a / x) / 2, torch.tensor(1.0))
+        >>> torch.autograd.grad(root, a)
+        (tensor(0.2500),)
+    """
+    check_callable(fn=fn)
+    functions = (Called("fn", fn, ("z",) if context is None else ("z", "context")),)
+    carry = Carry(init, lambda: functions[0].parameter("z"))
+    leaves: list[Any] = carry.tree.flatten(init) or []
+    _check(carry, leaves, rows)
+    if compact and not rows:
+        raise WrongValue("compact=True is for rows that converge on their own; give rows=True")
+    search = Search("fixed_point", _tolerance(tol, leaves), _most(max_steps), bool(rows), bool(strict))
+
+    with torch.no_grad():
+        found, steps, ratios = _search(fn, carry, init, context, search, compact, functions)
+    if not bool((transforms.numbers(ratios) <= search.tol).all()):
+        taken = steps if isinstance(steps, int) else int(transforms.numbers(steps).max())
+        search.fail("z", taken, transforms.numbers(ratios))
+    z = _with_gradient(fn, found, steps, context, search, functions)
+    return (z, steps) if return_steps else z
+
+
+def _search(
+    fn: Callable[..., Any],
+    carry: Carry,
+    init: Any,
+    context: Any,
+    search: Search,
+    compact: bool,
+    functions: tuple[Called, ...],
+) -> tuple[Any, Any, Tensor]:
+    """Repeats fn until nothing changes: (z, steps, how much the last step changed it)."""
+    leaves = carry.tree.flatten(init) or []
+    size = len(leaves[0]) if search.rows else 0
+    far = torch.full((size,) if search.rows else (), torch.inf, device=leaves[0].device)
+
+    def goes_on(state: Any, *_: Any) -> Tensor:
+        return (state[1] > search.tol) & ((state[1] < torch.inf) | state[2])
+
+    def body(t: int, state: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        old = carry.tree.flatten(state[0]) or []
+        if search.rows:
+            carry.expect(old)
+        versions = Versions(old)
+        out = fn(state[0], *context)
+        new = carry.check(out, t)
+        if versions.changed() is not None:
+            raise Misuse(
+                "fn changed its argument in place, so that nobody can tell how far it came; let it change a clone"
+            )
+        return (out, distance(new, old, 1.0, rows=search.rows), torch.zeros_like(state[2])), None
+
+    begun = far < torch.inf
+    loop = ConditionalLoop(
+        search.name, body, (init, far, ~begun), search.max_steps, context, cond=goes_on, compact=compact,
+        functions=functions,
+    )  # fmt: skip
+    loop.context.paths = [f"context{path}" for path in loop.context.paths]
+    ended, (z, ratios, _) = run_loop(loop, None, False)
+    return z, ended.steps(), ratios
+
+
+def _with_gradient(
+    fn: Callable[..., Any], z: Any, steps: Any, context: Any, search: Search, functions: tuple[Called, ...]
+) -> Any:
+    """The solution with its gradient, where one is wanted."""
+
+    def body(t: int, state: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
+        return fn(state, *context), None
+
+    if transforms.maybe_level() is not None or transforms.forward_mode():
+        more = () if context is None else (context,)
+        for _ in range(steps if isinstance(steps, int) else int(transforms.numbers(steps).max())):
+            z = fn(z, *more)
+        return z
+    if not adjoint.applies():
+        return z
+    loop = Loop(search.name, body, z, 1, context, functions=functions)
+    loop.init = [x.detach().requires_grad_() for x in loop.init]
+    return loop.carry.tree.unflatten(adjoint.connected(loop, search))
+
+
+def _check(carry: Carry, leaves: list[Any], rows: bool) -> None:
+    """Raises where init is nothing that can converge."""
+    if not leaves:
+        raise WrongType("init has no tensor")
+    for path, x in zip(carry.tree.paths, leaves, strict=True):
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+            raise WrongType(f"init{path} is {describe(x)}; expected floating or complex tensors")
+        if rows and (not x.dim() or len(x) != len(leaves[0])):
+            raise WrongValue(
+                f"with rows=True all tensors of init have as many leading rows as the first, but init{path} is "
+                f"{describe(x)}"
+            )
+
+
+def _tolerance(tol: Any, leaves: list[Tensor]) -> float:
+    if tol is None:
+        return max(torch.finfo(x.dtype).eps for x in leaves) ** 0.75
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)):
+        raise WrongType(f"tol must be a number, got {arguments.describe(tol)}")
+    if not tol > 0:
+        raise WrongValue(f"tol must be above 0, got {tol}")
+    return float(tol)
+
+
+def _most(max_steps: Any) -> int:
+    max_steps = arguments.as_int(max_steps, "max_steps")
+    if max_steps < 1:
+        raise WrongValue(f"max_steps must be at least 1, got {max_steps}")
+    return max_steps
