@@ -76,7 +76,7 @@ class Ancestry:
             c = len(paths.shared)
             split = bisect_left(births, c)
             states = _select_born(paths.shared, births[:split], 0), _select_born(paths.own, births[split:], c)
-            self._found = asked, states
+            self._found = asked, (states[0].contiguous(), states[1].contiguous())
         return self._found[1]
 
     def forget(self) -> None:

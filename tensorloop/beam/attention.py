@@ -234,7 +234,7 @@ def _compute(
     before = [x for x in prefix if x is not None]
     shared, own = seen.family.find_states(seen.births, seen.first, seen.slots)
     kernel = find("beam_attend", q, *before, *slots)
-    return kernel(q, before, slots, shared, own, seen.sight._replace(bias=bias))
+    return kernel(q, before, slots, shared, own, seen.sight if bias is None else seen.sight._replace(bias=bias))
 
 
 def _backward(

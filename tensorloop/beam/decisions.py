@@ -160,18 +160,19 @@ class Decisions:
 
     def _offer_ends(self, t: int, ends: Tensor, sums: Tensor) -> Verdict:
         """Offers the ends of step t to the pool."""
-        rules = self.rules
+        rules, offered = self.rules, ends
         # After the last step allowed nothing comes any more; what could have come is a matter of any length.
         bound_of_all = self.bound_beyond if t + 1 == rules.max_steps else self.bound
         bounds = self.keys if rules.choose.by_key else bound_of_all(self.sums, t + 1)
         if not rules.choose.by_key and type(rules.length) is not Sum:
             ranks = rules.length.final(sums, torch.full_like(sums, t + 1, dtype=torch.int64))
-            spoilt = (ranks.isnan() & (ends.abs() < torch.inf)).any(1)
+            offered, ends = ends, torch.where(ends > -torch.inf, ranks, ends)
+        verdict = self.pool.take((ends, sums), (self.keys, bounds), self.searching, t, rules.stop)
+        if verdict.spoilt and offered is not ends:
+            spoilt = (ends.isnan() & (offered.abs() < torch.inf)).any(1)
             if bool(spoilt.any()):
                 row = int(spoilt.nonzero()[0, 0])
                 raise WrongValue(f"{rules.length!r} gave the score NaN at step {t}, row {row}")
-            ends = torch.where(ends > -torch.inf, ranks, ends)
-        verdict = self.pool.take((ends, sums), (self.keys, bounds), self.searching, t, rules.stop)
         if rules.choose.by_key:
             self._lose(self.pool.left_out)
         return verdict

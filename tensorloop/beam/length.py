@@ -148,6 +148,8 @@ def _bound_power(s: Tensor, t: int, longest: int | None, alpha: float, floor: fl
     at_once = s / first**alpha
     if alpha <= 0:
         return at_once
+    if longest is not None and not floor:  # as below, in fewer operations: a search asks at every step
+        return torch.maximum(at_once, s / max(longest + shift, first) ** alpha)
     top = s + floor * first
     last = math.inf if longest is None else max(longest + shift, first)
     if floor and alpha < 1:

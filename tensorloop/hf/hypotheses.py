@@ -13,11 +13,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tensorloop._common.errors import Misuse
-from tensorloop.attention import attention
+from tensorloop.attention import Rules, attention
 from tensorloop.hf.attention import Asked, handed_by, stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
+from tensorloop.tensor_array.friends import store_of
 
 
 class Beams(NamedTuple):
@@ -26,6 +27,7 @@ class Beams(NamedTuple):
     rows: int
     size: int
     starts: Tensor | None
+    reads_arrays: bool  # whether the model's attention is ours in this step
 
 
 def clear_padding(prompt: TrainCache, mask: Tensor) -> None:
@@ -50,28 +52,26 @@ class HypothesesLayer(ArrayLayer):
         for array, x in zip(self.arrays, cast_keys(key_states, value_states), strict=True):
             array.append(x.reshape(self.beams.rows, self.beams.size, x.shape[1], x.shape[3]))
         self.start = self.first_seen(1)
-        if not self.kind.reads_arrays:
+        if not self.beams.reads_arrays:
             return self.gather()
         keys, values = stand_ins(self.arrays, self.start, (key_states, value_states))
         return handed_by(self, keys), values
 
     def attend(self, asked: Asked) -> Tensor | None:
         """(B * K, 1, heads, D) of a query (B * K, heads, 1, D)."""
-        rows, size, starts = self.beams
-        bias = asked.bias
+        rows, size, starts, _ = self.beams
+        _, heads, _, width = asked.query.shape
+        bias, starts = asked.bias, None if starts is None else starts[:, None]
+        query, out = asked.query.reshape(rows, size, heads, width), NotImplemented
+        if bias is None and not asked.softcap and not asked.dropout:  # the store's own, as it needs nothing checked
+            store: Any = store_of(self.arrays[0])
+            out = store.attend(query, *self.arrays, Rules(asked.scale, starts=starts, window=self.kind.window or 0))
         if bias is not None:  # (1 or B * K, heads, 1, n)
             bias = bias.squeeze(2) if len(bias) == 1 else bias.reshape(rows, size, *bias.shape[1:2], -1)
-        out = attention(
-            asked.query.reshape(rows, size, -1, asked.query.shape[-1]),
-            *self.arrays,
-            scale=asked.scale,
-            starts=None if starts is None else starts[:, None],
-            window=self.window,
-            bias=bias,
-            softcap=asked.softcap,
-            dropout=asked.dropout,
-        )
-        return out.flatten(0, 1)[:, None]
+        if out is NotImplemented:
+            options: Any = {"window": self.kind.window, "softcap": asked.softcap, "dropout": asked.dropout}
+            out = attention(query, *self.arrays, scale=asked.scale, starts=starts, bias=bias, **options)
+        return out.reshape(rows * size, 1, heads, out.shape[-1])
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B * K, heads, n, D) of what the token sees, copied for each hypothesis."""
@@ -95,18 +95,18 @@ class SourceLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, size: int, kind: Kind) -> None:
-        self.own, self.size, self.kind = (keys, values), size, kind
+    def __init__(self, keys: Tensor, values: Tensor, size: int, reads_arrays: bool) -> None:
+        self.own, self.size, self.reads_arrays = (keys, values), size, reads_arrays
 
     @property
     def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """For all hypotheses: without a copy where attention is ours."""
-        return handed_by(self, self.own[0].view_as(self.own[0])) if self.kind.reads_arrays else self.gather()[0]
+        return handed_by(self, self.own[0].view_as(self.own[0])) if self.reads_arrays else self.gather()[0]
 
     @property
     def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As keys."""
-        return self.own[1] if self.kind.reads_arrays else self.gather()[1]
+        return self.own[1] if self.reads_arrays else self.gather()[1]
 
     def get_seq_length(self) -> int:
         """S"""
@@ -132,7 +132,8 @@ class SourceLayer(CacheLayerMixin):
         bias = asked.bias
         if asked.softcap or (bias is not None and len(bias) != 1):
             return None
-        q = asked.query.squeeze(2).unflatten(0, (-1, self.size)).transpose(1, 2)  # (B, heads, K, D)
+        each, heads, _, width = asked.query.shape
+        q = asked.query.reshape(each // self.size, self.size, heads, width).transpose(1, 2)  # (B, heads, K, D)
         mask = None if asked.mask is None else asked.mask[:: self.size]
         out, _ = sdpa_attention_forward(asked.module, q, *self.own, mask, asked.dropout, asked.scale, False, bias)
         return out.flatten(0, 1)[:, None]
@@ -151,5 +152,5 @@ def show_cache(
     own = HypothesesCache.of_layers(layers)
     if not source:
         return own
-    cross: Any = [SourceLayer(*pair, beams.size, kind) for pair, kind in zip(source, kinds, strict=True)]
+    cross: Any = [SourceLayer(*pair, beams.size, beams.reads_arrays) for pair in source]
     return EncoderDecoderCache(own, TrainCache.of_layers(cross))

@@ -231,7 +231,7 @@ class _Rollouts:
     def _show(self, own: TrainCache, context: dict[str, Any]) -> tuple[Cache, Source | None]:
         if "source" not in context:
             return own, None
-        cross: Any = [SourceLayer(keys, values, 1, self.kind) for keys, values in context["source"]]
+        cross: Any = [SourceLayer(keys, values, 1, self.kind.reads_arrays) for keys, values in context["source"]]
         both = EncoderDecoderCache(own, TrainCache.of_layers(cross))
         return both, Source(context["states"], context.get("seen"))
 

@@ -152,7 +152,8 @@ class _Steps:
     def _run(self, arrays: Any, tokens: Tensor, context: dict[str, Any]) -> Tensor:
         rows, size = tokens.shape
         t = len(arrays[0][0]) - self.before
-        cache = show_cache(arrays, self.kinds, context.get("source", []), Beams(rows, size, context.get("starts")))
+        beams = Beams(rows, size, context.get("starts"), self.kinds[0].reads_arrays)
+        cache = show_cache(arrays, self.kinds, context.get("source", []), beams)
         mask = positions = source = None
         if self.padded:
             mask = F.pad(context["mask"], (0, t), value=True).repeat_interleave(size, 0)

@@ -333,7 +333,7 @@ class Buffer(Store):
     def span(self, start: int, stop: int) -> Tensor:
         """Slots [start, stop) as a view."""
         key = slice(start, stop)
-        view = self.flush(key if torch.is_grad_enabled() else None)
+        view = self.flush(key if torch.is_grad_enabled() else None) if self.waiting else None
         self.block.check()
         self.block.export(start, stop)
         return self._read(key) if view is None else view
@@ -348,7 +348,8 @@ class Buffer(Store):
     @records_use
     def hold(self) -> LiveBlock:
         """All slots as they are now, for backward passes to read, whatever is written later."""
-        self.flush()
+        if self.waiting:
+            self.flush()
         return self._hold()
 
     def _hold(self) -> LiveBlock:

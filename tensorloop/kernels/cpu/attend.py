@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import inlined, summing
@@ -32,11 +33,11 @@ def beam_attend(
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of the scores."""
     rows, size, _, width = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1])
     q, shared, own, *kv = lay_all((q, shared, own, *prefix, *slots))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     held = [q, out, lse, shared, own, *kv]
     at = addresses(held)
-    n_before, n_shared, n_own = len(prefix[0]) if prefix else 0, len(shared), len(own)
+    n_before, n_shared, n_own = prefix[0].shape[0] if prefix else 0, shared.shape[0], own.shape[0]
     heads_kv = kv[0].shape[-2]
     laid = Laid(q, n_before + n_shared + n_own, heads_kv, sight)
     of_prefix, of_slots = at[5 : 5 + len(prefix)], at[5 + len(prefix) :]
