@@ -86,12 +86,17 @@ class Call(NamedTuple):
 
     def slots(self) -> list[Tensor]:
         """Keys and values, (n, *batch, heads_kv, D)."""
-        return [x.slots(self.length, self.start) for x in self.live]
+        k, v = self.live
+        return [k.slots(self.length, self.start), v.slots(self.length, self.start)]
 
     def compute(self, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of the scores."""
-        k, v = (_as_rows(x, len(q)) for x in self.slots())
+        k, v = self.slots()
+        if k.dim() != 4:
+            k, v = _as_rows(k, len(q)), _as_rows(v, len(q))
         sight = self.sight if bias is None else self.sight._replace(bias=bias)
+        if not engine.autocasts(q):  # a context costs more than to ask
+            return find("past_attend", q, k, v)(q, k, v, sight)
         with engine.without_autocast(q):
             return find("past_attend", q, k, v)(q, k, v, sight)
 

@@ -27,12 +27,18 @@ _SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found
 
 def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each."""
-    key, value = (x.shape for x in like)
+    (rows, heads, _, width), value = like[0].shape, like[1].shape
     count = len(arrays[0]) - start
     nothing = like[0].new_full((), torch.nan)
-    keys = nothing.expand(key[0], key[1], count, key[3])
+    keys = nothing.expand(rows, heads, count, width)
     setattr(keys, _ARRAYS, (*arrays, start))
-    return keys, keys if key == value else nothing.expand(value[0], value[1], count, value[3])
+    alike = (value[0], value[1], value[3]) == (rows, heads, width)
+    return keys, keys if alike else nothing.expand(value[0], value[1], count, value[3])
+
+
+def is_stand_in(x: Tensor) -> bool:
+    """Whether `stand_ins` made it."""
+    return hasattr(x, _ARRAYS)
 
 
 class Asked(NamedTuple):
@@ -54,9 +60,11 @@ def undone_by(undo: Callable[[], None], key: Tensor) -> None:
 
 def autocast(x: Tensor) -> Tensor:
     """`x` as autocast casts what attention gets: float32 alone, which rotated queries and keys are."""
+    if x.dtype is not torch.float32:
+        return x
     kind = x.device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if on and x.dtype is torch.float32 else x
+    return x.to(torch.get_autocast_dtype(kind)) if on else x
 
 
 def handed_by(reader: Any, key: Tensor) -> Tensor:

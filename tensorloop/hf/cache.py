@@ -20,7 +20,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.pytree import register
 from tensorloop.hf.advice import Advice
-from tensorloop.hf.attention import undone_by
+from tensorloop.hf.attention import is_stand_in, undone_by
 from tensorloop.hf.layers import ArrayLayer, Kind
 from tensorloop.tensor_array import TensorArray
 
@@ -132,7 +132,7 @@ class TrainCache(DynamicCache):
         except BaseException:
             undo()
             raise
-        if layer.kind.reads_arrays:
+        if is_stand_in(keys):
             undone_by(undo, keys)
         return keys, values
 

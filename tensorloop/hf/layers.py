@@ -130,7 +130,8 @@ class ArrayLayer(CacheLayerMixin):
 
     def first_seen(self, new: int) -> int:
         """The first token that the last `new` ones see; with 0, that the next one will see."""
-        return 0 if self.window is None else max(0, len(self.arrays[0]) - new - self.window + 1)
+        window = self.kind.window
+        return 0 if window is None else max(0, len(self.arrays[0]) - new - window + 1)
 
     def _seen(self, new: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of what the last `new` tokens see."""
@@ -201,4 +202,5 @@ def _check_fits(x: Tensor, array: TensorArray, name: str) -> None:
 
 def cast_keys(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As autocast would cast them in attention, at every step again: rotated keys come in float32."""
-    return autocast(keys), autocast(values)
+    cast = autocast(keys)
+    return (keys, values) if cast is keys and keys.dtype is values.dtype else (cast, autocast(values))

@@ -228,8 +228,10 @@ class Buffer(Store):
         The token is then as long as the array was before that value.
         """
         if len(self.waiting) != 1 or self.masks or self._is_spoilt(self.length - 1):
-            self.flush()
-            self.whole_token()
+            if self.waiting:
+                self.flush()
+            if self.token is not None:
+                self.whole_token()
             return self._hold(), None
         x = self.waiting[0]
         self.begin(self.length - 1, x)
