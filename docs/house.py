@@ -26,6 +26,7 @@ WHAT = {  # what is in a room, in so many words as a box takes
     "attention": "packed, padded, buffers",
     "packed": "PackedTensor, Dim",
     "tensor_array": "the loop buffer",
+    "compat": "torch's loops, by name",
     "regroup": "columns of many tensors",
     "kernels": "operation x device",
     "schedule": "which carries to keep",

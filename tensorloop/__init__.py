@@ -9,6 +9,7 @@ from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
     from tensorloop import beam as beam
+    from tensorloop import compat as compat
     from tensorloop import cuda as cuda
     from tensorloop import hf as hf
     from tensorloop import memory as memory
@@ -59,7 +60,7 @@ _LATER = {
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
     "tensor_array": ("TensorArray",),
 }
-_SUBMODULES = ("beam", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "compat", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):

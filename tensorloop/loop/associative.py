@@ -22,11 +22,18 @@ from tensorloop._common.scope import unrecorded
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called, check_callable
-from tensorloop.loop.carry import describe
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.run import run_loop
-from tensorloop.loop.slabs import Leaves, flatten_like, guard, is_guarded, put_loop_dim_at, put_loop_dim_first
+from tensorloop.loop.slabs import (
+    Leaves,
+    flatten_like,
+    guard,
+    is_guarded,
+    kind_of,
+    put_loop_dim_at,
+    put_loop_dim_first,
+)
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
 from tensorloop.schedule import Schedule
@@ -80,7 +87,7 @@ def associative_scan(
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
         with _unrecorded():
-            was = [describe(x) for x in a]
+            was = [kind_of(x) for x in a]
             versions = _versions([*a, *b])
         try:
             out = fn(tree.unflatten(a), tree.unflatten(b))

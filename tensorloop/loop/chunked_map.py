@@ -16,7 +16,7 @@ from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called
 from tensorloop.loop.carry import describe
 from tensorloop.loop.outputs import no_packed, place
-from tensorloop.loop.slabs import Leaves, flatten_like, guard, put_loop_dim_at, put_loop_dim_first
+from tensorloop.loop.slabs import Leaves, flatten_like, guard, kind_of, put_loop_dim_at, put_loop_dim_first
 from tensorloop.tensor_array.array import TensorArray
 
 
@@ -59,7 +59,7 @@ class _Element:
         self._xs = xs
         self._absent = absent  # where xs has None
         self._ys: Tree | None = None
-        self._kinds: list[str] = []
+        self._kinds: list[Any] = []
 
     def of(self, rows: Leaves) -> Leaves:
         """All tensors of ys (n, *F), for the n elements of xs in `rows`."""
@@ -88,7 +88,7 @@ class _Element:
             if not (y is None or isinstance(y, Tensor | int | float | complex)):
                 hint = "; return its stack()" if isinstance(y, TensorArray) else ""
                 raise WrongType(f"y{path} is {describe(y)}; expected tensors, numbers or None{hint}")
-        self._ys, self._kinds = Tree(out), [describe(y) for _, y in named]
+        self._ys, self._kinds = Tree(out), [kind_of(y) for _, y in named]
 
 
 def _call_on_a_fake(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What other rooms take of loops: a loop of their own whose rows stop, under their own name, and its checks."""
+"""What other rooms take of loops: a loop of their own whose rows stop, under their own name, and checks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,9 @@ from tensorloop.loop.context import Context
 from tensorloop.loop.loop import Body
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.run import run_loop
+from tensorloop.loop.slabs import flatten_like, kind_of
 
-__all__ = ["check_carry", "check_context", "describe", "run_rows"]
+__all__ = ["check_carry", "check_context", "describe", "flatten_like", "kind_of", "run_rows"]
 
 
 def run_rows(

@@ -42,23 +42,36 @@ def put_loop_dim_at(y: Tensor, dim: int) -> Tensor:
     return y.movedim(0, place(dim, y.dim() - 1))
 
 
-def flatten_like(kinds: Sequence[str], tree: Tree, out: Any, what: str) -> list[Any]:
-    """The leaves of `out`, which must have the structure of `tree` and leaves that `describe` calls so."""
+def kind_of(x: Any) -> Any:
+    """What two leaves have in common that are of one kind. Not words: dynamo compares none that have sizes in them."""
+    return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else describe(x)
+
+
+def flatten_like(kinds: Sequence[Any], tree: Tree, out: Any, what: str) -> list[Any]:
+    """The leaves of `out`, which must have the structure of `tree` and leaves of these kinds."""
     leaves = tree.flatten(out)
     if leaves is None:
         was, now = structure(tree.unflatten([None] * tree.size)), structure(out)
         lone = f" ({describe(out)})" if now == "*" else ""
         raise WrongType(f"{what}; the structure was (-) and is (+), * for a leaf:\n  - {was}\n  + {now}{lone}")
-    found = [describe(x) for x in leaves]
+    found = [kind_of(x) for x in leaves]
     if found != list(kinds):
         lines = [
-            f"\n  {sign} {path and path + ': '}{kind}"
+            f"\n  {sign} {path and path + ': '}{_said(kind)}"
             for path, *two in zip(tree.paths, kinds, found, strict=True)
             for sign, kind in zip("-+", two, strict=True)
             if two[0] != two[1]
         ]
         raise WrongType(f"{what}; these leaves were (-) and are (+):{''.join(lines)}")
     return leaves
+
+
+def _said(kind: Any) -> str:
+    """A kind in the words of `describe`."""
+    if isinstance(kind, str):
+        return kind
+    shape, dtype, device = kind
+    return f"Tensor {tuple(shape)} {str(dtype).removeprefix('torch.')} {device}"
 
 
 def guard(x: Tensor) -> Tensor:

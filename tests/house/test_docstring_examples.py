@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import tensorloop as tl
 
-FACES = ("beam", "hf", "loop", "ordering", "packed", "risk", "schedule")  # rooms that say in `__all__` what they offer
+# rooms that say in `__all__` what they offer
+FACES = ("beam", "compat", "hf", "loop", "ordering", "packed", "risk", "schedule")
 FILES = ("cuda", "memory", "testing")  # what they define is what they offer
 MAIN = ("TensorArray", "PackedTensor", "Dim", "RegroupPlan", "beam.Hypotheses", "beam.Lattice", "hf.TrainCache")
 MAIN += ("ordering.Graph", "ordering.Ordering", "ordering.Permutation", "schedule.Schedule", "memory.Tracker")

@@ -86,7 +86,7 @@ def test_dir_shows_public_names_alone():
         "assert dir(tl) == before\n"
         "print(json.dumps([name for name in before if not name.startswith('__')]))"
     )
-    submodules = {"beam", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing"}
+    submodules = {"beam", "compat", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing"}
     assert set(fresh(code)) == {*tl.__all__, *submodules}
     assert "__version__" in dir(tl)
 
@@ -95,7 +95,7 @@ def test_no_name_of_a_room_is_hidden_by_a_module():
     """A submodule of a name's own name takes its place once anybody imports it: decision 0016."""
     code = (
         "import json, types, importlib, tensorloop as tl\n"
-        "rooms = 'beam hf loop ordering packed risk schedule'.split()\n"
+        "rooms = 'beam compat hf loop ordering packed risk schedule'.split()\n"
         "rooms = [importlib.import_module(f'tensorloop.{room}') for room in rooms]\n"
         "names = [(room, name) for room in rooms for name in room.__all__]\n"
         "for room, name in names: getattr(room, name)\n"

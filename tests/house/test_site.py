@@ -27,7 +27,7 @@ def pages(nav: Any) -> list[str]:
 def public_names() -> set[str]:
     """`tl.__all__`, and that of each submodule, under the shortest name that each thing has."""
     found = {name: getattr(tl, name) for name in tl.__all__}
-    for module in ("loop", "packed", "beam", "risk", "ordering", "hf", "schedule"):
+    for module in ("loop", "packed", "beam", "risk", "ordering", "hf", "schedule", "compat"):
         face = importlib.import_module(f"tensorloop.{module}")
         found |= {f"{module}.{name}": getattr(face, name) for name in face.__all__}
     shortest = {id(thing): name for name, thing in reversed(found.items())}
