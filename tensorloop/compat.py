@@ -163,7 +163,7 @@ def _check_callable(**functions: Any) -> None:
 
 
 def _as_tuple(what: str, carried: Any) -> tuple[Any, ...]:
-    if type(carried) not in (tuple, list):
+    if not isinstance(carried, tuple | list):
         raise WrongType(f"{what} a tuple, an entry for each argument of body_fn, got {arguments.describe(carried)}")
     return tuple(carried)
 

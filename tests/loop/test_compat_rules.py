@@ -1,5 +1,6 @@
 """`tl.compat` where torch's operators have rules of their own, or refuse what Python does; transforms around it."""
 
+from collections import namedtuple
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
-from tests.support.compat_cases import OURS, PLAIN, assert_same, both, cell, closures, counts, prefix_sums, unit
+from tests.support.compat_cases import (
+    OURS,
+    PLAIN,
+    assert_same,
+    both,
+    cell,
+    closures,
+    counts,
+    prefix_sums,
+    total,
+    unit,
+)
 from tests.support.loop_cases import randn, rotate, run
 
 D = torch.float64
@@ -181,6 +193,9 @@ def test_an_rnn_has_the_gradients_of_torch_s() -> None:
 def test_ints_stay_ints_and_lists_come_back_as_a_tuple() -> None:
     out = tl.compat.torch_while_loop(lambda n, x: n < 3, lambda n, x: [n + 1, x * n], [0, torch.ones(2)])
     assert (type(out), out[0], type(out[0])) == (tuple, 3, int)
+    Pair = namedtuple("Pair", "n x")
+    out = tl.compat.torch_while_loop(lambda n, x: n < 3, lambda n, x: Pair(n + 1, x * n), Pair(0, torch.ones(2)))
+    assert (type(out), out[0]) == (tuple, 3)
     flag, half = tl.compat.torch_while_loop(lambda b, f: b, lambda b, f: (f > 2.0, f / 2), (True, 8.0))
     assert (flag, half) == (False, 1.0)
 
@@ -272,6 +287,49 @@ def test_a_few_calls_for_many_elements() -> None:
 
 
 # -- around and inside
+
+
+@pytest.mark.parametrize("checkpoints", [None, 1, 3])
+def test_inside_a_loop_of_ours(checkpoints: int | None) -> None:
+    w, xs = randn(3, 3), randn(5, 3)
+
+    def body(ops: Any, c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        c, ys = ops.scan(lambda h, y: ((h @ w + y).sin(), h), c, torch.stack([x, c]))
+        _, c = ops.while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, torch.cos(h @ w)), (0, c))
+        return c, ops.associative_scan(torch.mul, ys, 0)
+
+    ours = tl.scan(partial(body, OURS), xs[0], xs, checkpoints=checkpoints)
+    theirs = PLAIN.scan(partial(body, PLAIN), xs[0], xs)
+    assert_same(ours, theirs)
+    assert_same(grad(total(ours), [w, xs]), grad(total(theirs), [w, xs]))
+
+
+def test_arrays_ranges_and_packed_tensors_are_carried_as_in_our_loops() -> None:
+    xs = randn(4, 3)
+    array, _ = tl.compat.torch_scan(lambda c, x: (c.append(x), None), tl.TensorArray(), xs)
+    assert_same(array.stack(), xs)
+    _, array = tl.compat.torch_while_loop(
+        lambda i, c: i < 3, lambda i, c: (i + 1, c.append(xs[i])), (0, tl.TensorArray())
+    )
+    assert_same(array.stack(), xs[:3])
+    carry, numbers = tl.compat.torch_scan(lambda c, i: (c + i, i), 0, range(4))
+    assert (carry, numbers.tolist()) == (6, [0, 1, 2, 3])
+    packed = tl.pack_padded(xs.view(2, 2, 3), [2, 0])
+    carry, ys = tl.compat.torch_scan(lambda c, x: (c + x, c), torch.zeros(2, 3, dtype=D), packed)
+    assert_same(carry, packed.sum(1))
+    assert ys.lens.tolist() == [2, 0]
+
+
+def test_the_caller_s_tensors_stay_when_bodies_change_theirs() -> None:
+    xs = randn(4, 3, grad=False)
+    before = xs.clone()
+    carry, _ = tl.compat.torch_scan(lambda c, x: (c + x.add_(1), None), xs[0], xs)
+    assert_same(carry, before[0] + before.sum(0) + 4)
+    _, h = tl.compat.torch_while_loop(lambda i, h: i < 2, lambda i, h: (i + 1, h.add_(1)), (0, xs[0]))
+    assert_same(h, before[0] + 2)
+    sums = tl.compat.torch_associative_scan(lambda a, b: a.add_(b), xs, 0)
+    assert_same(sums, before.cumsum(0))
+    assert torch.equal(xs, before)
 
 
 def test_transforms() -> None:
