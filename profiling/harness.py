@@ -105,15 +105,15 @@ def unmeasured(cells: Sequence[Cell]) -> list[Entry]:
     return [{"cell": cell, "raw": []} for cell in cells]
 
 
-def seconds(run: Callable[[], object], runs: int) -> list[float]:
-    """Each run's time, its results dropped on the clock; three warm-ups are left out. Slow runs are fewer."""
+def seconds(run: Callable[[], object], runs: int, warmups: int = 3) -> list[float]:
+    """Each run's time, its results dropped on the clock, after the warm-ups. Slow runs are fewer, but three."""
     found = []
     gc.collect()
-    while len(found) < 3 + runs and (len(found) < 6 or sum(found) < SLOW / 5):
+    while len(found) < warmups + runs and (len(found) < warmups + 3 or sum(found) < SLOW / 5):
         start = time.perf_counter()
         run()
         found.append(time.perf_counter() - start)
-    return found[3:]
+    return found[warmups:]
 
 
 SLOW = 10.0  # seconds spent on one cell after which one timed run is enough

@@ -1,6 +1,7 @@
-"""Packing, padding, reductions over rows, permutations and layers of channels beside PyTorch's ways and FBGEMM's.
+"""Packing, padding, reductions over rows, permutations, layers of channels and of speech beside PyTorch's and FBGEMM's.
 
-    python profiling/packed.py                         # 3 rounds, some 20 minutes
+    python profiling/packed.py                         # some 6 minutes
+    python profiling/packed.py --full                  # 3 rounds
     python profiling/packed.py --only pack pad         # these cases alone, the others stay as they are
     python profiling/packed.py --fbgemm-python PATH    # a Python that has fbgemm_gpu beside the same torch
 
@@ -16,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import packed_models
 import packed_ways
 import plots
 import torch
-from packed_ways import CASES, FEATURES, PERMUTED, ROWS
+from packed_ways import FEATURES, PERMUTED, ROWS
 from script import Peer, Result, Script, Target, target_table
 from torch import Tensor
 
-RUNS = {"quick": 1, "short": 5, "usual": 25}
+from tensorloop import memory
+
+CASES = packed_ways.CASES | packed_models.CASES
+RUNS = {"quick": 1, "short": 5, "usual": 25, "full": 25}
 SHORT = {  # cases, and what ours is held against in the short set: the fastest of the others where they were measured
     "pack": ("index_select", "copy"),
     "pad": ("index_copy_", "copy"),
@@ -34,7 +39,9 @@ MEMORY = ("fresh", "kept")
 BANDWIDTH = 0.8  # of a copy's, fresh memory, forward: pack and pad
 SELECT = 0.4  # of index_select's time, there and back
 # Of torch's time on as many entries in rows of one length, forward + backward.
-LAYERS = {"conv1d": 1.1, "depthwise": 1.1, "max_pool": 1.2, "batch_norm": 1.2}
+LAYERS = {"conv1d": 1.1, "depthwise": 1.1, "max_pool": 1.2, "batch_norm": 1.2, "conformer": 0.6}
+UNBOUND = ("dropout", "score_mod")  # figures to see, without a target
+HELD = {"conformer": 0.6}  # of the padded block's bytes that are kept for backward
 TITLES = {
     "pack": "(B, T, D) to packed",
     "pad": "packed to (B, T, D)",
@@ -43,6 +50,10 @@ TITLES = {
     "depthwise": "convolution of 15, each channel alone",
     "max_pool": "largest of each 2 entries",
     "batch_norm": "batch norm",
+    "conformer": "a Conformer block",
+    "ctc": "the CTC loss",
+    "dropout": "attention with dropout",
+    "score_mod": "attention, ALiBi",
 }
 
 
@@ -52,22 +63,25 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
         return {"forward_s": harness.seconds(partial(copy, cell["case"]), cell["runs"])}
     ways = CASES[cell["case"]]()
     way, ours = ways[cell["way"]], next(iter(ways.values()))
-    x = packed_ways.inputs(cell["case"])
-    expected = ours.run(x)
+    of_model = cell["case"] in packed_models.CASES
+    warmups = 1 if of_model else 3
+    x = (packed_models if of_model else packed_ways).inputs(cell["case"])
+    expected = (ours.compared or ours.run)(x)
     cotangent = torch.randn_like(expected)
     same = way.compared or way.run
     wanted = torch.autograd.grad(expected, x, cotangent)[0]
     worst = max(distance(same(x), expected), distance(torch.autograd.grad(same(x), x, cotangent)[0], wanted))
-    if not worst < 1e-5:
+    if not worst < packed_models.APART.get(cell["case"], 1e-5):
         return {"error": f"wrong: off by {worst:.2g} of the largest number"}
     del expected, wanted
     with torch.no_grad():
-        forward = harness.seconds(lambda: way.run(x), cell["runs"])
+        forward = harness.seconds(lambda: way.run(x), cell["runs"], warmups)
         cotangent = torch.randn_like(way.run(x))
     leaves = (x, *way.weights)
     return {
+        **({"held_bytes": memory.saved_residuals(way.run, x).bytes} if of_model else {}),
         "forward_s": forward,
-        "total_s": harness.seconds(lambda: torch.autograd.grad(way.run(x), leaves, cotangent), cell["runs"]),
+        "total_s": harness.seconds(lambda: torch.autograd.grad(way.run(x), leaves, cotangent), cell["runs"], warmups),
     }
 
 
@@ -98,8 +112,12 @@ def cells(args: Namespace) -> list[harness.Cell]:
         for case in args.only or cases
         for way in ways_and_copy(case)
         if args.set != "short" or way in (next(iter(CASES[case]())), *SHORT.get(case, ()))
-        for kind in MEMORY
+        for kind in memories(case)
     ]
+
+
+def memories(case: str) -> tuple[str, ...]:
+    return MEMORY[1:] if case in packed_models.CASES else MEMORY
 
 
 def ways_and_copy(case: str) -> list[str]:
@@ -119,8 +137,12 @@ def section(result: Result, picture: str) -> str:
         [
             f"Milliseconds of forward + backward (of forward alone). B = {ROWS} rows of lengths uniform in "
             f"1..{r.steps}, N = {r.n}, D = {FEATURES}, float32, medians of {result['about']['runs']} runs. *Fresh* "
-            "memory is malloc's default, *kept* is malloc told to keep what was freed.",
-            harness.table(["", "way", "fresh", "kept", "fresh / ours"], rows(result), text_columns=2),
+            "memory is malloc's default, *kept* is malloc told to keep what was freed; the last column "
+            "is of fresh memory, of kept memory for the last four. Of the "
+            f"Conformer block and the CTC loss there are {packed_models.ROWS['ctc']} rows of {packed_models.LEAST}.."
+            f"{packed_models.MOST} frames, of attention {packed_models.ROWS['dropout']}, of width "
+            f"{packed_models.WIDTH}, {packed_models.HEADS} heads; CTC has {packed_models.LABELS} labels.",
+            harness.table(["", "way", "fresh", "kept", "/ ours"], rows(result), text_columns=2),
             target_table(targets(result)),
             f"![forward + backward beside the fastest peer]({picture})",
         ]
@@ -133,12 +155,20 @@ def rows(result: Result) -> list[list[str]]:
         ways = ways_of(result, case)
         for way in ways:
             ours, own = (
-                harness.milliseconds(result, "total_s", kind="fresh", case=case, way=w) for w in (ways[0], way)
+                harness.milliseconds(result, "total_s", kind=memories(case)[0], case=case, way=w)
+                for w in (ways[0], way)
             )
             title = TITLES.get(case, f"{case} over rows") if way == ways[0] else ""
             name = f"**`{way}`**" if way == ways[0] else way
             ratio = f"{own / ours:.2f}" if own and ours else "-"
-            lines.append([title, name, *(both(result, kind, case, way) for kind in MEMORY), ratio])
+            lines.append(
+                [
+                    title,
+                    name,
+                    *(both(result, kind, case, way) if kind in memories(case) else "-" for kind in MEMORY),
+                    ratio,
+                ]
+            )
     return lines
 
 
@@ -158,8 +188,14 @@ def targets(result: Result) -> list[Target]:
             ours, peer = ours_of(result, case, kind), fastest_peer(result, case, kind)
             if ours and peer:
                 what = f"{case}, {kind} memory: time / fastest peer"
-                bound = SELECT if case == "permute" else LAYERS.get(case, 1)
+                bound = None if case in UNBOUND else SELECT if case == "permute" else LAYERS.get(case, 1)
                 found.append(Target(what, ours / peer[1], bound))
+        if case in packed_models.CASES:
+            held = [
+                harness.figure(result, "held_bytes", kind="kept", case=case, way=way) for way in ("packed", "padded")
+            ]
+            if held[0] and held[1]:
+                found.append(Target(f"{case}: bytes kept for backward / padded", held[0] / held[1], HELD.get(case)))
     for case in ("pack", "pad"):
         way = next(iter(ways_of(result, case)), "")
         for kind in MEMORY:
@@ -207,7 +243,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
-    rounds={"quick": 1, "short": 1, "usual": 3},
+    rounds={"quick": 1, "short": 1, "usual": 1, "full": 3},
     targets=targets,
     draw=draw,
     peers=[Peer("fbgemm", ("fbgemm_gpu",), lambda cell: cell["way"] == "FBGEMM")],

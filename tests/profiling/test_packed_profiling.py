@@ -12,7 +12,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("attention", "harness", "packed", "packed_ways", "partial", "plots", "resident", "script")
+NAMES = ("attention", "harness", "packed", "packed_models", "packed_ways", "partial", "plots", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,9 @@ def scripts() -> Iterator[dict[str, Any]]:
             patch.setattr(found["packed_ways"], name, value)
             if hasattr(found["packed"], name):
                 patch.setattr(found["packed"], name, value)
+        for name, value in {"LEAST": 8, "MOST": 17, "WIDTH": 8, "LABELS": 5}.items():
+            patch.setattr(found["packed_models"], name, value)
+        patch.setattr(found["packed_models"], "ROWS", dict.fromkeys(found["packed_models"].CASES, 3))
         yield found
     for name in NAMES:
         sys.modules.pop(name, None)
@@ -53,8 +56,11 @@ def test_a_run_without_fbgemm(scripts: dict[str, Any], tmp_path: Path, monkeypat
         assert ("absent" in raw) == (way == "FBGEMM")
         assert ("error" in raw) <= (way == "torch.nested"), (entry["cell"], raw)
     text = out.with_suffix(".md").read_text()
-    # Each case against its fastest peer, and two against a copy, with both kinds of memory.
-    assert text.count(" met |") + text.count("**missed** |") == 2 * (len(script.CASES) + 2)
+    # Each case against its fastest peer, and two against a copy, with both kinds of memory; of models, in one of them,
+    # the block and the CTC loss, and the bytes of the block.
+    models = scripts["packed_models"].CASES
+    assert text.count(" met |") + text.count("**missed** |") == 2 * (len(script.CASES) - len(models) + 2) + 3
+    assert all(f"{case}: bytes kept for backward / padded" in text for case in models)
     assert out.with_suffix(".png").stat().st_size > 10_000
 
     assert script.SCRIPT.main(["--quick", "--only", "permute", "--out", str(out)]) == 0

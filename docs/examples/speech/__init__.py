@@ -1,0 +1,1 @@
+"""Speech to phones: a Conformer with CTC on packed rows, beside the same weights on padded ones."""
