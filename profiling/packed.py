@@ -1,6 +1,6 @@
 """Packing, padding, reductions over rows, permutations, layers of channels and of speech beside PyTorch's and FBGEMM's.
 
-    python profiling/packed.py                         # some 6 minutes
+    python profiling/packed.py                         # one round
     python profiling/packed.py --full                  # 3 rounds
     python profiling/packed.py --only pack pad         # these cases alone, the others stay as they are
     python profiling/packed.py --fbgemm-python PATH    # a Python that has fbgemm_gpu beside the same torch
