@@ -13,6 +13,7 @@ import tensorloop as tl
 from tensorloop import cuda, kernels
 from tensorloop.kernels import proof
 from tensorloop.kernels.eager import regroup
+from tensorloop.packed import StaticPackedTensor
 from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, kernel, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -289,3 +290,48 @@ def test_nothing_is_decided_while_a_graph_records(undecided: None) -> None:
         graph.replay()
         assert torch.equal(torch.cat(found, 1), torch.cat([x[:, 1:], x[:, :1], x[:, :1]], 1))
         assert kernels.find("regroup", x) is cuda.kernel("regroup")
+
+
+# ---- packed tensors of static shape
+
+
+def static_loss(values: Tensor, lens: Tensor, weight: Tensor) -> Tensor:
+    p = StaticPackedTensor(values, lens, max_len=6)
+    heads: Any = F.linear(p, weight).unflatten(-1, (2, 2))
+    x = p + heads.attend(heads, heads, causal=True).flatten(2)
+    return (x.softmax(1) * p - x.mean(1, keepdim=True)).square().sum() + x.logsumexp(1)[:2].sum() + x.pad().sin().sum()
+
+
+def test_a_cuda_graph_of_static_rows_is_replayed_with_other_lens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(12, 4, generator=generator).to(DEVICE).requires_grad_()
+    weight = torch.randn(4, 4, generator=generator).to(DEVICE).requires_grad_()
+    lens = torch.tensor([3, 2, 4], device=DEVICE)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(static_loss(values, lens, weight), [values, weight])
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = torch.autograd.grad(static_loss(values, lens, weight), [values, weight])
+    for others in ([3, 2, 4], [1, 6, 0], [5, 1, 6]):
+        with torch.no_grad():
+            lens.copy_(torch.tensor(others))
+            values.copy_(torch.randn(12, 4, generator=generator))
+            values[sum(others) :] = torch.nan
+        graph.replay()
+        here = [x.detach().cpu().requires_grad_() for x in (values, weight)]
+        expected = torch.autograd.grad(static_loss(here[0], torch.tensor(others), here[1]), here)
+        torch.testing.assert_close([x.cpu() for x in found], list(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_static_rows_never_wait_for_the_device() -> None:
+    values, lens = torch.randn(12, 4, device=DEVICE, requires_grad=True), torch.tensor([3, 2, 4], device=DEVICE)
+    weight = torch.randn(4, 4, device=DEVICE, requires_grad=True)
+    torch.autograd.grad(static_loss(values, lens, weight), [values, weight])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(static_loss(values, lens, weight), [values, weight])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ higher-order operator and a variable of dynamo's for it. Private names of torch,
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from torch import fx
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly
 
+_A = ParamSpec("_A")
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=Callable[..., Any])
 
@@ -51,11 +52,11 @@ def stands_in_graphs(traced: Callable[..., Any]) -> Callable[[_C], _C]:
     return mark
 
 
-def constant_in_graphs(function: Callable[[], _T]) -> Callable[[], _T]:
-    """Dynamo calls the function and takes what it gives as a constant."""
+def constant_in_graphs(function: Callable[_A, _T]) -> Callable[_A, _T]:
+    """Dynamo calls the function, of constants if it takes any, and takes what it gives as a constant."""
 
-    def call() -> _T:
-        return function()
+    def call(*args: _A.args, **options: _A.kwargs) -> _T:
+        return function(*args, **options)
 
     marked: Any = call
     marked._dynamo_marked_constant = True

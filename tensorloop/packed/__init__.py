@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tensorloop.packed.fallback import FALLBACKS as FALLBACKS
     from tensorloop.packed.fallback import PackedFallbackWarning as PackedFallbackWarning
     from tensorloop.packed.sampler import BatchSampler as BatchSampler
+    from tensorloop.packed.static import StaticPackedTensor as StaticPackedTensor
     from tensorloop.packed.tensor import PackedTensor as PackedTensor
     from tensorloop.packed.tensor import collate as collate
     from tensorloop.packed.tensor import pack_padded as pack_padded
@@ -24,6 +25,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "packed.dim": ("Dim",),
             "packed.fallback": ("FALLBACKS", "PackedFallbackWarning"),
             "packed.sampler": ("BatchSampler",),
+            "packed.static": ("StaticPackedTensor",),
             "packed.tensor": ("PackedTensor", "collate", "pack_padded"),
             "packed.transducer": ("pairs", "rnnt_loss"),
         },

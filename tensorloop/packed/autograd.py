@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, named
-from tensorloop.packed.base import Packed, PackedView, check_same_rows, is_packed, refusal
+from tensorloop.packed.base import Packed, PackedView, StaticPacked, check_same_rows, is_packed, refusal
 
 _DEPTH = 4  # of lists in lists that are looked into
 _LISTS = frozenset({list, tuple})
@@ -64,9 +64,9 @@ def _repack(x: Any, base: Packed) -> Any:
     return base._with(x) if isinstance(x, Tensor) and x.dim() and len(x) == base._dim.total else x
 
 
-def _find_packed(x: Any, depth: int = _DEPTH) -> list[Packed]:
+def _find_packed(x: Any, depth: int = _DEPTH) -> list[Any]:
     """The packed tensors that are x, or in it: in lists, tuples and dicts."""
-    if is_packed(x):
+    if isinstance(x, (Packed, StaticPacked)):
         return [x]
     if isinstance(x, PackedView):
         return [x.packed]
@@ -81,7 +81,7 @@ def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
     Under an ordinary `no_grad`, no frame of the stack is a Function's.
     """
     for x in given:  # in evaluation, all of them pass here
-        if isinstance(x, Packed):
+        if isinstance(x, (Packed, StaticPacked)):
             if x.values.requires_grad:
                 break
         elif type(x) in _LISTS:
@@ -100,7 +100,7 @@ def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
             args = _read_arguments(frame)
             # Who gives the values too has them seen, and the packed tensor for its rows.
             if any(p is q and not any(x is p.values for x in args) for p in wanted for q in _find_packed(args)):
-                raise _lost_gradient(function)
+                raise _lost_gradient(function, wanted[0])
         frame = frame.f_back
 
 
@@ -125,9 +125,11 @@ def _read_arguments(frame: FrameType) -> list[Any]:
     return given if keywords is None else [*given, *values.get(keywords, {}).values()]
 
 
-def _lost_gradient(function: Any) -> WrongType:
+def _lost_gradient(function: Any, wanted: Any) -> WrongType:
     why = "autograd sees no packed tensor among its arguments, and the gradient would end here in silence"
     if function is CheckpointFunction:
         return refusal(f"in a checkpoint with use_reentrant=True, {why}", "write use_reentrant=False")
     called = getattr(function, "__name__", "Function")
+    if isinstance(wanted, StaticPacked):
+        return refusal(f"in {called}.apply, {why}", "give it p.values, and what comes to p.like")
     return refusal(f"in {called}.apply, {why}", f"write tensorloop.packed.apply({called}, ...)")

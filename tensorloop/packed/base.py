@@ -52,6 +52,12 @@ class PackedView:
         self.packed = packed
 
 
+class StaticPacked:
+    """A packed tensor with free entries behind its rows. `static.StaticPackedTensor` is the public class."""
+
+    values: Tensor
+
+
 Handler = Callable[..., Any]
 _NUMBERS = tuple(range(128))  # torch computes with 64 dims at most
 

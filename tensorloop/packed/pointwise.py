@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, PackedView, check_same_rows, is_packed, is_tensor, refusal
+from tensorloop.packed.base import Packed, PackedView, StaticPacked, check_same_rows, is_packed, is_tensor, refusal
 from tensorloop.packed.refusals import unsupported
 
 # Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13; leaky_relu with 2.11).
@@ -107,6 +107,8 @@ def refuse_array(x: Any) -> None:
     if isinstance(x, PackedView):
         why = "packed tensors whose dims stand in different orders, one of them channels or time first"
         raise refusal(why, "transpose one of them; between the entries of a row use tensorloop.attention")
+    if isinstance(x, StaticPacked):
+        raise refusal("a packed tensor and a static one", "make both static, or .trim() the static one")
     if hasattr(x, "__array__") and hasattr(x, "__len__"):
         raise refusal("a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
 
