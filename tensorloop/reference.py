@@ -102,6 +102,11 @@ def while_loop(
     return init, steps
 
 
+def fixed_point(fn: Callable[[Any], Any], init: Any, steps: int = 1000) -> Any:
+    """What `fn` leaves as it is; the gradient is that of so many steps."""
+    return while_loop(lambda _: True, fn, init, steps)[0]
+
+
 def while_rows(
     cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any, max_steps: int | None = None
 ) -> tuple[Any, Tensor]:

@@ -88,6 +88,18 @@ def _past(rows: int, *, reverse: bool = False) -> tuple[Any, ...]:
     return torch.randn_like(q), q, k, v, *past_attend(q, k, v, sight), sight, torch.zeros_like(k), torch.zeros_like(v)
 
 
+def _ctc(rows: int) -> tuple[Any, ...]:
+    frames, tokens = [4, 0, 5][:rows], [1, 0, 2][:rows]
+    values = torch.randn(sum(frames), 5).log_softmax(-1)
+    return values, offsets_of(frames), torch.randint(0, 4, (sum(tokens),)), offsets_of(tokens), 4
+
+
+def _rnnt(rows: int) -> tuple[Any, ...]:
+    frames, widths = [2, 1, 3][:rows], torch.tensor([2, 1, 3][:rows], dtype=torch.int64)
+    sizes = [n * int(width) for n, width in zip(frames, widths, strict=True)]
+    return -torch.rand(sum(sizes), 2), offsets_of(sizes), widths
+
+
 # operation -> the arguments, of a size 0 or about 3, in a dtype where it takes any; which of the tensors it writes to.
 CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     **{
@@ -109,6 +121,11 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     ),
     "beam_trace": lambda n, _: (torch.ones(5, n, 3).long(), torch.full((n, 2), 3), torch.full((n, 2), 2)),
     "beam_attend": lambda n, _: _attend(n),
+    "ctc_loss": lambda n, _: _ctc(n),
+    "ctc_loss_grad": lambda n, _: (torch.randn(n), *_ctc(n)),
+    "rnnt_loss": lambda n, _: _rnnt(n),
+    "rnnt_loss_grad": lambda n, _: (torch.randn(n), *_rnnt(n)),
+    "linear_recurrence": lambda n, _: (torch.randn(4, n), torch.randn(4, n), torch.randn(1, n), 0, True),
     "past_attend": lambda n, _: _past(n),
     "past_attend_grad": lambda n, _: _past(n, reverse=True),
 }  # fmt: skip
@@ -135,7 +152,18 @@ def _case(operation: str, rows: int, dtype: torch.dtype = torch.float32) -> tupl
 
 def _both(operation: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The kernel, and the torch operations."""
-    return kernel("cpu", operation), kernel("eager", operation)
+    return _alone("cpu", operation), _alone("eager", operation)
+
+
+def _alone(backend: str, operation: str) -> Callable[..., Any]:
+    """An operation without what a loss hands to its backward, which is each backend's own."""
+    run = kernel(backend, operation)
+    if operation in ("ctc_loss", "rnnt_loss"):
+        return lambda *args: run(*args)[0]
+    if operation in ("ctc_loss_grad", "rnnt_loss_grad"):
+        forward = kernel(backend, operation.removesuffix("_grad"))
+        return lambda grad, *args: run(grad, *args, *forward(*args))
+    return run
 
 
 def _disguised(args: Any, place: int, disguise: Callable[[Tensor], Tensor]) -> Any:

@@ -46,7 +46,7 @@ def ctc_loss_grad(
     rows = _rows(values, offsets, tokens, token_offsets, blank, "ctc_loss_grad")
     cells = offsets.diff() * (2 * token_offsets.diff() + 1)
     starts = torch.cat([cells.new_zeros(1), cells.cumsum(0)])
-    out = values.exp()
+    out = values.contiguous().exp()  # written to where it stands, so in the order of rows
     more = [array(x) for x in (starts, alpha, losses, grad.contiguous(), out)]
     share(_backwards, len(losses), 2 * CELL_COST * len(alpha) + 8 * out.numel(), (*rows, *more))
     return out

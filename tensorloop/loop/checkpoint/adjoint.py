@@ -34,7 +34,15 @@ from tensorloop.loop.loop import Loop
 
 
 class NotConvergedWarning(UserWarning):
-    """A search for a fixed point, or for its gradient, ended before it had converged; it says how far it came."""
+    """A search for a fixed point, or for its gradient, ended before it had converged; it says how far it came.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", tl.loop.NotConvergedWarning)  # what there is after three steps will do
+        ...     tl.fixed_point(lambda z: 1 - 0.5 * z, torch.zeros(()), max_steps=3)
+        tensor(0.7500)
+    """
 
 
 class Search(NamedTuple):
