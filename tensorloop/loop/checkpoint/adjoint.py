@@ -40,7 +40,7 @@ class NotConvergedWarning(UserWarning):
         >>> import warnings
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("ignore", tl.loop.NotConvergedWarning)  # what there is after three steps will do
-        ...     tl.fixed_point(lambda z: 1 - 0.5 * z, torch.zeros(()), max_steps=3)
+        ...     tl.fixed_point(lambda z: 1 - 0.5 * z, torch.zeros(()), max_steps=3, strict=False)
         tensor(0.7500)
     """
 
