@@ -100,7 +100,9 @@ def test_values_and_derivatives_are_those_of_a_packed_tensor(name: str, lens: li
         torch.testing.assert_close(ours[:total], theirs, equal_nan=True)
 
 
-@pytest.mark.parametrize("function", [lambda p, w: w / p, lambda p, w: p * w, lambda p, w: w.abs() ** p], ids=str)
+@pytest.mark.parametrize(
+    "function", [lambda p, w: w / p, lambda p, w: p * w, lambda p, w: w.abs() ** p], ids=["over", "times", "power"]
+)
 @pytest.mark.parametrize("shape", [(), (6,), (4, 1, 6), (5, 6), (4, 5, 6), (1, 1, 1)], ids=str)
 def test_the_gradient_of_what_is_broadcast_has_nothing_of_free_entries(function: Any, shape: tuple[int, ...]) -> None:
     values, lens = pair([3, 0, 5, 1])
