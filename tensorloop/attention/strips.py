@@ -267,5 +267,5 @@ def _cut_packed(task: Task, q_offsets: list[int], k_offsets: list[int], device: 
 
 
 def _take_row(q_offsets: Sequence[int], k_offsets: Sequence[int], b: int, causal: bool) -> Strip:
-    places = (Span(slice(0, 1), slice(x[b], x[b + 1]), slice(None)) for x in (q_offsets, k_offsets))
-    return Strip(*places, causal, row=b, bases=(q_offsets[b], k_offsets[b]))
+    of_q, of_k = (Span(slice(0, 1), slice(x[b], x[b + 1]), slice(None)) for x in (q_offsets, k_offsets))
+    return Strip(of_q, of_k, causal, row=b, bases=(q_offsets[b], k_offsets[b]))
