@@ -283,7 +283,7 @@ def test_relative_positions_that_do_not_fit():
         (P5, [1.0], TypeError, r"relative\[1\]: expected a tensor, got list"),
     ):
         with pytest.raises(error, match=message):
-            attention(P5, P5, P5, relative=(queries, r))
+            attention(P5, P5, P5, relative=(queries, r))  # pyright: ignore
 
 
 def test_what_arrays_do_not_take():
