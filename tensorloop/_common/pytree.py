@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree
 
@@ -34,12 +35,14 @@ class Tree:
 
     def flatten(self, tree: Any) -> list[Any] | None:
         """The leaves of `tree`, or None where its structure is another."""
+        if self._flatten is _flatten_leaf and type(tree) is Tensor:  # without a call
+            return [tree]
         leaves: list[Any] = []
         return leaves if self._flatten(tree, leaves) else None
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The tree of these leaves, `size` of them."""
-        return self._unflatten(leaves, 0)[0]
+        return leaves[0] if self._unflatten is _unflatten_leaf else self._unflatten(leaves, 0)[0]
 
 
 def register(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[..., Any]) -> None:
@@ -205,7 +208,7 @@ def _builder(example: Any) -> Callable[[list[Any]], Any]:
 
 def _flatten_leaf(tree: Any, leaves: list[Any]) -> bool:
     leaves.append(tree)
-    return not _is_node(tree)
+    return type(tree) is Tensor or not _is_node(tree)
 
 
 def _unflatten_leaf(leaves: Sequence[Any], i: int) -> tuple[Any, int]:
@@ -226,7 +229,10 @@ def _sequence_flatten(kind: type, flattens: list[Flatten]) -> Flatten:
             return False
         if only_leaves:
             leaves.extend(tree)
-            return not any(map(_is_node, tree))
+            for child in tree:
+                if type(child) is not Tensor and _is_node(child):
+                    return False
+            return True
         return _flatten_all(flattens, tree, leaves)
 
     return flatten

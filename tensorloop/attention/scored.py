@@ -51,10 +51,12 @@ class Scorer:
         dv = torch.einsum("ghls,ghld->ghsd", dv, grad).unflatten(1, share_heads(q, k)).sum(2)
         slopes = slopes.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
         leaves = [*given, *(x for x in more if x is not None)]
-        found = torch.autograd.grad(scores, leaves, slopes, allow_unused=True) if scores.requires_grad else [None] * 9
-        of_q, of_k, *rest = found
-        rest = iter(rest)
-        self._add(strip, places, [None if x is None else next(rest) for x in more])
+        found = [None] * len(leaves)
+        if scores.requires_grad:
+            found = torch.autograd.grad(scores, leaves, slopes, allow_unused=True)
+        of_q, of_k, *of_more = found
+        of_tensors = iter(of_more)
+        self._add(strip, places, [None if x is None else next(of_tensors) for x in more])
         of_q, of_k = (x.new_zeros(x.shape) if d is None else d for x, d in ((q, of_q), (k, of_k)))
         return of_q, of_k, dv
 

@@ -87,11 +87,8 @@ class Table:
             self._fill(c)
 
     def _fill(self, c: int | None) -> None:
-        free, swept, held, again, swept_held = ([math.inf] for _ in range(5))
-        self.free[c], self.swept[c], self._held[c], self._again[c], self._swept_held[c] = (
-            *(free, swept, held, again),
-            swept_held,
-        )
+        tables = self.free, self.swept, self._held, self._again, self._swept_held
+        free, swept, held, again, swept_held = (table.setdefault(c, [math.inf]) for table in tables)
         for n in range(1, len(self.down)):
             held.append(min(self.down[n], min(_splits(again, free, n), default=math.inf)))
             again.append(n * self.size + self.costs.read + held[n])
