@@ -4,7 +4,7 @@ The first step is given copies of what it might change in place, so that what wa
 then on the attributes that it set are with whoever runs the steps: between two of them a mark stands in their place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,12 +14,12 @@ from tensorloop._common import pytree
 from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import version_of
+from tensorloop.loop.holders import Holder, find_holders
+from tensorloop.loop.state_copies import Copies, all_leaves, is_large
 from tensorloop.tensor_array.array import TensorArray
 
 R = TypeVar("R")
 State = dict[str, Any]  # by path
-MOST_ELEMENTS = 1000  # a larger container, a vocabulary say, is not looked into
-_OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
@@ -36,25 +36,10 @@ class _Mark:
 _MISSING, _TAKEN = _Mark("no such attribute"), _Mark("in the carry of a loop that runs")
 
 
-class _Holder(NamedTuple):
-    """A dict of attributes, buffers or items."""
-
-    path: str
-    values: dict[Any, Any]
-    kind: str  # "attributes", "buffers" or "items"
-
-    def names(self) -> list[Any]:
-        of_module = self.kind == "attributes" and "_modules" in self.values
-        return [key for key in self.values if not (of_module and key in _OF_MODULES)]
-
-    def path_of(self, key: Any) -> str:
-        return f"{self.path}{key}" if self.kind != "items" else f"{self.path}[{key!r:.60}]"
-
-
 class _Place(NamedTuple):
     """An attribute that steps set: where it is, its value before the loop, whether steps write into that tensor."""
 
-    values: dict[Any, Any]
+    values: MutableMapping[Any, Any]
     key: Any
     before: Any
     in_place: bool
@@ -73,25 +58,29 @@ class Attributes:
     """Those of some objects, from before a loop on."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self._holders = [x for i, y in enumerate(objects) for x in _holders(y, i if len(objects) > 1 else None)]
+        self._holders = find_holders(objects)
         self._before = [{key: x.values[key] for key in x.names()} for x in self._holders]
         self._places: dict[str, _Place] = {}
+        self.begun = False  # whether the first step is done
 
     def first(self, call: Callable[[], R], names: Sequence[str]) -> tuple[R, State]:
         """The first step: what it gave, and the attributes that it set, and those of `names`."""
         given: list[dict[Any, _Given]] = []
-        copies: dict[int, Tensor] = {}
+        copies = Copies()
         for holder in self._holders:
-            given.append({key: _Given(_copy(holder.values[key], copies)) for key in holder.names()})
+            given.append({key: _Given(copies.of(holder.values[key])) for key in holder.names()})
             holder.values.update({key: x.value for key, x in given[-1].items()})
         out = call()
         for holder, shown, before in zip(self._holders, given, self._before, strict=True):
             self._find(holder, shown, before, names)
+        now = [{key: x.values[key] for key in x.names()} for x in self._holders]
+        copies.check_apart(all_leaves(self._holders, self._before), all_leaves(self._holders, now))
         if unknown := [name for name in names if name not in self._places]:
             raise WrongValue(f"names: no attribute has the path {unknown[0]!r} after the first step")
         state = {path: place.get() for path, place in self._places.items()}
         self.put_back()
         self._take()
+        self.begun = True
         return out, state
 
     def around(self, state: Mapping[str, Any], call: Callable[[], R]) -> tuple[R, State]:
@@ -137,7 +126,7 @@ class Attributes:
                     )
         return None
 
-    def _find(self, holder: _Holder, given: dict[Any, "_Given"], before: dict[Any, Any], names: Sequence[str]) -> None:
+    def _find(self, holder: Holder, given: dict[Any, "_Given"], before: dict[Any, Any], names: Sequence[str]) -> None:
         """Notes what the first step has set in one place."""
         written = False
         for key in {**given, **dict.fromkeys(holder.names())}:
@@ -163,7 +152,7 @@ class _Given:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._tree = None if isinstance(value, Tensor | nn.Module) or _is_large(value) else pytree.Tree(value)
+        self._tree = None if isinstance(value, Tensor | nn.Module) or is_large(value) else pytree.Tree(value)
         self._leaves = self._leaves_of(value) or []
         self._versions = [_version(x) for x in self._leaves]
 
@@ -181,37 +170,6 @@ class _Given:
             isinstance(x, TensorArray) or (isinstance(x, Tensor) and (v is None or _version(x) != v))
             for x, v in zip(leaves, self._versions, strict=True)
         )
-
-
-def _holders(x: Any, number: int | None) -> Iterator[_Holder]:
-    path = "" if number is None else f"objects[{number}]"
-    if isinstance(x, nn.Module):
-        for name, module in x.named_modules():
-            prefix = ".".join(part for part in (path, name) if part)
-            prefix = f"{prefix}." if prefix else ""
-            yield _Holder(prefix, vars(module), "attributes")
-            yield _Holder(prefix, vars(module)["_buffers"], "buffers")
-    elif isinstance(x, dict):
-        yield _Holder(path, x, "items")
-    else:
-        yield _Holder(f"{path}." if path else "", vars(x), "attributes")
-
-
-def _copy(value: Any, copies: dict[int, Tensor]) -> Any:
-    """What a step may change without that the original changes. Tensors that are one remain one."""
-
-    def copy(x: Any) -> Any:
-        if isinstance(x, TensorArray):
-            return x.__copy__()
-        if not isinstance(x, Tensor) or (x.is_leaf and x.requires_grad):  # a weight, which nobody writes to
-            return x
-        return copies.setdefault(id(x), x.clone())
-
-    return value if isinstance(value, nn.Module) else pytree.mapped(copy, value, _is_large)
-
-
-def _is_large(x: Any) -> bool:
-    return isinstance(x, list | tuple | dict) and len(x) > MOST_ELEMENTS
 
 
 def _version(x: Any) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.slots import slots_of
 from tensorloop.packed.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import kind_of
@@ -176,8 +177,7 @@ def find_tensors(x: Any) -> dict[str, Tensor]:
         elif isinstance(x, (list, tuple, set, frozenset)):
             left += [(f"{path}[{k}]", part) for k, part in enumerate(islice(x, 500))]
         elif path.count(".") < 4 and not isinstance(x, _PLAIN):
-            slots = [name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
-            left += [(f"{path}.{name}", getattr(x, name)) for name in slots if hasattr(x, name)]
+            left += [(f"{path}.{name}", getattr(x, name)) for name in slots_of(x) if hasattr(x, name)]
             left += [(f"{path}.{name}", part) for name, part in islice(getattr(x, "__dict__", {}).items(), 500)]
     return found
 

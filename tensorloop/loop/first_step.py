@@ -155,7 +155,7 @@ def _counted_anew() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note("init was first_only: steps are counted from the one after the first")
+        error.add_note("the first step was done by itself: steps are counted from the one after it")
         raise
 
 

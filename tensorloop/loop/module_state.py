@@ -1,17 +1,20 @@
 """State that lives on modules: loops that carry the attributes and buffers that their bodies set."""
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType, named
+from tensorloop._common.slots import slots_of
 from tensorloop.loop import api
 from tensorloop.loop.attributes import Attributes, State
 from tensorloop.loop.called import Called, check_callable, name_of_carry, pair_of
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.first_step import FirstOnly, first_only
+from tensorloop.tensor_array.array import TensorArray
 
 R = TypeVar("R")
 
@@ -44,8 +47,12 @@ def carrying(*objects: Any, names: Sequence[str] = ()) -> "Carrying":
         (tensor([0, 1, 3, 6]), tensor(6))
     """
     for i, x in enumerate(objects):
-        if isinstance(x, type) or not (isinstance(x, dict) or hasattr(x, "__dict__")):
-            raise WrongType(f"objects[{i}] is {describe(x)}; expected a module, an object with attributes or a dict")
+        has_attributes = isinstance(x, dict) or hasattr(x, "__dict__") or bool(slots_of(x))
+        if not has_attributes or isinstance(x, type | Tensor | TensorArray | MethodType):
+            raise WrongType(
+                f"objects[{i}] is {describe(x)}; expected a module, an object with attributes or a dict"
+                + ("; give the object whose method it is" if isinstance(x, MethodType) else "")
+            )
     if not objects:
         raise WrongType("there are no objects; give the modules whose attributes the body sets")
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
@@ -139,7 +146,8 @@ class _Run:
             if (late := self.attributes.find_late()) is not None:
                 raise Misuse(late)
         except BaseException as error:
-            if not isinstance(error, Misuse) and (late := self.attributes.find_late()) is not None:
+            begun = self.attributes.begun and not isinstance(error, Misuse)
+            if begun and (late := self.attributes.find_late()) is not None:
                 error.add_note(late)
             self.attributes.put_back()
             raise

@@ -306,3 +306,75 @@ def test_a_hook_that_the_body_registers_is_taken_back(made: bool):
             last, _ = tl.scan(body, torch.ones(2), xs)
         grads.append(torch.autograd.grad(last.sum(), leaf)[0])
     assert torch.equal(*grads)
+
+
+class Slotted:
+    __slots__ = ("sign", "total")
+
+    def __init__(self) -> None:
+        self.sign = 1
+
+    def turn(self, h: Tensor, x: Tensor) -> Any:
+        self.sign, self.total = -self.sign, x
+        return h * self.sign + x, None
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.other = nn.Identity(), nn.Tanh()
+
+    def forward(self, h: Tensor, x: Tensor) -> Any:
+        self.some, self.other = self.other, self.some
+        return self.some(h) + x, None
+
+
+class Switching(nn.Module):
+    """Trains at every other step, which is as before after two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, h: Tensor, x: Tensor) -> Any:
+        self.train(not self.training)
+        return self.norm(h) + x, None
+
+
+@pytest.mark.parametrize("kind", [Slotted, Swapping, Switching])
+def test_slots_and_parts_of_modules_are_put_back(kind: Any):
+    def run(compile: bool) -> Any:
+        module = kind()
+        body = module.turn if kind is Slotted else module
+        return tl.scan(body, torch.ones(3, 2), torch.arange(15.0).reshape(5, 3, 1), compile=compile)[0], module
+
+    expected, plain = run(False)
+    for _ in range(2):
+        with pytest.warns(NotCompiledWarning, match="a Python value outside of it|another one at every step"):
+            found, module = run(True)
+        torch.testing.assert_close(found, expected)
+        if kind is Slotted:
+            assert module.sign == plain.sign
+        else:
+            assert [x.training for x in module.modules()] == [x.training for x in plain.modules()]
+            assert [*map(type, module.children())] == [*map(type, plain.children())]
+
+
+def test_a_step_known_in_part_leaves_no_trace_in_python():
+    """A look at the calls ends where they are no longer those of a known step; what the body did is undone."""
+    linear, switch = nn.Linear(2, 2), SimpleNamespace(on=True, flips=False)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        switch.on = switch.on != switch.flips
+        h = linear(h)
+        return torch.cos(h if switch.on else torch.relu(h)) + x, None
+
+    call = torch.ones(3, 2), torch.arange(15.0).reshape(5, 3, 1)
+    tl.scan(body, *call, compile="strict")
+    switch.flips = True
+    expected, _ = tl.scan(body, *call)
+    switch.on = True
+    with pytest.warns(NotCompiledWarning, match=r"changes switch\.on"):
+        found, _ = tl.scan(body, *call, compile=True)
+    torch.testing.assert_close(found, expected)
+    assert not switch.on

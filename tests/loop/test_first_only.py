@@ -138,7 +138,7 @@ def test_what_is_refused() -> None:
     init: Any = tl.first_only(None)
     with pytest.raises(TypeError, match="changed the carry at step 1") as changed:
         tl.scan(lambda c, x: (0 if c is None else 1 if x < 2 else 1.5, x), init, torch.arange(5))
-    assert "init was first_only: steps are counted from the one after the first" in changed.value.__notes__
+    assert "the first step was done by itself: steps are counted from the one after it" in changed.value.__notes__
     with pytest.raises(TypeError, match=re.escape("another structure than the others:\n  - *\n  + (*,)")):
         tl.scan(lambda c, x: (x, x if c is None else (x,)), init, torch.arange(3))
     with pytest.raises(

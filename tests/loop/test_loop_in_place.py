@@ -154,6 +154,25 @@ def test_leaves_that_share_memory_are_refused_where_the_body_changes_them() -> N
             tl.fori_loop(0, STEPS, body, (init, init), checkpoints=checkpoints)
 
 
+@pytest.mark.parametrize("after", ["kept", "set anew"])
+def test_so_are_those_without_a_gradient(after: str) -> None:
+    """One becomes the other at a step, and is written into at the next."""
+    weight = randn(2)
+
+    def body(i: int, carry: Any) -> Any:
+        a, b = carry
+        if i == 2:
+            b = a
+        a += i
+        total = (b * weight).detach()
+        return a, (total if i > 2 and after == "set anew" else b)
+
+    init = torch.zeros(2, dtype=weight.dtype), torch.ones(2, dtype=weight.dtype)
+    for checkpoints in (1, 2, STEPS):
+        with pytest.raises(RuntimeError, match=r"fori_loop: .* (returns|is given) carry\[[01]\] and carry\[[01]\]"):
+            tl.fori_loop(0, STEPS, body, init, checkpoints=checkpoints)
+
+
 def test_a_hook_on_a_carry_that_is_changed_in_place_is_refused_as_ever() -> None:
     def body(i: int, c: Tensor) -> Tensor:
         c += i

@@ -56,7 +56,7 @@ class Given:
         return True
 
 
-def check_apart(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+def check_apart(leaves: Sequence[Any], paths: Sequence[str], verb: str) -> None:
     """Raises where leaves of a carry overlap: a change of one would reach the other until the next snapshot."""
     spans = []
     for path, x in zip(paths, leaves, strict=False):
@@ -67,7 +67,7 @@ def check_apart(leaves: Sequence[Any], paths: Sequence[str]) -> None:
     for (_, stop, path), (start, _, other) in pairwise(spans):
         if start < stop:
             raise Misuse(
-                f"the body changes its carry in place, and returns carry{path} and carry{other}, which share "
+                f"the body changes its carry in place, and {verb} carry{path} and carry{other}, which share "
                 f"memory; with checkpoints return a clone() of one of them"
             )
 

@@ -157,12 +157,14 @@ class Sweep:
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = steps.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
+        versions = Versions(x if isinstance(x, Tensor) and not x.requires_grad else None for x in leaves)
         new, y = steps.run(t, leaves, row)
         for i, _ in recorded:
             if leaves[i]._backward_hooks:
                 raise self._hooked(i)
-        if captures.given.changed:
-            check_apart(new, loop.carry.tree.paths)
+        if captures.given.changed or versions.changed() is not None:
+            check_apart(leaves, loop.carry.tree.paths, "is given")
+            check_apart(new, loop.carry.tree.paths, "returns")
         if loop.until is not None:
             self.conditions.ask_until(t, new)
         after, outputs = steps.close(new, state, leaves)

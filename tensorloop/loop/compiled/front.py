@@ -116,11 +116,11 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
             return None  # no step to do, or an error
         if first is True or asking.is_known(loop):
             ask = asking.Asking(loop)
-            found, plan = _looked(ask.stepped, None, lambda x: ask.begin(x, grad=torch.is_grad_enabled()))
+            found, plan = _looked(ask.stepped, None, lambda x: ask.begin(x, grad=torch.is_grad_enabled()), before)
         else:
             whole = whole_of(loop, first)
             one, first = (loop, first) if whole is None else whole.first()
-            found, plan = _looked(one, first, lambda _: before.check())
+            found, plan = _looked(one, first, lambda _: before.check(), before)
     except AnswersInPython:
         before.put_back()
         _forget(loop)
@@ -136,7 +136,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         raise Told
     try:
         if isinstance(whole, PaddedScan):
-            look = partial(_looked, first=None, check=lambda _: before.check())
+            look = partial(_looked, first=None, check=lambda _: before.check(), before=before)
             ended, state = run_stretches(whole, found, plan, checkpoints, look)
         else:
             ended, state = run_plan(found, plan, steps, checkpoints, ask)
@@ -150,10 +150,12 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
     return ended, loop.carry.tree.unflatten(state)
 
 
-def _looked(loop: Loop, first: Tensor | None, check: Callable[[Recorded], None]) -> tuple[Recorded, Any]:
+def _looked(
+    loop: Loop, first: Tensor | None, check: Callable[[Recorded], None], before: Outside
+) -> tuple[Recorded, Any]:
     """The first step of a loop, recorded, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
-        found = recorded(loop, first)
+        found = recorded(loop, first, before.put_back)
         check(found)
         plan = plan_of(found)
         if isinstance(plan, Refused):

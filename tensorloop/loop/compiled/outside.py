@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._common.slots import slots_of
 from tensorloop._common.user_line import Place
 from tensorloop.loop.compiled.fingerprint import Refused
 
@@ -184,10 +185,13 @@ class Outside:
             if hooks:
                 self._look_at_all("a hook", hooks.values(), levels)
         if type(module).__module__.startswith("torch."):  # their writes to buffers are operations
+            put = partial(attributes.__setitem__, "training")
+            self._held.append(_Held(f"{name}.training", partial(attributes.get, "training"), put, module.training))
             return
         self._containers.append((name, attributes, dict(attributes)))
-        if attributes["_buffers"]:
-            self._containers.append((name, attributes["_buffers"], dict(attributes["_buffers"])))
+        for values in (attributes["_buffers"], attributes["_modules"]):
+            if values:
+                self._containers.append((name, values, dict(values)))
         for key in attributes.keys() - _OF_MODULES:
             self._look(f"{name}.{key}", attributes[key], levels - 1)
         self._look_at_method(type(module).forward, levels)
@@ -207,6 +211,10 @@ class Outside:
                 self._containers.append((name, attributes, dict(attributes)))
                 for key, value in attributes.items():
                     self._look(f"{name}.{key}", value, levels - 1)
+            for key in slots_of(x):
+                value = getattr(x, key, _GONE)
+                self._held.append(_Held(f"{name}.{key}", partial(getattr, x, key, _GONE), partial(_set, x, key), value))
+                self._look(f"{name}.{key}", value, levels - 1)
             self._look_at_method(getattr(kind, "__call__", None), levels)  # noqa: B004 - the function is wanted
 
     def _look_at_method(self, function: Any, levels: int) -> None:
@@ -218,6 +226,13 @@ def _names(code: CodeType) -> Sequence[str]:
     """Names of globals and attributes, also in the functions defined inside."""
     inner = [x for x in code.co_consts if type(x) is CodeType]
     return [*code.co_names, *(name for x in inner for name in _names(x))] if inner else code.co_names
+
+
+def _set(x: Any, name: str, value: Any) -> None:
+    if value is _GONE:
+        object.__delattr__(x, name)
+    else:
+        object.__setattr__(x, name, value)  # a frozen dataclass's own refuses
 
 
 def _contents(cell: CellType) -> Any:

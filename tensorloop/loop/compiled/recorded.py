@@ -1,6 +1,7 @@
 """One step of a loop, run and written down: what of the loop's own goes around the body, and the key of its plan."""
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
@@ -51,8 +52,10 @@ class Recorded:
         live: bool = True,
         arrays: Arrays | None = None,
         noise: torch.Generator | None = None,
+        missed: Callable[[], object] = lambda: None,
     ) -> None:
         self.loop, self.first, self.noise = loop, first, noise
+        self._missed = missed
         self.places = [i for i, x in enumerate(loop.init) if isinstance(x, (Tensor, TensorArray))]
         self.arrays = Arrays(loop.init) if arrays is None else arrays
         self.carry: list[Tensor] = [
@@ -98,6 +101,7 @@ class Recorded:
                 tensors, others = self._ran(glance, carry, rows)
             leaf = glance.end(tensors, others)
         except Missed:
+            self._missed()  # what the body did in Python until then is done again
             return False
         assert leaf is not None
         self.known = leaf.key
@@ -403,8 +407,11 @@ def _rows_leave(loop: Loop, first: Tensor | None) -> bool:
     return bool(loop.compact and first is not None and first.dim())
 
 
-def recorded(loop: Loop, first: Tensor | None) -> Recorded:
-    """One step of a loop, recorded, or why it cannot be. `first` is the condition's answer before the loop."""
+def recorded(loop: Loop, first: Tensor | None, missed: Callable[[], object]) -> Recorded:
+    """One step of a loop, recorded, or why it cannot be. `first` is the condition's answer before the loop.
+
+    `missed` undoes what a step that was broken off has done in Python.
+    """
     known = (Tensor, TensorArray, *_NUMBERS)
     wrong = [x for x in loop.init if not (x is None or isinstance(x, known))]
     if wrong:
@@ -421,4 +428,4 @@ def recorded(loop: Loop, first: Tensor | None) -> Recorded:
         raise Refused("only loops on the CPU are compiled")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs")
-    return Recorded(loop, first)
+    return Recorded(loop, first, missed=missed)
