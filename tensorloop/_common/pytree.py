@@ -229,7 +229,7 @@ def _sequence_flatten(kind: type, flattens: list[Flatten]) -> Flatten:
             return False
         if only_leaves:
             leaves.extend(tree)
-            for child in tree:
+            for child in tree:  # noqa: SIM110  a generator costs more than the walk
                 if type(child) is not Tensor and _is_node(child):
                     return False
             return True

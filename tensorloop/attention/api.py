@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.keywords import hints
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import arrays, engine, gpu
 from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
@@ -24,6 +25,18 @@ from tensorloop.tensor_array.array import TensorArray
 
 P = TypeVar("P", bound=Packed)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# What scaled_dot_product_attention and MultiheadAttention call it.
+_KEYWORDS = hints(
+    (
+        "attn_mask mask",
+        "block_mask= takes a BlockMask, bias= numbers to add to scores; padding needs none: pack the rows",
+    ),
+    ("key_padding_mask", "pack the rows: what is padding is then not there; starts= hides slots of arrays"),
+    ("dropout_p", "here that is dropout="),
+    ("enable_gqa", "leave it out: heads of k and v are always shared where they are fewer"),
+    ("need_weights", "weights are never made, so there are none to return"),
+    ("window_size", "here that is window=, with causal=True for the past alone"),
+)
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
 
@@ -65,7 +78,7 @@ def attention(
     dropout: float = 0.0,
 ) -> Tensor: ...
 @called_eagerly
-@named("attention")
+@named("attention", _KEYWORDS)
 def attention(
     q: Any,
     k: Any,

@@ -10,6 +10,8 @@ A score of query i and key j, positions within the row, of batch entry b and hea
 and its weight is dropped or not by a hash of (b, h, i, j) and a seed, so that backward finds the same ones.
 """
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -159,13 +161,29 @@ class _Captures(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _refuse_arguments(mod: Any, error: TypeError) -> None:
+    """Raises where `mod` cannot be called as attention calls it: then that is the error."""
+    with contextlib.suppress(ValueError):  # functions in C have no signature
+        signature = inspect.signature(mod)
+        try:
+            signature.bind(*"sbhij")
+        except TypeError:
+            raise WrongType(
+                f"score_mod is called as score_mod(score, b, h, q_idx, kv_idx), but takes {signature}"
+            ) from error
+
+
 def find_captured(mod: Any, like: Tensor) -> tuple[Tensor, ...]:
     """The tensors that `mod` closes over and that require a gradient: it is asked about one score."""
     if not callable(mod):
         raise WrongType(f"score_mod must be a function (score, b, h, q_idx, kv_idx), got {arguments.describe(mod)}")
     one = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
     with torch.no_grad(), _Captures() as noted:
-        _modify(one[:, :, None, None].to(widen(like.dtype)), Scoring(mod=mod), Places(one, one, one, one))
+        try:
+            _modify(one[:, :, None, None].to(widen(like.dtype)), Scoring(mod=mod), Places(one, one, one, one))
+        except TypeError as error:
+            _refuse_arguments(mod, error)
+            raise
     return tuple(noted.found.values()) if torch.is_grad_enabled() else ()
 
 

@@ -45,7 +45,7 @@ def warn_of_scores(over: Tensor) -> bool:
         warn(
             f"{_NAME}: log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of "
             f"more than 1, so nothing proves a result the best and `stopped` does not say 'exact'; apply log_softmax "
-            f"in step_fn. A reward for length belongs into a length model"
+            f"in step_fn. A reward for length belongs in a length model"
         )
     return bool(rows)
 

@@ -1,7 +1,14 @@
 """Which versions of transformers this room knows; looked at before anything of theirs is used."""
 
-import transformers
-from transformers import cache_utils
+try:
+    import transformers
+    from transformers import cache_utils
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    raise ModuleNotFoundError(
+        "tensorloop.hf needs transformers: pip install 'tensorloop[hf]'", name="transformers"
+    ) from None
 
 OLDEST, NEWEST = (5, 20), (5, 23)  # that the tests have run with
 _USED = (

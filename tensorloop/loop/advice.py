@@ -41,7 +41,7 @@ def refuse_arguments(functions: Sequence[Called], error: BaseException) -> None:
 
 def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
     text = str(error)
-    if isinstance(error, TypeError | AttributeError):
+    if isinstance(error, TypeError | AttributeError | IndexError):
         if loop.slices is not None and not loop.taken and re.search(r"\b(list|tuple)\b", text):
             shapes = [x.shape for x, _ in loop.slices.tensors if x is not None]
             paths = loop.slices.tree.paths

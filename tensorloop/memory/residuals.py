@@ -16,7 +16,7 @@ from tensorloop.memory.counting.finder import OURS, Line
 from tensorloop.memory.counting.holders import held_by_library
 from tensorloop.memory.counting.located import LocatedStorages, operation_name
 from tensorloop.memory.counting.nodes import no_modes
-from tensorloop.memory.counting.saved import graph_of
+from tensorloop.memory.counting.saved import graph_of, must_be_function
 from tensorloop.memory.counting.sites import Site, shortened, table
 from tensorloop.memory.counting.storages import StorageRef, collector_off, storages_of
 from tensorloop.memory.report import charts, picture
@@ -199,8 +199,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
         >>> [(kept.operation, kept.bytes) for kept in tl.memory.saved_residuals(lambda: w.exp().sin().sum()).entries]
         [('exp', 16)]
     """
-    if not callable(fn):
-        raise TypeError(f"saved_residuals: fn must be a function; got {type(fn).__name__}. Pass f, not f(x)")
+    must_be_function(fn, "saved_residuals")
     live = LocatedStorages(described=True)
     noted = _Noted(live)
     hooks = torch.autograd.graph.saved_tensors_hooks(noted.pack, lambda x: x)

@@ -11,8 +11,10 @@ _MOST = 1024  # cells of a picture along an axis; where there are more blocks, s
 
 def draw(report: Any, path: str | Path | None) -> Any:
     """A figure of a `Report`; a dark cell has blocks that are computed."""
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Report.picture needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(10, 6))
     sides = figure.subplots(1, 2, sharex=True, sharey=True)
     names = ("before", f"after: {report.method}")

@@ -71,7 +71,8 @@ def find_dim(p: Packed, dim: Any, extra: int = 0) -> int:
             return 1
         raise WrongValue(f"{dim!r} is not a dim of this tensor; it has {p._dim!r}")
     if isinstance(dim, str):
-        raise WrongValue(f"there is no dim {dim!r}; the ragged dim is called {p._dim.name!r}")
+        called = "has no name" if p._dim.name is None else f"is called {p._dim.name!r}"
+        raise WrongValue(f"there is no dim {dim!r}; the ragged dim {called}")
     n, size = arguments.as_int(dim, "dim"), p.ndim + extra
     if not -size <= n < size:
         raise WrongIndex(f"dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")

@@ -43,6 +43,9 @@ class Dim(int):
     def __init__(self, name: str | None, lens: Tensor | Sequence[int], *, check: bool | None = None) -> None:
         if name is not None and not isinstance(name, str):
             raise WrongType(f"name must be a string or None, got {arguments.describe(name)}")
+        self._begin(name, lens, check)
+
+    def _begin(self, name: str | None, lens: Any, check: bool | None) -> None:
         self.name = name
         # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
         # that who writes to it writes to nobody's rows.
@@ -204,7 +207,7 @@ def _check_lengths(lens: Any, check: bool | None) -> Tensor:
     if isinstance(lens, Dim):
         return lens._lens
     if not isinstance(lens, Tensor):
-        numbers = [arguments.as_int(n, "lens") for n in arguments.items(lens, "lens")]
+        numbers = [arguments.as_int(n, f"lens[{row}]") for row, n in enumerate(arguments.items(lens, "lens"))]
         lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     elif lens.dtype is not torch.int64:
         raise WrongType(f"lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
@@ -221,14 +224,16 @@ def _check_lengths(lens: Any, check: bool | None) -> Tensor:
 
 
 def as_dim(lens: Any, check: bool | None = None) -> Dim:
-    """A Dim as it is; lengths as a Dim without a name."""
+    """A Dim as it is; lengths as a Dim without a name, whose refusals are facts of the caller's."""
     if isinstance(lens, Dim):
         return lens
     if not isinstance(lens, Tensor) and not isinstance(lens, Sequence):
         raise WrongType(
             f"lens must be a Dim, an int64 tensor (B,) or a sequence of ints, got {arguments.describe(lens)}"
         )
-    return Dim(None, lens, check=check)
+    dim = Dim.__new__(Dim, None, lens)
+    dim._begin(None, lens, check)
+    return dim
 
 
 def describe_difference(a: Dim, b: Dim, what: str = "") -> WrongValue:

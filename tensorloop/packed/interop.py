@@ -1,5 +1,6 @@
 """Other people's layouts: lists, PackedSequence, torch.nested, cu_seqlens, FlexAttention masks, DataLoader batches."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.errors import Fact, WrongType, WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, is_packed
 from tensorloop.packed.dim import Dim
@@ -146,27 +147,34 @@ def collate(
     examples: Sequence[Any],
     from_list: Callable[[list[Tensor]], Any],
     stack: Collection[Any],
-    at: str | int | None = None,
+    path: tuple[Any, ...] = (),
 ) -> Any:
-    """A batch of examples, tensors (len_b, *F) packed, but for what stands `at` one of the places in `stack`."""
+    """A batch of examples, tensors (len_b, *F) packed, but for what stands at one of the places in `stack`."""
     if not len(examples):
         raise WrongValue("no examples")
     first = examples[0]
-    if at is not None and at in stack:
+    if path and path[-1] in stack:
         return default_collate(list(examples))
     if is_packed(first):
         return torch.cat(list(examples))
     if isinstance(first, Tensor):
-        return from_list(list(examples)) if first.dim() else torch.stack(list(examples))
+        try:
+            return from_list(list(examples)) if first.dim() else torch.stack(list(examples))
+        except Fact as fact:
+            place = "".join(f"[{key!r}]" for key in path)
+            raise type(fact)(re.sub(r"rows(\[\d+\])", rf"examples\1{place}", str(fact))) from None
     if isinstance(first, Mapping):
+        for i, x in enumerate(examples):
+            if x.keys() != first.keys():
+                raise WrongValue(f"examples[{i}] has the keys {[*x]}, examples[0] has {[*first]}")
         names = {k for k in stack if isinstance(k, str)}
-        return {k: collate([x[k] for x in examples], from_list, names, k) for k in first}
+        return {k: collate([x[k] for x in examples], from_list, names, (*path, k)) for k in first}
     if isinstance(first, (tuple, list)):
         if any(len(x) != len(first) for x in examples):
             raise WrongValue("examples of different structure; a sequence that is data must be a tensor")
         names, columns = {k for k in stack if isinstance(k, str)}, list(zip(*examples, strict=True))
-        places = stack if at is None else names
-        parts = [collate(list(column), from_list, places, i) for i, column in enumerate(columns)]
+        places = names if path else stack
+        parts = [collate(list(column), from_list, places, (*path, i)) for i, column in enumerate(columns)]
         if hasattr(first, "_fields"):
             return type(first)(*parts)
         return type(first)(parts)

@@ -438,13 +438,13 @@ def collate(examples: Sequence[Any], *, stack: Collection[str | int] = ()) -> An
     Examples are trees of one structure (tuples, lists, dicts); their tensors (len_b, *F) may differ in len_b, and give
     a PackedTensor. `stack`: keys of dicts, at any depth, or places in an example that is a tuple, whose tensors are of
     one shape, a vector for each example, and are stacked; give it by `functools.partial(collate, stack=["speaker"])`.
-    Raises: ValueError (no examples, or *F, dtype or device differ).
+    Raises: TypeError, ValueError (no examples, other keys, or *F, dtype or device differ).
 
     Example:
         >>> tl.packed.collate([{"x": torch.ones(2), "y": 0}, {"x": torch.ones(3), "y": 1}])["x"].lens
         tensor([2, 3])
     """
-    return interop.collate(examples, PackedTensor.from_list, stack)
+    return interop.collate(examples, lambda rows: PackedTensor(*interop.join_rows(rows, None)), stack)
 
 
 def _flatten(p: PackedTensor) -> tuple[list[Any], Dim]:

@@ -27,6 +27,10 @@ def advances(schedule: Schedule, length: int, known: bool = True) -> int:
         >>> [tl.schedule.advances(tl.schedule.Binomial(k), 100) for k in (1, 4, 16, 100)]
         [5050, 379, 184, 100]
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"advances: schedule must be a Schedule, got {type(schedule).__name__} {schedule!r}; schedule.of makes one"
+        )
     length = as_count(length, 0, "advances", "length")
     at, total, held = 0, 0, set[int]()
     for action in schedule.sweep(length if known else None) if length else ():

@@ -308,3 +308,14 @@ def test_more_tokens_than_slots():
         attention(torch.randn(2, 6, 4, 3), array(5, 2, 4, 3), array(5, 2, 4, 3))
     with pytest.raises(ValueError, match=r"bias must fit \(\*batch, heads, t, n\), here \(2, 4, 3, 5\), got \(2, 5\)"):
         attention(torch.randn(2, 3, 4, 3), array(5, 2, 4, 3), array(5, 2, 4, 3), bias=torch.zeros(2, 5))
+
+
+def test_a_score_mod_of_other_arguments():
+    with pytest.raises(
+        TypeError, match=r"^attention: score_mod is called as score_mod\(score, b, h, q_idx, kv_idx\), but"
+    ):
+        attention(X, X, X, score_mod=lambda score: score)  # pyright: ignore
+    with pytest.raises(TypeError, match="unsupported operand"):  # an error of its own stays as it is
+        attention(X, X, X, score_mod=lambda score, *places: score + "1")  # pyright: ignore
+    with pytest.raises(TypeError, match="attn_mask=; block_mask= takes a BlockMask, bias= numbers to add to scores"):
+        attention(X, X, X, attn_mask=torch.ones(5, 5))  # pyright: ignore

@@ -370,6 +370,7 @@ def test_k():
         (lambda: Online(3).reverse(0, [-1]), ValueError, "held must be steps from 0 to the length 0; got [-1]"),
         (lambda: Online(2).reverse(5, [0, 1, 2]), ValueError, "Online.reverse: 3 snapshots are held, but k is 2; swe"),
         (lambda: advances(Online(2), -1), ValueError, "advances: length must be at least 0, got -1"),
+        (lambda: advances(3, 5), TypeError, "advances: schedule must be a Schedule, got int 3; schedule.of makes one"),  # type: ignore[arg-type]
         (lambda: Schedule(), TypeError, "abstract"),  # type: ignore[abstract]
     ],
 )

@@ -45,6 +45,15 @@ def test_every_public_name_has_an_entry():
     assert sorted(public_names() - {name.removeprefix("tensorloop.") for name in api_names()}) == []
 
 
+def test_the_list_of_names_is_that_of_the_pages():
+    rows = re.findall(r"^\| \[.*?\]\((\w+)\.md\) \| (.*) \|$", (DOCS / "api" / "README.md").read_text(), re.MULTILINE)
+    listed = {page: sorted(re.findall(r"`tl\.([\w.]+)`", names)) for page, names in rows}
+    for page, names in listed.items():
+        text = (DOCS / "api" / f"{page}.md").read_text()
+        assert names == sorted(re.findall(r"^::: tensorloop\.([\w.]+)$", text, re.MULTILINE)), page
+    assert sorted(listed) == sorted(path.stem for path in (DOCS / "api").glob("*.md") if path.stem != "README")
+
+
 @pytest.mark.parametrize("name", sorted(api_names()))
 def test_every_entry_is_of_something_that_is_there(name: str):
     _, *path, last = name.split(".")

@@ -109,10 +109,11 @@ def test_a_type_error_of_the_body_stays_its_own(checkpoints: Any) -> None:
         lambda h, i: h + 1,
         lambda carry, other: carry * 2,
         lambda h, i: i.append(h) + h,
+        lambda h, i: torch.ones(3)[h],
     ],
 )
 def test_a_body_of_fori_loop_that_takes_its_arguments_the_other_way_round(body: Any, checkpoints: Any) -> None:
-    with pytest.raises((TypeError, AttributeError)) as caught:
+    with pytest.raises((TypeError, AttributeError, IndexError)) as caught:
         tl.fori_loop(0, 3, body, torch.zeros(3), checkpoints=checkpoints)
     assert "fori_loop calls body_fn(i, carry), the number first" in caught.value.__notes__
 

@@ -460,3 +460,9 @@ def test_saved_prints_its_figures():
     assert str(memory.Saved(2800, 3, 2400, 400, 80, 4)) == (
         "2,800 bytes in 3 storages (2,400 seen by hooks, 400 hidden); besides 80 of inputs, 4 of outputs"
     )
+
+
+def test_what_is_no_function_is_refused(x: Tensor):
+    for name, count in (("saved", saved), ("peak", peak)):
+        with pytest.raises(TypeError, match=f"^{name}: fn must be a function; got Tensor. Pass f, not f"):
+            count(x.sum())  # pyright: ignore

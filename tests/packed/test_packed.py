@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import warnings
 from typing import Any
 
@@ -442,3 +443,15 @@ def test_collate_packed_rows_and_scalars():
         collate([])
     with pytest.raises(ValueError, match="of different structure"):
         collate([[1], [1, 2]])
+
+
+def test_collate_names_the_example_and_the_place():
+    x, y = torch.ones(2, 3), torch.ones(2, 4)
+    for examples, said in (
+        ([(0, x), (1, y)], "collate: examples[1][1] is (2, 4), examples[0][1] is (2, 3); only the first size may"),
+        ([{"a": {"b": x}}, {"a": {"b": x.long()}}], "examples[1]['a']['b'] has dtype torch.int64, examples[0]['a']['b"),
+        ([{"a": x}, {"b": x}], "collate: examples[1] has the keys ['b'], examples[0] has ['a']"),
+        ([{"a": x}, {"a": x, "b": x}], "collate: examples[1] has the keys ['a', 'b'], examples[0] has ['a']"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            collate(examples)

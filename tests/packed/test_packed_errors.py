@@ -31,7 +31,12 @@ MAKING: list[tuple[str, Any, type[Exception], str]] = [
         TypeError,
         "lens must be int64, got dtype torch.int32",
     ),
-    ("float lens", lambda: packed([8.0]), TypeError, "lens must be an int or a 0-d integer tensor, got float 8.0"),
+    (
+        "float lens",
+        lambda: packed([8.0]),
+        TypeError,
+        r"PackedTensor: lens\[0\] must be an int or a 0-d integer tensor, got float 8.0",
+    ),
     ("bool lens", lambda: packed(torch.tensor([True])), TypeError, "lens must be int64, got dtype torch.bool"),
     ("number", lambda: packed(8), TypeError, "lens must be a Dim, an int64 tensor"),
     ("2-d lens", lambda: packed(torch.tensor([[8]])), ValueError, r"lens must be \(B,\).*got shape \(1, 1\)"),

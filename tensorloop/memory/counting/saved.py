@@ -41,6 +41,12 @@ class Saved:
         )
 
 
+def must_be_function(fn: Any, name: str) -> None:
+    """Raises for the result of a function in its place."""
+    if not callable(fn):
+        raise TypeError(f"{name}: fn must be a function; got {type(fn).__name__}. Pass f, not f(x)")
+
+
 def graph_of(result: Any) -> list[Any]:
     """What keeps the graph of a result alive without its tensors; what is no tensor, itself."""
     # An edge, not the node: in torch 2.11 the node of a Python function dies with its outputs, whoever holds it.
@@ -80,6 +86,7 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
         >>> tl.memory.saved(lambda: (w * 2).sin().sum()).bytes  # 4 floats for the derivative of sin
         16
     """
+    must_be_function(fn, "saved")
     seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -117,6 +124,7 @@ def peak(fn: Callable[..., Any], *args: Any) -> int:
         >>> tl.memory.peak(lambda: torch.ones(1000).sum())
         4004
     """
+    must_be_function(fn, "peak")
     with collector_off(), LiveStorages() as live:
         fn(*args)
     return live.peak
