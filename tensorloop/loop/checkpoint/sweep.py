@@ -157,12 +157,14 @@ class Sweep:
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = steps.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
-        versions = Versions(x if isinstance(x, Tensor) and not x.requires_grad else None for x in leaves)
+        versions = None
+        if 1 < len(leaves) > len(recorded):  # one alone shares with none, and autograd refuses for those with gradient
+            versions = Versions([x if isinstance(x, Tensor) and not x.requires_grad else None for x in leaves])
         new, y = steps.run(t, leaves, row)
         for i, _ in recorded:
             if leaves[i]._backward_hooks:
                 raise self._hooked(i)
-        if captures.given.changed or versions.changed() is not None:
+        if captures.given.changed or (versions is not None and versions.changed() is not None):
             check_apart(leaves, loop.carry.tree.paths, "is given")
             check_apart(new, loop.carry.tree.paths, "returns")
         if loop.until is not None:
