@@ -39,7 +39,7 @@ MEMORY = ("fresh", "kept")
 BANDWIDTH = 0.8  # of a copy's, fresh memory, forward: pack and pad
 SELECT = 0.4  # of index_select's time, there and back
 # Of torch's time on as many entries in rows of one length, forward + backward.
-LAYERS = {"conv1d": 1.1, "depthwise": 1.1, "max_pool": 1.2, "batch_norm": 1.2, "conformer": 0.6}
+LAYERS = {"conv1d": 1.1, "depthwise": 1.1, "max_pool": 1.2, "avg_pool": 1.2, "batch_norm": 1.2, "conformer": 0.6}
 UNBOUND = ("dropout", "score_mod")  # figures to see, without a target
 HELD = {"conformer": 0.6}  # of the padded block's bytes that are kept for backward
 TITLES = {
@@ -49,6 +49,7 @@ TITLES = {
     "conv1d": "convolution of 5 entries",
     "depthwise": "convolution of 15, each channel alone",
     "max_pool": "largest of each 2 entries",
+    "avg_pool": "mean of each 2 entries",
     "batch_norm": "batch norm",
     "conformer": "a Conformer block",
     "ctc": "the CTC loss",

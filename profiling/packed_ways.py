@@ -274,6 +274,10 @@ def max_pool() -> dict[str, Way]:
     return of_channels(lambda x: F.max_pool1d(x, 2), 2, 0.0)
 
 
+def avg_pool() -> dict[str, Way]:
+    return of_channels(lambda x: F.avg_pool1d(x, 2), 2, 0.0)
+
+
 def batch_norm() -> dict[str, Way]:
     """Padded, the statistics are those of the mask."""
     weight, bias = (torch.randn(FEATURES).requires_grad_() for _ in range(2))
@@ -306,5 +310,6 @@ CASES: dict[str, Callable[[], dict[str, Way]]] = {
     "conv1d": conv1d,
     "depthwise": depthwise,
     "max_pool": max_pool,
+    "avg_pool": avg_pool,
     "batch_norm": batch_norm,
 }

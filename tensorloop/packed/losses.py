@@ -55,8 +55,8 @@ def _ctc_loss(
     func: Any,
     log_probs: Any,
     targets: Any,
-    input_lengths: Any = None,
-    target_lengths: Any = None,
+    input_lengths: Any,
+    target_lengths: Any,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -107,9 +107,7 @@ def _read_targets(targets: Any, lengths: Any, p: Packed) -> tuple[Tensor, Dim]:
     if isinstance(targets, Packed):
         tokens, dim = targets.values, targets._dim
         if lengths is not None and not dim.same(as_dim(torch.as_tensor(lengths, dtype=torch.int64).to(dim.device))):
-            raise WrongValue(
-                "target_lengths are not the lens of targets; leave them out (None), or crop: targets[:, :n]"
-            )
+            raise WrongValue("target_lengths are not the lens of targets; give None, or crop: targets[:, :n]")
     else:
         arguments.dense_tensor(targets, "targets")
         if lengths is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.packed import static_layers, static_reduce
 from tensorloop.packed.base import StaticPacked
 from tensorloop.packed.dispatch import HANDLERS
 from tensorloop.packed.pointwise import is_pointwise
@@ -20,6 +21,9 @@ from tensorloop.packed.static_ops import STATIC, check_rows, dispatch, refuse
 from tensorloop.packed.static_rows import StaticRows, attend
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.packed.types import TensorTypes
+
+# Loaded for the operations that they put into the table.
+_TABLES = static_layers, static_reduce
 
 if TYPE_CHECKING:
     _Base = TensorTypes

@@ -18,14 +18,16 @@ from docs.examples.speech import cli, padded, search, sound
 from docs.examples.speech.compare import losses_of
 from docs.examples.speech.data import make_words
 from docs.examples.speech.model import BLANK, Config, Conformer
-from docs.examples.speech.train import Budget, train, wrong
+from docs.examples.speech.train import Budget, Model, greedy, train, wrong
+from docs.examples.speech.transducer import Transducer
 
 LENS = [[30, 0, 9, 17, 1], [12, 12], [33]]
+KINDS = Conformer, Transducer
 
 
-def model_of(dtype: torch.dtype = torch.float64) -> Conformer:
+def model_of(kind: type[Model], dtype: torch.dtype = torch.float64) -> Model:
     torch.manual_seed(0)
-    return Conformer(Config(5, 7, width=16, blocks=2, heads=2, kernel=5, dropout=0.0)).to(dtype)
+    return kind(Config(5, 7, width=16, blocks=2, heads=2, kernel=5, dropout=0.0)).to(dtype)
 
 
 def batch_of(lens: list[int], dtype: torch.dtype = torch.float64) -> tuple[tl.PackedTensor, tl.PackedTensor]:
@@ -35,10 +37,13 @@ def batch_of(lens: list[int], dtype: torch.dtype = torch.float64) -> tuple[tl.Pa
     return tl.PackedTensor(torch.randn(sum(lens), 5, dtype=dtype, requires_grad=True), lens), labels
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lens", LENS)
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_losses_and_gradients_are_those_of_the_padded_model(lens: list[int], dtype: torch.dtype, apart: float):
-    ours = model_of(dtype)
+def test_losses_and_gradients_are_those_of_the_padded_model(
+    lens: list[int], dtype: torch.dtype, apart: float, kind: type[Model]
+):
+    ours = model_of(kind, dtype)
     theirs = deepcopy(ours)
     frames, labels = batch_of(lens, dtype)
     losses = (
@@ -56,22 +61,26 @@ def test_losses_and_gradients_are_those_of_the_padded_model(lens: list[int], dty
     torch.testing.assert_close(*statistics, rtol=apart, atol=apart)
     for model in (ours, theirs):
         model.eval()
-    scores, kept = padded.log_probs(theirs, frames.pad(), frames.lens)
-    tl.testing.assert_close(ours(frames), tl.pack_padded(scores, kept), rtol=apart, atol=apart)
+    encoded, kept = padded.encode(
+        theirs if isinstance(theirs, Conformer) else theirs.conformer, frames.pad(), frames.lens
+    )
+    found = ours(frames) if isinstance(ours, Transducer) else ours.encode(frames)
+    tl.testing.assert_close(found, tl.pack_padded(encoded, kept), rtol=apart, atol=apart)
 
 
-def test_a_row_is_heard_as_if_it_were_alone():
-    model, (frames, _) = model_of().eval(), batch_of(LENS[0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_heard_as_if_it_were_alone(kind: type[Model]):
+    model, (frames, _) = model_of(kind).eval(), batch_of(LENS[0])
     for row, alone in zip(model(frames).unbind(), frames.unbind(), strict=True):
         torch.testing.assert_close(row, model(tl.PackedTensor(alone, [len(alone)])).values)
 
 
-def test_padding_is_neither_computed_nor_kept():
-    rows = [(torch.randn(n, 5), torch.ones(1, dtype=torch.int64)) for n in (400, 40, 40, 40)]
-    kept = {
-        name: tl.memory.saved_residuals(loss).bytes for name, loss in losses_of(model_of(torch.float32), rows).items()
-    }
-    assert kept["packed"] < 0.45 * kept["padded"]  # 520 of 1600 frames
+@pytest.mark.parametrize(("kind", "share"), [(Conformer, 0.45), (Transducer, 0.4)])
+def test_padding_is_neither_computed_nor_kept(kind: type[Model], share: float):
+    rows = [(torch.randn(n, 5), torch.ones(n // 10, dtype=torch.int64)) for n in (400, 40, 40, 40)]
+    losses = losses_of(model_of(kind, torch.float32), rows)
+    kept = {name: tl.memory.saved_residuals(loss).bytes for name, loss in losses.items()}
+    assert kept["packed"] < share * kept["padded"]  # 520 of 1600 frames
 
 
 def scores_of(lens: list[int], labels: int = 3) -> tl.PackedTensor:
@@ -101,8 +110,8 @@ def loss_of(p: tl.PackedTensor, said: Sequence[int]) -> float:
 
 def test_a_search_of_long_rows_is_no_worse_than_the_greedy_choice():
     p = scores_of([40, 25, 0, 1], 6)
-    greedy, found = search.greedy(p), search.beam(p, 8)
-    for b, row in enumerate(greedy.unbind()):
+    chosen, found = search.greedy(p), search.beam(p, 8)
+    for b, row in enumerate(chosen.unbind()):
         path = p.values.argmax(-1).split(p.lens.tolist())[b].tolist()
         assert row.tolist() == [label for label, _ in itertools.groupby(path) if label != BLANK]
         likely = -loss_of(p[b : b + 1], found.tokens.unbind()[b].tolist())
@@ -159,14 +168,20 @@ def test_words_to_check_on_are_not_trained_on():
     assert words.written([1, 2]) == " ".join(words.phones[:2])
 
 
-def test_training_on_tones_lowers_loss_and_error():
+@pytest.mark.parametrize(
+    ("kind", "width", "updates", "max_frames", "most"),
+    [(Conformer, 32, 120, 1200, 0.1), (Transducer, 64, 240, 300, 0.2)],
+)
+def test_training_on_tones_lowers_loss_and_error(
+    kind: type[Model], width: int, updates: int, max_frames: int, most: float
+):
     torch.manual_seed(0)
     rows = [few_labels(draw) for draw in map(random.Random, range(60))]
-    model = Conformer(Config(sound.MELS, 5, width=32, blocks=1, kernel=5, dropout=0.0))
-    losses = train(model, rows, Budget(updates=120), max_frames=1200)
-    assert len(losses) == 120
+    model = kind(Config(sound.MELS, 5, width=width, blocks=1, kernel=5, dropout=0.0))
+    losses = train(model, rows, Budget(updates=updates), max_frames=max_frames)
+    assert len(losses) == updates
     assert losses[-1] < 0.2 * losses[0]
-    assert wrong(model, rows, search.greedy) < 0.1
+    assert wrong(model, rows, greedy(model)) < most
 
 
 def few_labels(draw: random.Random) -> tuple[Tensor, Tensor]:
@@ -175,14 +190,16 @@ def few_labels(draw: random.Random) -> tuple[Tensor, Tensor]:
     return frames, torch.tensor(labels)
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Model]):
     small = ["--tones", "--words", "8", "--width", "16", "--blocks", "1"]
+    small += ["--transducer"] * (kind is Transducer)
     assert cli.main(["train", *small, "--dev-words", "3", "--updates", "2", "--run", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "2 updates; the last loss" in said
     assert said.count("unseen words are wrong") == 2
     kept = torch.load(tmp_path / "model.pt", weights_only=True)
-    Conformer(Config(*kept["config"])).load_state_dict(kept["weights"])
+    kind(Config(*kept["config"])).load_state_dict(kept["weights"])
     assert cli.main(["compare", *small, "--rounds", "1"]) == 0
     assert "of the bytes" in capsys.readouterr().out
     file = tmp_path / "file"

@@ -11,6 +11,7 @@ Sources: Graves 2012 (sequence transduction); the row of the lattice in closed f
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorloop as tl
@@ -29,18 +30,17 @@ class Transducer(nn.Module):
         self.cell = nn.GRUCell(width, width)
         self.out = nn.Linear(width, labels)
 
-    def predict(self, labels: Tensor) -> Tensor:
-        """(B, U) -> (B, U + 1, width): what is expected before each label, and after the last."""
+    def predict(self, labels: Any) -> Any:
+        """(B, U) -> (B, U + 1, width), packed or padded: what is expected before each label, and after the last."""
 
         def step(h: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
             h = self.cell(self.embed(label), h)
             return h, h
 
-        starts = labels.new_full((len(labels), 1), BLANK)
-        h = self.embed.weight.new_zeros(len(labels), self.cell.hidden_size)
-        return tl.scan(step, h, torch.cat([starts, labels], 1), dim=1)[1]
+        h = self.embed.weight.new_zeros(labels.shape[0], self.cell.hidden_size)
+        return tl.scan(step, h, F.pad(labels, (1, 0), value=BLANK), dim=1)[1]
 
-    def joint(self, frame: Tensor, guess: Tensor) -> Tensor:
+    def joint(self, frame: Any, guess: Any) -> Any:
         return self.out(torch.tanh(frame + guess)).log_softmax(-1)
 
     def loss(self, frames: tl.PackedTensor, labels: Tensor, lens: Tensor, checkpoints: Any = None) -> Tensor:
@@ -100,13 +100,14 @@ class Decoding(NamedTuple):
 
 
 def frame_of_lattice(alpha: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
-    """alpha (B, U + 1) behind a frame whose log-probabilities are (B, U + 1, V): labels upwards, then a blank.
+    """alpha (B, U + 1) behind a frame whose log-probabilities are (B, U + 1, V): labels upwards, then a blank."""
+    return upwards(alpha, scores[:, :-1].gather(2, labels[..., None])[..., 0]) + scores[..., BLANK]
 
-    Upwards it is here[u] = log(exp alpha[u] + exp(here[u - 1] + label[u - 1])), which a cumulative sum solves.
-    """
-    ups = scores[:, :-1].gather(2, labels[..., None])[..., 0].cumsum(1)
-    ups = torch.cat([ups.new_zeros(len(ups), 1), ups], 1)
-    return ups + torch.logcumsumexp(alpha - ups, 1) + scores[..., BLANK]
+
+def upwards(alpha: Tensor, labels: Tensor) -> Tensor:
+    """here[u] = log(exp alpha[u] + exp(here[u - 1] + labels[u - 1])) of (B, U + 1) and (B, U), by a cumulative sum."""
+    ups = torch.cat([labels.new_zeros(len(labels), 1), labels.cumsum(1)], 1)
+    return ups + torch.logcumsumexp(alpha - ups, 1)
 
 
 class Utterances(NamedTuple):

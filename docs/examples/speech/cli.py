@@ -10,11 +10,12 @@ import torch
 from tqdm import tqdm
 
 import tensorloop as tl
-from docs.examples.speech import search, sound
+from docs.examples.speech import sound
 from docs.examples.speech.compare import report
 from docs.examples.speech.data import Words, make_words
 from docs.examples.speech.model import Config, Conformer
-from docs.examples.speech.train import Budget, by_beam, train, wrong
+from docs.examples.speech.train import Budget, Model, by_beam, greedy, train, wrong
+from docs.examples.speech.transducer import Transducer
 
 RUN = Path("runs") / "speech"
 
@@ -41,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--words", type=at_least_one, default=2000, help="words to train on (default: %(default)s)")
     shared.add_argument("--tones", action="store_true", help=f"tones in place of {sound.PROGRAM}")
+    shared.add_argument("--transducer", action="store_true", help="a transducer beside CTC")
     shared.add_argument("--width", type=at_least_one, default=128, help="of the model (default: %(default)s)")
     shared.add_argument("--blocks", type=at_least_one, default=4, help="of the model (default: %(default)s)")
     shared.add_argument("--seed", type=int, default=0)
@@ -74,7 +76,7 @@ def run_train(options: argparse.Namespace) -> None:
     print(
         f"{len(losses)} updates; the last loss {losses[-1]:.3f}; model {file_of(options)}" if losses else "no updates"
     )
-    for title, decode in (("greedy", search.greedy), (f"beam {options.beam}", by_beam(options.beam))):
+    for title, decode in (("greedy", greedy(model)), (f"beam {options.beam}", by_beam(model, options.beam))):
         print(
             f"{title}: {wrong(model, words.dev, decode):.2%} of the phones of {len(words.dev)} unseen words are wrong"
         )
@@ -86,10 +88,10 @@ def file_of(options: argparse.Namespace) -> Path:
 
 
 @torch.no_grad()
-def show(model: Conformer, words: Words, beam: int, rows: int = 4) -> None:
+def show(model: Model, words: Words, beam: int, rows: int = 4) -> None:
     for frames, labels in random.Random(0).sample(words.dev, min(rows, len(words.dev))):
-        found = search.beam(model(tl.PackedTensor(frames, [len(frames)])), beam)
-        print(f"  {words.written(labels.tolist()):<32} {words.written(found.tokens.values.tolist())}")
+        found = by_beam(model, beam)(model(tl.PackedTensor(frames, [len(frames)])))
+        print(f"  {words.written(labels.tolist()):<32} {words.written(found.values.tolist())}")
 
 
 def run_compare(options: argparse.Namespace) -> None:
@@ -98,7 +100,7 @@ def run_compare(options: argparse.Namespace) -> None:
         print(line)
 
 
-def words_and_model(options: argparse.Namespace, dev_words: int) -> tuple[Words, Conformer]:
+def words_and_model(options: argparse.Namespace, dev_words: int) -> tuple[Words, Model]:
     voice = sound.has_voice() and not options.tones
     if not voice and not options.tones:
         print(f"speech: {sound.PROGRAM} is not installed; these are tones", file=sys.stderr)
@@ -111,4 +113,4 @@ def words_and_model(options: argparse.Namespace, dev_words: int) -> tuple[Words,
         progress=lambda rows: tqdm(rows, desc="speak" if voice else "tones"),
     )
     config = Config(sound.MELS, len(words.phones) + 1, options.width, options.blocks)
-    return words, Conformer(config)
+    return words, (Transducer if options.transducer else Conformer)(config)

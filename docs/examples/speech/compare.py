@@ -10,10 +10,10 @@ from torch import Tensor
 import tensorloop as tl
 from docs.examples.speech import padded
 from docs.examples.speech.data import Row
-from docs.examples.speech.model import Conformer
+from docs.examples.speech.train import Model
 
 
-def losses_of(model: Conformer, rows: list[Row]) -> dict[str, Callable[[], Tensor]]:
+def losses_of(model: Model, rows: list[Row]) -> dict[str, Callable[[], Tensor]]:
     frames, labels = (tl.PackedTensor.from_list(list(part)) for part in zip(*rows, strict=True))
     wide, long = frames.pad(), labels.pad()
     return {
@@ -22,7 +22,7 @@ def losses_of(model: Conformer, rows: list[Row]) -> dict[str, Callable[[], Tenso
     }
 
 
-def report(model: Conformer, rows: list[Row], rounds: int) -> list[str]:
+def report(model: Model, rows: list[Row], rounds: int) -> list[str]:
     model.train()
     ways = losses_of(model, rows)
     lens = [len(frames) for frames, _ in rows]
@@ -35,7 +35,7 @@ def report(model: Conformer, rows: list[Row], rounds: int) -> list[str]:
     return [*lines, "packed / padded: {:.2f} of the bytes, {:.2f} of the time".format(*ratios)]
 
 
-def seconds(model: Conformer, ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+def seconds(model: Model, ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
     """Medians of forward and backward, one after the other in each round; the first round is not counted."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):

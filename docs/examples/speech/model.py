@@ -87,7 +87,8 @@ class Conformer(nn.Module):
         )
         self.head = nn.Linear(width, config.labels)
 
-    def forward(self, frames: tl.PackedTensor) -> tl.PackedTensor:
+    def encode(self, frames: tl.PackedTensor) -> tl.PackedTensor:
+        """(B, ceil(T / 4)*, width)"""
         x = frames.transpose(1, 2)
         for conv in self.subsample:
             x = conv(x).relu()
@@ -95,12 +96,21 @@ class Conformer(nn.Module):
         turns = angles(x.max_len, self.config.width // self.config.heads, x.values)
         for block in self.blocks:
             x = block(x, turns)
-        return self.head(x).log_softmax(-1)
+        return x
+
+    def scores(self, encoded: tl.PackedTensor) -> tl.PackedTensor:
+        return self.head(encoded).log_softmax(-1)
+
+    def forward(self, frames: tl.PackedTensor) -> tl.PackedTensor:
+        return self.scores(self.encode(frames))
 
     def loss(self, frames: tl.PackedTensor, labels: tl.PackedTensor) -> Tensor:
         """-log p(labels | frames), by the label and the mean over rows."""
-        scores = self(frames)
-        return F.ctc_loss(scores, labels, scores.lens, labels.lens, blank=BLANK, zero_infinity=True)
+        return ctc(self(frames), labels)
+
+
+def ctc(scores: tl.PackedTensor, labels: tl.PackedTensor) -> Tensor:
+    return F.ctc_loss(scores, labels, scores.lens, labels.lens, blank=BLANK, zero_infinity=True)
 
 
 def angles(steps: int, size: int, like: Tensor) -> Tensor:

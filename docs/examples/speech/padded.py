@@ -6,17 +6,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from docs.examples.recipes import rnnt
 from docs.examples.speech.model import BLANK, Block, Conformer, Convolution, SelfAttention, angles, rotated
+from docs.examples.speech.transducer import Transducer, mixed
 
 
-def loss(model: Conformer, frames: Tensor, lens: Tensor, labels: Tensor, label_lens: Tensor) -> Tensor:
+def loss(model: Conformer | Transducer, frames: Tensor, lens: Tensor, labels: Tensor, label_lens: Tensor) -> Tensor:
     """That of `model.loss`; frames (B, T, F) of lens (B,), labels (B, S) of label_lens (B,)."""
-    scores, lens = log_probs(model, frames, lens)
-    return F.ctc_loss(scores.transpose(0, 1), labels, lens, label_lens, blank=BLANK, zero_infinity=True)
+    conformer = model.conformer if isinstance(model, Transducer) else model
+    encoded, lens = encode(conformer, frames, lens)
+    scores = conformer.head(encoded).log_softmax(-1)
+    ctc = F.ctc_loss(scores.transpose(0, 1), labels, lens, label_lens, blank=BLANK, zero_infinity=True)
+    if isinstance(model, Transducer):
+        return mixed(transducer_losses(model, encoded, lens, labels, label_lens), label_lens, ctc)
+    return ctc
+
+
+def transducer_losses(model: Transducer, encoded: Tensor, lens: Tensor, labels: Tensor, label_lens: Tensor) -> Tensor:
+    """(B,), by the whole lattice of the longest row and the most labels."""
+    network = model.network
+    scores = network.joint(network.encode(encoded)[:, :, None], network.predict(labels)[:, None])  # (B, T, U + 1, V)
+    says = scores[:, :, :-1].gather(3, labels[:, None, :, None].expand(-1, scores.shape[1], -1, 1))[..., 0]
+    alpha = scores.new_full((len(labels), labels.shape[1] + 1), rnnt.NEVER)
+    alpha[:, 0] = 0
+    for t, (up, blank) in enumerate(zip(says.unbind(1), scores[..., BLANK].unbind(1), strict=True)):
+        alpha = torch.where((t < lens)[:, None], rnnt.upwards(alpha, up) + blank, alpha)
+    return -alpha.gather(1, label_lens[:, None])[:, 0]
 
 
 def log_probs(model: Conformer, frames: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
     """(B, ceil(T / 4), labels), and how many of them each row has."""
+    encoded, lens = encode(model, frames, lens)
+    return model.head(encoded).log_softmax(-1), lens
+
+
+def encode(model: Conformer, frames: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, ceil(T / 4), width), and how many of them each row has."""
     x = frames.mT * mask_of(lens, frames.shape[1])[:, None]
     for conv in model.subsample:
         lens = (lens + 1) // 2
@@ -26,7 +51,7 @@ def log_probs(model: Conformer, frames: Tensor, lens: Tensor) -> tuple[Tensor, T
     turns = angles(x.shape[1], model.config.width // model.config.heads, x)
     for one in model.blocks:
         x = block(cast(Block, one), x, turns, mask)
-    return model.head(x).log_softmax(-1), lens
+    return x, lens
 
 
 def mask_of(lens: Tensor, steps: int) -> Tensor:

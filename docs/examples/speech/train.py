@@ -13,6 +13,10 @@ import tensorloop as tl
 from docs.examples.speech import search
 from docs.examples.speech.data import Row, batches
 from docs.examples.speech.model import Conformer
+from docs.examples.speech.transducer import Transducer
+
+Model = Conformer | Transducer
+Decode = Callable[[tl.PackedTensor], tl.PackedTensor]  # what a model gives to labels (B, U*)
 
 PEAK, WARMUP = 2e-3, 0.1  # the highest learning rate, and the share of the run that leads to it
 CLIP = 5.0
@@ -29,7 +33,7 @@ class Budget(NamedTuple):
         return max(of_updates, (time.monotonic() - started) / 60 / self.minutes)
 
 
-def train(model: Conformer, rows: list[Row], budget: Budget, *, max_frames: int = 4000, seed: int = 0) -> list[float]:
+def train(model: Model, rows: list[Row], budget: Budget, *, max_frames: int = 4000, seed: int = 0) -> list[float]:
     """The loss of each update."""
     adam = torch.optim.AdamW(model.parameters(), PEAK, betas=(0.9, 0.98), fused=True)
     model.train()
@@ -53,7 +57,7 @@ def epochs(loader: DataLoader[Any]) -> Iterator[Any]:
         epoch += 1
 
 
-def update(model: Conformer, adam: torch.optim.Optimizer, frames: Any, labels: Any, rate: float) -> float:
+def update(model: Model, adam: torch.optim.Optimizer, frames: Any, labels: Any, rate: float) -> float:
     for group in adam.param_groups:
         group["lr"] = rate
     loss = model.loss(frames, labels)
@@ -72,9 +76,7 @@ def rate(share: float) -> float:
 
 
 @torch.no_grad()
-def wrong(
-    model: Conformer, rows: list[Row], decode: Callable[[tl.PackedTensor], tl.PackedTensor], max_frames: int = 4000
-) -> float:
+def wrong(model: Model, rows: list[Row], decode: Decode, max_frames: int = 4000) -> float:
     """Edits that the decoded labels need, for each label that was said."""
     model.eval()
     edits, said = torch.zeros(()), 0
@@ -84,5 +86,11 @@ def wrong(
     return float(edits) / said
 
 
-def by_beam(size: int) -> Callable[[tl.PackedTensor], tl.PackedTensor]:
+def greedy(model: Model) -> Decode:
+    return model.greedy if isinstance(model, Transducer) else search.greedy
+
+
+def by_beam(model: Model, size: int) -> Decode:
+    if isinstance(model, Transducer):
+        return lambda encoded: model.beam(encoded, size).tokens
     return lambda log_probs: search.beam(log_probs, size).tokens

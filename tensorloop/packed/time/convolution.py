@@ -59,9 +59,7 @@ def _conv1d(
     groups: int = 1,
 ) -> Any:
     """Every row by itself, padded with zeros: lens are those of the padded tensor's rows, none where one is empty."""
-    check_only_first(input, weight, bias)
-    _check_weight(input, weight, 1, groups)
-    stride, dilation = as_one(stride, "stride"), as_one(dilation, "dilation")
+    stride, dilation = _read_settings(input, weight, bias, stride, dilation, 1, groups)
     left, right = _find_padding(padding, dilation * (weight.shape[-1] - 1), stride)
     windows = Windows(weight.shape[-1], stride, dilation, left, right)
     if groups == len(weight) and weight.shape[1] == 1:
@@ -98,14 +96,18 @@ def _find_padding(padding: Any, total: int, stride: int) -> tuple[int, int]:
     return n, n
 
 
-def _check_weight(p: Packed, weight: Any, taken: int, groups: int) -> None:
-    """`taken`: the dim of the weight that is the channels that a group takes."""
+def _read_settings(
+    p: Packed, weight: Any, bias: Any, stride: Any, dilation: Any, taken: int, groups: int
+) -> tuple[int, int]:
+    """Stride and dilation. `taken`: the dim of the weight that is the channels that a group takes."""
+    check_only_first(p, weight, bias)
     if not isinstance(weight, Tensor) or weight.dim() != 3:
         raise WrongValue(f"weight must be of 3 dims, channels, channels and kernel, got {arguments.describe(weight)}")
     wanted = weight.shape[1] * groups if taken else weight.shape[0]
     if p.values.dim() != 2 or p.values.shape[1] != wanted:
         sizes = p.values.shape[1:]
         raise WrongValue(f"the weight {tuple(weight.shape)} takes {wanted} channels, the input has {tuple(sizes)}")
+    return as_one(stride, "stride"), as_one(dilation, "dilation")
 
 
 @takes_channels_first("conv_transpose1d")
@@ -121,9 +123,7 @@ def _conv_transpose1d(
     dilation: Any = 1,
 ) -> Any:
     """Every row by itself; a row of len entries has (len - 1) * stride + span - 2 * padding + output_padding."""
-    check_only_first(input, weight, bias)
-    _check_weight(input, weight, 0, groups)
-    stride, dilation = as_one(stride, "stride"), as_one(dilation, "dilation")
+    stride, dilation = _read_settings(input, weight, bias, stride, dilation, 0, groups)
     padding, extra = as_one(padding, "padding", 0), as_one(output_padding, "output_padding", 0)
     if extra >= max(stride, dilation):
         raise WrongValue(f"output_padding must be less than stride or dilation, got {extra}, {stride}, {dilation}")
