@@ -56,10 +56,16 @@ def linked(markdown: str, page: str) -> str:
 
 
 @cache
-def api_names() -> frozenset[str]:
-    """What the API pages show."""
+def entries() -> dict[str, str]:
+    """What the API pages show: a public name -> where it is. A function in a module of its name is named once."""
     pages = (ROOT / "docs" / "api").glob("*.md")
-    return frozenset(name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE))
+    paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    return {re.sub(r"(\.\w+)\1$", r"\1", path): path for path in paths}
+
+
+def api_names() -> frozenset[str]:
+    """The public names that the API pages show."""
+    return frozenset(entries())
 
 
 def to_api(prose: str) -> str:
@@ -67,7 +73,7 @@ def to_api(prose: str) -> str:
 
     def reference(found: re.Match[str]) -> str:
         name = f"tensorloop.{found[1]}"
-        return f"[{found[0]}][{name}]" if name in api_names() else found[0]
+        return f"[{found[0]}][{entries()[name]}]" if name in entries() else found[0]
 
     lines = prose.split("\n")
     return "\n".join(line if line.startswith(("#", ":::")) else _NAMED.sub(reference, line) for line in lines)

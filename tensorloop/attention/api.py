@@ -108,7 +108,7 @@ def attention(
     like it, a UserWarning says so (docs/attention.md has the rule).
     `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ;
     of t tokens against arrays each sees the slots up to its own.
-    `window` leaves that many positions (slots) up to the query's own, and what comes behind; `chunk`: positions come
+    `window` leaves that many positions (slots) up to the query's own, and what comes after; `chunk`: positions come
     in chunks of this size, and a query sees its own chunk and all before, or `left_chunks` of them.
     `block_mask`: a BlockMask of torch's flex_attention, honoured block by block; its `mask_mod` is asked about
     positions within the row. A mask made for one batch entry or one head serves all of them, as entry or head 0.

@@ -23,7 +23,7 @@ class Lattice:
 
     Hypothesis k after step t goes on from hypothesis `backpointers[t, b, k]` of the step before with `tokens[t, b, k]`;
     `scores` is the sum of its log-probabilities, -inf where there is none. Row b took `steps[b]` steps; what stands
-    behind them means nothing. `ends` are the hypotheses returned: (B, n_best) tokens each has, and its place k.
+    after them means nothing. `ends` are the hypotheses returned: (B, n_best) tokens each has, and its place k.
 
     Example:
         >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)

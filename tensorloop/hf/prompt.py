@@ -225,7 +225,7 @@ def _check_left(prompt: Prompt) -> None:
     wrong = (mask[:, :-1] & ~mask[:, 1:]).any(1)
     if bool(wrong.any()):
         raise WrongValue(
-            f"attention_mask has a 0 behind a 1 in row {int(wrong.nonzero()[0, 0])}; pad prompts on the left "
+            f"attention_mask has a 0 after a 1 in row {int(wrong.nonzero()[0, 0])}; pad prompts on the left "
             f"(tokenizer.padding_side = 'left')"
         )
 

@@ -149,7 +149,7 @@ class Graph:
     @staticmethod
     @named("Graph.from_documents")
     def from_documents(lens: Tensor | Sequence[int], *, causal: bool = True) -> "Graph":
-        """Tokens of documents that lie behind each other see those of their own, where causal up to themselves.
+        """Tokens of documents that follow one another see those of their own, where causal up to themselves.
 
         Cost: bytes of the edges, which are the squares of `lens`.
 

@@ -100,7 +100,7 @@ class StaticPackedTensor(StaticPacked, _Base):
     @classmethod
     @named("StaticPackedTensor.from_packed")
     def from_packed(cls, p: PackedTensor, capacity: int, *, max_len: int | None = None) -> Self:
-        """A packed tensor with free entries behind it. Raises: ValueError (it has more entries, or longer rows).
+        """A packed tensor with free entries after it. Raises: ValueError (it has more entries, or longer rows).
 
         Gradient: to the values. Cost: one copy; a device is waited for if no `max_len` of `p` is known.
 
@@ -209,7 +209,7 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("pad")
     def pad(self, value: float = 0) -> Tensor:
-        """The padded tensor (B, max_len, *F) with `value` behind the end of each row.
+        """The padded tensor (B, max_len, *F) with `value` after the end of each row.
 
         Gradient: to the values. Cost: B * max_len entries. Rows longer than max_len are cut.
         """

@@ -215,7 +215,7 @@ class PackedTensor(InAutograd):
 
     @named("pad")
     def pad(self, value: float = 0, max_len: int | None = None) -> Tensor:
-        """The padded tensor (B, T, *F) with `value` behind the end of each row; T is the longest row, or `max_len`.
+        """The padded tensor (B, T, *F) with `value` after the end of each row; T is the longest row, or `max_len`.
 
         Gradient: to the values; padding has none. Cost: one pass. Raises: ValueError (a row is longer than `max_len`).
 

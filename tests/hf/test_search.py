@@ -181,7 +181,7 @@ def test_what_is_refused() -> None:
         (model, (ids[0],), {}, r"input_ids must be \(B, P\)"),
         (model, (ids, mask[:, 1:]), {}, "attention_mask must be"),
         (model, (ids, 2 * mask), {}, "zeros and ones"),
-        (model, (ids, right), {}, "0 behind a 1 in row 1"),
+        (model, (ids, right), {}, "0 after a 1 in row 1"),
         (source, (ids, 0 * mask), {}, "sees no token of row 0"),
         (model, (ids.repeat(1, 11),), {}, "input_ids has 66 tokens, model has 64 positions"),
         (model, (ids,), {"max_steps": 60}, "max_steps=60 after 6 tokens"),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import tensorloop as tl
-from docs.site import SOURCE, api_names, linked, markdown, slug
+from docs.site import SOURCE, api_names, entries, linked, markdown, slug
 from tests.house.test_docs import DOCUMENTS, anchors, prose
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +49,8 @@ def test_the_list_of_names_is_that_of_the_pages():
     rows = re.findall(r"^\| \[.*?\]\((\w+)\.md\) \| (.*) \|$", (DOCS / "api" / "README.md").read_text(), re.MULTILINE)
     listed = {page: sorted(re.findall(r"`tl\.([\w.]+)`", names)) for page, names in rows}
     for page, names in listed.items():
-        text = (DOCS / "api" / f"{page}.md").read_text()
-        assert names == sorted(re.findall(r"^::: tensorloop\.([\w.]+)$", text, re.MULTILINE)), page
+        shown = re.findall(r"^::: tensorloop\.([\w.]+)$", (DOCS / "api" / f"{page}.md").read_text(), re.MULTILINE)
+        assert names == sorted(re.sub(r"^(\w+)\.\1$", r"\1", name) for name in shown), page
     assert sorted(listed) == sorted(path.stem for path in (DOCS / "api").glob("*.md") if path.stem != "README")
 
 
@@ -78,6 +78,12 @@ def test_links_out_of_the_site_lead_into_the_repository():
 def test_names_in_prose_lead_to_their_entries():
     text = "`tl.scan` [`tl.map`](x.md) `tl.nothing`\n```python\n`tl.scan`\n```\n# `tl.scan`"
     assert linked(text, "loops.md") == text.replace("`tl.scan`", "[`tl.scan`][tensorloop.scan]", 1)
+
+
+def test_a_function_in_a_module_of_its_name_is_shown_and_not_the_module():
+    assert linked("`tl.attention`", "loops.md") == "[`tl.attention`][tensorloop.attention.attention]"
+    modules = {f"tensorloop.{path.stem}" for path in (ROOT / "tensorloop").iterdir()}
+    assert modules & set(entries().values()) == set()
 
 
 def test_docstrings_become_paragraphs_and_blocks():

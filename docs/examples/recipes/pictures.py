@@ -37,6 +37,8 @@ def bytes_over(axes: Axes, sizes: Sequence[int], ways: Ways, steps: str) -> None
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [f"{n:,}" for n in sizes])
+    if len(ways) > 2:  # room for as many labels above the curves
+        axes.set_ylim(top=8 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel(steps)
     axes.set_title("kept for backward, KiB", loc="left", fontsize=10)

@@ -116,6 +116,6 @@ def _matmul(func: Any, input: Any, other: Any) -> Packed:
     if is_packed(input) or not isinstance(input, Tensor) or input.dim() != 2:
         raise refusal(
             "channels first, it takes a matrix (D, C) from the left",
-            "weights go behind x.transpose(1, 2); between the entries of a row use tensorloop.attention",
+            "weights go after x.transpose(1, 2); between the entries of a row use tensorloop.attention",
         )
     return other._with(F.linear(other.values, input))
