@@ -1,10 +1,16 @@
 """What the tests of compiled loops share."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from tensorloop import schedule
+from tensorloop.loop.compiled import segments
 from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.segments import Segmented
 
 
 @pytest.fixture
@@ -14,3 +20,49 @@ def fresh_plans() -> Iterator[None]:
     plans.made = 0
     yield
     plans.clear()
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of three steps."""
+    monkeypatch.setattr(segments, "MOST_STEPS", 3)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many carries were kept after each change of their number."""
+    found: list[int] = []
+    keep = Segmented._keep
+
+    def counted(self: Segmented, action: schedule.Action, state: list[Tensor]) -> None:
+        keep(self, action, state)
+        found.append(len(self.carries))
+
+    monkeypatch.setattr(Segmented, "_keep", counted)
+    return found
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How many steps the programs of all plans have run, by their names."""
+    found: dict[str, int] = {}
+    call = Program.__call__
+
+    def counted(self: Program, steps: Any, *args: Any, **options: Any) -> Any:
+        result = call(self, steps, *args, **options)
+        (plan,) = plans._plans.values()
+        names = {id(p): name for name, p in plan._replays.items()} | {id(plan.forward): "again"}
+        name = names.get(id(self), "backward")
+        found[name] = found.get(name, 0) + result[1]
+        return result
+
+    plans.clear()
+    monkeypatch.setattr(Program, "__call__", counted)
+    yield found
+    plans.clear()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts memory sees compiled loops, where it would have them run eagerly."""
+    monkeypatch.setattr("tensorloop.loop.compiled.front.dispatched", lambda: False)

@@ -13,7 +13,7 @@ import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.plan import plans
-from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, appends, next_state, scanned, tensors
+from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, scanned, tensors
 from tests.support.compiled_cases import check_equal
 
 
@@ -83,10 +83,6 @@ def test_elements_of_other_dtypes_fall_back(dtype: torch.dtype):
     with pytest.warns(NotCompiledWarning, match="an array of torch"):
         found = tensors(tl.scan(body, init, xs, compile=True))
     check_equal(found, tensors(tl.scan(body, init, xs)), 0)
-
-
-def test_checkpoints_with_arrays_fall_back():
-    refused(Inputs(), appends, "checkpoints", checkpoints=3)
 
 
 def test_random_numbers_with_arrays_fall_back():

@@ -13,7 +13,7 @@ import tensorloop as tl
 from tensorloop import Checkpoints, schedule
 from tensorloop.loop.compiled import segments
 from tensorloop.loop.compiled.plan import plans
-from tensorloop.loop.compiled.program import Program, _Room
+from tensorloop.loop.compiled.program import _Room
 from tensorloop.loop.compiled.segments import Segmented
 from tensorloop.loop.compiled.totals import Totals
 from tensorloop.memory import peak, saved
@@ -30,46 +30,6 @@ class Middle(schedule.Schedule):
         for start in range(0, 1000 if length is None else length, 4):
             yield schedule.Snapshot(start)
             yield schedule.Advance(start, start + 4)
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of three steps."""
-    monkeypatch.setattr(segments, "MOST_STEPS", 3)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many carries were kept after each change of their number."""
-    found: list[int] = []
-    keep = Segmented._keep
-
-    def counted(self: Segmented, action: schedule.Action, state: list[Tensor]) -> None:
-        keep(self, action, state)
-        found.append(len(self.carries))
-
-    monkeypatch.setattr(Segmented, "_keep", counted)
-    return found
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many steps the programs of all plans have run, by their names."""
-    found: dict[str, int] = {}
-    call = Program.__call__
-
-    def counted(self: Program, steps: Any, *args: Any, **options: Any) -> Any:
-        result = call(self, steps, *args, **options)
-        (plan,) = plans._plans.values()
-        names = {id(p): name for name, p in plan._replays.items()} | {id(plan.forward): "again"}
-        name = names.get(id(self), "backward")
-        found[name] = found.get(name, 0) + result[1]
-        return result
-
-    plans.clear()
-    monkeypatch.setattr(Program, "__call__", counted)
-    yield found
-    plans.clear()
 
 
 def turned(T: int, plan: Any, compile: Any, *, known: bool = True, dtype: torch.dtype = D, rows: int = 2) -> Any:
@@ -279,12 +239,6 @@ def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.Mo
 
 
 # -- bytes
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts memory sees compiled loops, where it would have them run eagerly."""
-    monkeypatch.setattr("tensorloop.loop.compiled.front.dispatched", lambda: False)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
+from tensorloop.loop.compiled.array_memory import logged
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import functional, with_gradients
 from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
@@ -81,6 +82,7 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}")
     plan.template, plan.tried = template, set()
+    plan.writes = logged(plan.traced)
     base.let_go()
     template.forget()
     return plan

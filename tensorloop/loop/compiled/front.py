@@ -128,8 +128,6 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         return _compiled(loop, checkpoints, compile, before)
     steps = loop.length if loop.cond is None else None
     if found.arrays.places:
-        if checkpoints is not None and plan.grad:
-            raise Refused("checkpoints of a loop with a TensorArray in the carry are not compiled")
         try_lengths(found, plan, steps, loop.length)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan, _rows_said(found))

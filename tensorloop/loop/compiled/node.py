@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop._torch import transforms
 from tensorloop._torch.overrides import unseen
+from tensorloop.loop.compiled.array_memory import ArrayMemory
 from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.batched import NotBatched
@@ -23,12 +24,11 @@ FREE_BYTES = 2**23  # what a backward pass may take for its own, however little 
 
 @dataclasses.dataclass
 class Run:
-    """One loop that runs by a plan. `steps` is None, until it is known, where a condition ends the loop."""
+    """One loop that runs by a plan. `steps` is None where nobody knows how many there are at most."""
 
     plan: Plan
     steps: int | None
     done: int = 0
-    most: int | None = None  # steps, where only a condition knows them
     draws: Draws | None = None  # whose numbers are the last of xs
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
     ask: Asking | None = None  # where a condition is asked in Python
@@ -45,27 +45,36 @@ class Run:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(the last carry, ys, what a backward keeps)."""
-        carry, xs, captures = self.split(tensors)
+        assert self.steps is not None
+        state, xs, captures = self.split(tensors)
         plan = self.plan
-        last, self.done, wanted, _ = plan.forward(self.steps, captures, xs, carry, self.most, self.lengths, self.ask)
-        if self.done != self.steps and self.steps is not None:
+        ArrayMemory(plan, self.lengths).make_room(state, self.steps)
+        last, self.done, wanted, _, _ = plan.forward(self.steps, captures, xs, state, self.lengths, self.ask)
+        if self.done != self.steps:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]
         return last, apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
 
+    def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """What was kept as it lies in memory: (of how many steps, that), the first steps first."""
+        return [(self.done, saved)]
+
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
-        _, _, captures = self.split(tensors)
         total = Totals(self.plan, self.done, *self.coming(grads))
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
         size = max(1, room // max(total.reversed.program.bytes_a_step, 1))
-        for done in range(0, self.done, size):
-            stop = min(done + size, self.done)
-            part = slice(done, stop) if self.plan.reverse else slice(self.done - stop, self.done - done)
-            kept = saved
-            if stop - done < self.done:
-                kept = [x if array else x[part] for x, array in zip(saved, self.plan.whole, strict=True)]
-            total.reverse(part, captures, kept, self._lengths(self.done - 1 - done))
+        captures, reverse, end = self.split(tensors)[2], self.plan.reverse, self.done
+        for count, kept in reversed(self.pieces(saved)):
+            end -= count
+            for stop in range(count, 0, -size):
+                start = max(stop - size, 0)
+                part = slice(count - stop, count - start) if reverse else slice(start, stop)
+                some = kept
+                if stop - start < count:
+                    some = [x if array else x[part] for x, array in zip(kept, self.plan.whole, strict=True)]
+                whole = slice(end + part.start, end + part.stop)  # a reversed loop is in one piece
+                total.reverse(whole, captures, some, self._lengths(end + stop - 1))
         return self._placed(total)
 
     def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:

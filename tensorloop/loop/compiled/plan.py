@@ -33,6 +33,15 @@ class Reversed(NamedTuple):
     captures: list[int]
 
 
+class Write(NamedTuple):
+    """A write of a step to a slot that there is: of which array, by its place in the carry, what it was before, ..."""
+
+    place: int
+    before: fx.Node
+    slot: fx.Node | int
+    old: fx.Node  # what the slot held
+
+
 class Plan:
     """The programs of one step."""
 
@@ -67,6 +76,7 @@ class Plan:
         self._backward: dict[frozenset[int], Reversed] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
+        self.writes: list[Write] = []  # where checkpoints want to take them back
 
     @property
     def lacking(self) -> Unsupported | None:
@@ -75,9 +85,9 @@ class Plan:
 
     @property
     def light(self) -> Program:
-        """The program forward that keeps nothing for a backward: ys, and the answers of a condition."""
-        answer = () if self.traced.answer is None else (self.traced.answer,)
-        return self._replay("light", [*self.traced.ys, *answer], self.traced.answer)
+        """The program forward that keeps nothing for a backward: it gives ys, and what slots held before writes."""
+        log = (n for w in self.writes for n in (w.slot, w.old) if isinstance(n, fx.Node))
+        return self._replay("light", [*self.traced.ys, *log], self.traced.answer)
 
     @property
     def bare(self) -> Program:
@@ -102,17 +112,13 @@ class Plan:
         """Whether a backward keeps the last n of xs, as they are."""
         return all(x in self.saved for x in self.traced.xs[len(self.traced.xs) - n :])
 
-    def ys_of(self, wanted: Sequence[Tensor], *, light: bool = False) -> list[Tensor]:
-        """The ys among what the program forward gave, or the light one."""
-        places = {n: i for i, n in enumerate(dict.fromkeys(self.traced.ys))} if light else self._places
-        return [wanted[places[n]] for n in self.traced.ys]
+    def ys_of(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """The ys among what the program forward gave."""
+        return [wanted[self._places[n]] for n in self.traced.ys]
 
-    def goes_on(self, wanted: Sequence[Tensor]) -> bool:
-        """What the condition said after the last step, among what the light program gave."""
-        if (answer := self.traced.answer) is None:
-            return True
-        place = [*dict.fromkeys([*self.traced.ys, answer])].index(answer)
-        return bool(wanted[place][0 if self.reverse else -1])
+    def light_of(self, wanted: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
+        """What the light program gave, by node."""
+        return dict(zip(self.light.parts.wanted, wanted, strict=True))
 
     def saved_of(self, wanted: Sequence[Tensor], xs: Sequence[Tensor], last: Sequence[Tensor] = ()) -> list[Tensor]:
         """What the backward keeps, of that, of xs and of the last carry: arrays, which have all slots there."""
@@ -199,7 +205,7 @@ class Plan:
 
     def bytes_of_carry(self) -> int:
         """What one kept carry takes."""
-        return sum(map(bytes_of, self.traced.carry))
+        return sum(bytes_of(n) for n in self.traced.carry if not grows(n))
 
     def bytes_reversed(self) -> int:
         """What a step takes, about, while it is run again and reversed: there are gradients of most of what is kept."""

@@ -1,8 +1,7 @@
 """A split step made runnable: the stage before the loop, the loop's core, the stage after it."""
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,11 +17,20 @@ from tensorloop.loop.compiled.sums import Sums
 
 Ask = Callable[[Sequence[Tensor]], bool]
 Pool = dict["Program", tuple[int, list[Tensor]]]  # memory of outs, for so many steps
-FIRST_ROOM = 64  # steps, where nobody knows how many there will be
+
+
+class Ran(NamedTuple):
+    """The last carry, how many steps there were, what is wanted of each, sums over them, and whether there are more."""
+
+    last: list[Tensor]
+    done: int
+    wanted: list[Tensor]
+    sums: list[Tensor]
+    going: bool
 
 
 class Program:
-    """(steps, invariants, sequences, carry) -> (the last carry, how many steps, wanted, sums), as `parts` says."""
+    """(steps, invariants, sequences, carry) -> `Ran`, as `parts` says."""
 
     def __init__(self, graph: fx.Graph, parts: Parts) -> None:
         self.parts = parts
@@ -92,31 +100,29 @@ class Program:
 
     def __call__(
         self,
-        steps: int | None,
+        steps: int,
         invariants: Sequence[Tensor],
         sequences: Sequence[Tensor],
         carry: Sequence[Tensor],
-        most: int | None = None,
         lengths: Sequence[int] = (),
         ask: Ask | None = None,
         pool: Pool | None = None,
-    ) -> tuple[list[Tensor], int, list[Tensor], list[Tensor]]:
-        """Runs the loop; `steps` is None where only the condition knows: then there are `most` of them at most.
+    ) -> Ran:
+        """Runs the loop, so many steps at most: a condition may end it, and `ask`, which is asked after each step.
 
-        `lengths` are those of arrays before the first step, by symbol. `ask` says after each step whether to go on.
-        With a `pool` what is wanted is there until the next call with it.
+        Arrays of the carry are changed in place, and their memory has room for all steps; `lengths` are theirs before
+        the first step, by symbol. With a `pool` what is wanted is there until the next call with it.
         """
         wanted = len(self.parts.wanted)
         if self.core is None:
-            assert steps is not None
             assert ask is None
             found = self._after(steps, *invariants, *sequences)
-            return [], steps, list(found[:wanted]), list(found[wanted:])
-        fed = [x.contiguous() for x in self._before(steps or 0, *invariants, *sequences)]
+            return Ran([], steps, list(found[:wanted]), list(found[wanted:]), True)
+        fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
         totals = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._terms]
-        last, done, outs = self._loop(self.core, steps, most, fed, carry, totals, lengths, ask, pool)
+        last, done, outs, going = self._loop(self.core, steps, fed, carry, totals, lengths, ask, pool)
         more = [fed[i] for i, _ in self._places]
-        if steps is not None and done < steps:
+        if done < steps:
             part = slice(steps - done, steps) if self.parts.reverse else slice(done)
             sequences = [x[part] if cut else x for x, cut in zip(sequences, self._cut, strict=True)]
             more = [x[part] if moves else x for x, (_, moves) in zip(more, self._places, strict=True)]
@@ -124,60 +130,52 @@ class Program:
         given = [values[i] for i in self._given]
         del fed, more, values, outs
         found = self._after(done, *given, *totals)
-        return last, done, list(found[:wanted]), list(found[wanted:])
+        return Ran(last, done, list(found[:wanted]), list(found[wanted:]), going)
 
     def _loop(
         self,
         core: Core,
-        steps: int | None,
-        most: int | None,
+        steps: int,
         fed: Sequence[Tensor],
         carry: Sequence[Tensor],
         totals: Sequence[Tensor],
         lengths: Sequence[int],
         ask: Ask | None,
         pool: Pool | None,
-    ) -> tuple[list[Tensor], int, list[Tensor]]:
-        """(the last carry, steps done, outs and states before the steps)."""
-        n = len(self.split.loop_invariants)
+    ) -> tuple[list[Tensor], int, list[Tensor], bool]:
+        """(the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
+        n, reverse = len(self.split.loop_invariants), self.parts.reverse
         invariants, sequences = fed[:n], fed[n:]
-        limit = steps if steps is not None else math.inf if most is None else most
-        room = int(min(FIRST_ROOM, limit)) if steps is None else steps
-        rooms, growth = self._rooms, self.parts.growth
-        memory = self._memory(room, pool)
-        for r, x in zip(rooms, memory, strict=True):
+        memory = self._memory(steps, pool)
+        for r, x in zip(self._rooms, memory, strict=True):
             r.begin(x, carry)
-        last, done = list(carry), 0
+        state = list(carry)
         for i, more in self._arrays.items():
-            last[i] = _with_room(last[i], len(last[i]), max(more, 0) * room)
-        run, reverse = core if ask is None else core.stepping(invariants), self.parts.reverse
-        while True:
-            end = room if ask is None else done + 1
-            part = slice(room - end, room - done) if reverse and ask is not None else slice(done, end)
-            outs = [r.part(x, part.start, part.stop, room) for r, x in zip(rooms, memory, strict=True)]
-            all_steps = ask is None and not done
-            left = [x if whole or all_steps else x[part] for x, whole in zip(sequences, self._grown, strict=True)]
-            now = [n + more * done for n, more in zip(lengths, growth, strict=True)]
-            last, n = run(end - done, invariants, left, last, outs, totals, now)
-            done += n
-            if ask is not None:
-                grown = {i: len(carry[i]) + more * done for i, more in self._arrays.items()}
-                going = ask([x[: grown[i]] if i in grown else x for i, x in enumerate(last)])
-            else:
-                going = self._going is not None and done == room and bool(outs[self._going][-1])
-            if not going or done >= limit:
-                break
-            if done < room:
-                continue
-            room = int(min(2 * room, limit))
-            memory = [r.grown(x, room, done) for r, x in zip(rooms, memory, strict=True)]
-            for i, more in self._arrays.items():
-                last[i] = _with_room(last[i], len(carry[i]) + more * done, more * (room - done))
-        first = (steps or room) - done if self.parts.reverse else 0
+            state[i] = _with_room(carry[i], max(more, 0) * steps)
+        outs = [r.after(x) for r, x in zip(self._rooms, memory, strict=True)]
+        if ask is None:
+            last, done = core(steps, invariants, sequences, state, outs, totals, lengths)
+            going = done == steps and (self._going is None or bool(outs[self._going][0 if reverse else -1]))
+        else:
+            run, done, going, last = core.stepping(invariants), 0, True, state
+            while going and done < steps:
+                at = steps - 1 - done if reverse else done
+                now = [n + more * done for n, more in zip(lengths, self.parts.growth, strict=True)]
+                rows = [x if whole else x[at : at + 1] for x, whole in zip(sequences, self._grown, strict=True)]
+                last, _ = run(1, invariants, rows, last, [x[at : at + 1] for x in outs], totals, now)
+                done += 1
+                going = ask(self._filled(last, carry, done))
+        first = steps - done if reverse else 0
+        found = [x[first : first + done] for x in outs] if done < steps else outs
+        found += [self._rooms[i].before(memory[i], first, done) for i in self._states]
+        return self._filled(last, carry, done), done, found, going
+
+    def _filled(self, state: Sequence[Tensor], carry: Sequence[Tensor], done: int) -> list[Tensor]:
+        """A carry after so many steps, its arrays as long as they are then."""
+        found = list(state)
         for i, more in self._arrays.items():
-            last[i] = last[i][: len(carry[i]) + more * done]
-        found = [r.part(x, first, first + done, room) for r, x in zip(rooms, memory, strict=True)]
-        return last, done, found + [rooms[i].before(memory[i], first, done) for i in self._states]
+            found[i] = state[i][: len(carry[i]) + more * done]
+        return found
 
     def _memory(self, room: int, pool: Pool | None) -> list[Tensor]:
         """For the outs of so many steps."""
@@ -189,11 +187,9 @@ class Program:
         return memory
 
 
-def _with_room(array: Tensor, filled: int, more: int) -> Tensor:
-    """Memory of the loop's own for an array, with so many slots in it and room for more."""
-    memory = torch.empty((filled + more, *array.shape[1:]), dtype=array.dtype, device="cpu")
-    memory[:filled] = array[:filled].detach()
-    return memory
+def _with_room(array: Tensor, more: int) -> Tensor:
+    """An array with slots that lie behind it in its memory."""
+    return array.as_strided((len(array) + more, *array.shape[1:]), array.stride())
 
 
 class _Room:
@@ -216,18 +212,9 @@ class _Room:
         if self.place is not None:
             memory[-1 if self.reverse else 0].copy_(carry[self.place])
 
-    def part(self, memory: Tensor, start: int, end: int, room: int) -> Tensor:
-        """Where the steps from start to end of `room` go."""
-        if self.place is None and start == 0 and end == room:
-            return memory
-        return memory[start + self.shift : end + self.shift]
-
-    def grown(self, memory: Tensor, room: int, done: int) -> Tensor:
-        """More room, with the steps done in it."""
-        more = self.made(room)
-        n = done + (self.place is not None)
-        more[:n] = memory[:n]
-        return more
+    def after(self, memory: Tensor) -> Tensor:
+        """Where the steps go."""
+        return memory if self.place is None else memory[self.shift : len(memory) - 1 + self.shift]
 
     def before(self, memory: Tensor, first: int, done: int) -> Tensor:
         """The carry before each of the steps done."""

@@ -15,6 +15,7 @@ from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.node import Looped, Run
+from tensorloop.loop.compiled.open_end import OpenRun
 from tensorloop.loop.compiled.padded_rows import PaddedScan
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.recorded import Recorded, sequences
@@ -122,8 +123,11 @@ def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, 
     elif draws is not None and not plan.grad:
         blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
     else:
-        return Run(plan, steps, most=loop.length, draws=draws, lengths=found.arrays.starts, ask=ask)
-    return Segmented(plan, steps, loop.length, blocks, loop.name, draws, ask)
+        lengths = found.arrays.starts
+        if steps is None:
+            return OpenRun(plan, None, lengths=lengths, ask=ask, most=loop.length)
+        return Run(plan, steps, draws=draws, lengths=lengths, ask=ask)
+    return Segmented(plan, steps, loop.length, blocks, loop.name, draws, found.arrays.starts, ask)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

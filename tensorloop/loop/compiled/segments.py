@@ -18,12 +18,13 @@ from tensorloop._common.errors import Misuse, named
 from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
+from tensorloop.loop.compiled.array_memory import ArrayMemory, bytes_a_step
 from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.node import Run
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
-from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.program import Program, Ran
 from tensorloop.loop.compiled.totals import Totals, room_for
 from tensorloop.schedule import Schedule
 
@@ -45,7 +46,7 @@ class Blocks:
 
 def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> Blocks:
     """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
-    carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed(), 1)
+    carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
     own = checkpoints if isinstance(checkpoints, Schedule) else None
     offload = None if isinstance(checkpoints, Schedule) else checkpoints.offload
     k, budget = checkpoints.k, None if isinstance(checkpoints, Schedule) else checkpoints.budget
@@ -68,12 +69,14 @@ class Segmented(Run):
         blocks: Blocks,
         name: str,
         draws: Draws | None = None,
+        lengths: Sequence[int] = (),
         ask: Asking | None = None,
     ) -> None:
-        super().__init__(plan, steps, most=most, draws=draws, ask=ask)
-        self.known = plan.traced.answer is None and ask is None
+        super().__init__(plan, steps, draws=draws, lengths=lengths, ask=ask)
+        self.known, self.most = plan.traced.answer is None and ask is None, most
+        self.arrays = ArrayMemory(plan, lengths)
         self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
-        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step, 1))
+        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step + bytes_a_step(plan), 1))
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
         self.places = Places(blocks.offload)
@@ -93,17 +96,14 @@ class Segmented(Run):
         return slice(steps - stop, steps - start)
 
     def _run(
-        self,
-        program: Program,
-        start: int,
-        stop: int,
-        tensors: Sequence[Tensor],
-        state: list[Tensor],
-        ask: Asking | None = None,
-    ) -> Any:
-        """(the carry after these steps, how many were done, what the program wants of them)."""
-        _, _, captures = self.split(tensors)
-        return program(stop - start, captures, self._rows(start, stop, tensors), state, ask=ask)[:3]
+        self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor], **options: Any
+    ) -> Ran:
+        """What a program gives for these steps."""
+        captures, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
+        self.arrays.seek(start)
+        found = program(stop - start, captures, rows, state, self._lengths(start), **options)
+        self.arrays.at = start + found.done
+        return found
 
     def _rows(self, start: int, stop: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sequences of these steps; those that are drawn are drawn now."""
@@ -123,6 +123,8 @@ class Segmented(Run):
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Runs all blocks and keeps the carries that the schedule wants."""
         state, limit = self.split(tensors)[0], self._limit()
+        if self.known:
+            self.arrays.make_room(state, int(limit))
         ys = _Outputs(self)
         for action in self.schedule.sweep(self._count(int(limit)) if self.known else None):
             if isinstance(action, schedule.Advance):
@@ -133,7 +135,7 @@ class Segmented(Run):
                 self._keep(action, state)
         else:
             raise Misuse(f"the schedule's sweep ended at step {self.done}, where the loop goes on")
-        return list(state), ys.whole(), []
+        return self.arrays.result(state), ys.whole(), [state[i] for i in self.arrays.appended]
 
     def _limit(self) -> float:
         """The most steps that there can be."""
@@ -148,11 +150,12 @@ class Segmented(Run):
         while going and self.done < stop:
             start = self.done
             end = int(min(start + self.stride, stop))
-            state, done, wanted = self._run(self.plan.light, start, end, tensors, state, self.ask)
+            self.arrays.make_room(state, end - start)
+            state, done, wanted, _, going = self._run(self.plan.light, start, end, tensors, state, ask=self.ask)
             self.done += done
-            ys.add(self.plan.ys_of(wanted, light=True), start, self.done)
-            asked = self.plan.goes_on(wanted) if self.ask is None else self.ask.going
-            going = start + done == end and asked
+            found = self.plan.light_of(wanted)
+            self.arrays.note(found, start, self.done)
+            ys.add([found[n] for n in self.plan.traced.ys], start, self.done)
         return state, going
 
     def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:
@@ -165,6 +168,7 @@ class Segmented(Run):
                 self.shelf.take_back(stored.values)
 
     def _stored(self, state: list[Tensor], place: Place) -> Stored:
+        state = [x for i, x in enumerate(state) if i not in self.arrays.symbols]  # arrays are versions of one memory
         shelved = self.shelved and place is None
         return self.places.store(self.shelf.copied(state) if shelved else state, place)
 
@@ -174,11 +178,13 @@ class Segmented(Run):
         """The gradients of the inputs, block by block from the last one."""
         with self.lock:
             try:
+                self.arrays.own |= dict(zip(self.arrays.appended, saved, strict=True))
                 return named(self.name)(self._reversed)(grads, tensors)
             finally:
                 for step in list(self.carries):
                     self._keep(schedule.Drop(step), [])
                 self.shelf = Shelf(self.shelf.slots)
+                self.arrays.let_go()
 
     def _reversed(self, grads: Sequence[Tensor | None], tensors: list[Tensor]) -> list[Any]:
         count = self._count(self.done)
@@ -200,35 +206,46 @@ class Segmented(Run):
 
     def _keep_again(self, tensors: list[Tensor], count: int) -> None:
         """Takes the carries of the sweep anew: an earlier backward has used them up."""
-        state = self._restored(0, tensors)
+        state = self.split(tensors)[0]
+        self.arrays.make_room(state, self.done)
         for action in self.schedule.sweep(count if self.known else None):
             if isinstance(action, schedule.Advance):
-                state = self._again(action.start, min(action.stop, count), tensors, state)
+                state = self._again(action.start, min(action.stop, count), tensors, state, anew=True)
                 if action.stop >= count:
                     break
             else:
                 self._keep(action, state)
 
     def _restored(self, block: int, tensors: list[Tensor]) -> list[Tensor]:
-        stored = self.carries.get(block)
-        return self.split(tensors)[0] if stored is None else stored.read()
+        stored, arrays = self.carries.get(block), self.arrays.before(block * self.size)
+        if stored is None:
+            return [arrays.get(i, x) for i, x in enumerate(self.split(tensors)[0])]
+        kept = iter(stored.read())
+        return [arrays[i] if i in arrays else next(kept) for i in range(len(self.plan.step.carry))]
 
-    def _again(self, first: int, last: int, tensors: list[Tensor], state: list[Tensor]) -> list[Tensor]:
-        """The carry after some blocks, run for it alone."""
-        stop = min(last * self.size, self.done)
+    def _again(
+        self, first: int, last: int, tensors: list[Tensor], state: list[Tensor], *, anew: bool = False
+    ) -> list[Tensor]:
+        """The carry after some blocks, run for it alone; and `anew` what they overwrite, where that was let go."""
+        stop, light = min(last * self.size, self.done), anew and self.arrays.overwritten
         for start in range(first * self.size, stop, self.stride):
-            state = self._run(self.plan.bare, start, min(start + self.stride, stop), tensors, state)[0]
+            end = min(start + self.stride, stop)
+            with self.arrays.unchanged(start, end):
+                found = self._run(self.plan.light if light else self.plan.bare, start, end, tensors, state)
+            state = found.last
+            if light:
+                self.arrays.note(self.plan.light_of(found.wanted), start, end)
         return state
 
     def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: Totals) -> None:
         """Runs block i with what a backward keeps, and then that."""
         start, stop = i * self.size, min((i + 1) * self.size, self.done)
-        _, _, captures = self.split(tensors)
         rows = self._rows(start, stop, tensors)
-        _, _, wanted, _ = self.plan.again(stop - start, captures, rows, state, pool=total.pool)
-        saved = self.plan.saved_of(wanted, rows)
-        del wanted, rows
-        total.reverse(self._part(start, stop, self.done), captures, saved)
+        with self.arrays.unchanged(start, stop):
+            last, _, wanted, _, _ = self._run(self.plan.again, start, stop, tensors, state, pool=total.pool)
+        saved = self.plan.saved_of(wanted, rows, last)
+        del wanted, rows, last
+        total.reverse(self._part(start, stop, self.done), self.split(tensors)[2], saved, self._lengths(stop - 1))
 
 
 class Shelf:

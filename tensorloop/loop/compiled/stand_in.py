@@ -37,8 +37,9 @@ class StandIn(Store):
 
     @property
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        frame: FrameType | None = sys._getframe(2)  # who called len()
-        if frame is not None and not frame.f_globals.get("__name__", "").startswith("tensorloop."):
+        asks: FrameType = sys._getframe(1)
+        frame = asks.f_back  # who called len(); array[0] asks whether there is such a slot
+        if frame is not None and asks.f_code.co_name != "__getitem__" and not _is_ours(frame):
             self.uses.sees = True
         return self._length
 
@@ -143,6 +144,10 @@ class StandIn(Store):
         if self.values is None:
             raise Refused("an array in the carry is read before its first write", user_place())
         return self.values
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("tensorloop.")
 
 
 def _fit(q: Any, k: Tensor | None, v: Tensor | None) -> bool:

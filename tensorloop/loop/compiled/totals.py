@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tensorloop.loop.compiled.lengths import grows
 from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.program import Pool
@@ -19,7 +20,11 @@ class Totals:
     def __init__(
         self, plan: Plan, steps: int, missing: frozenset[int], carry: list[Tensor], ys: Sequence[Tensor]
     ) -> None:
-        self.plan, self.steps, self.carry, self.ys = plan, steps, carry, ys
+        nodes = [plan.traced.next_carry[i] for i in plan.flowing_carry]
+        self.plan, self.steps, self.ys = plan, steps, ys
+        self.carry = [
+            x.clone() if grows(n) else x for n, x in zip(nodes, carry, strict=True)
+        ]  # arrays' change in place
         self.reversed = plan.reversed(missing)
         self.pool: Pool = {}  # what parts get is copied, or gone before the next
         self.xs: list[Tensor] = []
@@ -31,10 +36,10 @@ class Totals:
         """Takes the gradients through some steps; `saved` is what was kept of these, `lengths` of the last one."""
         count, program = part.stop - part.start, self.reversed.program
         if count == self.steps:
-            self.carry, _, self.xs, self.sums = program(count, captures, [*saved, *self.ys], self.carry, None, lengths)
+            self.carry, _, self.xs, self.sums, _ = program(count, captures, [*saved, *self.ys], self.carry, lengths)
             return
         given = [*saved, *(g[part] for g in self.ys)]
-        self.carry, _, xs, sums = program(count, captures, given, self.carry, None, lengths, pool=self.pool)
+        self.carry, _, xs, sums, _ = program(count, captures, given, self.carry, lengths, pool=self.pool)
         if not self.xs:
             self.xs = [room_for(self.steps, value_of(self.plan.traced.xs[k])) for k in self.reversed.xs]
         for whole, g in zip(self.xs, xs, strict=True):
