@@ -131,6 +131,14 @@ def looks_behind(h: Tensor, x: Tensor) -> Any:
     return h + x.data, h
 
 
+def has_a_linear_recurrence(h: Tensor, x: Tensor) -> Any:
+    return torch.sin(h + tl.linear_recurrence(x, h)), h
+
+
+def has_a_fixed_point(h: Tensor, x: Tensor) -> Any:
+    return tl.fixed_point(lambda z: torch.sin(0.3 * z + x), h), h
+
+
 TOTAL = torch.zeros(3)
 BODIES: list[tuple[Callable[..., Any], str]] = [
     (reads_an_item, "_local_scalar_dense reads a value in Python"),
@@ -149,6 +157,8 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (has_no_graph, "mul runs under another grad mode"),
     (has_a_function, "mul runs under another grad mode or in a custom Function"),
     (has_a_function_of_views, "custom Function"),
+    (has_a_linear_recurrence, "custom Function"),
+    (has_a_fixed_point, "custom Function"),
     (hooks, "registers a hook"),
     (has_a_shape_of_values, "whose shape depends on values"),
     (writes_to_what_was_detached, "copy_ writes to a tensor that was detached before"),
