@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensorloop.packed import PackedTensor
 from tensorloop.packed.time import convolution
+from tensorloop.packed.time.windows import Windows, lay_out
 
 D = torch.float64
 LENS = st.lists(st.integers(0, 7), max_size=4)
@@ -194,6 +195,22 @@ def test_max_pool1d(lens: list[int], kernel: int, stride: int, dilation: int, pa
     if not found.packed.values.isinf().any():  # torch's place of nothing but padding is outside of the row
         at = places.packed.values + p.offsets[places.packed.row_ids].unsqueeze(1)
         assert torch.equal(p.values.gather(0, at), found.packed.values)
+
+
+@settings(max_examples=40)
+@given(lens=LENS, size=st.integers(2, 4))
+def test_windows_side_by_side(lens: list[int], size: int) -> None:
+    """What no window holds is not looked at, and nothing is laid out but what windows hold."""
+    for pool in (F.max_pool1d, F.avg_pool1d):
+        check(lambda x, pool=pool: pool(x, size), lens, [])
+    weight = torch.randn(8, 2, size, dtype=D).requires_grad_()
+    check(lambda x, w: F.conv1d(x, w, stride=size, groups=2), lens, [weight])
+    p = PackedTensor(values(sum(lens)), lens)
+    if (held := p.positions < (p.lens // size * size)[p.row_ids]).any():
+        layout = lay_out(p._dim, Windows(size, size))
+        assert (layout.slots, layout.windows) == (int(held.sum()), None)
+        spoilt = PackedTensor(torch.where(held[:, None], p.values, torch.nan), p.lens)
+        assert not F.avg_pool1d(seen(spoilt.values, lens), size).isnan().any()
 
 
 @settings(max_examples=60)

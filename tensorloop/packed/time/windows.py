@@ -51,9 +51,12 @@ class Layout(NamedTuple):
     entries: Tensor | None  # (N,): the slot of each entry; None: they lie behind one another already
     windows: Tensor | None  # (N',): of all windows over the buffer those of rows; None: all
     lines: bool = False  # whether the slots are a whole number of lines
+    taken: Tensor | None = None  # (slots,): the entry of each slot, where there is no filler, and what is left out
 
     def spread(self, values: Tensor, fill: float = 0) -> Tensor:
         """(N, *F) -> (slots, *F), `fill` between the rows."""
+        if self.taken is not None:
+            return segments.collect(values, self.taken)
         return values if self.entries is None else segments.place(values, self.entries, self.slots, fill)
 
     def pick(self, found: Tensor) -> Tensor:
@@ -80,6 +83,8 @@ def _make_layout(dim: Dim, windows: Windows, line: int) -> Layout:
     # A bound that asks no device: rounded up to the stride, a row takes stride - 1 slots more at most.
     slots = max(dim.total + len(dim) * (gap + stride - 1) + windows.left, windows.span)
     lines = bool(line) and slots > 2 * line
+    if windows == Windows(stride, stride) and results.total and not lines:
+        return _lay_side_by_side(dim, results, stride)
     if not gap and stride == 1 and dim.total >= windows.span and not lines:
         slots, begins, spread = dim.total, dim._offsets[:-1], False
     else:
@@ -91,6 +96,13 @@ def _make_layout(dim: Dim, windows: Windows, line: int) -> Layout:
     entries = starts.index_select(0, dim._row_ids) + dim._positions if spread else None
     places = firsts.index_select(0, results._row_ids) + results._positions
     return Layout(results, slots, starts, entries, places, lines)
+
+
+def _lay_side_by_side(dim: Dim, results: Dim, size: int) -> Layout:
+    """Windows that neither overlap nor leave gaps: what they hold of each row, so that all of them are of rows."""
+    taken = dim._offsets[:-1].index_select(0, results._row_ids) + results._positions * size
+    taken = (taken.unsqueeze(1) + torch.arange(size, device=dim.device)).flatten()
+    return Layout(results, len(taken), results._offsets[:-1] * size, None, None, taken=taken)
 
 
 def _find_results(dim: Dim, windows: Windows) -> Dim:
