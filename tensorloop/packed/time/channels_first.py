@@ -178,7 +178,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = called = getattr(func, "__name__", str(func))
     try:
         if name in _TABLE:
-            args, kwargs = _unwrap(args), {k: _unwrap(x) for k, x in kwargs.items()}
+            # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
+            args, kwargs = _unwrap(args), dict(zip(kwargs, map(_unwrap, kwargs.values()), strict=True))
             if not is_recording():
                 refuse_lost_gradient((*args, *kwargs.values()))
             return turn_back(_run_in_table(name, func, args, kwargs))
