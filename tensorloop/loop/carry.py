@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.scope import here, unrecorded
 from tensorloop._common.slots import slots_of
 from tensorloop.packed.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
@@ -52,15 +53,26 @@ class Carry:
 
     def expect(self, leaves: Sequence[Any]) -> None:
         """From now on, leaves like these."""
-        self.leaves = [describe(x) for x in leaves]
-        self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
-        self.kinds = [_kind_of(x) for x in leaves]
+        with unrecorded():  # for a loop in the body of another
+            self.leaves = [describe(x) for x in leaves]
+            self.arrays = [i for i, x in enumerate(leaves) if isinstance(x, TensorArray)]
+            self.kinds = [_kind_of(x) for x in leaves]
 
     def check(self, tree: Any, step: int) -> list[Any]:
         """The leaves of what the body returned at `step`, or an error that lists all that differs."""
         leaves = self.tree.flatten(tree)
         if leaves is None:
             raise WrongType(self._structure_message(tree, step))
+        if here.recorder is None:
+            fit = self._fit(leaves)
+        else:
+            with unrecorded():
+                fit = self._fit(leaves)
+        if not fit:
+            raise WrongType(self._leaves_message(leaves, step))
+        return leaves
+
+    def _fit(self, leaves: Sequence[Any]) -> bool:
         kinds = self.kinds
         for i, x in enumerate(leaves):
             kind = kinds[i]
@@ -72,8 +84,8 @@ class Carry:
                     continue
             elif type(x) is kind:
                 continue
-            raise WrongType(self._leaves_message(leaves, step))
-        return leaves
+            return False
+        return True
 
     def refuse_hidden(self, leaves: Sequence[Any], step: int, why: str) -> None:
         """Raises where the tensors in an object are not those that it held at first."""

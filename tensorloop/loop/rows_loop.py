@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType
-from tensorloop._common.scope import here
+from tensorloop._common.scope import here, unrecorded
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop import stopped_rows
@@ -114,7 +114,9 @@ class RowsLoop(Loop):
         """What a condition gave, as a bool tensor of the shape that it gave first."""
         like = self.rows.active
         if isinstance(answer, Tensor) and answer.dtype is torch.bool:
-            if answer.shape == like.shape:
+            with unrecorded():
+                alike = answer.shape == like.shape
+            if alike:
                 return answer
             if answer.numel() == 1 == like.numel():
                 return answer.reshape(like.shape)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
+from tensorloop._common.scope import here, unrecorded
 from tensorloop._torch import transforms
 from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, unify_store
 from tensorloop.packed.base import is_packed
@@ -128,7 +129,14 @@ class ActiveRows:
 
         Under vmap a shared one is frozen too, when all rows of its element have stopped.
         """
-        return isinstance(leaf, Tensor) and (self.size is None or leaf.dim() > 0 or self.batched)
+        return isinstance(leaf, Tensor) and (self.size is None or self.batched or _has_dims(leaf))
+
+
+def _has_dims(x: Tensor) -> bool:
+    if here.recorder is None:
+        return x.dim() > 0
+    with unrecorded():
+        return x.dim() > 0
 
 
 def spread(mask: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop.loop.checkpoint import node
+from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.memory import collector_off
 from tests.support.loop_cases import (
     Ours,
@@ -351,3 +352,24 @@ def test_torch_checkpoint_in_the_body(use_reentrant: bool, checkpoints: Any) -> 
             program(body)
     else:
         torch.testing.assert_close(program(body), program(cell(w)))
+
+
+def test_the_outer_loop_records_what_the_inner_body_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the inner loop asks of its own carry at each step is nothing to a recorder, and dear under one."""
+    calls: list[Any] = []
+    of_torch = Captures.__torch_function__
+
+    def counted(self: Captures, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        calls.append(func)
+        return of_torch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Captures, "__torch_function__", counted)
+
+    def calls_of(steps: int) -> int:
+        calls.clear()
+        inner = lambda i, c: (torch.sin(c[0]), c[1])  # noqa: E731
+        body = lambda c, x: (tl.fori_loop(0, steps, inner, (c, x))[0], None)  # noqa: E731
+        tl.scan(body, torch.ones(3), torch.ones(1, 3), checkpoints=1)
+        return len(calls)
+
+    assert calls_of(30) - calls_of(10) == 20
