@@ -33,48 +33,86 @@ WIDE_S = 3600  # for the tests further off
 
 
 class Room(NamedTuple):
-    """Files that are broken, the tests that should notice, and those further off that are asked where these do not."""
+    """Files that are broken, each with the tests that should notice; `wider`: those that are asked after them."""
 
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
+    tests: dict[str, tuple[str, ...]]
     wider: tuple[str, ...] = ()
 
 
+def _each(files: tuple[str, ...], *tests: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(files, tests)
+
+
 ROOMS = {
-    "token": Room(
-        ("tensor_array/gradient.py", "tensor_array/buffer.py"),
-        ("tests/tensor_array",),
-    ),
+    "token": Room(_each(("tensor_array/gradient.py", "tensor_array/buffer.py"), "tests/tensor_array")),
     "undo": Room(
-        ("loop/checkpoint/array_versions.py", "loop/checkpoint/writes.py"),
-        (
+        _each(
+            ("loop/checkpoint/array_versions.py", "loop/checkpoint/writes.py"),
             "tests/checkpoint/test_replay.py",
             "tests/checkpoint/test_replay_world.py",
             "tests/loop/test_loop_row_arrays.py",
+            "tests/loop/test_loop_in_place.py",
         ),
         ("tests/checkpoint", "tests/loop"),
     ),
     "schedules": Room(
-        ("schedule/segments.py", "schedule/online.py", "schedule/tables.py", "schedule/hierarchy.py"),
-        (
+        _each(
+            ("schedule/segments.py", "schedule/online.py", "schedule/tables.py", "schedule/hierarchy.py"),
             "tests/checkpoint/test_schedule.py",
             "tests/checkpoint/test_schedule_online.py",
             "tests/checkpoint/test_schedule_hierarchy.py",
         ),
     ),
     "partition": Room(
-        ("loop/compiled/partition.py", "loop/compiled/recurrence.py"),
-        ("tests/compiled/test_compiled_values.py", "tests/compiled/test_compiled_explain.py"),
+        _each(
+            ("loop/compiled/partition.py", "loop/compiled/recurrence.py"),
+            "tests/compiled/test_compiled_values.py",
+            "tests/compiled/test_compiled_explain.py",
+        ),
         ("tests/compiled",),
     ),
+    "loops": Room(
+        {
+            "loop/rows_scan.py": ("tests/loop/test_loop_rows_ys.py",),
+            "loop/attributes.py": ("tests/loop/test_module_state.py",),
+            "loop/first_step.py": ("tests/loop/test_first_only.py",),
+            "loop/checkpoint/adjoint.py": ("tests/loop/test_fixed_point.py",),
+        },
+        ("tests/loop", "tests/compiled"),
+    ),
+    "packed": Room(
+        {
+            "packed/segments.py": ("tests/packed/test_packed_ragged.py",),
+            "packed/autograd.py": ("tests/packed/test_packed_autograd.py",),
+            "packed/time/windows.py": ("tests/packed/test_packed_time.py", "tests/packed/test_packed_channels.py"),
+        },
+        ("tests/packed",),
+    ),
+    "attention": Room(
+        {
+            "attention/strips.py": ("tests/attention/test_attention.py", "tests/attention/test_attention_rules.py"),
+            "attention/scores.py": ("tests/attention/test_attention_scores.py",),
+        },
+        ("tests/attention",),
+    ),
     "beam": Room(
-        ("beam/ancestry.py", "beam/pool.py", "beam/choose.py", "beam/decisions.py"),
-        tuple(f"tests/beam/test_beam{name}.py" for name in ("", "_pool", "_choice", "_history", "_rows")),
+        _each(
+            ("beam/ancestry.py", "beam/pool.py", "beam/choose.py", "beam/decisions.py"),
+            *(f"tests/beam/test_beam{name}.py" for name in ("", "_pool", "_choice", "_history", "_rows")),
+        ),
         ("tests/beam",),
     ),
     "kernels": Room(
-        ("kernels/cpu/segments.py", "kernels/cpu/edits.py", "kernels/cpu/slots.py"),
-        ("tests/kernels", "tests/packed/test_conformance_packed.py"),
+        {
+            "kernels/cpu/segments.py": (
+                "tests/kernels/test_kernels.py",
+                "tests/kernels/test_kernel_infinities.py",
+                "tests/packed/test_packed_ragged.py",
+            ),
+            "kernels/cpu/edits.py": ("tests/risk/test_edit_distance.py",),
+            "kernels/cpu/slots.py": ("tests/kernels/test_kernel_slots.py",),
+        },
+        ("tests/kernels", "tests/risk", "tests/packed/test_conformance_packed.py"),
     ),
 }
 
@@ -143,11 +181,21 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
         yield f"{node.value} -> {node.value + 1}", lambda x: setattr(x, "value", x.value + 1)
     elif isinstance(node, (ast.FunctionDef, ast.For, ast.With, ast.Try)):
         for i, statement in enumerate(node.body):
-            if isinstance(statement, (ast.Assign, ast.AugAssign)) or (
-                isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-            ):
+            if _can_go(statement):
                 text = ast.unparse(statement).splitlines()[0]
                 yield f"without: {text}", lambda x, i=i: x.body.__setitem__(i, ast.Pass())
+
+
+def _can_go(statement: ast.stmt) -> bool:
+    """Whether the rest runs without a statement; what binds a new name is missed by whatever reads it."""
+    if isinstance(statement, ast.Assign):
+        bound = {x.id for target in statement.targets for x in ast.walk(target) if isinstance(x, ast.Name)}
+        return bound <= {x.id for x in ast.walk(statement.value) if isinstance(x, ast.Name)} or all(
+            isinstance(target, (ast.Attribute, ast.Subscript)) for target in statement.targets
+        )
+    return isinstance(statement, ast.AugAssign) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    )
 
 
 def _name(operator: ast.AST) -> str:
@@ -164,7 +212,7 @@ def _messages(tree: ast.Module) -> set[int]:
 def draw(room: Room, count: int, seed: int) -> list[Mutant]:
     """Some mutants of a room, spread over its files by their number."""
     found: list[Mutant] = []
-    for file in room.files:
+    for file in room.tests:
         found += mutants(file, (HERE / "tensorloop" / file).read_text())
     unique = {mutant.key: mutant for mutant in found}
     keys = sorted(unique)
@@ -245,9 +293,11 @@ def run(args: Namespace) -> None:
         for name in args.only:
             room, found = ROOMS[name], results.setdefault(name, {})
             wanted = [mutant for mutant in draw(room, args.count, args.seed) if mutant.key not in found]
-            limit = PATIENCE * workshop.seconds(room.tests) + 60 if wanted else 0.0
+            near = {room.tests[mutant.file] for mutant in wanted}
+            limits = {tests: PATIENCE * workshop.seconds(tests) + 60 for tests in sorted(near)}
             for i, mutant in enumerate(wanted):
-                survived = workshop.survives(mutant, room.tests, limit)
+                tests = room.tests[mutant.file]
+                survived = workshop.survives(mutant, tests, limits[tests])
                 if survived and room.wider:
                     survived = workshop.survives(mutant, room.wider, WIDE_S)
                 found[mutant.key] = {"survived": survived, "diff": show(mutant)}

@@ -116,13 +116,11 @@ def _find_forwards() -> dict[CodeType, type[torch.autograd.Function]]:
 
 
 def _read_arguments(frame: FrameType) -> list[Any]:
-    """What a function was called with, one by one."""
-    names, more, keywords = inspect.getargs(frame.f_code)
+    """What a Function's forward was called with, one by one."""
+    names, more, _ = inspect.getargs(frame.f_code)  # `apply` hands on no keywords
     values = frame.f_locals
     given = [values.get(name) for name in names]
-    if more is not None:
-        given += values.get(more, ())
-    return given if keywords is None else [*given, *values.get(keywords, {}).values()]
+    return given if more is None else [*given, *values.get(more, ())]
 
 
 def _lost_gradient(function: Any, wanted: Any) -> WrongType:

@@ -120,6 +120,11 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
             refuse_empty(s, _EXTREMES[which], "give initial=")
         return segment_reduce.amax(s.values, s.offsets, which, 0 if initial is None else initial)
 
+    if not input._dim.total and {0, 1} <= set(find_dims(input, dim)):
+        if initial is None:
+            raise WrongValue(f"there are no entries, and so no {_EXTREMES[which]}; give initial=")
+        one = input.values.new_full((1, *input.values.shape[1:]), initial)
+        input = input._with(torch.cat([input.values, one]), Dim(None, input._dim._lens.new_ones(1)))
     out = _reduce(func, input, dim, keepdim, reduce, {})
     if initial is None:
         return out

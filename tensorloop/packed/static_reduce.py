@@ -97,11 +97,11 @@ def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 
 @handles("argmax", "argmin", "glu")
-def _along_features(func: Any, input: Any, dim: Any = -1, *args: Any, **kwargs: Any) -> Any:
-    """Along a feature dim."""
-    if dim is None:
+def _along_features(func: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Along a feature dim, glu along the last one where none is given."""
+    if dim is None and func.__name__ != "glu":
         raise refusal("without dim it counts the entries of a padded tensor", "give dim")
-    return input._with(func(input.values, feature_dim(input, dim), *args, **kwargs))
+    return input._with(func(input.values, feature_dim(input, -1 if dim is None else dim), *args, **kwargs))
 
 
 def _shift(rows: Any, values: Tensor) -> Tensor:

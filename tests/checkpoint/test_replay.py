@@ -1,5 +1,6 @@
 """Checkpointed loops: which steps are run again and in which order, how often, and what may be done with the result."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -377,3 +378,25 @@ def test_two_thousand_steps_do_not_nest():
     body = Rotation()
     body.grads(body.run(2000, 30))
     assert max(body.steps) == 1999
+
+
+@pytest.mark.parametrize("k", [None, 1, 2, 5])
+def test_a_copy_made_in_a_step_does_not_see_what_is_written_after(k: int | None):
+    body = Rotation()
+
+    def step(i: int, carry: tuple[tl.TensorArray, Tensor]) -> tuple[tl.TensorArray, Tensor]:
+        array, x = carry
+        array[i % 2] = x  # an overwrite, so that runs are read as copies from here on
+        before = copy.copy(array)
+        array[1 - i % 2] = 3 * x.cos()
+        return array, body(i, x) + (before.stack() * array.stack()).sum(0)
+
+    array, x = tl.fori_loop(0, 5, step, (tl.TensorArray.unstack(torch.stack([body.x, -body.x])), body.x), checkpoints=k)
+    rows, expected = [body.x, -body.x], body.x
+    for i in range(5):
+        rows[i % 2] = expected
+        before = list(rows)
+        rows[1 - i % 2] = 3 * expected.cos()
+        expected = body(i, expected) + sum(a * b for a, b in zip(before, rows, strict=True))
+    assert_equal((x, array.stack()), (expected, torch.stack(rows)))
+    assert_equal(body.grads(x + array.stack().sum(0)), body.grads(expected + sum(rows)))

@@ -10,11 +10,15 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop._common.progress import Progress
 from tensorloop.loop.checkpoint import node
+from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.node_outputs import NodeOutputs
 from tensorloop.loop.checkpoint.replay import Replay
 from tensorloop.loop.checkpoint.sweep import Sweep
 from tensorloop.loop.checkpoint.sweep_result import CarryOutput
+from tensorloop.loop.checkpoint.writes import Writes
 from tensorloop.loop.loop import Loop
+from tensorloop.tensor_array.buffer import Buffer
+from tensorloop.tensor_array.friends import store_of
 
 W = torch.tensor([0.5, 2.0], requires_grad=True)
 
@@ -59,3 +63,38 @@ def test_steps_are_run_again_from_a_result_that_does_not_change() -> None:
     assert torch.equal(state[0].values, c)
     expected = torch.autograd.grad(body(3, c, [], ())[0].sum(), [c, W])
     assert all(map(torch.equal, found, expected))
+
+
+def test_values_before_a_write_are_held_for_what_outlives_its_step():
+    writes, kept, own, unseen = Writes(), torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    writes.before([kept, own], False, lambda x: False, {id(kept), id(own)})
+    writes.before([unseen], True, lambda x: x is unseen, ())
+    for x in (kept, own, unseen):
+        x.add_(1)
+    assert {(id(x), without_version) for x, without_version in writes.tensors()} == {
+        (id(kept), False),
+        (id(own), False),
+        (id(unseen), True),
+    }
+    del own, x
+    writes.settle()
+    assert writes.fresh == {}  # else each step would leave a copy
+    assert set(writes.changed) == {id(kept), id(unseen)}
+    writes.restore({id(kept): torch.full((3,), 7.0)})
+    assert kept.tolist() == [7.0] * 3
+    assert not unseen.any()
+
+
+def test_an_array_closed_over_is_held_without_the_rows_read_before():
+    array = tl.TensorArray.unstack(torch.ones(3, 2, requires_grad=True))
+    reads = [array[i] for i in range(3)]
+    buffer = store_of(array)
+    assert isinstance(buffer, Buffer)
+    assert buffer.rows is not None
+    captured = CapturedArray(buffer, "scan")
+    assert captured.twin.rows is None
+    captured.enter()
+    assert buffer.rows is None
+    captured.leave()
+    assert buffer.rows is not None
+    assert torch.equal(torch.stack(reads), array.stack())

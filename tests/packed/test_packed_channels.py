@@ -51,6 +51,9 @@ POINTWISE: dict[str, Any] = {
     "to": lambda x: x.to(torch.float32).double(),
     "slices": lambda x: x[1:, :2],
     "crop": lambda x: x[:, :, :2],
+    "crop by dots": lambda x: x[..., :2],
+    "of two": lambda x: torch.max(x, -x),
+    "axis": lambda x: x.softmax(axis=1),
     "matrix": lambda x: torch.arange(12.0, dtype=D).view(3, 4) @ x,
     "prelu": lambda x: F.prelu(x, torch.arange(4.0, dtype=D)),
     "dropout": lambda x: F.dropout1d(F.dropout(x, 0.5, False), 0.5, False),
@@ -104,6 +107,20 @@ def test_over_time_as_each_row(name: str) -> None:
     else:
         want = torch.cat([fn(row) for row in rows])
     torch.testing.assert_close(fn(x), want)
+
+
+@pytest.mark.parametrize("name", ["dropout1d", "feature_dropout"])
+def test_whole_channels_of_rows_are_dropped(name: str) -> None:
+    p = PackedTensor(torch.ones(600, 50, dtype=D, requires_grad=True), [200, 0, 399, 1])
+    x: Any = p.transpose(1, 2)
+    out: Any = F.dropout1d(x, 0.25) if name == "dropout1d" else torch.feature_dropout(x, 0.25, True)
+    kept = torch.stack([row[:, 0] for row in out.unbind() if row.shape[1]])
+    for row, first in zip([row for row in out.unbind() if row.shape[1]], kept, strict=True):
+        assert torch.equal(row, first[:, None].expand_as(row))
+    assert set(kept.unique().tolist()) == {0.0, 4 / 3}
+    assert 85 <= int((kept > 0).sum()) <= 137  # of 150 with 3/4 each: 5 deviations on either side
+    (grad,) = torch.autograd.grad(out.sum(), p.values)
+    torch.testing.assert_close(grad, out.packed.values)
 
 
 def test_over_rows_as_the_packed_tensor() -> None:

@@ -159,7 +159,53 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("attribute", lambda p: p.T, AttributeError, "no attribute 'T'; batch and ragged dim stay"),
     ("truth", lambda p: bool(p > 0), RuntimeError, "ambiguous"),
     ("prelu", lambda p: F.prelu(p, torch.ones(3)), TypeError, "its channels would be dim 1"),
+    ("matmul", lambda p: p @ [[1.0]], TypeError, "matmul: of a packed tensor and a list; give it a tensor"),
+    ("times", lambda p: p[:, torch.zeros(4, 1).long()], IndexError, "times must be an int or"),
+    ("view as", lambda p: p.view_as(PADDED), TypeError, "view_as: only one of two tensors is packed"),
+    ("view", lambda p: p.expand(3, -1, 3), TypeError, r"expand: .* as \(3, -1, 3\); the first two sizes must be"),
+    ("repeat", lambda p: p.repeat(2, 1, 1), TypeError, "repeats the batch or the ragged dim"),
+    ("stack padded", lambda p: torch.stack([p, PADDED], 2), TypeError, "stack: packed and padded tensors"),  # pyright: ignore
+    ("index", lambda p: torch.Tensor.__getitem__(PADDED, (p, 0)), TypeError, "is indexed by one packed tensor of"),
+    ("weight", lambda p: F.nll_loss(p, p[..., 0].long(), p), TypeError, "weight is one number for each class"),
+    ("batch norm", lambda p: torch.batch_norm(*NORM(p)), TypeError, "torch.batch_norm has arguments of its own"),  # pyright: ignore
+    ("groups", lambda p: torch.group_norm(FIRST(p), 1), TypeError, "torch.group_norm has arguments of its own"),
+    ("dropout1d", lambda p: F.dropout1d(FIRST(p), inplace=True), TypeError, "leave out inplace=True"),
+    (
+        "much dropout",
+        lambda p: torch.feature_dropout(FIRST(p), 2.0, True),
+        ValueError,
+        "p must be between 0 and 1, got",
+    ),
+    ("right matrix", lambda p: FIRST(p) @ torch.ones(3, 3), TypeError, r"takes a matrix \(D, C\) from the left"),
+    ("order", lambda p: FIRST(p).permute(1, 0, 2), TypeError, r"permute\(0, 2, 1\) gives the packed tensor back"),
+    ("a fourth dim", lambda p: FIRST(p)[0, 0, 0, 0], IndexError, r"4 indices, .*, for \(B, C, \*\)"),
+    ("an empty row", lambda p: F.adaptive_max_pool1d(FIRST(p), 2), ValueError, "row 1 is empty and has no maximum"),
+    ("indices", lambda p: F.adaptive_max_pool1d(FIRST(p), 1, True), TypeError, "return_indices=True is not"),
+    ("padding", lambda p: F.conv1d(FIRST(p), torch.ones(1, 3, 2), padding="all"), ValueError, "'same' or 'valid', got"),
+    ("kernel", lambda p: F.conv1d(FIRST(p), torch.ones(1, 3)), ValueError, "weight must be of 3 dims, channels"),
+    ("reflected", lambda p: F.pad(FIRST(p), (1, 1, 1, 0), "reflect"), TypeError, "mode 'reflect' along channels"),
+    ("corners", lambda p: F.interpolate(FIRST(p), 4, align_corners=True), ValueError, "align_corners goes with mode="),
+    ("sizes", lambda p: F.interpolate(FIRST(p)), ValueError, "give one of size and scale_factor"),
+    ("a bool factor", lambda p: F.interpolate(FIRST(p), scale_factor=True), TypeError, "scale_factor must be one num"),
+    ("a factor", lambda p: F.interpolate(FIRST(p), scale_factor=-1.0), ValueError, "scale_factor must be more than 0"),
+    ("spectrum", lambda p: torch.stft(p[..., 0], 0, return_complex=True), ValueError, "do not go together: 0, "),
+    (
+        "window",
+        lambda p: torch.stft(p[..., 0], 2, 1, window=VALUES, center=False, return_complex=True),
+        TypeError,
+        r"window must be a tensor \(2,\), got",
+    ),
+    ("no entries", lambda p: p[1:2].amax(), ValueError, "amax: there are no entries, and so no maximum; give initial="),
 ]
+
+
+def FIRST(p: PackedTensor) -> Any:
+    """Channels first."""
+    return p.transpose(1, 2)
+
+
+def NORM(p: PackedTensor) -> tuple[Any, ...]:
+    return (FIRST(p), None, None, None, None, True, 0.1, 1e-5, False)
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [case[1:] for case in MAKING], ids=[case[0] for case in MAKING])

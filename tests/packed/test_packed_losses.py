@@ -1,6 +1,6 @@
 """Losses of packed tensors beside torch's of padded ones: over classes, and over the alignments of rows."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -65,6 +65,21 @@ def test_nll_loss_and_means_of_rows():
     wanted = [F.cross_entropy(a, b) for a, b in zip(x.split(LENS), y.split(LENS), strict=True) if len(a)]
     torch.testing.assert_close(rows, torch.stack(wanted))
     assert torch.autograd.gradgradcheck(lambda x: F.cross_entropy(PackedTensor(x, LENS), q, label_smoothing=0.1), x)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_losses_of_pairs_with_weights(reduction: str):
+    x, y, w = leaf(9, 4), torch.rand(9, 4, dtype=D), torch.rand(9, 4, dtype=D)
+    p, q = PackedTensor(x, LENS), PackedTensor(y, LENS)
+    wanted = F.binary_cross_entropy_with_logits(x, y, w, reduction=reduction)
+    for weight in (PackedTensor(w, LENS), pack_padded(PackedTensor(w, LENS).pad(), LENS)):
+        found: Any = F.binary_cross_entropy_with_logits(p, q, cast(Any, weight), reduction=reduction)
+        assert torch.equal(found.values if reduction == "none" else found, wanted)
+    one = F.binary_cross_entropy_with_logits(x, y, w[:1], reduction=reduction)
+    found = F.binary_cross_entropy_with_logits(p, q, w[:1], reduction=reduction)
+    assert torch.equal(found.values if reduction == "none" else found, one)
+    with pytest.raises(ValueError, match=r"the first row that differs is 0: 3 and 2"):
+        F.binary_cross_entropy_with_logits(p, q, PackedTensor(w, [2, 1, 5, 1]))  # pyright: ignore
 
 
 def test_losses_of_classes_refuse():

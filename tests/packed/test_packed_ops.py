@@ -236,6 +236,12 @@ def test_arguments_by_name():
         lambda x: x.sum(axis=-1, keepdims=True),
         lambda x: torch.matmul(x, torch.arange(8.0, dtype=x.dtype).view(1, 4, 2)),
         lambda x: torch.matmul(x[..., :1], torch.ones(1, 1, 1, dtype=x.dtype)),
+        lambda x: torch.matmul(torch.arange(4.0, dtype=x.dtype).view(2, 2), x.unflatten(-1, (2, 2))),
+        lambda x: torch.matmul(torch.arange(4.0, dtype=x.dtype).view(1, 1, 2, 2), x.unflatten(-1, (2, 2))),
+        lambda x: torch.matmul(x.unflatten(-1, (2, 2)), torch.arange(4.0, dtype=x.dtype).view(1, 1, 2, 2)),
+        lambda x: x.unflatten(-1, (1, 4)).squeeze().view_as(x) + x.transpose(-1, -1),
+        lambda x: x.float().view(torch.int32).double(),
+        lambda x: x.kthvalue(2, -1).values + x.std(-1, unbiased=False),
     ]
     for call in calls:
         assert_same_by_row(call, p)

@@ -248,3 +248,8 @@ def test_nan_is_the_extreme_of_its_row():
 def test_a_batched_index_is_refused():
     with pytest.raises(TypeError, match="the index is batched by vmap"):
         torch.vmap(lambda i: segments.gather(torch.ones(3), i))(torch.zeros(2, 2, dtype=torch.int64))
+    x = torch.randn(3, 2)
+    with pytest.raises(TypeError, match="the index is batched by vmap"):
+        torch.vmap(lambda order: segments.permute(x, order, order))(torch.tensor([[0, 1, 2], [2, 1, 0]]))
+    with pytest.raises(TypeError, match="the index is batched by vmap"):
+        torch.vmap(lambda places: segments.collect(x, places))(torch.tensor([[0, 1], [2, 1]]))

@@ -43,20 +43,28 @@ SAME: dict[str, Callable[..., Any]] = {
     "mean of both": lambda p: p.mean((1, 2)),
     "mean of all": lambda p: p.mean(),
     "mean of entries": lambda p: p.mean((0, 1)),
+    "mean of all kept": lambda p: p - p.mean((0, 1), keepdim=True),
+    "amax of all": lambda p: p.amax((0, 1), initial=-9.0),
+    "sum by its axis": lambda p: p.sum(axis=1),
     "amax": lambda p: p.amax(1, initial=-9.0),
     "amin": lambda p: p.amin((1, 2), initial=0.5),
     "logsumexp": lambda p: p.logsumexp(1),
     "softmax": lambda p: p.softmax(1),
     "log_softmax": lambda p: p.log_softmax(1),
     "cumsum": lambda p: p.cumsum(1),
+    "cumsum of features": lambda p: p.cumsum(-1),
     "flip": lambda p: p.flip(1),
+    "flip of features": lambda p: p.flip(1, 2),
+    "amax of features": lambda p: p.amax(-1, initial=0.5).square(),
     "pad": lambda p: p.pad() if isinstance(p, StaticPackedTensor) else p.pad(max_len=5),
     "pad with ones": lambda p: p.pad(1.0) if isinstance(p, StaticPackedTensor) else p.pad(1.0, max_len=5),
     "any": lambda p: (p > 0.5).any(1).double() + (p > -0.5).all(1).double() + (p > 0).any(),
-    "argmax": lambda p: p.argmax(-1).sum(1)[:, None] + F.glu(p, -1).sum(1),
+    "argmax": lambda p: p.argmax(-1).sum(1)[:, None] + F.glu(p).sum(1),
     "mse": lambda p: F.mse_loss(p, p.sin()),
     "bce": lambda p: F.binary_cross_entropy_with_logits(p, p.sigmoid(), reduction="sum"),
     "cross entropy": lambda p: F.cross_entropy(p, (p.sum(-1) > 0).long(), label_smoothing=0.1),
+    "losses": lambda p: F.kl_div(p, p.sigmoid(), reduction="none"),
+    "batchmean": lambda p: F.kl_div(p, p.sigmoid(), reduction="batchmean"),
     "probabilities": lambda p: F.cross_entropy(p, p.detach().softmax(-1)),
 }
 
@@ -331,6 +339,28 @@ def test_torch_func_differentiates_through_one() -> None:
     torch.testing.assert_close(along, (ordinary * values[:7]).sum())
 
 
+def test_facts() -> None:
+    values, lens = pair([3, 0, 1])
+    p = StaticPackedTensor(values, lens)
+    assert p.offsets.tolist() == [0, 3, 3, 4]
+    assert (p.dim(), p.size(), p.size(2), p.device, p.requires_grad) == (3, p.shape, 6, values.device, False)
+    assert StaticPackedTensor(values.requires_grad_(), lens).requires_grad
+    assert p.long().long() is p.long() or torch.equal(p.long().abs().values, p.long().values.abs())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_document_mask_is_that_of_the_ordinary_one(causal: bool) -> None:
+    values, lens = pair([3, 0, 1])
+    n = torch.arange(4)
+    ours, theirs = (
+        x.document_mask(causal)(torch.tensor(0), torch.tensor(0), n[:, None], n)
+        for x in (StaticPackedTensor(values, lens), tl.PackedTensor(values[:4], lens))
+    )
+    assert torch.equal(ours, theirs)
+    free = StaticPackedTensor(values, lens).document_mask(causal)
+    assert not free(n[0], n[0], n, torch.tensor(5)).any()  # nobody sees free entries
+
+
 # -- what is refused
 
 VALUES, GIVEN = torch.ones(5, 2), torch.tensor([2, 1])
@@ -380,6 +410,21 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: F.mse_loss(P, P, reduce=False), TypeError, "mse_loss: reduce is not taken; give reduction="),
     (lambda: P.argmax(1), TypeError, "argmax: dim 1 is the ragged dim; it works on feature dims"),
     (lambda: P.values_of, AttributeError, "values_of: it is not there"),
+    (lambda: StaticPackedTensor.from_padded(VALUES[None], GIVEN[:1], -1), ValueError, "capacity is -1; it is a number"),
+    (lambda: StaticPackedTensor.from_packed(P, 9), TypeError, "p must be a PackedTensor, got StaticPackedTensor"),  # pyright: ignore
+    (lambda: StaticPackedTensor.from_packed(P.trim(), 9, max_len=1), ValueError, "max_len is 1, but a row has 2"),
+    (lambda: StaticPackedTensor(VALUES, GIVEN.to("meta")), ValueError, "lens are on meta, values on cpu; a copy would"),
+    (lambda: P.__setitem__(0, 1), TypeError, "__setitem__: "),
+    (lambda: P.to("meta"), TypeError, "rows stay on the device of lens"),
+    (lambda: P.flip(0), TypeError, r"dim 0 would put rows in another order; use p.pad\(\).flip\(0\)"),
+    (lambda: P.argmax(), TypeError, "argmax: without dim it counts the entries of a padded tensor"),
+    (lambda: F.softmax(P), TypeError, "give dim; a packed tensor has no default for it"),
+    (lambda: P.unsqueeze(1), IndexError, "dim is 1; a new feature dim is one of 2 to 3, or -1"),
+    (lambda: F.layer_norm(P, (2, 2)), TypeError, "it needs 2 feature dims, the tensor is"),
+    (lambda: F.linear(P.sum(-1), VALUES), TypeError, "it needs a feature dim, the tensor is"),
+    (lambda: F.linear(VALUES, P), TypeError, "only its input may be packed"),
+    (lambda: F.cross_entropy(P.sum(-1), P.sum(-1).long()), TypeError, "has no dim of classes"),
+    (lambda: F.mse_loss(P, P, reduction="all"), ValueError, "reduction must be 'none', 'mean' or 'sum', got 'all'"),
     (lambda: P.nonzero(), AttributeError, "nonzero: the shape of its result depends on the lens"),
 ]
 

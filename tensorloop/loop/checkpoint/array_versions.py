@@ -76,7 +76,6 @@ class LoopBuffer(Buffer):
         if self.block.copies:
             self.block.data[key].copy_(values.detach())
         self.length = stop
-        self.block.used = max(self.block.used, stop)
 
     def overwrite(self, key: Key, x: Tensor) -> None:
         """Writes slots, and what they held to the log."""
