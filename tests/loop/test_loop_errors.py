@@ -4,7 +4,6 @@ One file, however long: every loop is held against the same lists of wrong argum
 """
 
 import functools
-import operator
 import re
 import traceback
 from collections.abc import Callable
@@ -250,7 +249,7 @@ def test_a_carry_is_called_what_the_body_calls_it(body: Any, name: str, checkpoi
 
 
 def test_functions_in_c_have_no_names() -> None:
-    assert Called("body_fn", operator.methodcaller("sum"), ("carry",)).parameter("carry") == "carry"
+    assert Called("body_fn", max, ("carry",)).parameter("carry") == "carry"
     assert Called("body_fn", torch.sin, ("carry",)).parameter("carry") == "carry"
 
 
