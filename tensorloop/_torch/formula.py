@@ -73,7 +73,12 @@ def is_differentiated(*grads: Tensor | None) -> bool:
     """Whether the backward pass that gives these gradients is recorded, or under a transform: kernels are not then."""
     if torch.is_grad_enabled() or transforms.maybe_level() is not None:
         return True
-    return any(x is not None and transforms.is_legacy_batched(x) for x in grads)
+    for x in grads:  # `any` of a generator is a frame for each, at every step of a loop
+        if x is not None and transforms.is_legacy_batched(x):
+            break
+    else:
+        return False
+    return True
 
 
 def differentiate(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.attention import engine
+from tensorloop._torch.autocast import autocasts
 from tensorloop.attention.checks import Facts, autocast, check_parts, number
 from tensorloop.attention.past import attend_past
 from tensorloop.kernels.past import Sight
@@ -123,7 +123,7 @@ def _check(q: Tensor, k: TensorArray, v: TensorArray) -> tuple[torch.Size, int]:
 def _facts(x: Any, q: Tensor, shape: Any) -> Facts:
     """Of what attention gets: autocast casts."""
     dtype = x.dtype or q.dtype
-    if dtype is not torch.float64 and dtype.is_floating_point and engine.autocasts(q):
+    if dtype is not torch.float64 and dtype.is_floating_point and autocasts(q):
         dtype = torch.get_autocast_dtype(q.device.type)
     return Facts(shape, dtype, x.device or q.device)
 

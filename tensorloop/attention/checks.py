@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.attention import engine
+from tensorloop._torch.autocast import autocasts
 
 PARTS = ("q", "k", "v")
 
@@ -49,6 +49,6 @@ def number(x: Any, what: str, hint: str = "") -> float:
 
 def autocast(x: Tensor) -> Tensor:
     """`x` as autocast makes it where it is on: in the dtype of matrix products; float64 stays."""
-    if not engine.autocasts(x) or not x.is_floating_point() or x.dtype is torch.float64:
+    if not autocasts(x) or not x.is_floating_point() or x.dtype is torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
+from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention.blocks import BlockTable, cut_blocks
 from tensorloop.attention.products import attend_strip, attend_strip_backward, group, widen
@@ -91,12 +92,6 @@ def _with_tensors(task: Task, more: Sequence[Tensor | None]) -> Task:
 
 def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of `x`; some devices have none."""
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import scope
-from tensorloop._torch import transforms
+from tensorloop._torch import autocast, transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
+from tensorloop._torch.transforms import forward_ad, maybe_level
 from tensorloop.attention import engine
 from tensorloop.kernels import find
 from tensorloop.kernels.past import Sight, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.friends import kind_of, store_of
 from tensorloop.tensor_array.gradient import ArrayNode
 
 
@@ -32,7 +33,7 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
     Cost: time of the slots seen; kept: q, the output, a number for each query and head.
     """
     k, v = store_of(keys), store_of(values)
-    if not (keys.dtype is values.dtype is q.dtype and _can_read(k, v)):
+    if not (kind_of(keys)[1] is kind_of(values)[1] is q.dtype and _can_read(k, v)):
         slots = [_as_rows(x[start:].to(q.dtype), len(q)) for x in (keys, values)]
         return attend_slots(q, slots[0], slots[1], sight)
     if scope.here.recorder is None:
@@ -43,12 +44,12 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
 
 
 def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tensor:
-    bias = sight.bias
-    live, written = zip(k.settle(), v.settle(), strict=True)
-    call = Call(live, start, k.length, sight if bias is None else sight._replace(bias=None))
     if not torch.is_grad_enabled():
-        return call.compute(q, bias)[0]
-    out, k.token, v.token = _Attend.apply(call, q, bias, k.token, v.token, *written)  # pyright: ignore[reportGeneralTypeIssues]
+        return _compute(q, k.look(start), v.look(start), sight)[0]
+    bias = sight.bias
+    (k_live, k_written), (v_live, v_written) = k.settle(), v.settle()
+    call = Call((k_live, v_live), start, k.length, sight if bias is None else sight._replace(bias=None))
+    out, k.token, v.token = _Attend.apply(call, q, bias, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
     return out
 
 
@@ -66,8 +67,8 @@ def _can_read(k: Any, v: Any) -> bool:
         and isinstance(v, Buffer)
         and k is not v
         and k.length == v.length > 0
-        and transforms.maybe_level() is None
-        and not transforms.forward_mode()
+        and maybe_level() is None
+        and forward_ad._current_level < 0
     )
 
 
@@ -84,21 +85,25 @@ class Call(NamedTuple):
     length: int
     sight: Sight
 
-    def slots(self) -> list[Tensor]:
+    def slots(self) -> tuple[Tensor, Tensor]:
         """Keys and values, (n, *batch, heads_kv, D)."""
         k, v = self.live
-        return [k.slots(self.length, self.start), v.slots(self.length, self.start)]
+        return k.slots(self.length, self.start), v.slots(self.length, self.start)
 
-    def compute(self, q: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of the scores."""
-        k, v = self.slots()
-        if k.dim() != 4:
-            k, v = _as_rows(k, len(q)), _as_rows(v, len(q))
-        sight = self.sight if bias is None else self.sight._replace(bias=bias)
-        if not engine.autocasts(q):  # a context costs more than to ask
-            return find("past_attend", q, k, v)(q, k, v, sight)
-        with engine.without_autocast(q):
-            return find("past_attend", q, k, v)(q, k, v, sight)
+    def biased(self, bias: Tensor | None) -> Sight:
+        """What queries see, with their bias."""
+        return self.sight if bias is None else self.sight._replace(bias=bias)
+
+
+def _compute(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of the scores."""
+    if k.dim() != 4:
+        k, v = _as_rows(k, len(q)), _as_rows(v, len(q))
+    kernel = find("past_attend", q, k, v)
+    if not autocast.is_on():  # a context costs more than to ask
+        return kernel(q, k, v, sight)
+    with engine.without_autocast(q):
+        return kernel(q, k, v, sight)
 
 
 class _Attend(torch.autograd.Function):
@@ -109,14 +114,14 @@ class _Attend(torch.autograd.Function):
         ctx: Any, call: Call, q: Tensor, bias: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        out, lse = call.compute(q, bias)
-        ctx.call = call
-        ctx.before = [0 if token is None else token.shape[0] for token in given[:2]]
-        ctx.leaves = [None if x is None else x.is_leaf for x in given[2:]]
-        tokens = [
-            None if token is None and x is None else at.block.zero.expand(call.length, *at.block.element_shape)
-            for token, x, at in zip(given[:2], given[2:], call.live, strict=True)
-        ]
+        out, lse = _compute(q, *call.slots(), call.biased(bias))
+        ctx.call, ctx.before, ctx.leaves = call, [], []
+        tokens: list[Tensor | None] = []
+        for token, x, at in zip(given[:2], given[2:], call.live, strict=True):
+            ctx.before.append(0 if token is None else token.shape[0])
+            ctx.leaves.append(None if x is None else x.is_leaf)
+            touched, block = token is not None or x is not None, at.block
+            tokens.append(block.zero.expand(call.length, *block.element_shape) if touched else None)
         ctx.save_for_backward(q, bias, out, lse, *tokens)
         return out, *tokens
 
@@ -142,17 +147,20 @@ class _Attend(torch.autograd.Function):
 def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> tuple[Any, Any, list[Tensor | None]]:
     """The gradients of q and of the bias, and the gradient buffers with those of the slots added."""
     q, bias, out, lse = saved
-    slots = call.slots()
-    # Who needs no gradient of his slots gets one nonetheless, and drops it.
-    sums = [
-        x.new_zeros(call.length, *x.shape[1:]) if old is None else old.contiguous()
-        for old, x in zip(grads, slots, strict=True)
-    ]
-    of_kv = [_as_rows(x[call.start :] if call.start else x, len(q)) for x in sums]
-    kernel = find("past_attend_grad", grad, q, *slots, *sums)
-    sight = call.sight if bias is None else call.sight._replace(bias=bias)
-    of_q, of_bias = kernel(grad, q, *(_as_rows(x, len(q)) for x in slots), out, lse, sight, *of_kv)
-    return of_q, of_bias, [None if t is None else x for x, t in zip(sums, tokens, strict=True)]
+    sums: list[Tensor] = []
+    read: list[Tensor] = []
+    for old, x in zip(grads, call.slots(), strict=True):
+        # Who needs no gradient of his slots gets one nonetheless, and drops it.
+        total = x.new_zeros(call.length, *x.shape[1:]) if old is None else old.contiguous()
+        sums.append(total)
+        read += x, total[call.start :] if call.start else total
+    if read[0].dim() != 4:
+        read = [_as_rows(x, q.shape[0]) for x in read]
+    k, of_k, v, of_v = read
+    kernel = find("past_attend_grad", grad, q, *read)
+    of_q, of_bias = kernel(grad, q, k, v, out, lse, call.biased(bias), of_k, of_v)
+    k_token, v_token = tokens
+    return of_q, of_bias, [None if k_token is None else sums[0], None if v_token is None else sums[1]]
 
 
 def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:

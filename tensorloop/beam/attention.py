@@ -22,6 +22,7 @@ from tensorloop._common import scope
 from tensorloop._common.errors import named
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
+from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention import Rules, engine
 from tensorloop.beam.ancestry import Family
@@ -127,7 +128,7 @@ def attend(q: Tensor, keys: Any, values: Any, rules: Rules) -> Any:
     live = [x.hold() for x in buffers]
     sight, bias = _understand(rules, k, start)
     seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, sight, live)
-    if here.recorder is None and not engine.autocasts(q):  # contexts cost more than to ask
+    if here.recorder is None and not autocasts(q):  # contexts cost more than to ask
         return _attend(q, bias, prefix, seen, buffers)
     q = q.view_as(q)  # a use that the recorder sees
     with scope.unrecorded(), engine.without_autocast(q):  # all is as it casts
@@ -185,7 +186,7 @@ def _can_attend(q: Any, k: Any, v: Any) -> bool:
         and device == q.device
         and transforms.maybe_level() is None
         and not transforms.forward_mode()
-        and (not engine.autocasts(q) or q.dtype in (torch.get_autocast_dtype(q.device.type), torch.float64))
+        and (not autocasts(q) or q.dtype in (torch.get_autocast_dtype(q.device.type), torch.float64))
     )
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from tensorloop._common import arguments
 from tensorloop._common.errors import named
 from tensorloop._torch import transforms
+from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.formula import differentiate, is_differentiated
 
 
@@ -28,9 +29,7 @@ def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """
     for part, what in ((x, "x"), (weight, "weight")):
         arguments.dense_tensor(part, what)
-    kind = x.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    if casts or transforms.maybe_level() is not None or transforms.forward_mode():
+    if autocasts(x) or transforms.maybe_level() is not None or transforms.forward_mode():
         return _formula(x, weight, bias)
     return _Scores.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
 

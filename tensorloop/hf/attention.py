@@ -14,31 +14,34 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
 from tensorloop.hf.advice import ATTENTION
 from tensorloop.tensor_array import TensorArray
 
-_ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen)
-_UNDO = "_tensorloop_undo"  # of stand-ins: what takes their tokens back, where attention refuses its arguments
+_ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen, undo: see there)
 _READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
 _SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found out), once for all layers
 
 
-def stand_ins(arrays: tuple[TensorArray, TensorArray], start: int, like: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each."""
+def stand_ins(
+    arrays: tuple[TensorArray, TensorArray],
+    start: int,
+    like: tuple[Tensor, Tensor],
+    undo: Callable[[], None] | None = None,
+) -> tuple[Tensor, ...]:
+    """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each.
+
+    `undo` takes their tokens back: it is called where the attention function is given them and cannot go on.
+    """
     (rows, heads, _, width), value = like[0].shape, like[1].shape
     count = len(arrays[0]) - start
     nothing = like[0].new_full((), torch.nan)
     keys = nothing.expand(rows, heads, count, width)
-    setattr(keys, _ARRAYS, (*arrays, start))
+    setattr(keys, _ARRAYS, (*arrays, start, undo))
     alike = (value[0], value[1], value[3]) == (rows, heads, width)
     return keys, keys if alike else nothing.expand(value[0], value[1], count, value[3])
-
-
-def is_stand_in(x: Tensor) -> bool:
-    """Whether `stand_ins` made it."""
-    return hasattr(x, _ARRAYS)
 
 
 class Asked(NamedTuple):
@@ -53,18 +56,11 @@ class Asked(NamedTuple):
     bias: Tensor | None  # by position
 
 
-def undone_by(undo: Callable[[], None], key: Tensor) -> None:
-    """Calls `undo` where the attention function is given `key` and cannot go on."""
-    setattr(key, _UNDO, undo)
-
-
 def autocast(x: Tensor) -> Tensor:
     """`x` as autocast casts what attention gets: float32 alone, which rotated queries and keys are."""
-    if x.dtype is not torch.float32:
+    if x.dtype is not torch.float32 or not autocasts(x):
         return x
-    kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return x.to(torch.get_autocast_dtype(kind)) if on else x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def handed_by(reader: Any, key: Tensor) -> Tensor:
@@ -101,22 +97,25 @@ def attend(
         )
     if arrays is None:
         keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (key, value))
-        arrays = keys, values, 0
-    *kv, start = arrays
-    count, new = len(kv[0]) - start, query.shape[2]
-    if attention_mask is None and is_causal is None:
+        arrays = keys, values, 0, None
+    keys, values, start, undo = arrays
+    count, new = key.shape[2], query.shape[2]
+    bias = None if position_bias is None else position_bias[..., -count:]
+    first = seen = added = None
+    if attention_mask is not None:
+        try:
+            first, seen, added = _read_mask(attention_mask, query, count)
+            if added is not None:
+                bias = added if bias is None else bias + added
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
+    elif is_causal is None and new > 1:
         is_causal = getattr(module, "is_causal", True)
-    try:
-        first, seen, added = _read_mask(attention_mask, query, count)
-        bias = None if position_bias is None else position_bias[..., -count:]
-        if added is not None:
-            bias = added if bias is None else bias + added
-    except BaseException:
-        getattr(key, _UNDO, _nothing)()
-        raise
     sight = Sight(
         scale,
-        causal=attention_mask is None and bool(is_causal) and new > 1,
+        causal=attention_mask is None and new > 1 and bool(is_causal),
         first=first,
         seen=seen,
         softcap=softcap or 0.0,
@@ -124,13 +123,11 @@ def attend(
         dropout=dropout,
         seed=int(torch.randint(1 << 62, ())) if dropout else 0,
     )
-    return attend_past(query.transpose(1, 2), kv[0], kv[1], sight, start), None
+    return attend_past(query.transpose(1, 2), keys, values, sight, start), None
 
 
-def _read_mask(mask: Tensor | None, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _read_mask(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(first slot that each row sees, what each query sees, what is added to scores) of a mask (B, heads, t, n)."""
-    if mask is None:
-        return None, None, None
     wanted = (len(query), query.shape[1], query.shape[2])
     fits = mask.dim() == 4 and all(n in (1, m) for n, m in zip(mask.shape, wanted, strict=False))
     if not fits or mask.shape[3] < count:
@@ -160,10 +157,6 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
         if bool((seen[:, 0] == (place >= first[:, None])).all()):
             return (first if bool(first.any()) else None), None, None
     return None, seen.clone(), None  # backward reads it, and the caller may change his
-
-
-def _nothing() -> None:
-    """There is nothing to take back."""
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -20,7 +20,6 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.pytree import register
 from tensorloop.hf.advice import Advice
-from tensorloop.hf.attention import is_stand_in, undone_by
 from tensorloop.hf.layers import ArrayLayer, Kind
 from tensorloop.tensor_array import TensorArray
 
@@ -126,15 +125,12 @@ class TrainCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, ArrayLayer):
             return layer.update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        undo = partial(self._take_back, layer_idx, layer.get_seq_length())
+        undo = partial(self._take_back, layer_idx, len(layer.arrays[0]))
         try:
-            keys, values = layer.update(key_states, value_states)
+            return layer.take_in(key_states, value_states, undo)
         except BaseException:
             undo()
             raise
-        if is_stand_in(keys):
-            undone_by(undo, keys)
-        return keys, values
 
     def _take_back(self, layer_idx: int, length: int) -> None:
         """Forgets what a call of the model wrote that fails in this layer, which had so many tokens."""

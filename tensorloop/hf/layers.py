@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._torch.autocast import is_on
 from tensorloop.hf.advice import ATTENTION, Advice
 from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.tensor_array import TensorArray
@@ -30,7 +31,11 @@ class Kind:
     @property
     def reads_arrays(self) -> bool:
         """Whether the model's attention is ours, as it is set now."""
-        return self.config is not None and self.config._attn_implementation == ATTENTION
+        if self.config is None:
+            return False
+        # The property goes through seven frames for this name, in each layer of each step.
+        found = object.__getattribute__(self.config, "__dict__").get("_attn_implementation_internal")
+        return (self.config._attn_implementation if found is None else found) == ATTENTION
 
 
 class ArrayLayer(CacheLayerMixin):
@@ -41,7 +46,7 @@ class ArrayLayer(CacheLayerMixin):
 
     def __init__(self, arrays: tuple[TensorArray, TensorArray], kind: Kind) -> None:
         # Not the base's: it would set keys and values, which are properties here.
-        self.arrays, self.kind = arrays, kind
+        self.arrays, self.kind, self.is_sliding = arrays, kind, kind.window is not None
 
     @classmethod
     def empty(cls, kind: Kind) -> "ArrayLayer":
@@ -63,11 +68,6 @@ class ArrayLayer(CacheLayerMixin):
     def is_initialized(self) -> bool:
         """Whether it holds a token."""
         return len(self.arrays[0]) > 0
-
-    @property
-    def is_sliding(self) -> bool:
-        """Whether it has a window."""
-        return self.window is not None
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -105,28 +105,41 @@ class ArrayLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes in the keys and values (B, heads, t, D) of new tokens; gives those that they see, as views."""
-        new = key_states.shape[-2]
-        self.write(key_states, value_states)
-        if self.kind.reads_arrays:
-            keys, values = stand_ins(self.arrays, self.first_seen(new), (key_states, value_states))
-            return keys, values
-        self.kind.advice.consider(key_states, value_states)
-        return self._seen(new)
+        return self.take_in(key_states, value_states)
 
     # -- the arrays
 
+    def take_in(self, keys: Tensor, values: Tensor, undo: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
+        """As `update`. `undo` takes these tokens back: for attention that is given them and cannot go on."""
+        self.write(keys, values)
+        new = keys.shape[2]
+        if self.kind.reads_arrays:
+            start = self.first_seen(new) if self.is_sliding else 0
+            seen_keys, seen_values = stand_ins(self.arrays, start, (keys, values), undo)
+            return seen_keys, seen_values
+        self.kind.advice.consider(keys, values)
+        return self._seen(new)
+
     def write(self, keys: Tensor, values: Tensor) -> None:
         """Takes in new tokens (B, heads, t, D): both or, where one does not fit, none."""
-        keys, values = cast_keys(keys, values)
+        if is_on():
+            keys, values = cast_keys(keys, values)
+        of_keys, of_values = self.arrays
+        if keys.dim() == values.dim() == 4 and keys.shape[2] == values.shape[2] == 1:
+            key, value = keys.squeeze(2), values.squeeze(2)
+            if (key.shape, key.dtype, key.device) != kind_of(of_keys):
+                _check_fits(keys, of_keys, "key_states")
+            if (value.shape, value.dtype, value.device) != kind_of(of_values):
+                _check_fits(values, of_values, "value_states")
+            of_keys.append(key)
+            of_values.append(value)
+            return
         if keys.dim() == values.dim() == 4 and keys.shape[2] != values.shape[2]:
             raise WrongValue(f"key_states has {keys.shape[2]} tokens, value_states has {values.shape[2]}")
-        for x, array, name in ((keys, self.arrays[0], "key_states"), (values, self.arrays[1], "value_states")):
-            _check_fits(x, array, name)
-        for x, array in ((keys, self.arrays[0]), (values, self.arrays[1])):
-            if x.shape[2] == 1:
-                array.append(x.squeeze(2))
-            else:
-                array.extend(x.permute(2, 0, 1, 3))
+        _check_fits(keys, of_keys, "key_states")
+        _check_fits(values, of_values, "value_states")
+        of_keys.extend(keys.permute(2, 0, 1, 3))
+        of_values.extend(values.permute(2, 0, 1, 3))
 
     def first_seen(self, new: int) -> int:
         """The first token that the last `new` ones see; with 0, that the next one will see."""

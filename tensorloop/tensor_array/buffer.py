@@ -280,7 +280,11 @@ class Buffer(Store):
         if whole and isinstance(key, slice) and self.block.data.shape[0] < stop:
             self.block = Block(values.data, stop)  # the stack is the block: no second copy
         else:
-            self._reserve(start, stop)
+            block = self.block
+            if start and read_version(block.views) != block.expected:
+                block.check()
+            if stop > block.data.shape[0] or block.used != start or not block.owned:  # the free tail may be another's
+                self.move(start, max(stop, 2 * start))
             self.block.data[key].copy_(values.detach())
         self.length = self.block.used = stop  # pyright: ignore[reportIncompatibleMethodOverride]
 
@@ -288,13 +292,6 @@ class Buffer(Store):
         """Writes slots that no view covers."""
         self.overwritten = True
         put_(self.block.data, key, x.detach())
-
-    def _reserve(self, filled: int, length: int) -> None:
-        """Makes room for slots [filled, length) in a block whose free tail is ours."""
-        if filled:
-            self.block.check()
-        if length > self.block.data.shape[0] or self.block.used != filled or not self.block.owned:
-            self.move(filled, max(length, 2 * filled))
 
     def move(self, filled: int, capacity: int) -> None:
         """Goes on in a block of its own, of so many slots."""
@@ -348,6 +345,16 @@ class Buffer(Store):
         return self._read(slice(0, self.length))
 
     @records_use
+    def look(self, start: int = 0) -> Tensor:
+        """Slots from `start` on without their graph, for a caller who reads them at once and keeps no view."""
+        if self.waiting:
+            self.flush()
+        block = self.block
+        if read_version(block.views) != block.expected:
+            block.check()
+        return block.data[start : self.length]
+
+    @records_use
     def hold(self) -> LiveBlock:
         """All slots as they are now, for backward passes to read, whatever is written later."""
         if self.waiting:
@@ -356,10 +363,11 @@ class Buffer(Store):
 
     def _hold(self) -> LiveBlock:
         block = self.block
-        block.check()
+        if read_version(block.views) != block.expected:
+            block.check()
         if block.copies:
             return LiveBlock(Block(block.data[: self.length].clone(), self.length))
-        block.export(0, self.length)
+        block.exported = 0, max(self.length, block.exported[1])
         if self.live is None or self.live.block is not block:
             self.live = LiveBlock(block)
         return self.live

@@ -152,6 +152,22 @@ def test_a_prefix_that_needs_one_and_later_tokens_that_do_not() -> None:
         torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("written", [1, 2])
+def test_a_look_without_gradients_takes_none_away(written: int) -> None:
+    q, k, v, _ = _inputs(torch.float32)
+    keys, values = tl.TensorArray(), tl.TensorArray()
+    for t in range(written):
+        keys.append(k[t].sin())
+        values.append(v[t].sin())
+    with torch.no_grad():
+        attend_past(q[0], keys, values, Sight(1.0))
+    out = attend_past(q[0], keys, values, Sight(1.0))
+    true = whole(q[0], k[:written].sin(), v[:written].sin(), Sight(1.0))
+    weights = torch.randn_like(out)
+    for got, wanted in zip(*(torch.autograd.grad((y * weights).sum(), (k, v)) for y in (out, true)), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 def test_bytes_grow_with_the_steps_not_their_square() -> None:
     def held(T: int) -> int:
         inputs = _inputs(torch.float32, T)
