@@ -168,7 +168,9 @@ def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, gra
     recorded = torch.is_grad_enabled()
     every = slice(call.start, call.length)
     slots = [
-        ArrayNode.apply(token, None, at.block, None, call.length, every)[1] if recorded and token is not None else x
+        ArrayNode.apply(token, None, at.as_block(call.length), None, call.length, every)[1]
+        if recorded and token is not None
+        else x
         for at, x, token in zip(call.live, call.slots(), tokens, strict=True)
     ]
 

@@ -281,7 +281,7 @@ def _differentiate_whole(
     """
     recorded = torch.is_grad_enabled()
     slots = [
-        ArrayNode.apply(token, None, at.block, None, seen.slots, slice(0, seen.slots))[1]
+        ArrayNode.apply(token, None, at.as_block(seen.slots), None, seen.slots, slice(0, seen.slots))[1]
         if recorded and token is not None
         else at.slots(seen.slots)
         for at, token in zip(seen.live, tokens, strict=True)

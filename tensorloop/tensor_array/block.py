@@ -18,7 +18,10 @@ from tensorloop.tensor_array.keys import Key, take
 class Block:
     """One allocation of slots, shared by the arrays that were copied from one another."""
 
-    __slots__ = ("copies", "data", "device", "element_shape", "expected", "exported", "owned", "used", "views", "zero")
+    __slots__ = (
+        *("copies", "data", "device", "element_shape", "expected", "exported", "owned", "used", "viewed", "views"),
+        "zero",
+    )
 
     def __init__(self, data: Tensor, used: int, *, owned: bool = True) -> None:
         self.data = data
@@ -26,7 +29,8 @@ class Block:
         self.owned = owned
         self.copies = False  # whether runs are read as copies, so that nothing is ever exported
         self.used = used  # slots begun by any array on this block; the free tail is the taker's
-        self.exported = (0, 0)  # slots covered by views handed out
+        self.exported = (0, 0)  # slots covered by views handed out, or read by nodes
+        self.viewed = 0  # one past the last of those that views cover
         with plain_mode():
             # A tensor given to `unstack` is the user's: same counter, so that a change of it is seen.
             self.views = data.data if owned else data
@@ -42,6 +46,7 @@ class Block:
     def export(self, start: int, stop: int) -> None:
         if start == stop or self.copies:
             return
+        self.viewed = max(self.viewed, stop)
         low, high = self.exported
         self.exported = (min(low, start), max(high, stop)) if high > low else (start, stop)
 
@@ -57,20 +62,38 @@ class Block:
 class LiveBlock:
     """The block of a buffer that only grows, for nodes that read it in backward: none keeps one that it has outgrown.
 
-    Nodes cannot hold the buffer itself, which holds them by its token.
+    Where the buffer forgets its last slots, those that nodes have read are kept here. Nodes cannot hold the buffer
+    itself, which holds them by its token.
     """
 
-    __slots__ = ("block",)
+    __slots__ = ("__weakref__", "block", "solid", "tail")
 
     def __init__(self, block: Block) -> None:
         self.block = block
+        self.solid: int | None = None  # how many slots are still those of the block, None for all
+        self.tail: Tensor | None = None  # those behind
 
     def slots(self, stop: int, start: int = 0) -> Tensor:
         """Slots [start, stop); not to be changed."""
-        block = self.block
+        block, solid = self.block, self.solid
         if read_version(block.views) != block.expected:
             block.check()
-        return block.data[start:stop]
+        if solid is None or stop <= solid:
+            return block.data[start:stop]
+        assert self.tail is not None
+        tail = self.tail[max(start - solid, 0) : stop - solid]
+        return torch.cat([block.data[start:solid], tail]) if start < solid else tail
+
+    def as_block(self, stop: int) -> Block:
+        """A block whose first slots are these, for a node that reads it."""
+        return self.block if self.tail is None else Block(self.slots(stop), stop)
+
+    def forget(self, kept: int, filled: int) -> None:
+        """The buffer keeps so many of the slots that it has filled: keeps the others, which it may write again."""
+        with plain_mode():
+            gone = self.block.data[kept : filled if self.solid is None else self.solid].clone()
+            self.tail = gone if self.tail is None else torch.cat([gone, self.tail])
+        self.solid = kept
 
 
 def allocate(like: Tensor, shape: tuple[int, ...]) -> Tensor:

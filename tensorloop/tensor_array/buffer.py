@@ -13,6 +13,7 @@ first bulk read moves all of them into the block at once. Slots [0, length - len
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class Buffer(Store):
     """
 
     __slots__ = (
-        *("block", "born", "length", "masks", "live", "overwritten", "reader", "rows", "token", "versions"),
+        *("block", "born", "held", "length", "masks", "live", "overwritten", "reader", "rows", "token", "versions"),
         "waiting",
     )
     length: int  # a plain attribute: a loop asks for it at every step
@@ -87,6 +88,7 @@ class Buffer(Store):
         self.overwritten = False  # ever, by this array
         self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
         self.live: LiveBlock | None = None  # of slots that have not been overwritten since somebody asked
+        self.held: list[ref[LiveBlock]] = []  # all on this block that are in use; each has no fewer slots of it
 
     @classmethod
     def empty(cls, like: Tensor, capacity: int) -> "Buffer":
@@ -163,7 +165,7 @@ class Buffer(Store):
     @records_use
     @_plainly
     def truncate(self, length: int) -> bool:
-        """Forgets the slots from `length` on; copies the others where views of those are handed out."""
+        """Forgets the slots from `length` on: copies those that nodes have read; the others where views cover them."""
         filled = self.length - len(self.waiting)
         kept, waits = min(length, filled), max(0, length - filled)
         del self.waiting[waits:], self.versions[waits:]
@@ -173,12 +175,30 @@ class Buffer(Store):
             with recording():
                 self.token = self.token[:kept]
         block = self.block
-        if kept < filled and block.owned:
-            if block.used == filled and block.exported[1] <= kept:
-                block.used = kept
-            else:  # as much room as what was forgotten took, twice: who takes back what he tried tries again
-                self.move(kept, 2 * filled - kept)
+        if kept == filled:
+            return True
+        if block.owned and block.used == filled and block.viewed <= kept:
+            self._keep_tails(kept, filled)
+            block.used, (low, high) = kept, block.exported
+            block.exported = min(low, kept), min(high, kept)
+            return True
+        self.held = []  # they stay with the block as it is
+        if block.owned:  # as much room as what was forgotten took, twice: who takes back what he tried tries again
+            self.move(kept, 2 * filled - kept)
         return True
+
+    def _keep_tails(self, kept: int, filled: int) -> None:
+        """Lets those who read slots that are forgotten keep them."""
+        again: list[ref[LiveBlock]] = []
+        while self.held:
+            live = self.held[-1]()
+            if live is not None:
+                if live.solid is not None and live.solid <= kept:
+                    break
+                live.forget(kept, filled)
+                again.append(self.held[-1])
+            self.held.pop()
+        self.held += again
 
     @records_use
     @_plainly
@@ -191,6 +211,7 @@ class Buffer(Store):
         self.block.check()
         self.rows = self.live = None
         if not self.block.owned or may_reach(key, self.block.exported):
+            self.held = []
             self.move(self.length, self.block.data.shape[0])
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
@@ -301,9 +322,10 @@ class Buffer(Store):
         self.block = Block(data, filled)
         self.block.copies = before.copies
         self.rows = None
-        if self.live is not None and self.live.block is before:
-            self.live.block = self.block
-            self.block.export(0, filled)
+        for it in self.held:
+            if (live := it()) is not None:
+                live.block = self.block
+                self.block.exported = 0, filled
 
     # -- reading
 
@@ -370,6 +392,7 @@ class Buffer(Store):
         block.exported = 0, max(self.length, block.exported[1])
         if self.live is None or self.live.block is not block:
             self.live = LiveBlock(block)
+            self.held.append(ref(self.live))
         return self.live
 
     @records_use

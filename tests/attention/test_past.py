@@ -1,10 +1,13 @@
 """Attention of new tokens to all tokens of two arrays: kernels against the formula, the node against plain autograd."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorloop as tl
@@ -179,6 +182,81 @@ def test_bytes_grow_with_the_steps_not_their_square() -> None:
             return torch.stack(
                 [attend_past(q_[t], keys.append(k_[t].sin()), values.append(v_[t].sin()), Sight(1.0)) for t in range(T)]
             )
+
+        return memory.saved_bytes(run)
+
+    few, more, most = held(16), held(32), held(64)
+    assert most - more == 2 * (more - few)
+
+
+ROUNDS = st.lists(
+    st.tuples(
+        st.integers(1, 3), st.integers(0, 4), st.integers(0, 3), st.sampled_from(["", "branch", "write", "view"])
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@given(ROUNDS)
+@settings(max_examples=60, deadline=None)
+def test_slots_that_are_forgotten_pass_their_gradient(rounds: list[tuple[int, int, int, str]]) -> None:
+    torch.manual_seed(0)
+    size = (2, 2, 3)
+    given_ = torch.randn(2, 4 * len(rounds), *size, dtype=torch.float64, requires_grad=True)
+    queries = torch.randn(len(rounds), 2, 1, 4, 3, dtype=torch.float64, requires_grad=True)
+
+    def run(arrays: bool) -> Tensor:
+        new, outs = iter(given_.sin().unbind(1)), []
+        keys, values, plain = tl.TensorArray(), tl.TensorArray(), list[Tensor]()
+        views: list[tuple[Tensor, Tensor]] = []
+        for q, (more, less, start, change) in zip(queries, rounds, strict=True):
+            for pair in (next(new) for _ in range(more)):
+                keys.append(pair[0])
+                values.append(pair[1])
+                plain.append(pair)
+            if change == "branch":
+                keys, values = copy.copy(keys), copy.copy(values)
+            elif change == "write":
+                pair = next(new)
+                plain[-1] = pair
+                keys.write(len(keys) - 1, pair[0])
+                values.write(len(values) - 1, pair[1])
+            elif change == "view" and arrays:
+                views.append((keys[-1:], keys[-1:].detach().clone()))
+            start = min(start, len(plain) - 1)
+            k, v = torch.stack(plain[start:]).unbind(1)
+            outs.append(attend_past(q, keys, values, Sight(0.7), start) if arrays else whole(q, k, v, Sight(0.7)))
+            left = max(len(plain) - less, 0)
+            del plain[left:]
+            keys.truncate(left)
+            values.truncate(left)
+        assert all(torch.equal(view, was) for view, was in views)
+        return torch.stack(outs)
+
+    inputs, found = (given_, queries), []
+    for out in (run(True), run(False)):
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        first = torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True)
+        again = torch.autograd.grad((out * weights).sin().sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(torch.stack([(x * x).sum() for x in again]).sum(), inputs)
+        found.append((out, *first, *second))
+    for got, true in zip(*found, strict=True):
+        torch.testing.assert_close(got, true, atol=1e-11, rtol=1e-11)
+
+
+def test_bytes_grow_with_the_drafts_that_are_taken_back() -> None:
+    def held(rounds: int) -> int:
+        x = torch.randn(3 * rounds, 2, 2, 5, requires_grad=True)
+        q = torch.randn(2, 3, 4, 5)
+
+        def run() -> Tensor:
+            keys, values, outs = tl.TensorArray(capacity=100), tl.TensorArray(capacity=100), []
+            for drafts in (x * 1).split(3):
+                outs.append(attend_past(q, keys.extend(drafts), values.extend(drafts), Sight(1.0)))
+                keys.truncate(len(keys) - 2)
+                values.truncate(len(values) - 2)
+            return torch.stack(outs)
 
         return memory.saved_bytes(run)
 

@@ -81,6 +81,7 @@ class LoopBuffer(Buffer):
         """Writes slots, and what they held to the log."""
         if not self.block.copies:
             if self.block.exported != (0, 0):
+                self.held = []
                 self.move(self.length, self.block.data.shape[0])
             self.block.copies = True
         self.undo.block = self.block
