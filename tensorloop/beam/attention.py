@@ -28,9 +28,10 @@ from tensorloop.attention import Rules, engine
 from tensorloop.beam.ancestry import Family
 from tensorloop.kernels import find
 from tensorloop.kernels.past import Sight, whole
+from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.friends import has_holes, store_of
 from tensorloop.tensor_array.gradient import ArrayNode
 
 _NAME = "attention"
@@ -88,7 +89,7 @@ class Seen(NamedTuple):
     first: int  # of the arrays' own slots
     slots: int
     sight: Sight  # of the slots seen, without the bias
-    live: Sequence[LiveBlock]  # of keys and of values; one where they are the same array
+    live: Sequence[LiveBlock]  # of keys and of values, for backward; one where they are the same array
 
     @named(_NAME)
     def values(self) -> list[Tensor]:
@@ -124,8 +125,8 @@ def attend(q: Tensor, keys: Any, values: Any, rules: Rules) -> Any:
             return NotImplemented
         buffers.append(buffer)
     seen_prefix = max(0, k.shared_slots - start)
-    prefix = [x.prefix[start:] if seen_prefix else None for x in (k, v)]
-    live = [x.hold() for x in buffers]
+    prefix = (_read_prefix(k.prefix, start), _read_prefix(v.prefix, start)) if seen_prefix else (None, None)
+    live = [x.hold() for x in buffers] if torch.is_grad_enabled() else []
     sight, bias = _understand(rules, k, start)
     seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, sight, live)
     if here.recorder is None and not autocasts(q):  # contexts cost more than to ask
@@ -139,12 +140,20 @@ def _attend(
     q: Tensor, bias: Tensor | None, prefix: Sequence[Tensor | None], seen: "Seen", buffers: Sequence[Buffer]
 ) -> Tensor:
     if not torch.is_grad_enabled():
-        return _compute(q, bias, prefix, seen.values(), seen)[0]
+        return _compute(q, bias, prefix, [x.look(seen.first) for x in buffers], seen)[0]
     out, *after = _Attend.apply(seen, q, bias, *prefix, *(x.whole_token() for x in buffers))
     for buffer, token in zip(buffers, after, strict=True):
         if token is not None:
             buffer.token = token
     return out
+
+
+def _read_prefix(array: TensorArray, start: int) -> Tensor:
+    """Its slots from `start` on; without a graph they are looked at where they are."""
+    store = store_of(array)
+    if torch.is_grad_enabled() or not isinstance(store, Buffer) or has_holes(array):
+        return array[start:]
+    return store.look(start)
 
 
 def _understand(rules: Rules, k: Any, start: int) -> tuple[Sight, Tensor | None]:

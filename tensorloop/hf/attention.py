@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from tensorloop._torch.autocast import autocasts
+from tensorloop._torch.autocast import autocasts, is_on
 from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
 from tensorloop.hf.advice import ATTENTION
@@ -83,7 +83,9 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
-    query, scale = autocast(query), query.shape[-1] ** -0.5 if scaling is None else scaling
+    if is_on():
+        query = autocast(query)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reader = getattr(key, _READER, None)
     if reader is not None:
         out = reader.attend(Asked(module, query, attention_mask, dropout, scale, softcap, position_bias))

@@ -35,7 +35,7 @@ class TrainCache(DynamicCache):
     Gradient: as DynamicCache's. It is a pytree whose leaves are the arrays, so loops of tensorloop carry it, and
     `copy.copy` branches it: neither sees what is written to the other.
     Cost: O(1) a token and layer to write, a view to read. A window keeps all tokens and reads the last ones.
-    `crop` copies what stays where attention has read what goes.
+    `crop` copies what goes where "tensorloop" attention has read it, and what stays where views cover what goes.
     With `attn_implementation="sdpa"`, or "tensorloop" (masks, bias and dropout in O(T) too). Others that copy keys or
     keep their weights ("eager") are right, and O(T²): a UserWarning says so, once for a cache.
     Raises: TypeError (no config), ValueError (tokens that do not fit, with "tensorloop" masks too: the cache is as it

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tensorloop._common.errors import Misuse
+from tensorloop._torch.autocast import is_on
 from tensorloop.attention import Rules, attention
 from tensorloop.hf.attention import Asked, handed_by, stand_ins
 from tensorloop.hf.cache import TrainCache
@@ -49,7 +50,8 @@ class HypothesesLayer(ArrayLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes in keys and values (B * K, heads, 1, D); gives all that the token sees."""
-        for array, x in zip(self.arrays, cast_keys(key_states, value_states), strict=True):
+        cast = cast_keys(key_states, value_states) if is_on() else (key_states, value_states)
+        for array, x in zip(self.arrays, cast, strict=True):
             array.append(x.reshape(self.beams.rows, self.beams.size, x.shape[1], x.shape[3]))
         self.start = self.first_seen(1)
         if not self.beams.reads_arrays:

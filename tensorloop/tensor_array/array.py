@@ -270,7 +270,8 @@ class TensorArray(Core):
         """Forgets the slots from `length` on: the array is then that long, and appends go on from there.
 
         Gradient: what was read of the slots forgotten still passes it to their values. Cost: O(1), or a copy of the
-        `length` slots that stay where a slice or `stack()` handed out covers one of those that go; backward O(n).
+        `length` slots that stay where a slice or `stack()` handed out covers one of those that go, and of those that
+        go where attention has read them; backward O(n).
         Raises: IndexError (more slots than there are), TypeError, RuntimeError (an array made outside the loop that
         runs; rows of the loop have stopped).
 

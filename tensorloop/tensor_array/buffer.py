@@ -306,7 +306,7 @@ class Buffer(Store):
                 block.check()
             if stop > block.data.shape[0] or block.used != start or not block.owned:  # the free tail may be another's
                 self.move(start, max(stop, 2 * start))
-            self.block.data[key].copy_(values.detach())
+            self.block.data[key].copy_(values.detach() if values.requires_grad else values)
         self.length = self.block.used = stop  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def overwrite(self, key: Key, x: Tensor) -> None:

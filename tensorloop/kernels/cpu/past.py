@@ -29,7 +29,7 @@ def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, 
         return eager.past_attend(q, k, v, sight)
     q, k, v = lay_all((q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-    ours, held = Laid(q, len(k), k.shape[2], sight), (q, k, v, out, lse)
+    ours, held = Laid(q, k.shape[0], k.shape[2], sight), (q, k, v, out, lse)
     args = (*addresses(held), *ours.args)
     share(_attend, ours.rows * ours.new, ours.size, args, (*held, *ours.tensors))
     return out, lse
@@ -42,8 +42,8 @@ def past_attend_grad(
     if k.shape[-1] != v.shape[-1]:
         return eager.past_attend_grad(grad, q, k, v, out, lse, sight, of_k, of_v)
     grad, q, k, v, out, lse, *laid = lay_all((grad, q, k, v, out, lse, of_k, of_v))
-    dq, ours = torch.empty_like(q), Laid(q, len(k), k.shape[2], sight)
-    (rows, new, heads, _), length = q.shape, len(k)
+    (rows, new, heads, _), (length, _, heads_kv, _) = q.shape, k.shape
+    dq, ours = torch.empty_like(q), Laid(q, length, heads_kv, sight)
     of_bias = None if sight.bias is None else q.new_zeros(rows, heads, new, length)
     bias = 0 if of_bias is None else address(of_bias)
     given = (grad, q, k, v, out, lse, dq, *laid)
