@@ -64,6 +64,14 @@ def replace(array: TensorArray, values: Tensor) -> TensorArray:
     return full
 
 
+def written_state(array: TensorArray) -> tuple[Any, ...]:
+    """Facts of which one is another after any write to the array, and none after a read."""
+    store = array._store
+    if not isinstance(store, Buffer):
+        return store, len(array)
+    return store, len(array), store.block, len(store.waiting), store.overwritten
+
+
 def mask_rows(array: TensorArray, mask: Tensor | None) -> None:
     """From now on writes reach the rows of the mask (B,) alone; with None again all."""
     array._mask = mask

@@ -15,7 +15,6 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import Checkpoints, TensorArray, schedule
 from tensorloop.loop.compiled import segments
-from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.memory import peak, saved
 from tests.support.array_loops import LOOPS, outcome
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, tensors
@@ -216,7 +215,7 @@ def test_slots_by_xs_in_either_direction(reverse: bool, blocks: None):
     check_equal(found[1], found[0], 1e-11)
 
 
-def test_a_condition_of_tensors_and_one_in_python_which_falls_back(blocks: None):
+def test_a_condition_of_tensors_and_one_in_python(blocks: None):
     def run(compile: Any, ask: bool, **options: Any) -> Any:
         d = Inputs()
 
@@ -231,11 +230,10 @@ def test_a_condition_of_tensors_and_one_in_python_which_falls_back(blocks: None)
         results = tl.while_loop(cond, body, init, compile=compile, **options)
         return [*tensors(results), *gradients(d, results)]
 
-    expected = run(False, False)
-    for k in (1, 3):
-        check_equal(run("strict", False, checkpoints=k), expected, 1e-11)
-    with pytest.warns(NotCompiledWarning, match="the condition is asked in Python, with checkpoints and a TensorArray"):
-        check_equal(run(True, True, checkpoints=2), expected, 1e-11)
+    for ask in (False, True):
+        expected = run(False, ask)
+        for k in (1, 3):
+            check_equal(run("strict", ask, checkpoints=k), expected, 1e-11)
 
 
 # -- bytes

@@ -275,3 +275,48 @@ def test_a_write_to_what_the_body_uses_after_the_first_step_is_an_error() -> Non
 
     with pytest.raises(RuntimeError, match="writes to a tensor that the body uses, at step 4"):
         tl.while_loop(goes_on, lambda h: h + scale, torch.zeros(()), compile=True)
+
+
+def overwrites(a: tl.TensorArray) -> None:
+    a[0] = a[0].flip(0) + 1
+
+
+def appends_what_it_took(a: tl.TensorArray) -> None:
+    last = a[-1].clone()
+    a.truncate(len(a) - 1)
+    a.append(last + 1)
+    a.stack()
+
+
+def appends(a: tl.TensorArray) -> None:
+    a.append(a[0])
+
+
+def looks(a: tl.TensorArray) -> None:
+    assert a.stack().shape[0] == len(a)
+    assert a[-1].sum() == a[len(a) - 1].sum()
+
+
+@pytest.mark.parametrize("act", [overwrites, appends_what_it_took, appends, looks])
+def test_a_condition_that_writes_to_an_array_at_a_late_step(act: Callable[[tl.TensorArray], None]) -> None:
+    def run(compile: Any) -> list[Tensor]:
+        x = torch.full((2,), 2.0, requires_grad=True)
+
+        def goes_on(state: tuple[Tensor, tl.TensorArray]) -> bool:
+            if 4 <= len(state[1]) < 8:
+                act(state[1])
+            return state[0].sum().item() < 40
+
+        def body(state: tuple[Tensor, tl.TensorArray]) -> tuple[Tensor, tl.TensorArray]:
+            return state[0].flip(0) + x + state[1][0], state[1].append(state[0])
+
+        h, a = tl.while_loop(goes_on, body, (x * 1, tl.TensorArray().append(x * 3)), compile=compile)
+        found = torch.cat([h, a.stack().flatten()])
+        return [found, *torch.autograd.grad(found.square().sum(), x)]
+
+    if act is looks:
+        found = run("strict")
+    else:
+        with pytest.warns(NotCompiledWarning, match="the condition writes to a TensorArray in the carry"):
+            found = run(True)
+    torch.testing.assert_close(found, run(False))

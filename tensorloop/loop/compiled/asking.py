@@ -21,7 +21,7 @@ from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.recorded import ROWS_STOP, Recorded, code_of
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import refill
+from tensorloop.tensor_array.friends import refill, written_state
 
 _MOST_KNOWN = 512
 _known: set[Any] = set()  # the code of conditions after a step that are asked in Python
@@ -91,6 +91,8 @@ class Asking:
         for i, x in zip(self._found.places, parts, strict=True):
             carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
         tree = loop.carry.tree.unflatten(carry)
+        arrays = [x for x in carry if isinstance(x, TensorArray)]
+        before = [written_state(x) for x in arrays]
         what, ask = ("cond_fn", loop.cond) if loop.cond is not None else ("until", loop.until)
         assert ask is not None
         try:
@@ -98,6 +100,8 @@ class Asking:
             if what == "until" and not loop.taken and loop.stops_rows(answer, carry):
                 raise Refused(ROWS_STOP)
             answer = loop.truth(answer, what)
+            if [written_state(x) for x in arrays] != before:
+                raise Refused("the condition writes to a TensorArray in the carry")
         except Refused:
             raise
         except BaseException as error:

@@ -128,8 +128,6 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         return _compiled(loop, checkpoints, compile, before)
     steps = loop.length if loop.cond is None else None
     if found.arrays.places:
-        if ask is not None and checkpoints is not None and plan.grad:  # what it writes to arrays is not seen here
-            raise Refused("the condition is asked in Python, with checkpoints and a TensorArray in the carry")
         try_lengths(found, plan, steps, loop.length)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan, _rows_said(found))
