@@ -15,7 +15,7 @@ from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import version_of
 from tensorloop.loop.holders import Holder, find_holders
-from tensorloop.loop.state_copies import Copies, all_leaves, is_large
+from tensorloop.loop.state_copies import Aliases, Copies, all_leaves, is_large
 from tensorloop.tensor_array.array import TensorArray
 
 R = TypeVar("R")
@@ -61,6 +61,7 @@ class Attributes:
         self._holders = find_holders(objects)
         self._before = [{key: x.values[key] for key in x.names()} for x in self._holders]
         self._places: dict[str, _Place] = {}
+        self._aliases = Aliases({})
         self.begun = False  # whether the first step is done
 
     def first(self, call: Callable[[], R], names: Sequence[str]) -> tuple[R, State]:
@@ -78,6 +79,7 @@ class Attributes:
         if unknown := [name for name in names if name not in self._places]:
             raise WrongValue(f"names: no attribute has the path {unknown[0]!r} after the first step")
         state = {path: place.get() for path, place in self._places.items()}
+        self._aliases = Aliases(state)
         self.put_back()
         self._take()
         self.begun = True
@@ -90,7 +92,11 @@ class Attributes:
         try:
             for path, place in places.items():
                 place.put(state[path])
-            return call(), {path: place.get() for path, place in places.items()}
+            noted = self._aliases.note(state) if self._aliases else None
+            out, after = call(), {path: place.get() for path, place in places.items()}
+            if noted is not None:
+                self._aliases.check(noted, after)
+            return out, after
         finally:
             for place, value in zip(places.values(), outside, strict=True):
                 place.put(value)

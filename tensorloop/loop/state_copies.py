@@ -4,7 +4,7 @@ A carry holds each tensor by itself. Where a body writes into one that another a
 keep its old numbers from the second step on; so that is refused.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,10 +65,55 @@ class Copies:
             for x in changed:
                 shown = [path for path, y in groups.get(_memory(x), ()) if _overlap(x, y)]
                 if len(shown) > 1:
-                    raise Misuse(
-                        f"the body writes into {shown[0]}, which shares memory with {shown[1]}, and a carry holds each "
-                        f"by itself; let the body set it anew (x = x + y for x += y), or keep one of the two"
-                    )
+                    raise _refusal(*shown[:2])
+
+
+Key = tuple[str, int]  # the path of an attribute, and the place of a leaf in it
+
+
+class Aliases:
+    """Leaves of the state that share memory after the first step. The carry holds each by itself from there on.
+
+    So no step may write into one of them, for as long as steps leave it where it is.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        groups: dict[int, list[tuple[Key, Any]]] = {}
+        for key, x in _leaves_by_key(state).items():
+            groups.setdefault(_memory(x), []).append((key, x))
+        self._partners: dict[Key, set[Key]] = {}
+        for group in groups.values():
+            for key, x in group:
+                if partners := {other for other, y in group if other != key and _overlap(x, y)}:
+                    self._partners[key] = partners
+
+    def __bool__(self) -> bool:
+        return bool(self._partners)
+
+    def note(self, state: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
+        """Before a step: the leaves, and their versions."""
+        return {key: (x, _version(x)) for key, x in _leaves_by_key(state).items() if key in self._partners}
+
+    def check(self, noted: Mapping[Key, tuple[Any, Any]], state: Mapping[str, Any]) -> None:
+        """After a step: raises where it wrote into one of them; those that it set anew are free."""
+        for key, (x, version) in noted.items():
+            if version is not None and _version(x) != version:
+                raise _refusal(key[0], min(self._partners[key])[0])
+        now = _leaves_by_key(state)
+        kept = {key for key, (x, _) in noted.items() if now.get(key) is x}
+        left = {key: partners & kept for key, partners in self._partners.items() if key in kept}
+        self._partners = {key: partners for key, partners in left.items() if partners}
+
+
+def _leaves_by_key(state: Mapping[str, Any]) -> dict[Key, Any]:
+    return {(path, i): x for path, value in state.items() for i, (_, x) in enumerate(leaves_of(path, value))}
+
+
+def _refusal(written: str, other: str) -> Misuse:
+    return Misuse(
+        f"the body writes into {written}, which shares memory with {other}, and a carry holds each by itself; let the "
+        f"body set it anew (x = x + y for x += y), or keep one of the two"
+    )
 
 
 def _is_weight(x: Any) -> bool:

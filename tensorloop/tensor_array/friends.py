@@ -65,7 +65,7 @@ def replace(array: TensorArray, values: Tensor) -> TensorArray:
 
 
 def written_state(array: TensorArray) -> tuple[Any, ...]:
-    """Facts of which one is another after any write to the array, and none after a read."""
+    """Facts of an array on which nothing waits: one is another after any write to it, and none after a read."""
     store = array._store
     if not isinstance(store, Buffer):
         return store, len(array)

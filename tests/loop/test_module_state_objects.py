@@ -345,3 +345,46 @@ def test_two_threads_with_a_module_each() -> None:
         thread.join()
     torch.testing.assert_close(found[1], found[0])
     torch.testing.assert_close(found[2], found[0])
+
+
+@with_and_without_checkpoints
+def test_two_names_for_one_tensor_that_the_first_step_made(checkpoints: Any) -> None:
+    state = SimpleNamespace(a=None, b=None)
+
+    def writes(x: Tensor) -> Tensor:
+        if state.a is None:
+            state.a = state.b = torch.zeros(4, dtype=D)
+        state.a += x
+        return state.b.clone()
+
+    def sets_anew(x: Tensor) -> Tensor:
+        if state.a is None:
+            state.a = state.b = x.new_zeros(4)
+        state.a, state.b = rotate(state.a) + x, state.b - x
+        state.a.mul_(2)  # its own memory by now
+        return state.a + state.b
+
+    xs = randn(5, 4)
+    with pytest.raises(RuntimeError, match=r"the body writes into a, which shares memory with b"):
+        tl.carrying(state).map(writes, xs.detach(), checkpoints=checkpoints)
+    assert (state.a, state.b) == (None, None)
+    expected = torch.stack([sets_anew(x) for x in xs])
+    left = state.a, state.b
+    state.a = state.b = None
+    found = tl.carrying(state).map(sets_anew, xs, checkpoints=checkpoints)
+    torch.testing.assert_close([found, state.a, state.b], [expected, *left])
+    torch.testing.assert_close(grad(found.sin().sum(), xs), grad(expected.sin().sum(), xs))
+
+
+@with_and_without_checkpoints
+def test_two_names_for_one_array_that_the_first_step_made(checkpoints: Any) -> None:
+    state = SimpleNamespace(a=None, b=None)
+
+    def step(x: Tensor) -> Tensor:
+        if state.a is None:
+            state.a = state.b = tl.TensorArray()
+        state.a.append(x)
+        return state.b[-1]
+
+    with pytest.raises(RuntimeError, match=r"the body writes into a, which shares memory with b"):
+        tl.carrying(state).map(step, randn(5, 4), checkpoints=checkpoints)
