@@ -164,7 +164,6 @@ PROGRAMS: list[Program] = [
 
 
 @with_and_without_checkpoints
-@pytest.mark.eager_only("some keep Python values, which no compiled loop does, and a warning says so")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_object_is_as_after_a_python_loop(program: Program, checkpoints: Any) -> None:
     def run(ours: bool) -> Any:
