@@ -58,7 +58,7 @@ def torch_scan(
         raise WrongValue("xs has no tensor to run over, only None; give it one")
     dim = _dim_of(first[0], dim)
     with _saying({"body_fn": "combine_fn"}):
-        carry, ys = _scan(combine_fn, init, xs, dim=dim, reverse=_checked(reverse))
+        carry, ys = _scan(combine_fn, init, xs, dim=dim, reverse=reverse)
     return carry, mapped(lambda y: y.movedim(-1, 0) if isinstance(y, Tensor) and y.dim() <= dim else y, ys)
 
 
@@ -148,12 +148,6 @@ def _dim_of(first: Any, dim: int) -> int:
     """`dim` as torch's operators mean it: for all leaves what it is for the first."""
     dim = arguments.as_int(dim, "dim")
     return dim + first.dim() if isinstance(first, Tensor) and -first.dim() <= dim < 0 else dim
-
-
-def _checked(reverse: bool) -> bool:
-    if not isinstance(reverse, bool):
-        raise WrongType(f"reverse must be True or False, got {arguments.describe(reverse)}")
-    return reverse
 
 
 def _check_callable(**functions: Any) -> None:

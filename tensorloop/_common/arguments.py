@@ -39,6 +39,13 @@ def as_int(i: SupportsIndex, what: str = "index") -> int:
     raise WrongType(f"{what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
 
 
+def as_bool(x: bool, what: str) -> bool:
+    """`x`, which must be True or False."""
+    if not isinstance(x, bool):
+        raise WrongType(f"{what} must be True or False, got {describe(x)}")
+    return x
+
+
 def describe(x: Any) -> str:
     """A value in a few words, for messages."""
     if isinstance(x, Tensor):

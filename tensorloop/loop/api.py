@@ -186,6 +186,7 @@ def _slices(
     xs: Any, length: int | None, dim: int | Dim, reverse: bool, until: Callable[..., Condition] | None
 ) -> Slices:
     """What a scan runs over."""
+    arguments.as_bool(reverse, "reverse")
     if any_packed(xs):
         if until is not None:
             raise WrongValue("until= and packed xs do not go together: each row ends where it ends")

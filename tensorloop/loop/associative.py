@@ -77,8 +77,7 @@ def associative_scan(
     """
     check_callable(fn=fn)
     dim = arguments.as_int(dim, "dim")
-    if not isinstance(reverse, bool):
-        raise WrongType(f"reverse must be True or False, got {arguments.describe(reverse)}")
+    arguments.as_bool(reverse, "reverse")
     if any_packed(xs):
         raise WrongType("xs is packed, and would be combined across its rows; scan .pad() along dim=1")
     checkpoints = None if checkpoints is None else _as_count(checkpoints)

@@ -54,8 +54,7 @@ def linear_recurrence(
         tensor([9., 2., 4.])
     """
     dim = arguments.as_int(dim, "dim")
-    if not isinstance(reverse, bool):
-        raise WrongType(f"reverse must be True or False, got {arguments.describe(reverse)}")
+    arguments.as_bool(reverse, "reverse")
     if any_packed((a, b, init)):
         raise WrongType("b is packed, and would go on from row to row; give b.pad(), with dim=1")
     try:

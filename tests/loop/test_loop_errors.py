@@ -58,6 +58,7 @@ def keep(carry: Any, *rest: Any) -> Any:
         (lambda: tl.scan(keep, ZERO, {"a": XS, "b": [2.5]}), "scan: xs['b'][0] is float 2.5; expected a tensor"),
         (lambda: tl.scan(keep, ZERO, XS, checkpoints=2.0), "scan: checkpoints must be None, an int, a Schedule"),
         (lambda: tl.scan(keep, ZERO, XS, checkpoints=True), "scan: checkpoints must be None, an int, a Schedule"),
+        (lambda: tl.scan(keep, ZERO, XS, reverse="no"), "scan: reverse must be True or False, got str 'no'"),
     ],
 )
 def test_arguments_of_the_wrong_type(call: Callable[[], Any], message: str) -> None:
