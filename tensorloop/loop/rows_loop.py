@@ -114,8 +114,11 @@ class RowsLoop(Loop):
         """What a condition gave, as a bool tensor of the shape that it gave first."""
         like = self.rows.active
         if isinstance(answer, Tensor) and answer.dtype is torch.bool:
-            with unrecorded():
+            if here.recorder is None:
                 alike = answer.shape == like.shape
+            else:
+                with unrecorded():
+                    alike = answer.shape == like.shape
             if alike:
                 return answer
             if answer.numel() == 1 == like.numel():
