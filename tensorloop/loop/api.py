@@ -465,6 +465,7 @@ def explain(
 
     It says what runs once, for all steps at once and step by step, forward and backward, what is kept for backward,
     and where a loop is not compiled, why and by which line. `.compiled` is a bool.
+    Cost: the first step, and a plan, which the loop itself then finds ready. Raises: as `scan`, in its name.
 
     Example:
         >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled

@@ -19,6 +19,7 @@ class Checkpoints:
     `check` compares what each step that runs again in backward gives, and the generators it moves (torch's, NumPy's,
     Python's), with the forward pass, bit for bit: a RuntimeError names the step and all that differs. For debugging: it
     costs a pass over the carry and some 70 us each time a step runs, and some hundred bytes a step for each leaf.
+    Raises: TypeError, ValueError (none or both of k and budget, below 1, no such folder).
 
     Example:
         >>> angle = torch.tensor(0.1, requires_grad=True)
