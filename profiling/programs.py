@@ -3,8 +3,8 @@
     python profiling/programs.py                                  # 2 to 4 minutes
     python profiling/programs.py --torchdiffeq-python PYTHON      # and the adaptive solver beside torchdiffeq's
 
-Both forms are in docs/examples/ported, each with the same parameters and inputs. Lines are those of the functions that
-differ. A process that takes times runs both forms in turn, in one thread; memory is taken in a process for each.
+The forms are in docs/examples/ported, each with the same parameters and inputs. Lines are those of the functions that
+differ. A process that takes times runs the forms in turn, in one thread; memory is taken in a process for each.
 """
 
 import ast
@@ -37,9 +37,9 @@ class Port(NamedTuple):
 
 
 PORTS = {
-    "ntm": Port("Neural Turing machine", "scan, K=8, compiled", 256),
+    "ntm": Port("Neural Turing machine", "carrying, scan, K=8, compiled", 256),
     "dnc": Port("Differentiable neural computer", "scan, K=8, compiled", 128),
-    "tacotron": Port("Tacotron 2, decoder", "scan, K=16, compiled", 256),
+    "tacotron": Port("Tacotron 2, decoder", "carrying, map, K=16, compiled", 256),
     "ode": Port("dopri5, one step for the batch", "while_loop, K=32, compiled", 192),
     "maml": Port("MAML, inner loop", "fori_loop, K=16", 128),
     "transducer": Port(
@@ -47,12 +47,13 @@ PORTS = {
     ),
     "pondering": Port("ACT", "while_loop in scan, K=8", 48, (act.Pondering.plain, act.Pondering.forward)),
     "pondernet": Port("PonderNet", "scan, K=16, compiled", 256),
-    "whisper": Port("Whisper-like decoding, hooks", "TensorArray", 256),
+    "whisper": Port("Whisper-like decoding, hooks", "carrying, TensorArray, compiled", 256),
     "mamba": Port("Mamba, selective scan", "scan, K=16, compiled", 1024),
 }
 SHORT = ("ntm", "whisper", "mamba")
 CHECK = 9  # T in float64
-SECONDS = 3.0  # after which there are no more runs of a program
+RUNS = 3
+SECONDS = 2.0  # after which there are no more runs of a program
 PEER_WAYS = ("torchdiffeq", "ours, eager", "ours, compiled")
 TIME_TARGET, MEMORY_TARGET, GRADIENT_TARGET = 1.5, 0.1, 1.0
 
@@ -119,17 +120,18 @@ def inexact() -> dict[str, float]:
 
 
 def apart(program: str) -> float:
-    """The largest difference of loss and gradients of the two forms, beside the largest gradient."""
+    """The largest difference of loss and gradients of a form from those of the first, beside the largest gradient."""
     args, leaves = made(program, CHECK, torch.float64)
     torch.set_default_dtype(torch.float64)
     try:
         found = [
             [loss, *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)]
-            for loss in (module(program).before(*args), module(program).after(*args))
+            for loss in (form(program, way)(*args) for way in ways_of(program))
         ]
     finally:
         torch.set_default_dtype(torch.float32)
-    differences = [float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True)]
+    pairs = ((a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    differences = [float((a - b).detach().abs().max()) for a, b in pairs]
     return max(differences) / max(float(x.detach().abs().max()) for x in found[0])
 
 
@@ -148,9 +150,14 @@ def in_turn(ways: dict[str, Callable[[], Tensor]], leaves: Sequence[Tensor], run
     return found
 
 
-def changed(program: str) -> tuple[int, int, int]:
+def ways_of(program: str) -> list[str]:
+    """The forms that there are; `by_hand` has state of modules in its own carry."""
+    return [way for way in ("before", "by_hand", "after") if hasattr(module(program), way)]
+
+
+def changed(program: str, way: str = "after") -> tuple[int, int, int]:
     """Lines that go, lines that come, lines that there were; docstrings and empty lines are none."""
-    forms = PORTS[program].forms or (module(program).before, module(program).after)
+    forms = PORTS[program].forms or (module(program).before, getattr(module(program), way))
     old, new = (body(function) for function in forms)
     marks = [line[0] for line in difflib.ndiff(old, new)]
     return marks.count("-"), marks.count("+"), len(old)
@@ -169,11 +176,12 @@ def cells(args: Namespace) -> list[harness.Cell]:
     found: list[harness.Cell] = []
     for program in SHORT if args.set != "usual" else PORTS:
         T = CHECK if args.set == "quick" else PORTS[program].T
-        found.append({"kind": "time", "program": program, "T": T, "ways": ["before", "after"], "runs": 5})
-        found += [{"kind": "memory", "program": program, "T": T, "way": way} for way in ("before", "after")]
+        ways = ways_of(program)
+        found.append({"kind": "time", "program": program, "T": T, "ways": ways, "runs": RUNS})
+        found += [{"kind": "memory", "program": program, "T": T, "way": way} for way in ways]
     T = CHECK if args.set == "quick" else PORTS["ode"].T
     beside = {"program": "ode", "T": T, "peer": True}
-    found.append({"kind": "time", **beside, "ways": PEER_WAYS, "runs": 5})
+    found.append({"kind": "time", **beside, "ways": PEER_WAYS, "runs": RUNS})
     found += [{"kind": "memory", **beside, "way": way} for way in PEER_WAYS]
     return [*found, {"kind": "exact", "peer": True}]
 
@@ -182,14 +190,11 @@ def checks(args: Namespace) -> list[harness.Cell]:
     return [{"kind": "check", "programs": list(SHORT if args.set != "usual" else PORTS), "at_most": 1e-9}]
 
 
-def figures(result: Result, program: str) -> tuple[float | None, ...]:
-    """Milliseconds before and after, MiB before and after."""
-    times = [harness.milliseconds(result, way, kind="time", program=program, ways=["before", "after"]) for way in FORMS]
-    peaks = [harness.figure(result, "peak_bytes", kind="memory", program=program, way=way) for way in FORMS]
+def figures(result: Result, program: str, ways: Sequence[str] = ("before", "after")) -> tuple[float | None, ...]:
+    """Milliseconds of each form, MiB of each."""
+    times = [harness.milliseconds(result, way, kind="time", program=program, ways=ways_of(program)) for way in ways]
+    peaks = [harness.figure(result, "peak_bytes", kind="memory", program=program, way=way) for way in ways]
     return *times, *(None if peak is None else peak / 2**20 for peak in peaks)
-
-
-FORMS = ("before", "after")
 
 
 def section(result: Result, picture: str) -> str:
@@ -216,9 +221,11 @@ def section(result: Result, picture: str) -> str:
     header = ["program", "with", "T", "lines changed", "held before", "after", "ratio", "time before", "after", "ratio"]
     return "\n\n".join(
         [
-            "Forward + backward, float32, in one thread; time of the processor, medians of up to 5 runs. *Held* is the "
-            "growth of resident memory at its peak.",
+            f"Forward + backward, float32, in one thread; time of the processor, medians of up to {RUNS} runs. *Held* "
+            "is the growth of resident memory at its peak.",
             harness.table(header, rows, text_columns=2),
+            "The three that keep state on modules, with it in a carry of the body's own, and with `tl.carrying`:",
+            by_hand(result),
             "The solver beside torchdiffeq's `odeint` with direct backpropagation, of the same tolerance and with one "
             "step size for the batch; the error of the gradient is relative to that at a tolerance of 1e-11, float64.",
             beside_torchdiffeq(result),
@@ -226,6 +233,20 @@ def section(result: Result, picture: str) -> str:
             f"![What is held and the time after porting, beside before]({picture})",
         ]
     )
+
+
+def by_hand(result: Result) -> str:
+    rows = []
+    for entry in result["entries"]:
+        program, ways = entry["cell"].get("program"), ("by_hand", "after")
+        if entry["cell"]["kind"] != "time" or entry["cell"].get("peer") or "by_hand" not in ways_of(program):
+            continue
+        figures_ = figures(result, program, ways)
+        for i, (way, name) in enumerate(zip(ways, ("by hand", "carrying"), strict=True)):
+            gone, come, _ = changed(program, way)
+            row = [PORTS[program].title, name, f"-{gone} +{come}"]
+            rows.append([*row, harness.digits(figures_[i + 2], "MiB"), harness.digits(figures_[i], "ms")])
+    return harness.table(["program", "state", "lines changed", "held", "time"], rows, text_columns=2)
 
 
 def beside_torchdiffeq(result: Result) -> str:

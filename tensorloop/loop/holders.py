@@ -17,6 +17,7 @@ class Holder(NamedTuple):
     path: str
     values: MutableMapping[Any, Any]
     kind: str  # "attributes", "buffers" or "items"
+    numbers: dict[Any, int]  # of keys that are no names
 
     def names(self) -> list[Any]:
         """The keys that are no module's own."""
@@ -25,7 +26,7 @@ class Holder(NamedTuple):
 
     def path_of(self, key: Any) -> str:
         """How a user says where it is."""
-        return f"{self.path}{key}" if self.kind != "items" else f"{self.path}[{key!r:.60}]"
+        return f"{self.path}{key}" if self.kind != "items" else f"{self.path}{_in_brackets(key, self.numbers)}"
 
 
 class Slots(MutableMapping[str, Any]):
@@ -65,7 +66,7 @@ def find_holders(objects: Sequence[Any]) -> list[Holder]:
 
 def _holders(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
     if isinstance(x, dict):
-        yield Holder(path, x, "items")
+        yield Holder(path, x, "items", {})
         yield from _in_container(x, path, met)
         return
     modules = [(path, x)]
@@ -77,14 +78,14 @@ def _holders(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
         met.add(id(x))
         prefix = f"{path}." if path else ""
         for values in [vars(x)] if hasattr(x, "__dict__") else []:
-            yield Holder(prefix, values, "attributes")
+            yield Holder(prefix, values, "attributes", {})
             if isinstance(x, nn.Module):
-                yield Holder(prefix, values["_buffers"], "buffers")
+                yield Holder(prefix, values["_buffers"], "buffers", {})
             for key, value in values.items():
                 if not (isinstance(x, nn.Module) and key in _OF_MODULES):
                     yield from _in_container(value, f"{prefix}{key}", met)
         if slots_of(x):
-            yield Holder(prefix, Slots(x), "attributes")
+            yield Holder(prefix, Slots(x), "attributes", {})
 
 
 def _in_container(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
@@ -92,9 +93,17 @@ def _in_container(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
     if not isinstance(x, list | tuple | dict) or len(x) > MOST_ELEMENTS or id(x) in met:
         return
     met.add(id(x))
+    numbers: dict[Any, int] = {}
     for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-        inner = f"{path}[{key!r:.60}]"
+        inner = f"{path}{_in_brackets(key, numbers)}"
         if isinstance(value, nn.Module):
             yield from _holders(value, inner, met)
         else:
             yield from _in_container(value, inner, met)
+
+
+def _in_brackets(key: Any, numbers: dict[Any, int]) -> str:
+    """What tells a key from the others: two modules, say, may look alike."""
+    if isinstance(key, str | int | float | bytes):
+        return f"[{key!r}]"
+    return f"[{type(key).__name__} {numbers.setdefault(key, len(numbers))}]"

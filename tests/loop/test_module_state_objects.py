@@ -132,6 +132,20 @@ def a_property() -> Any:
     return (module,), module, lambda: [module.h], []
 
 
+def modules_as_keys_that_look_alike() -> Any:
+    torch.manual_seed(0)
+    cache: dict[Any, Tensor] = {}
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=D) for _ in range(3)))
+
+    def hook(module: nn.Module, _: Any, y: Tensor) -> Tensor:
+        cache[module] = y + (rotate(cache[module]) if module in cache else 0)
+        return cache[module].sin()
+
+    for layer in model:
+        layer.register_forward_hook(hook)
+    return (cache,), model, lambda: [*cache.values()], [*model.parameters()]
+
+
 def recurrent_layers() -> Any:
     torch.manual_seed(0)
     note, lstm = SimpleNamespace(hidden=None), nn.LSTM(4, 4, 2, dtype=D)
@@ -158,6 +172,7 @@ PROGRAMS: list[Program] = [
     a_module_twice,
     one_tensor_by_two_names,
     a_property,
+    modules_as_keys_that_look_alike,
     recurrent_layers,
     norms_of_weights,
 ]

@@ -27,6 +27,7 @@ class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
+        nn.init.normal_(self.words.weight, std=0.1)
         self.attention = nn.ModuleList(Attention() for _ in range(LAYERS))
         self.mlp = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2 * LAYERS + 1))
@@ -43,15 +44,11 @@ def install(model: Decoder, hook: object) -> list[RemovableHandle]:
     return [layer.register_forward_hook(hook) for a in model.attention for layer in (a.key, a.value)]  # pyright: ignore
 
 
-def decode(model: Decoder, tokens: Tensor, steps: int) -> Tensor:
-    """-log p of the tokens that are likeliest one by one."""
-    total = torch.zeros(())
-    for _ in range(steps):
-        scores = model(tokens)[:, -1].log_softmax(-1)
-        best = scores.max(-1)
-        total = total - best.values.mean()
-        tokens = best.indices[:, None]
-    return total / steps
+def speak(model: Decoder, total: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p so far, and the likeliest tokens; of these, and of those that come next."""
+    scores = model(tokens)[:, -1].log_softmax(-1)
+    best = scores.max(-1)
+    return total - best.values.mean(), best.indices[:, None]
 
 
 def before(model: Decoder, tokens: Tensor, steps: int) -> Tensor:
@@ -65,10 +62,28 @@ def before(model: Decoder, tokens: Tensor, steps: int) -> Tensor:
         return cache[module]
 
     hooks = install(model, save_to_cache)
-    loss = decode(model, tokens, steps)
+    total = torch.zeros(())
+    for _ in range(steps):
+        total, tokens = speak(model, total, tokens)
     for hook in hooks:
         hook.remove()
-    return loss
+    return total / steps
+
+
+def by_hand(model: Decoder, tokens: Tensor, steps: int) -> Tensor:
+    cache: dict[nn.Module, tl.TensorArray] = {}
+
+    def save_to_cache(module: nn.Module, _: object, output: Tensor) -> Tensor:
+        past = cache.setdefault(module, tl.TensorArray())
+        return past.append(output[:, 0]).stack().transpose(0, 1)
+
+    hooks = install(model, save_to_cache)
+    total = torch.zeros(())
+    for _ in range(steps):
+        total, tokens = speak(model, total, tokens)
+    for hook in hooks:
+        hook.remove()
+    return total / steps
 
 
 def after(model: Decoder, tokens: Tensor, steps: int) -> Tensor:
@@ -79,10 +94,11 @@ def after(model: Decoder, tokens: Tensor, steps: int) -> Tensor:
         return past.append(output[:, 0]).stack().transpose(0, 1)
 
     hooks = install(model, save_to_cache)
-    loss = decode(model, tokens, steps)
+    start = torch.zeros(()), tokens
+    total, _ = tl.carrying(cache).fori_loop(0, steps, lambda i, said: speak(model, *said), start, compile=True)
     for hook in hooks:
         hook.remove()
-    return loss
+    return total / steps
 
 
 def make(T: int) -> tuple[Decoder, Tensor, int]:
