@@ -1,6 +1,7 @@
-"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, `associative_scan`.
+"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, and `explain`.
 
-Each function here checks its arguments, says how its body is called (a `Body`), and has a `Loop` run (`run`).
+Each function here checks its arguments, says what its functions are (`Called`), and has a `Loop` run (`run`). Long by
+its overloads and docstrings: the face of loops is one file.
 """
 
 from collections.abc import Callable

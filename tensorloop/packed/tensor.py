@@ -4,7 +4,7 @@ In the order to read it: `dim.py` has the lengths and all that follows from them
 differentiable operations on plain values and offsets; `dispatch.py` the table of torch functions, which `features.py`,
 `losses.py`, `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what
 works entry by entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's
-layouts. This file is the surface.
+layouts. This file is the surface, long by the docstrings of one class.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

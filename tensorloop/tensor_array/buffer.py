@@ -1,6 +1,6 @@
 """The buffer behind a TensorArray under plain autograd: one growing allocation, a token, and values that wait.
 
-Three ideas, each with its invariant.
+Three ideas, each with its invariant; one class, as each method keeps all three.
 
 *Block.* See `block`: writes never disturb what was handed out.
 

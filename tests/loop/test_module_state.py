@@ -1,4 +1,7 @@
-"""Loops that carry what their bodies set on modules; the oracle is the Python loop that sets it."""
+"""Loops that carry what their bodies set on modules; the oracle is the Python loop that sets it.
+
+Long, as each promise of `carrying` has a program of its own; objects of other kinds: `test_module_state_objects.py`.
+"""
 
 import copy
 import warnings

@@ -1,4 +1,7 @@
-"""PackedTensor: what it holds, rows in and out, copies, trees, other layouts."""
+"""PackedTensor: what it holds, rows in and out, copies, trees, other layouts.
+
+The whole surface of one class, in the order of its file, and as long.
+"""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""What all profiling scripts share: their command line, the order of events, peers, targets; and `make bench`."""
+"""What all profiling scripts share: their command line, the order of events, peers, targets; and `make bench`.
+
+One file: all of it runs the same script of two sums, which takes no time.
+"""
 
 import importlib
 import json
