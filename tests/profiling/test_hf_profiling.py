@@ -12,7 +12,7 @@ def test_every_cell_answers(scripts: dict[str, Any], tmp_path: Path, monkeypatch
     monkeypatch.setattr(scripts["harness"], "spawn", lambda path, cell: json.loads(json.dumps(script.run_cell(cell))))
     assert script.SCRIPT.main(["--quick", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert {e["cell"]["kind"] for e in result["entries"]} == {"decode", "crop", "search"}
+    assert {e["cell"]["kind"] for e in result["entries"]} == {"decode", "turns", "crop", "search"}
     assert not [raw for e in result["entries"] for raw in e["raw"] if "error" in raw]
     of = {e["cell"]["way"]: e["raw"][0]["bytes"] for e in result["entries"] if e["cell"]["kind"] == "decode"}
     assert of["tensorloop + steps"] < of["tensorloop"]
