@@ -31,8 +31,20 @@ from tests.support.compat_cases import (
 )
 from tests.support.loop_cases import randn, run
 
+
+def differentiable(x: Any) -> Any:
+    return x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def right_torch_s_scan(combine_fn: Any, init: Any, xs: Any, **options: Any) -> Any:
+    # Before 2.13 torch's gradient does not pass from step to step where init needs none: pytorch's issue 184528.
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+        init = pytree.tree_map(differentiable, init)
+    return torch_s_scan(combine_fn, init, xs, **options)
+
+
 TORCH = SimpleNamespace(  # each compiles what it is given
-    scan=torch_s_scan,
+    scan=right_torch_s_scan,
     while_loop=torch_s_while_loop,
     associative_scan=partial(torch_s_associative_scan, combine_mode="generic"),
 )
