@@ -7,8 +7,9 @@
 Models have four layers of width 128 and 4 heads; four rows, float32. Bytes are those alive after forward that were
 made in it, weights left out. A time is one whole run, forward and backward, or forward alone without gradients; what
 is held against a bound is measured in turns in one process, and is the median of the turns' ratios. `eager`, `sdpa` and
-`tensorloop` are attention implementations; `+ layers` and `+ steps` are checkpointed layers (`hf.checkpoint_layers`) and
-steps (`tl.scan(checkpoints=16)`). Searches stand beside `generate`, packed calls beside padded ones, in turns as well.
+`tensorloop` are attention implementations; `+ layers` and `+ steps` are checkpointed layers (`hf.checkpoint_layers`)
+and steps (`tl.scan(checkpoints=16)`). Searches stand beside `generate`, packed calls beside padded ones, in turns
+as well.
 """
 
 import statistics

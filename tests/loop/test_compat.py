@@ -38,7 +38,7 @@ def differentiable(x: Any) -> Any:
 
 def right_torch_s_scan(combine_fn: Any, init: Any, xs: Any, **options: Any) -> Any:
     # Before 2.13 torch's gradient does not pass from step to step where init needs none: pytorch's issue 184528.
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         init = pytree.tree_map(differentiable, init)
     return torch_s_scan(combine_fn, init, xs, **options)
 
