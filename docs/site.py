@@ -25,13 +25,15 @@ TORCH_NAMES = {
     "torch.Generator": "generated/torch.Generator.html#torch.Generator",
     "torch.nn.Module": "generated/torch.nn.Module.html#torch.nn.Module",
 }
-SECTIONS = ("Shapes", "Gradient", "Cost", "Raises", "Source", "Note", "Dtypes", "Units", "Example", "Examples")
+SECTIONS = ("Shapes", "Gradient", "Cost", "Raises", "Source", "Note", "Dtypes", "Units", "Example", "Examples", "Args", "Attributes", "Returns")
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`[^`\n]*`)")
 _NAMED = re.compile(r"(?<!\[)`(?:tl|tensorloop)\.([\w.]+)(?:\(\))?`")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):", re.MULTILINE)
+_LISTING = re.compile(r"^(Args|Attributes|Raises|Returns):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
+_ENTRY = re.compile(r"^([\w, ]+): ")
 
 
 def slug(text: str, separator: str = "-") -> str:
@@ -82,15 +84,24 @@ def to_api(prose: str) -> str:
 def _literal(line: str) -> str:
     """A line of a docstring, in which signs of Markdown other than backticks stand for themselves."""
     parts = _CODE.split(line)
-    parts[::2] = [re.sub(r"([\[\]<])|\*(?!\*)", r"\\\g<0>", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"([\[\]])|\*(?!\*)", r"\\\g<0>", part).replace("<", "&lt;") for part in parts[::2]]
     return "".join(parts)
+
+
+def _listing(found: re.Match[str]) -> str:
+    """`Args:` and the like with what is indented below: an item for each name, or a paragraph."""
+    lines = [f"{found[1]}:", ""]
+    for line in found[2].splitlines():
+        deeper = line.startswith("     ")
+        lines.append(f"  {line.strip()}" if deeper else _ENTRY.sub(r"- `\1`: ", line.strip()))
+    return "\n".join([*lines, ""])
 
 
 def markdown(docstring: str) -> str:
     """A docstring of this library as Markdown: a paragraph a section, its name in bold, its example a block of code."""
     lines: list[str] = []
     before, code = "", False
-    for line in docstring.splitlines():
+    for line in _LISTING.sub(_listing, docstring).splitlines():
         indented = line.startswith("    ")
         if code and line.strip() and not indented:
             lines += ["```", ""]
