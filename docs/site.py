@@ -25,7 +25,21 @@ TORCH_NAMES = {
     "torch.Generator": "generated/torch.Generator.html#torch.Generator",
     "torch.nn.Module": "generated/torch.nn.Module.html#torch.nn.Module",
 }
-SECTIONS = ("Shapes", "Gradient", "Cost", "Raises", "Source", "Note", "Dtypes", "Units", "Example", "Examples", "Args", "Attributes", "Returns")
+SECTIONS = (
+    "Shapes",
+    "Gradient",
+    "Cost",
+    "Raises",
+    "Source",
+    "Note",
+    "Dtypes",
+    "Units",
+    "Example",
+    "Examples",
+    "Args",
+    "Attributes",
+    "Returns",
+)
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)

@@ -103,11 +103,30 @@ def dense_tensor(x: Any, what: str = "") -> None:
     """Raises unless x is a dense tensor; `what` it is comes before that."""
     at = f"{what}: " if what else ""
     if not isinstance(x, Tensor):
-        raise WrongType(f"{at}expected a tensor, got {describe(x)}; wrap it with torch.as_tensor")
+        raise WrongType(f"{at}expected a tensor, got {describe(x)}; {_tensor_of(x)}")
     if x.is_nested or x.is_quantized:
         raise WrongType(f"{at}expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
     if x.layout is not torch.strided:
         raise WrongType(f"{at}expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
+
+
+def _tensor_of(x: Any) -> str:
+    """How to make one plain tensor of what came instead."""
+    if hasattr(x, "lens"):  # packed, which this file knows nothing of
+        return "give its .values, or .pad()"
+    if isinstance(x, list | tuple) and any(isinstance(part, Tensor) for part in x):
+        return "make one of them with torch.stack"
+    return "wrap it with torch.as_tensor"
+
+
+def as_device(x: Any, what: str) -> torch.device:
+    """A device, or the name of one."""
+    try:
+        return torch.device(x)
+    except (RuntimeError, TypeError):
+        raise WrongValue(
+            f"{what} must be a torch.device or a name such as 'cpu' or 'cuda:0', got {describe(x)}"
+        ) from None
 
 
 def as_place(place: Any, what: str) -> str | Path | None:

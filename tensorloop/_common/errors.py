@@ -13,6 +13,7 @@ A user's own function runs inside public ones, and what it calls of ours is name
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -70,12 +71,9 @@ def named(name: str, hints: Mapping[str, str] | None = None) -> Callable[[_F], _
             except Fact as fact:
                 raise fact.named(name) from fact.__cause__
             except TypeError as error:
-                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                    raise  # of what was called
-                from tensorloop._common.keywords import describe_unknown  # what it takes to compare words loads slowly
-
-                text = describe_unknown(function, options, hints or {})
-                raise error if text is None else TypeError(f"{name}: {text}") from None
+                if (text := _unknown(error, function, options, hints or {})) is None:
+                    raise
+                raise TypeError(f"{name}: {text}") from None
 
         wrapper: Any = call
         # `_torch.eager_only` marks code, and may mark that of one function alone.
@@ -83,3 +81,30 @@ def named(name: str, hints: Mapping[str, str] | None = None) -> Callable[[_F], _
         return wrapper
 
     return mark
+
+
+def facts_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A public function without its name, for one that calls it and names what is wrong after itself."""
+    plain = inspect.unwrap(function)
+
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return plain(*args, **options)
+        except TypeError as error:
+            if isinstance(error, Fact) or (text := _unknown(error, plain, options, {})) is None:
+                raise
+            raise WrongType(text) from None
+
+    call.__name__ = plain.__name__
+    return call
+
+
+def _unknown(
+    error: TypeError, function: Callable[..., Any], options: Mapping[str, Any], hints: Mapping[str, str]
+) -> str | None:
+    """What is wrong with the keywords of a call that raised `error`; None where it is raised by what was called."""
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        return None
+    from tensorloop._common.keywords import describe_unknown  # what it takes to compare words loads slowly
+
+    return describe_unknown(function, options, hints)

@@ -39,4 +39,4 @@ def _find_own(key: str, known: list[str]) -> str:
         if name in known and key in words.split():
             return f"here that is {name}="
     near = difflib.get_close_matches(key, known, 1)
-    return f"did you mean {near[0]}=" if near else f"it takes {', '.join(known)}"
+    return f"did you mean {near[0]}=" if near else f"it takes {', '.join(known) or 'none'}"

@@ -3,12 +3,14 @@
 from types import TracebackType
 from typing import Any, Self
 
+from tensorloop._common.arguments import as_bool
+
 
 class Progress:
     """Counts the steps of a loop; shows them with tqdm if `shown`."""
 
     def __init__(self, shown: bool, name: str, total: int | None) -> None:
-        self.is_shown = shown
+        self.is_shown = as_bool(shown, "progress")
         self.bar: Any = _bar(name, total) if shown else None
 
     def update(self, steps: int = 1) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
-from tensorloop._common.errors import WrongType, named
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.progress import Progress
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.beam.arguments import KEYWORDS, check_ids, check_int, check_rules, find_device, read_bos, read_gold
@@ -98,12 +98,14 @@ def beam_search(
         raise WrongType(f"step_fn must be callable, got {arguments.describe(step_fn)}")
     size = beam_size + (gold is not None)
     device = find_device([*pytree.leaves(init_carry), *check_context(context, batch_size)])
+    if device.type == "meta":
+        raise WrongValue("init_carry is on the meta device, where a search has no numbers to decide by; move it")
     carry = HypothesesCarry(init_carry, batch_size, size)
     followed = None if gold is None else read_gold(gold, batch_size, rules, eos_ids[0], device)
     first_tokens = read_bos(bos_id, batch_size, device)
     check_rules(rules, batch_size, device)
     model = Model(step_fn, rules, followed, size, device)
     decisions = Decisions(rules, batch_size, followed, device)
-    compact = context is not None if compact is None else bool(compact)
+    compact = context is not None if compact is None else arguments.as_bool(compact, "compact")
     with Progress(progress, _NAME, max_steps) as bar:
         return Search(model, carry, decisions, bar).run(first_tokens, context, compact, checkpoints)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.ranking import best_pairs, descending, find_highest
 from tensorloop.beam import noise
 from tensorloop.beam.batch import Batch
@@ -144,6 +144,8 @@ class Sample:
             raise WrongValue(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise WrongValue(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            raise WrongType(f"generator must be a torch.Generator, got {arguments.describe(self.generator)}")
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """All hypotheses run from the first step on."""

@@ -12,7 +12,7 @@ from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop.beam.decisions import Rules
 from tensorloop.beam.gold import Gold
-from tensorloop.loop.for_rooms import describe
+from tensorloop.loop.for_rooms import Called, describe, refuse_arguments
 
 _NAME = "beam_search"
 
@@ -33,7 +33,13 @@ class Model:
     def call(self, carry: Any, tokens: Tensor, context: tuple[Any, ...], history: Tensor | None) -> tuple[Any, Any]:
         """What step_fn gives: the carry and log_probs, neither of them checked."""
         options = {} if history is None else {"history": history}
-        out = self.step_fn(carry, tokens, *context, **options)
+        try:
+            out = self.step_fn(carry, tokens, *context, **options)
+        except TypeError as error:
+            if not self.takes_history:
+                names = ("carry", "tokens", *("context" for _ in context))
+                refuse_arguments([Called("step_fn", self.step_fn, names)], error)
+            raise
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             got = f"a tuple of {len(out)}" if isinstance(out, tuple) else describe(out)
             raise WrongType(f"step_fn must return (carry, log_probs), got {got}")

@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.errors import WrongIndex, WrongType, WrongValue, named
 from tensorloop._common.pytree import register
 from tensorloop.hf.advice import Advice
 from tensorloop.hf.layers import ArrayLayer, Kind
@@ -56,7 +56,8 @@ class TrainCache(DynamicCache):
     @named("TrainCache")
     def __init__(self, config: Any, *, capacity: int | None = None) -> None:
         if not hasattr(config, "get_text_config"):
-            raise WrongType(f"config must be a model's config, got {arguments.describe(config)}")
+            cure = "; give model.config" if hasattr(config, "config") else ""
+            raise WrongType(f"config must be a model's config, got {arguments.describe(config)}{cure}")
         if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
             raise WrongValue(f"capacity must be at least 0, got {capacity}")
         config = config.get_text_config(decoder=True)
@@ -122,6 +123,8 @@ class TrainCache(DynamicCache):
             >>> keys.shape
             torch.Size([1, 2, 3, 4])
         """
+        if not 0 <= layer_idx < len(self.layers):
+            raise WrongIndex(f"layer_idx is {layer_idx}, but the config has {len(self.layers)} layers")
         layer = self.layers[layer_idx]
         if not isinstance(layer, ArrayLayer):
             return layer.update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,7 +23,7 @@ from tensorloop.tensor_array import TensorArray
 _NAMES = ("past_key_values", "layer_past")  # a cache's, in the layers of transformers
 
 
-@named("checkpoint_layers")
+@named("hf.checkpoint_layers")
 def checkpoint_layers(model: nn.Module, enabled: bool = True) -> None:
     """Lets a model keep, of each layer's work for backward, its input alone, with the cache at hand.
 
@@ -45,6 +45,7 @@ def checkpoint_layers(model: nn.Module, enabled: bool = True) -> None:
     """
     if not isinstance(model, nn.Module):
         raise WrongType(f"model must be a module, got {arguments.describe(model)}")
+    arguments.as_bool(enabled, "enabled")
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise WrongValue(f"{type(model).__name__} has no layers that transformers can checkpoint")

@@ -168,8 +168,12 @@ class ArrayLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: their number, negative."""
+        if not isinstance(tokens_to_remove, int):
+            raise TypeError(f"TrainCache.crop: the number of tokens to remove must be an int, got {tokens_to_remove!r}")
         if tokens_to_remove > 0:
-            raise ValueError(f"crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}")
+            raise ValueError(
+                f"TrainCache.crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}"
+            )
         for array in self.arrays:
             array.truncate(max(0, len(array) + tokens_to_remove))
 

@@ -19,7 +19,7 @@ _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_k
 _KINDS = {"full_attention", "sliding_attention"}
 
 
-@named("packed_forward")
+@named("hf.packed_forward")
 def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> PackedTensor:
     """The logits of a decoder-only model for rows of unequal length, without padding.
 
@@ -47,7 +47,7 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
     return _forward(model, ids, options, None)
 
 
-@named("completion_logprobs")
+@named("hf.completion_logprobs")
 def completion_logprobs(
     model: nn.Module, prompts: PackedTensor, completions: PackedTensor, *, temperature: float = 1.0, **options: Any
 ) -> PackedTensor:

@@ -60,7 +60,7 @@ class Rollout:
         return self.tokens.lens
 
 
-@named("rollout", _KEYWORDS)
+@named("hf.rollout", _KEYWORDS)
 def rollout(
     model: Any,
     input_ids: Tensor,

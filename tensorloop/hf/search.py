@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import LogitsProcessorList
 
 from tensorloop import beam
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongValue, named
+from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
 from tensorloop._common.keywords import hints
 from tensorloop.hf.advice import ATTENTION, warn
 from tensorloop.hf.hypotheses import Beams, clear_padding, show_cache
@@ -32,7 +33,7 @@ _KEYWORDS = hints(
 )
 
 
-@named("beam_search", _KEYWORDS)
+@named("hf.beam_search", _KEYWORDS)
 def beam_search(
     model: Any,
     input_ids: Tensor,
@@ -45,7 +46,7 @@ def beam_search(
     eos_token_id: int | Sequence[int] | Tensor | None = None,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    logits_processor: Callable[[Any, Any], Tensor] | None = None,
+    logits_processor: Callable[[Any, Any], Tensor] | Sequence[Callable[[Any, Any], Tensor]] | None = None,
     checkpoints: int | Schedule | Checkpoints | None = None,
     progress: bool = False,
 ) -> beam.Hypotheses:
@@ -81,15 +82,18 @@ def beam_search(
     size, kept = _check_sizes(beam_size, n_best)
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise WrongValue(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
+    if not isinstance(length_penalty, int | float):
+        raise WrongType(f"length_penalty must be a number, got {arguments.describe(length_penalty)}")
+    logits_processor = _as_processor(logits_processor)
     prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids)
     if torch.is_grad_enabled() and decoder.text._attn_implementation != ATTENTION:
-        warn(decoder.text, "beam_search: keys are gathered for each step")
+        warn(decoder.text, "hf.beam_search: keys are gathered for each step")
         decoder.advised = True
     steps = count_steps(max_steps, "max_steps", prompt, decoder.limit)
     ends = decoder.read_ends(eos_token_id)
     steps_of = _Steps(decoder, prompt, source, logits_processor, not ends)
     length = beam.Power(length_penalty) if length_penalty else beam.Sum()
-    found = beam.beam_search(
+    found = _search(
         steps_of.with_history if logits_processor else steps_of,
         steps_of.arrays,
         batch_size=len(prompt.ids),
@@ -107,6 +111,20 @@ def beam_search(
         progress=progress,
     )
     return found if kept == size else _first(found, kept)
+
+
+_search = facts_of(beam.beam_search)
+
+
+def _as_processor(given: Any) -> Any:
+    """What changes log-probabilities: a function, or transformers' list of them."""
+    if given is None or callable(given):
+        return given
+    if isinstance(given, list | tuple) and all(callable(x) for x in given):
+        return LogitsProcessorList(given)
+    raise WrongType(
+        f"logits_processor must be a function of (ids, log_probs) or a list of them, got {arguments.describe(given)}"
+    )
 
 
 class _Steps:

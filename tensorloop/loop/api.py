@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
 from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
@@ -164,7 +164,7 @@ def scan(
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
     slices = _slices(xs, length, dim, reverse, until)
-    if compact and until is None:
+    if arguments.as_bool(compact, "compact") and until is None:
         raise WrongValue("compact=True is for rows that stop on their own; give until=")
 
     def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -329,6 +329,8 @@ def while_loop(
         (tensor([128, 120]), tensor([7, 1]))
     """
     check_callable(cond_fn=cond_fn, body_fn=body_fn)
+    arguments.as_bool(compact, "compact")
+    arguments.as_bool(return_steps, "return_steps")
     if max_steps is not None and (max_steps := arguments.as_int(max_steps, "max_steps")) < 0:
         raise WrongValue(f"max_steps must be at least 0, got {max_steps}")
 
@@ -459,6 +461,7 @@ def map(
     return run_scan(loop, checkpoints, progress, compile)[1]
 
 
+@named("explain")
 def explain(
     body_fn: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
 ) -> Explanation:
@@ -466,10 +469,18 @@ def explain(
 
     It says what runs once, for all steps at once and step by step, forward and backward, what is kept for backward,
     and where a loop is not compiled, why and by which line. `.compiled` is a bool.
-    Cost: the first step, and a plan, which the loop itself then finds ready. Raises: as `scan`, in its name.
+    Cost: the first step, and a plan, which the loop itself then finds ready. Raises: as `scan`.
 
     Example:
         >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled
         False
     """
-    return asked(lambda ask: scan(body_fn, init, xs, length, compile=ask, **options))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if "compile" in options:
+        raise WrongType("there is no argument compile=; it says what compile=True would do")
+    return asked(lambda ask: facts_of_scan(body_fn, init, xs, length, compile=ask, **options))
+
+
+# For functions that run these loops, and name what is wrong after themselves.
+facts_of_scan = called_eagerly(facts_of(scan))
+facts_of_while_loop = called_eagerly(facts_of(while_loop))
+facts_of_fori_loop = called_eagerly(facts_of(fori_loop))

@@ -96,7 +96,7 @@ def scan(
         raise WrongType("init is first_only, which does not go with packed xs: rows begin at steps of their own")
     if slices.length == 0:
         return run_scan(make(FirstStep, init.carry, slices), checkpoints, progress, compile)
-    _check(checkpoints, compile, "scan")
+    _check(checkpoints, compile)
     first, rest = slices.parted()
     begun = make(FirstStep, init.carry, first)
     carry, y = run_scan(begun, None, False, False)
@@ -116,7 +116,7 @@ def while_loop(
     compile: Any,
 ) -> tuple[Any, Any]:
     """(carry, steps) of a loop whose first step runs by itself; `make` gives a loop of at most so many steps."""
-    _check(checkpoints, compile, "while_loop")
+    _check(checkpoints, compile)
     if max_steps == 0:
         return init.carry, 0
     ended, carry = run_loop(make(FirstStep, init.carry, 1), None, False)
@@ -138,15 +138,15 @@ def fori_loop(
     compile: Any,
 ) -> Any:
     """The carry of a loop of at least one step, which runs by itself; `make` gives the loop that begins at a number."""
-    _check(checkpoints, compile, "fori_loop")
+    _check(checkpoints, compile)
     _, carry = run_loop(make(FirstStep, init.carry, lower), None, False)
     with _counted_anew():
         return run_loop(make(Loop, carry, lower + 1), checkpoints, progress, compile)[1]
 
 
-def _check(checkpoints: Any, compile: Any, name: str) -> None:
+def _check(checkpoints: Any, compile: Any) -> None:
     """Refuses what the loop would, before the body runs."""
-    plan_of(checkpoints, name)
+    plan_of(checkpoints)
     check_compile(compile)
 
 

@@ -5,6 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from tensorloop._common.errors import WrongType
+from tensorloop.loop.advice import refuse_arguments
+from tensorloop.loop.called import Called
 from tensorloop.loop.carry import Carry, describe
 from tensorloop.loop.context import Context
 from tensorloop.loop.loop import Body
@@ -12,7 +15,16 @@ from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.run import run_loop
 from tensorloop.loop.slabs import flatten_like, kind_of
 
-__all__ = ["check_carry", "check_context", "describe", "flatten_like", "kind_of", "run_rows"]
+__all__ = [
+    "Called",
+    "check_carry",
+    "check_context",
+    "describe",
+    "flatten_like",
+    "kind_of",
+    "refuse_arguments",
+    "run_rows",
+]
 
 
 def run_rows(
@@ -46,4 +58,7 @@ def check_context(context: Any, rows: int) -> list[Any]:
 
 def check_carry(given: Any, returned: Any, step: int) -> list[Any]:
     """The leaves of a carry that a user's function returned, which is to be like the one that it was given."""
-    return Carry(given).check(returned, step)
+    try:
+        return Carry(given).check(returned, step)
+    except WrongType as fact:
+        raise WrongType(str(fact).replace("the body", "step_fn").replace(" in init", " in init_carry")) from None

@@ -80,6 +80,8 @@ def _broadcast(x: Any, what: str, b: Tensor, shape: list[int]) -> Tensor:
         arguments.dense_tensor(x, what)
     except TypeError as error:
         raise WrongType(str(error)) from None
+    if x.device != b.device and x.dim():
+        raise WrongValue(f"{what} is on {x.device}, b on {b.device}; move one of them with .to()")
     given = tuple(x.shape)
     x = x.reshape((1,) * (len(shape) - x.dim()) + given)
     if x.dim() > len(shape) or any(n not in (1, m) for n, m in zip(x.shape, shape, strict=True)):

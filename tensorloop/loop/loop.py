@@ -107,6 +107,8 @@ class Loop:
         if isinstance(answer, bool):
             return answer
         if isinstance(answer, Tensor) and answer.dtype is torch.bool and answer.numel() == 1:
+            if answer.is_meta:
+                raise WrongType(f"{what} gave a tensor on the meta device, which has no value; use fori_loop or scan")
             if not transforms.is_batched(answer):
                 return bool(transforms.numbers(answer))
             raise WrongType(f"{what} is batched by vmap; only while_loop stops each element on its own")
@@ -197,7 +199,7 @@ def _set_apart(leaves: State) -> bool:
 def _cure(answer: Any) -> str:
     """What to write in the place of a condition of many elements, or of numbers."""
     if not isinstance(answer, Tensor):
-        return ""
+        return "; wrap it with bool(...)" if hasattr(answer, "__bool__") and answer is not None else ""
     if answer.numel() == 1:
         return "; compare it with something"
     return "; reduce it to one element, or to one for each row"

@@ -1,6 +1,6 @@
 """State that lives on modules: loops that carry the attributes and buffers that their bodies set."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,10 +10,12 @@ from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType, named
 from tensorloop._common.slots import slots_of
 from tensorloop.loop import api
+from tensorloop.loop.advice import refuse_arguments
 from tensorloop.loop.attributes import Attributes, State
 from tensorloop.loop.called import Called, check_callable, name_of_carry, pair_of
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.first_step import FirstOnly, first_only
+from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
 R = TypeVar("R")
@@ -66,7 +68,7 @@ class Carrying:
     def __init__(self, objects: Sequence[Any], names: Sequence[str]) -> None:
         self._objects, self._names = objects, names
 
-    @named("scan")
+    @named("carrying.scan")
     def scan(
         self,
         body_fn: Callable[..., tuple[Any, Any]],
@@ -77,23 +79,35 @@ class Carrying:
     ) -> tuple[Any, Any]:
         """`tl.scan`, whose body_fn and until find the state on the objects."""
         check_callable(body_fn=body_fn)
-        run = self._begin(init, Called("body_fn", body_fn, ("carry", "x")))
+        called = Called(
+            "body_fn", body_fn, ("carry", "x", *(("context",) if options.get("context") is not None else ()))
+        )
+        return self._scan(called, lambda *args: pair_of(body_fn(*args)), init, xs, length, options)
+
+    def _scan(
+        self, called: Called, step: Callable[..., tuple[Any, Any]], init: Any, xs: Any, length: Any, options: Any
+    ) -> tuple[Any, Any]:
+        """A scan that does `step(carry, x)` of the user's function `called`."""
+        if any_packed(xs):
+            raise WrongType("xs is packed, where rows end at steps of their own; a state on modules has all rows")
+        run = self._begin(init, called)
 
         def body(carried: Carried, x: Any, *context: Any) -> tuple[Carried, Any]:
-            return run.step(carried, lambda carry: pair_of(body_fn(carry, x, *context)))
+            return run.step(carried, lambda carry: step(carry, x, *context))
 
         if callable(until := options.get("until")):
-            options["until"] = run.asked(until)
-        carried, ys = run.over(lambda start: api.scan(body, start, xs, length, **options))
+            options["until"] = run.asked(until, "until")
+        carried, ys = run.over(lambda start: api.facts_of_scan(body, start, xs, length, **options))
         return run.end(carried), ys
 
-    @named("map")
+    @named("carrying.map")
     def map(self, fn: Callable[..., Any], xs: Any = None, length: int | None = None, **options: Any) -> Any:
         """`fn` of each slice of xs, one after the other, stacked: ys. Options are those of `tl.scan`."""
         check_callable(fn=fn)
-        return self.scan(lambda carry, x: (carry, fn(x)), None, xs, length, **options)[1]
+        called = Called("fn", fn, ("x", *_context_of(options)))
+        return self._scan(called, lambda carry, *args: (carry, fn(*args)), None, xs, length, options)[1]
 
-    @named("while_loop")
+    @named("carrying.while_loop")
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
         """`tl.while_loop` with a condition of one bool; both functions find the state on the objects."""
         check_callable(cond_fn=cond_fn, body_fn=body_fn)
@@ -102,10 +116,10 @@ class Carrying:
         def body(carried: Carried, *context: Any) -> Carried:
             return run.step(carried, lambda carry: (body_fn(carry, *context), None))[0]
 
-        out = run.over(lambda start: api.while_loop(run.asked(cond_fn), body, start, **options))
+        out = run.over(lambda start: api.facts_of_while_loop(run.asked(cond_fn, "cond_fn"), body, start, **options))
         return (run.end(out[0]), out[1]) if options.get("return_steps") else run.end(out)
 
-    @named("fori_loop")
+    @named("carrying.fori_loop")
     def fori_loop(
         self, lower: int | Tensor, upper: int | Tensor, body_fn: Callable[..., Any], init: Any, **options: Any
     ) -> Any:
@@ -116,10 +130,15 @@ class Carrying:
         def body(i: int, carried: Carried) -> Carried:
             return run.step(carried, lambda carry: (body_fn(i, carry), None))[0]
 
-        return run.end(run.over(lambda start: api.fori_loop(lower, upper, body, start, **options)))
+        return run.end(run.over(lambda start: api.facts_of_fori_loop(lower, upper, body, start, **options)))
 
     def _begin(self, init: Any, called: Called) -> "_Run":
         return _Run(Attributes(self._objects), self._names, init, called)
+
+
+def _context_of(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a loop's functions get as their last argument."""
+    return () if options.get("context") is None else ("context",)
 
 
 class Carried(NamedTuple):
@@ -133,7 +152,7 @@ class _Run:
     """One loop."""
 
     def __init__(self, attributes: Attributes, names: Sequence[str], init: Any, called: Called) -> None:
-        self.attributes, self.names = attributes, names
+        self.attributes, self.names, self.called = attributes, names, called
         if isinstance(init, FirstOnly):
             self.init, self.like = init.carry, None
         else:
@@ -155,21 +174,32 @@ class _Run:
 
     def step(self, carried: Carried, call: Callable[[Any], tuple[Any, Any]]) -> tuple[Carried, Any]:
         """(the next carry, y) of one step."""
-        if carried.state is not None:
-            (carry, y), state = self.attributes.around(carried.state, lambda: call(carried.carry))
-        else:
-            (carry, y), state = self.attributes.first(lambda: call(carried.carry), self.names)
-            if self.like is not None:
-                self.like.check(carry, 0)
+        try:
+            if carried.state is not None:
+                (carry, y), state = self.attributes.around(carried.state, lambda: call(carried.carry))
+            else:
+                (carry, y), state = self.attributes.first(lambda: call(carried.carry), self.names)
+        except TypeError as error:
+            refuse_arguments([self.called], error)
+            raise
+        if carried.state is None and self.like is not None:
+            self.like.check(carry, 0)
         return Carried(carry, state), y
 
-    def asked(self, condition: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(self, condition: Callable[..., Any], what: str) -> Callable[..., Any]:
         """A condition that finds the state where the body does."""
 
         def ask(carried: Carried, *context: Any) -> Any:
             if carried.state is None:
-                return condition(carried.carry, *context)
-            return self.attributes.around(carried.state, lambda: condition(carried.carry, *context))[0]
+                answer = condition(carried.carry, *context)
+            else:
+                answer, _ = self.attributes.around(carried.state, lambda: condition(carried.carry, *context))
+            if isinstance(answer, Tensor) and answer.numel() != 1:
+                raise WrongType(
+                    f"{what} gave {describe(answer)}, but what is on modules has no rows of its own that could stop; "
+                    f"reduce it to one bool, as with .any()"
+                )
+            return answer
 
         return ask
 

@@ -48,7 +48,7 @@ class Outputs:
             )
         for i, (leaf, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             if self.kind_of(leaf, tree.paths[i], step) != kind:
-                was = kind.__name__ if isinstance(kind, type) else f"Tensor {tuple(kind[0])} {kind[1]} {kind[2]}"
+                was = kind.__name__ if isinstance(kind, type) else _said(kind)
                 raise WrongType(
                     f"y{tree.paths[i]} changed at step {step}:\n  - {was}\n  + {describe(leaf)}\n"
                     f"The outputs of all steps are stacked, so they must be alike; put what grows in a TensorArray "
@@ -80,6 +80,7 @@ class Outputs:
         raise WrongType(
             f"y{path} is {describe(leaf)}; expected tensors, numbers or None"
             + ("; carry the array instead: it is in the carry that the loop returns" if is_array else "")
+            + ("; wrap it with torch.as_tensor" if hasattr(leaf, "__array__") and not is_array else "")
         )
 
     def of_no_steps(self, ys: Any) -> Any:
@@ -100,6 +101,12 @@ class Outputs:
         stacked, self.stacked = self.stacked or [None] * len(self.columns), []
         leaves = [c.stack(reverse) if x is None else x for c, x in zip(self.columns, stacked, strict=True)]
         return self.tree.unflatten(leaves)
+
+
+def _said(kind: tuple[Any, ...]) -> str:
+    """The kind of a tensor as `describe` says it of one."""
+    shape, dtype, device = kind
+    return f"Tensor {tuple(shape)} {str(dtype).removeprefix('torch.')} {device}"
 
 
 class Values:

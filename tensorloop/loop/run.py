@@ -17,7 +17,7 @@ def run_loop(
 ) -> tuple[Loop, Any]:
     """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
-    plan = node.plan_of(checkpoints, loop.name)
+    plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         if compile and (done := front.run(loop, compile, plan)) is not None:
             bar.update(done[0].taken)

@@ -1,6 +1,7 @@
 """What a scan runs over: the slices of tensors along one dim, in order or backwards."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -112,10 +113,7 @@ class Slices:
         if isinstance(x, TensorArray | range):
             return len(x)
         if not isinstance(x, Tensor):
-            raise WrongType(
-                f"xs{path} is {describe(x)}; expected a tensor, a TensorArray, a range or None. "
-                f"What is the same at every step belongs in init, or is closed over"
-            )
+            raise WrongType(f"xs{path} is {describe(x)}; expected a tensor, a TensorArray, a range or None. {_cure(x)}")
         if x.dim() == 0 or not -x.dim() <= self.dim < x.dim():
             raise WrongValue(
                 f"xs{path} has shape {tuple(x.shape)} and no dim {self.dim} to run over; give it one, or close over it"
@@ -179,3 +177,12 @@ def _no_slots(array: TensorArray) -> Tensor | None:
     if shape is None or array.dtype is None or any(n is None for n in shape):
         return None
     return torch.empty((0, *shape), dtype=array.dtype, device=array.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _cure(x: Any) -> str:
+    """What to write in the place of xs of another kind."""
+    if hasattr(x, "__array__"):
+        return "Wrap it with torch.as_tensor"
+    if isinstance(x, Iterator):
+        return "Make a tensor of all steps: torch.stack(list(xs))"
+    return "What is the same at every step belongs in init, or is closed over"

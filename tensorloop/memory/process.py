@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tensorloop._common import scope
+from tensorloop.memory.counting.saved import must_be_function
 from tensorloop.memory.report.result import refuse_without
 from tensorloop.memory.report.timeline import Mark, Timeline
 
@@ -47,6 +48,8 @@ def mark(name: str) -> Iterator[None]:
         >>> [mark.name for mark in tl.memory.timeline(train).marks]
         ['step', 'forward']
     """
+    if not isinstance(name, str):
+        raise TypeError(f"mark: name must be a string, got {name!r}")
     begin = time.time()
     try:
         yield
@@ -78,6 +81,9 @@ def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Tim
         >>> tl.memory.timeline(lambda: torch.ones(1000).sum()).rise >= 0
         True
     """
+    must_be_function(fn, "timeline")
+    if not isinstance(interval, int | float) or not interval > 0:
+        raise ValueError(f"timeline: interval must be a number of seconds above 0, got {interval!r}")
     refuse_without("memory_profiler", "timeline")
     gc.collect()  # what waits for the collector would make the curve fall in the middle of the run
     marks: _Marks = []

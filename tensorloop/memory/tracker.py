@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorloop._common import html
+from tensorloop._common.arguments import as_device
+from tensorloop._common.errors import Fact
 from tensorloop.memory.counting.allocator import Allocations, Allocator
 from tensorloop.memory.counting.finder import BACKWARD
 from tensorloop.memory.counting.located import LocatedStorages
@@ -225,13 +227,11 @@ def _ranked(found: Allocations) -> tuple[SiteBytes, ...]:
 def track(device: str | torch.device | None = None) -> Iterator[Tracker]:
     """Counts the bytes of everything that runs in the block, by the user's line; cheap enough for a training step.
 
-    ```python
-    with track() as tracker:
-        loss = model(batch).sum()
-        loss.backward()
-        optimizer.step()
-    print(tracker)
-    ```
+        with track() as tracker:
+            loss = model(batch).sum()
+            loss.backward()
+            optimizer.step()
+        print(tracker)
 
     Args:
         device: None, or any but CUDA: a dispatch mode sees the operations of this thread, and counts the storages
@@ -256,7 +256,7 @@ def track(device: str | torch.device | None = None) -> Iterator[Tracker]:
         >>> tracker.live, tracker.peak
         (0, 4000)
     """
-    if device is not None and torch.device(device).type == "cuda":
+    if device is not None and _device(device).type == "cuda":
         if not torch.cuda.is_available():
             raise RuntimeError(f"track: device={str(device)!r}, but torch sees no CUDA device; track() counts on any")
         tracker = AllocatorTracker(Allocator(torch.device(device)))
@@ -268,3 +268,10 @@ def track(device: str | torch.device | None = None) -> Iterator[Tracker]:
     counting = OperationTracker()
     with counting.storages:
         yield counting
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        return as_device(device, "device")
+    except Fact as fact:
+        raise fact.named("track") from None

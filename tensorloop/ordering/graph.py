@@ -1,5 +1,6 @@
 """Which keys each query sees, as rows of numbers: masks from matrices, edges, points, grids, documents, `mask_mod`s."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,6 +182,7 @@ class Graph:
         n, m = read_shape(shape, "shape")
         if not callable(mask_mod):
             raise WrongType(f"mask_mod must be a function of b, h, q and kv, got {arguments.describe(mask_mod)}")
+        _check_takes_four(mask_mod)
         zero, keys = torch.tensor(0, device="cpu"), torch.arange(m, device="cpu")
         ask = torch.vmap(torch.vmap(mask_mod, (None, None, None, 0)), (None, None, 0, None))
         degrees, columns = [], []
@@ -259,12 +261,27 @@ def as_graph(matrix: Any, what: str) -> Graph:
         indptr, indices = (torch.as_tensor(x, device="cpu") for x in (rows.indptr, rows.indices))
         return _from_rows(indptr, indices, read_shape(tuple(rows.shape), what))
     got = arguments.describe(matrix)
-    raise WrongType(f"{what} must be a Graph, a sparse matrix of torch or scipy, or a tensor (N, M), got {got}")
+    cure = "; wrap it with torch.as_tensor" if hasattr(matrix, "__array__") else ""
+    cure = "; edges make one by Graph.from_edges" if isinstance(matrix, list | tuple) else cure
+    raise WrongType(f"{what} must be a Graph, a sparse matrix of torch or scipy, or a tensor (N, M), got {got}{cure}")
+
+
+def _check_takes_four(mask_mod: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(mask_mod)
+    except (TypeError, ValueError):
+        return  # nobody can tell
+    try:
+        signature.bind("b", "h", "q", "kv")
+    except TypeError:
+        raise WrongType(f"mask_mod is called as mask_mod(b, h, q, kv), but takes {signature}") from None
 
 
 def _from_tensor(matrix: Tensor, what: str) -> Graph:
     if matrix.dim() != 2:
         raise WrongValue(f"{what} must be (N, M), got {tuple(matrix.shape)}")
+    if matrix.is_meta:
+        raise WrongValue(f"{what} is on the meta device, which has no numbers; make it on another")
     matrix = matrix.detach().cpu()
     if matrix.layout is torch.sparse_csr:
         return _from_rows(matrix.crow_indices(), matrix.col_indices(), read_shape(tuple(matrix.shape), what))

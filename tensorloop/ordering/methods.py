@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
 from tensorloop.ordering import curves, documents, slab_search, swap_search, walks
 from tensorloop.ordering.graph import Graph, as_graph, read_shape
 from tensorloop.ordering.ordering import Ordering, use_permutation
@@ -256,7 +256,7 @@ def best(
             if coords is None or isinstance(coords, tuple | list):
                 raise WrongValue("mask_mod needs shape=, the number of positions, or (queries, keys)")
             shape = len(coords)
-        graph = Graph.from_mask_mod(mask_mod, read_shape(shape, "shape"))
+        graph = facts_of(Graph.from_mask_mod)(mask_mod, read_shape(shape, "shape"))
     problem = read_problem(as_graph(graph, "graph"), coords, block_size)
     moves = _read_moves(moves)
     name, orders = _choose(problem, _applicable(problem) if methods is None else _read_methods(methods))

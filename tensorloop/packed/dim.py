@@ -210,7 +210,7 @@ def _check_lengths(lens: Any, check: bool | None) -> Tensor:
         numbers = [arguments.as_int(n, f"lens[{row}]") for row, n in enumerate(arguments.items(lens, "lens"))]
         lens = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever the default device is
     elif lens.dtype is not torch.int64:
-        raise WrongType(f"lens must be int64, got dtype {lens.dtype}; convert with .to(torch.int64)")
+        raise WrongType(f"lens must be int64, got dtype {lens.dtype}{_lengths_of(lens)}")
     elif transforms.is_batched(lens):
         raise WrongType("lens is batched by vmap; lengths must be the same for every call")
     else:
@@ -223,6 +223,17 @@ def _check_lengths(lens: Any, check: bool | None) -> Tensor:
     return lens
 
 
+def _lengths_of(lens: Any) -> str:
+    """What to write in the place of lens of another kind."""
+    if isinstance(lens, Tensor):
+        if lens.dtype is torch.bool and lens.dim() == 2:
+            return "; the lengths of a mask are mask.sum(1)"
+        return "; convert with .to(torch.int64)"
+    if hasattr(lens, "__array__"):
+        return "; wrap it with torch.as_tensor"
+    return f"; write [{lens}]" if isinstance(lens, int) else "; make a list of it" if hasattr(lens, "__iter__") else ""
+
+
 def as_dim(lens: Any, check: bool | None = None) -> Dim:
     """A Dim as it is; lengths as a Dim without a name, whose refusals are facts of the caller's."""
     if isinstance(lens, Dim):
@@ -230,6 +241,7 @@ def as_dim(lens: Any, check: bool | None = None) -> Dim:
     if not isinstance(lens, Tensor) and not isinstance(lens, Sequence):
         raise WrongType(
             f"lens must be a Dim, an int64 tensor (B,) or a sequence of ints, got {arguments.describe(lens)}"
+            f"{_lengths_of(lens)}"
         )
     dim = Dim.__new__(Dim, None, lens)
     dim._begin(None, lens, check)

@@ -27,7 +27,10 @@ def join_rows(rows: Iterable[Tensor], name: str | None) -> tuple[Tensor, Dim]:
             raise WrongValue(f"rows[{b}] must be (len, *F), got a 0-d tensor")
         for what in ("dtype", "device"):
             if getattr(row, what) != getattr(given[0], what):
-                raise WrongValue(f"rows[{b}] has {what} {getattr(row, what)}, rows[0] has {getattr(given[0], what)}")
+                raise WrongValue(
+                    f"rows[{b}] has {what} {getattr(row, what)}, rows[0] has {getattr(given[0], what)}; "
+                    f"convert with .to()"
+                )
         if row.shape[1:] != given[0].shape[1:]:
             raise WrongValue(
                 f"rows[{b}] is {tuple(row.shape)}, rows[0] is {tuple(given[0].shape)}; only the first size may differ"
@@ -150,8 +153,8 @@ def collate(
     path: tuple[Any, ...] = (),
 ) -> Any:
     """A batch of examples, tensors (len_b, *F) packed, but for what stands at one of the places in `stack`."""
-    if not len(examples):
-        raise WrongValue("no examples")
+    if not path:
+        _check_examples(examples, stack)
     first = examples[0]
     if path and path[-1] in stack:
         return default_collate(list(examples))
@@ -165,8 +168,11 @@ def collate(
             raise type(fact)(re.sub(r"rows(\[\d+\])", rf"examples\1{place}", str(fact))) from None
     if isinstance(first, Mapping):
         for i, x in enumerate(examples):
-            if x.keys() != first.keys():
-                raise WrongValue(f"examples[{i}] has the keys {[*x]}, examples[0] has {[*first]}")
+            if not isinstance(x, Mapping) or x.keys() != first.keys():
+                keys = f"has the keys {[*x]}" if isinstance(x, Mapping) else f"is {arguments.describe(x)}"
+                raise WrongValue(
+                    f"examples[{i}] {keys}, examples[0] has the keys {[*first]}; give all of them the same"
+                )
         names = {k for k in stack if isinstance(k, str)}
         return {k: collate([x[k] for x in examples], from_list, names, (*path, k)) for k in first}
     if isinstance(first, (tuple, list)):
@@ -179,3 +185,13 @@ def collate(
             return type(first)(*parts)
         return type(first)(parts)
     return default_collate(list(examples))
+
+
+def _check_examples(examples: Any, stack: Any) -> None:
+    """Refuses what is no list of examples, and a `stack` that is no collection of keys."""
+    if not isinstance(examples, Sequence) or isinstance(examples, str):
+        raise WrongType(f"examples must be a list of examples, got {arguments.describe(examples)}")
+    if not examples:
+        raise WrongValue("no examples; give one or more")
+    if isinstance(stack, str) or not isinstance(stack, Collection):
+        raise WrongType(f"stack must be a list of keys or places, got {arguments.describe(stack)}; write [{stack!r}]")

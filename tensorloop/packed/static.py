@@ -69,7 +69,7 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("StaticPackedTensor")
     def __init__(self, values: Tensor, lens: Tensor, *, max_len: int | None = None, check: bool = False) -> None:
-        arguments.dense_tensor(values)
+        arguments.dense_tensor(values, "values")
         if values.dim() == 0:
             raise WrongValue("values must be (N, *F), got a 0-d tensor")
         rows = _make_rows(lens, values.shape[0], max_len, values.device, check)
@@ -87,7 +87,7 @@ class StaticPackedTensor(StaticPacked, _Base):
             >>> tl.packed.StaticPackedTensor.from_padded(x, torch.tensor([2, 1]), 5).values
             tensor([0., 1., 3., 0., 0.])
         """
-        arguments.dense_tensor(x)
+        arguments.dense_tensor(x, "x")
         if x.dim() < 2 or not isinstance(lens, Tensor) or x.shape[:1] != lens.shape:
             found = arguments.describe(lens) if not isinstance(lens, Tensor) else tuple(lens.shape)
             raise WrongValue(f"x must be (B, T, *F) and lens (B,), got {tuple(x.shape)} and {found}")
@@ -202,7 +202,7 @@ class StaticPackedTensor(StaticPacked, _Base):
     @named("like")
     def like(self, values: Tensor) -> Self:
         """Other values (N, *G) in the same rows; what stands in free entries is ignored."""
-        arguments.dense_tensor(values)
+        arguments.dense_tensor(values, "values")
         if values.dim() == 0 or values.shape[0] != self.capacity:
             raise WrongValue(f"values must be ({self.capacity}, *F), got shape {tuple(values.shape)}")
         return self._with(values)
@@ -218,7 +218,7 @@ class StaticPackedTensor(StaticPacked, _Base):
     @named("pack")
     def pack(self, x: Tensor) -> Self:
         """A padded tensor (B, max_len, *G) in the same rows: what is done to `p.pad()` comes back by it."""
-        arguments.dense_tensor(x)
+        arguments.dense_tensor(x, "x")
         if x.dim() < 2 or tuple(x.shape[:2]) != self.shape[:2]:
             raise WrongValue(f"x must be (B, max_len, *F), {self.shape[:2]}, got shape {tuple(x.shape)}")
         return self._with(self._rows.pack(x))

@@ -8,6 +8,7 @@ layouts. This file is the surface, long by the docstrings of one class.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from numbers import Number
 from typing import Any, Self
 
 import torch
@@ -109,7 +110,7 @@ class PackedTensor(InAutograd):
     def __init__(self, values: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | None = None) -> None:
         if isinstance(values, Packed):
             raise WrongType("values are packed already; use .values")
-        arguments.dense_tensor(values)
+        arguments.dense_tensor(values, "values")
         if values.dim() == 0:
             raise WrongValue("values must be (N, *F), got a 0-d tensor")
         dim = as_dim(lens, check)
@@ -228,6 +229,8 @@ class PackedTensor(InAutograd):
         steps = self.max_len if max_len is None else arguments.as_int(max_len, "max_len")
         if max_len is not None and steps < self.max_len:
             raise WrongValue(f"max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]")
+        if not isinstance(value, Number):
+            raise WrongType(f"value must be a number, got {arguments.describe(value)}")
         if not is_recording():
             refuse_lost_gradient((self,))
         return segments.pad(self.values, self._dim._offsets, steps, value)
@@ -419,7 +422,7 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
     if isinstance(x, PackedTensor):
         check_same_rows(x, x._with(x.values, dim))
         return x
-    arguments.dense_tensor(x)
+    arguments.dense_tensor(x, "x")
     if x.dim() < 2 or x.shape[0] != len(dim):
         raise WrongValue(f"x must be (B, T, *F) with B = {len(dim)} as in lens, got shape {tuple(x.shape)}")
     if dim.device != x.device and dim.device.type != "cpu":

@@ -77,7 +77,7 @@ class TensorArray(Core):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise WrongType(f"dtype must be a torch.dtype, got {arguments.describe(dtype)}")
         shape = None if element_shape is None else checks.read_sizes(element_shape)
-        super().__init__((shape, dtype, None if device is None else torch.device(device)), capacity)
+        super().__init__((shape, dtype, None if device is None else arguments.as_device(device, "device")), capacity)
 
     @classmethod
     @named("TensorArray.unstack")
@@ -92,7 +92,7 @@ class TensorArray(Core):
             >>> tl.TensorArray.unstack(torch.arange(6).view(3, 2))[1]
             tensor([2, 3])
         """
-        arguments.dense_tensor(values)
+        arguments.dense_tensor(values, "values")
         if values.dim() == 0:
             raise WrongValue("values must have a leading dim of slots, got a 0-d tensor")
         array = cls()
@@ -152,7 +152,10 @@ class TensorArray(Core):
         """
         if not isinstance(xs, Tensor):
             for x in arguments.items(xs, "xs"):
-                self.append(x)
+                try:
+                    self.append(x)
+                except (TypeError, ValueError) as error:
+                    raise type(error)(str(error).replace("append", "extend", 1)) from None
             return self
         store = self._admit(xs, lead=1)
         store.extend(self._running_rows(xs, lead=1))
@@ -197,7 +200,7 @@ class TensorArray(Core):
             tensor([[7., 0., 9.],
                     [0., 8., 0.]])
         """
-        arguments.dense_tensor(x)
+        arguments.dense_tensor(x, "x")
         pos = arguments.index_tensor(pos, self.device or x.device, "pos")
         checks.check_row_writes(pos, x, where)
         length, written = len(self), set[int]()
@@ -239,7 +242,7 @@ class TensorArray(Core):
             >>> tl.TensorArray.unstack(torch.zeros(4)).scatter([3, 0], torch.tensor([7.0, 8.0])).stack()
             tensor([8., 0., 0., 7.])
         """
-        arguments.dense_tensor(values)
+        arguments.dense_tensor(values, "values")
         index = arguments.index_tensor(indices, self.device or values.device)
         if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
             raise WrongValue(

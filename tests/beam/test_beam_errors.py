@@ -97,7 +97,7 @@ def giving(out: Callable[[Any, Tensor], Any]) -> Callable[..., Any]:
         (
             lambda c, k: (c.sum(1), torch.zeros(2, 3, 4)),
             TypeError,
-            r"beam_search: the body changed the carry at step 0",
+            r"beam_search: step_fn changed the carry at step 0",
         ),
         (lambda c, k: (c.double(), torch.zeros(2, 3, 4)), TypeError, r"\+ carry: Tensor \(2, 3, 5\) float64"),
         (lambda c, k: ((c, c), torch.zeros(2, 3, 4)), TypeError, "another structure"),

@@ -65,7 +65,7 @@ def test_searches_that_gather_are_told() -> None:
     ids, mask = prompts(model, padded=True)
     found = told(lambda: hf.beam_search(model, ids, mask, beam_size=2, max_steps=3))
     assert len(found) == 1
-    assert found[0].startswith("beam_search: keys are gathered for each step: ")
+    assert found[0].startswith("hf.beam_search: keys are gathered for each step: ")
     with torch.no_grad():
         assert not told(lambda: hf.beam_search(model, ids, mask, beam_size=2, max_steps=3))
 
@@ -281,3 +281,41 @@ def test_searches_in_half_precision(autocast: bool) -> None:
     torch.testing.assert_close(hyps.scores.flatten().float(), scores, atol=0.1, rtol=0.02)
     grads = torch.autograd.grad(hyps.scores.sum(), list(model.parameters()))
     assert all(bool(x.isfinite().all()) for x in grads)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"length_penalty": "a"}, "hf.beam_search: length_penalty must be a number, got str 'a'"),
+        (
+            {"logits_processor": 3},
+            "hf.beam_search: logits_processor must be a function of .* or a list of them, got int 3",
+        ),
+        ({"checkpoints": "a"}, "hf.beam_search: checkpoints must be None, an int"),
+    ],
+)
+def test_what_a_search_is_told(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{said}"):
+        hf.beam_search(model_of("llama", "tensorloop"), ids_of(), beam_size=2, max_steps=2, **options)
+
+
+def test_a_plain_list_of_processors_is_taken() -> None:
+    model: Any = model_of("llama", "tensorloop")
+    found = hf.beam_search(
+        model, ids_of(), beam_size=2, max_steps=2, logits_processor=[lambda ids, scores: scores - ids.new_ones(1)]
+    )
+    assert found.scores.shape == (2, 2)
+
+
+def test_what_a_cache_is_told() -> None:
+    model: Any = model_of("llama", "tensorloop")
+    with pytest.raises(TypeError, match=r"(?s)TrainCache: config must be a model's config, got .*; give model.config"):
+        hf.TrainCache(model)
+    cache, one = hf.TrainCache(model.config), torch.ones(1, 4, 1, 4)
+    with pytest.raises(IndexError, match=r"TrainCache.update: layer_idx is 9, but the config has \d layers"):
+        cache.update(one, one, 9)
+    model(ids_of(), past_key_values=cache)
+    with pytest.raises(TypeError, match=r"TrainCache.crop: the number of tokens to remove must be an int, got 'a'"):
+        cache.crop("a")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"hf.checkpoint_layers: enabled must be True or False, got str 'yes'"):
+        hf.checkpoint_layers(model, "yes")  # pyright: ignore[reportArgumentType]

@@ -53,7 +53,7 @@ def test_finds_what_generate_finds(kind: str, padded: bool) -> None:
 PAIRED = [(kind, name) for kind in ("grouped", "gemma3", "t5", "bart") for name in ("tensorloop", "sdpa")]
 
 
-@pytest.mark.filterwarnings("ignore:beam_search. keys are gathered:UserWarning")
+@pytest.mark.filterwarnings("ignore:hf.beam_search. keys are gathered:UserWarning")
 @pytest.mark.parametrize(("kind", "implementation"), [("gemma2", "tensorloop"), *PAIRED])
 def test_gradients_are_those_of_teacher_forcing(kind: str, implementation: str) -> None:
     model = build(kind, implementation)

@@ -97,5 +97,6 @@ def test_docstrings_become_paragraphs_and_blocks():
 def test_what_is_listed_in_a_docstring_is_a_list():
     docstring = "Adds.\n\nArgs:\n    a, b: (*F), a < b\n        and more.\n\nReturns:\n    `c`.\n\nCost: little.\n"
     assert markdown(docstring) == (
-        "Adds.\n\n\n**Args:**\n\n- `a, b`: (\\*F), a &lt; b\n  and more.\n\n\n**Returns:**\n\n`c`.\n\n\n**Cost:** little."
+        "Adds.\n\n\n**Args:**\n\n- `a, b`: (\\*F), a &lt; b\n  and more.\n\n\n**Returns:**\n\n`c`.\n\n\n"
+        "**Cost:** little."
     )

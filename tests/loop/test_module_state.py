@@ -355,7 +355,7 @@ def test_what_is_refused() -> None:
             tl.carrying(*objects)
     with pytest.raises(TypeError, match="carrying: names must be a sequence of paths, got 'h'"):
         tl.carrying(cell, names="h")
-    with pytest.raises(ValueError, match="scan: names: no attribute has the path 'g' after the first step"):
+    with pytest.raises(ValueError, match=r"carrying.map: names: no attribute has the path 'g' after the first step"):
         tl.carrying(cell, names=["g"]).map(cell, xs)
     assert not len(cell.h)
 
@@ -366,11 +366,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match=r"carried.state\['h'\]: Tensor \(8,\)"):
         tl.carrying(cell).map(grows, xs)
     assert not len(cell.h)
-    with pytest.raises(TypeError, match=r"scan: body_fn must return \(carry, y\), got Tensor"):
+    with pytest.raises(TypeError, match=r"carrying.scan: body_fn must return \(carry, y\), got Tensor"):
         tl.carrying(cell).scan(lambda c, x: cell(x), None, xs)
     with pytest.raises(TypeError, match=r"changed the carry at step 0 \(h is its carry.*\n  - h: int"):
         tl.carrying(cell).scan(lambda h, x: (x, cell(x)), 0, xs)
-    with pytest.raises(TypeError, match="map: fn must be callable, got int 3"):
+    with pytest.raises(TypeError, match=r"carrying.map: fn must be callable, got int 3"):
         tl.carrying(cell).map(3, xs)  # pyright: ignore[reportArgumentType]
 
 

@@ -250,7 +250,7 @@ def test_a_write_into_shared_memory_is_refused(program: Any, mode: Any, checkpoi
     with mode():
         module, step = program()
         values = copy.deepcopy({**vars(module), **module._buffers}) if program is not SHARING[-1] else {}
-        with pytest.raises(RuntimeError, match=r"scan: the body writes into (all|row), which shares memory with"):
+        with pytest.raises(RuntimeError, match=r"carrying.map: the body writes into (all|row), which shares memory"):
             tl.carrying(module).map(step, randn(5, 2, 4), checkpoints=checkpoints)
         for key in values.keys() & {"all", "row"}:
             torch.testing.assert_close(getattr(module, key), values[key])

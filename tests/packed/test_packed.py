@@ -453,8 +453,8 @@ def test_collate_names_the_example_and_the_place():
     for examples, said in (
         ([(0, x), (1, y)], "collate: examples[1][1] is (2, 4), examples[0][1] is (2, 3); only the first size may"),
         ([{"a": {"b": x}}, {"a": {"b": x.long()}}], "examples[1]['a']['b'] has dtype torch.int64, examples[0]['a']['b"),
-        ([{"a": x}, {"b": x}], "collate: examples[1] has the keys ['b'], examples[0] has ['a']"),
-        ([{"a": x}, {"a": x, "b": x}], "collate: examples[1] has the keys ['a', 'b'], examples[0] has ['a']"),
+        ([{"a": x}, {"b": x}], "collate: examples[1] has the keys ['b'], examples[0] has the keys ['a']"),
+        ([{"a": x}, {"a": x, "b": x}], "collate: examples[1] has the keys ['a', 'b'], examples[0] has the keys ['a']"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             collate(examples)

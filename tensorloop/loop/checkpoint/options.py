@@ -46,14 +46,16 @@ class Checkpoints:
         object.__setattr__(self, "offload", as_place(self.offload, "offload"))
 
 
-def plan_of(checkpoints: Any, name: str) -> Checkpoints | Schedule | None:
+# A dataclass writes its own __init__; unknown keywords are answered as those of a function are.
+Checkpoints.__init__ = named("Checkpoints")(Checkpoints.__init__)
+
+
+def plan_of(checkpoints: Any) -> Checkpoints | Schedule | None:
     """The argument `checkpoints`, checked."""
     if checkpoints is None or isinstance(checkpoints, Checkpoints | Schedule):
         return checkpoints
     if isinstance(checkpoints, bool) or not isinstance(checkpoints, int):
-        raise TypeError(
-            f"{name}: checkpoints must be None, an int, a Schedule or a Checkpoints, got {describe(checkpoints)}"
-        )
+        raise WrongType(f"checkpoints must be None, an int, a Schedule or a Checkpoints, got {describe(checkpoints)}")
     if checkpoints < 1:
-        raise ValueError(f"{name}: checkpoints must be at least 1 (the initial carry counts), got {checkpoints}")
+        raise WrongValue(f"checkpoints must be at least 1 (the initial carry counts), got {checkpoints}")
     return Checkpoints(k=checkpoints)

@@ -138,4 +138,5 @@ def saved_bytes(fn: Callable[[], Any]) -> int:
         >>> tl.memory.saved_bytes(lambda: (w * 2).sin().exp().sum())
         32
     """
+    must_be_function(fn, "saved_bytes")
     return saved(fn).bytes

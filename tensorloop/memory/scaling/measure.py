@@ -80,6 +80,8 @@ def growth(
     """
     Ts = _checked(make_fn, Ts)
     if measure is not None:
+        if not callable(measure):
+            raise TypeError(f"growth: measure must be a function such as tl.memory.peak; got {measure!r}")
         with _Passes(progress, "growth", sum(Ts)) as bar:
             counted = tuple(bar.shown(T, "", partial(_measured, measure, make_fn, T)) for T in Ts)
         sizes = _subtracted(Ts, counted, subtract, strict=True)
@@ -119,7 +121,13 @@ def _checked(make_fn: Any, Ts: Any) -> tuple[int, ...]:
 
 
 def _measured(measure: Callable[[Callable[[], Any]], int], make_fn: Callable[[int], Callable[[], Any]], T: int) -> int:
-    return measure(make_fn(T))
+    fn = make_fn(T)
+    if not callable(fn):
+        raise TypeError(
+            f"growth: make_fn({T}) must give a function without arguments; got {type(fn).__name__}. Pass lambda T: "
+            f"lambda: f(T) for a function f of T"
+        )
+    return measure(fn)
 
 
 class _Passes(Progress):
