@@ -25,7 +25,7 @@ class Paths(NamedTuple):
     shared: Tensor  # (c, B): in states 0 to c - 1, where one ancestor is that of all K
     own: Tensor  # (t + 1 - c, B, K): in states c to t
 
-    def join(self, first: int = 0) -> Tensor:
+    def join(self, first: int) -> Tensor:
         """(t + 1 - first, B, K) int64: the ancestors in states from `first` on."""
         c, size = len(self.shared), self.own.shape[2]
         if first >= c:

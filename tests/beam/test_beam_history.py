@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import beam
+from tensorloop.beam import search
 from tests.support.beam_cases import BOS, EOS, Table
 
 ROWS, SIZE, HEADS, WIDTH, VOCABULARY = 4, 3, 2, 3, 6
@@ -302,6 +303,26 @@ def test_arrays_that_grow_at_their_own_pace():
 
     init = (torch.zeros(ROWS).long(), tl.TensorArray())
     beam.beam_search(step, init, batch_size=ROWS, beam_size=SIZE, bos_id=BOS, eos_id=EOS, max_steps=8, stop="never")
+
+
+def test_a_row_that_has_stopped_goes_on_as_the_first_of_its_hypotheses(monkeypatch: pytest.MonkeyPatch):
+    """Else a batch that is not compact would never have ancestors that all share, and hold S for all its steps."""
+    made = list[Any]()
+    monkeypatch.setattr(search, "Ancestry", lambda *args, make=search.Ancestry: made.append(make(*args)) or made[-1])
+    # The hypotheses of row 0 stay apart until they end in step 1; those of row 1 come from the best one, step by step.
+    first = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 8, 1, 1]]).log()
+    later = torch.tensor([[0, 1, 1, 0, 0], [0, 0, 1, 1, 1]]).log()
+
+    def step(carry: Tensor, tokens: Tensor, *, history: Tensor) -> tuple[Tensor, Tensor]:
+        scores = later if history.shape[2] else first
+        return carry, torch.log_softmax(scores[:, None].expand(-1, SIZE, -1), -1)
+
+    hyps = beam.beam_search(
+        step, torch.zeros(2), batch_size=2, beam_size=SIZE, bos_id=BOS, eos_id=EOS, max_steps=8, stop="first_n",
+        n_best=1, compact=False,
+    )  # fmt: skip
+    assert hyps.lattice.steps.tolist() == [2, 8]
+    assert made[0].shared[-1] == made[0].state == 7
 
 
 def test_what_cannot_be_done_to_a_shared_past():

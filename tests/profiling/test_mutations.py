@@ -87,13 +87,24 @@ def test_caught_is_what_fails_or_hangs(
 
     def run(command: list[str], **options: Any) -> Any:
         seen.append(file.read_text())
+        if len(seen) == 1:  # without the fault
+            return subprocess.CompletedProcess(command, 0)
         if outcome is None:
             raise subprocess.TimeoutExpired(command, options["timeout"])
         return subprocess.CompletedProcess(command, outcome)
 
     monkeypatch.setattr(script.subprocess, "run", run)
-    assert script.Workshop(tmp_path).survives(mutant, ("tests/loop",), 1.0) is survives
-    assert seen == [mutant.apply(file.read_text())]  # broken while the tests ran, and whole again
+    assert script.Workshop(tmp_path).survives(mutant, ("tests/loop",)) is survives
+    assert seen == [file.read_text(), mutant.apply(file.read_text())]  # whole, broken while the tests ran, whole again
+
+
+def test_tests_that_fail_without_a_fault_tell_nothing(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script.shutil, "copytree", lambda *args, **options: None)
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(script.subprocess, "run", lambda *args, **options: failed)
+    mutant = script.draw(script.ROOMS["undo"], 1, 0)[0]
+    with pytest.raises(SystemExit, match="tests/loop fail without any fault"):
+        script.Workshop(tmp_path).survives(mutant, ("tests/loop",))
 
 
 def test_the_page_shows_the_results(script: Any):

@@ -95,6 +95,13 @@ def test_copies_of_copies(kind: Kind) -> None:
     assert all(holds(array, torch.stack(expected)) for array, expected in family)
 
 
+def test_a_copy_of_what_was_unstacked_reads_its_rows_by_one_operation_too() -> None:
+    twin = copy.copy(tl.TensorArray.unstack(VALUES.clone().requires_grad_()))
+    rows = [twin.read(i) for i in range(len(twin))]
+    assert holds(twin, VALUES)
+    assert len({row.grad_fn for row in rows}) == 1
+
+
 def test_reads_of_a_twin_stay_what_they_were() -> None:
     array = PLAIN["appended"](VALUES)
     twin = copy.copy(array)

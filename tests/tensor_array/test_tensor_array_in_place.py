@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop.attention import Sight, attend_past
 from tests.support.array_kinds import KINDS
 
 VALUES = torch.arange(1.0, 13.0).view(4, 3)
@@ -124,6 +125,18 @@ def test_a_tensor_changed_after_unstack_is_an_error_at_the_next_use(
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"TensorArray.*unstack\(\) was changed in place.*clone\(\)"):
             use(array)
+
+
+@every_mode
+def test_a_view_changed_in_place_is_an_error_where_slots_are_read_as_they_lie(mode: Callable[[], Any]) -> None:
+    values = torch.randn(3, 2, 1, 4)
+    keys, others = tl.TensorArray().extend(values), tl.TensorArray().extend(values)
+    view, q = keys[:1], values[0][:, None]
+    with mode():
+        attend_past(q, keys, others, Sight(1.0))
+        view.zero_()
+        with pytest.raises(RuntimeError, match=r"changed in place.*clone\(\)"):
+            attend_past(q, keys, others, Sight(1.0))
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

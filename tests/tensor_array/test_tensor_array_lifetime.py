@@ -84,6 +84,20 @@ def test_what_waits_is_bounded() -> None:
     assert x.grad.item() == sum(range(5 * WAITING))
 
 
+def test_no_node_is_made_of_a_token_that_is_as_long_as_its_array() -> None:
+    array = tl.TensorArray().extend(torch.ones(3, 2, requires_grad=True) * 1)
+    store = store_of(array)
+    assert isinstance(store, Buffer)
+    token = store.token
+    assert token is not None
+    assert store.whole_token() is token
+    array.append(torch.ones(2))
+    assert store.token is token
+    longer = store.whole_token()
+    assert longer is not None
+    assert longer.shape == (4, 2)
+
+
 @pytest.mark.parametrize("use", ["backward", "drop"])
 def test_a_hundred_thousand_steps(use: str) -> None:
     """A chain of 100,000 nodes: no stack overflows when it is dropped, no list grows with each of them."""
