@@ -1,0 +1,110 @@
+"""Rarer forms of operations: other orders of a norm, halves, numbers instead of rows, rows too long to compare."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import tensorloop as tl
+from tensorloop.loop.compiled.front import NotCompiledWarning
+from tests.support.compiled_cases import check_equal
+
+T = 3
+Body = Callable[[Tensor, Tensor], Any]
+NORM = torch.linalg.vector_norm
+GAIN = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
+
+BODIES: dict[str, Body] = {  # of two (4, 6) tensors
+    "norm of order 0": lambda h, x: (h.sin() + x, NORM(h, 0, -1)),
+    "norm of order 1": lambda h, x: (h.sin() + x * NORM(h, 1, -1, True), h),
+    "norm of order 3": lambda h, x: (h.sin() + x * NORM(h, 3, (0, 1)), h),
+    "largest in size": lambda h, x: (h.sin() + x * NORM(h, math.inf, 0), h),
+    "smallest in size": lambda h, x: (h.sin() + x * NORM(h, -math.inf), h),
+    "norm in double": lambda h, x: (h.sin() + x * NORM(h.float(), 2, 0, dtype=torch.float64), h),
+    "norm of a number": lambda h, x: (h.sin() + x * NORM(h[0, 0]), h),
+    "root mean squares": lambda h, x: (F.rms_norm(h + x, [6], GAIN), F.rms_norm(h, [4, 6])),
+    "gelu by tanh": lambda h, x: (F.gelu(h, approximate="tanh") + x, h),
+    "deviation": lambda h, x: (h.sin() + x / (1 + h.std(-1, keepdim=True)), torch.std(h, 0, correction=0)),
+    "order of a number": lambda h, x: (h.sin() + x * h[0, 0].sort()[0], h[0, 0].sort()),
+    "k-th of a number": lambda h, x: (h.sin() + x * h[0, 0].kthvalue(1)[0], h[0, 0].kthvalue(1)),
+    "largest of a number": lambda h, x: (h.sin() + x * h[0, 0].max(0)[0], h[0, 0].min(0)),
+    "none of the largest": lambda h, x: (h.sin() + x, h.topk(0, -1)),
+    "largest of many ints": lambda h, x: (h.sin() + x, (9 * h).long().topk(2, -1).values),
+    "smallest of many ints": lambda h, x: (h.sin() + x, (9 * h).long().topk(2, -1, largest=False).values),
+    "rows of 200": lambda h, x: (h.sin() + x, h.flatten().repeat(9).sort(stable=True)),
+    "17 of 200": lambda h, x: (h.sin() + x, h.flatten().repeat(9).topk(17).values),
+    "k-th of 200": lambda h, x: (h.sin() + x, h.flatten().repeat(9).kthvalue(5).values),
+    "softmax of a number": lambda h, x: (h.sin() + x * h[0, 0].softmax(0), h[0, 1].log_softmax(0)),
+    "logsumexp of a number": lambda h, x: (h.sin() + x * h[0, 0].logsumexp(0), h),
+    "sum of a number": lambda h, x: (h.sin() + x * h[0, 0].mean(), h[0, 0].sum(0)),
+    "larger one": lambda h, x: (torch.max(h, x.sin()), torch.min(h, x)),
+    "products and sums": lambda h, x: (
+        torch.addbmm(x, h[None], h.t()[None] @ x[None]).sin(), torch.addr(x, x[:, 0], x[0])),
+    "large pool": lambda h, x: (h.sin() + x * F.max_pool2d(F.pad(h[None], (3, 3, 3, 3)), 6)[0].sum(), h),
+}  # fmt: skip
+
+
+def outcome(body: Body, dtype: torch.dtype, compile: Any) -> tuple[list[Tensor], list[Any]]:
+    torch.manual_seed(0)
+    h = torch.randn(4, 6, dtype=dtype, requires_grad=True)
+    xs = torch.randn(T, 4, 6, dtype=dtype, requires_grad=True)
+    outputs = tree_leaves(tl.scan(body, h, xs, compile=compile))
+    loss = sum((y * torch.arange(1, y.numel() + 1).view(y.shape).cos()).sum() for y in outputs if y.requires_grad)
+    return outputs, list(torch.autograd.grad(loss, [h, xs]))  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_equal_to_the_eager_loop(name: str):
+    expected, expected_grads = outcome(BODIES[name], torch.float64, False)
+    found, grads = outcome(BODIES[name], torch.float64, "strict")
+    check_equal(found, expected, 1e-11)
+    check_equal(grads, expected_grads, 1e-11)
+
+
+KERNEL = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(1)) * 0.4
+HALVES: dict[str, Body] = {
+    "root mean squares": lambda h, x: (F.rms_norm(h + x, [6]), F.rms_norm(h, [6], GAIN.to(h.dtype), 1e-3)),
+    "conv": lambda h, x: (torch.sin(F.conv1d(h, KERNEL.to(h.dtype), padding=1) + x), h),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_are_as_near_as_their_last_bits(name: str, dtype: torch.dtype):
+    expected, expected_grads = outcome(HALVES[name], dtype, False)
+    found, grads = outcome(HALVES[name], dtype, "strict")
+    tolerance = 30 * torch.finfo(dtype).eps  # three steps, and gradients summed over a row
+    check_equal(found, expected, tolerance)
+    check_equal(grads, expected_grads, tolerance)
+
+
+def test_a_variance_of_one_row_is_torchs():
+    def body(h: Tensor, x: Tensor) -> Any:
+        return h.sin() + x, (h[:1].detach().var(0), h.detach().var(0, correction=4), h[0, 0].detach().var())
+
+    with pytest.warns(UserWarning, match="degrees of freedom"):
+        expected, _ = outcome(body, torch.float64, False)
+    with pytest.warns(UserWarning, match="degrees of freedom"):  # of the step that is looked at
+        found, _ = outcome(body, torch.float64, "strict")
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
+
+
+NOT_COMPILED: dict[str, Body] = {
+    "a frame that does not count": lambda h, x: (F.avg_pool2d(h[None], 3, 1, 1, False, False)[0] + x, h),
+    "windows cut off": lambda h, x: (h.sin() + x * F.avg_pool2d(h[None], 4, ceil_mode=True).sum(), h),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_what_is_left_to_the_eager_loop(name: str):
+    expected, expected_grads = outcome(NOT_COMPILED[name], torch.float64, False)
+    with pytest.warns(NotCompiledWarning, match="not compiled"):
+        found, grads = outcome(NOT_COMPILED[name], torch.float64, True)
+    check_equal(found, expected, 1e-15)
+    check_equal(grads, expected_grads, 1e-15)
