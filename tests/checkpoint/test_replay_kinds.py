@@ -65,3 +65,32 @@ def test_tensors_without_numbers(plan: Any, random: bool) -> None:
             assert [x.shape for x in (*first, *grad(loss, [init, w]))] == [(2,)] * 4
             assert ys.shape == (STEPS, 2)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2, 6])
+def test_a_step_that_cuts_its_array_short(checkpoints: int) -> None:
+    xs = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+
+    def body(a: tl.TensorArray, x: Tensor) -> tuple[tl.TensorArray, Tensor]:
+        a.append(x.sin()).append(a[-1] * x.cos())
+        seen = a.stack().sum(0)
+        a.truncate(len(a) - 1)
+        a[len(a) - 1] = a[-1] * 1.5
+        return a, seen * a.stack().sum(0)
+
+    a, steps = tl.TensorArray(), []
+    for x in xs:
+        a, y = body(a, x)
+        steps.append(y)
+    expected = a.stack(), torch.stack(steps)
+    array, ys = tl.scan(body, tl.TensorArray(), xs, checkpoints=checkpoints)
+    found = array.stack(), ys
+    torch.testing.assert_close(found, expected)
+    assert len(array) == 6
+
+    def first_and_second(outputs: tuple[Tensor, Tensor]) -> list[Tensor]:
+        loss = (outputs[0] ** 3).sum() + outputs[1].sin().sum()
+        (first,) = torch.autograd.grad(loss, xs, create_graph=True)
+        return [first, *torch.autograd.grad(first.square().sum(), xs)]
+
+    torch.testing.assert_close(first_and_second(found), first_and_second(expected))

@@ -54,8 +54,9 @@ def test_a_body_that_asks_for_the_length_is_tried_with_every_length():
         ),
         (lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().cumsum(0)[-1]), "numel|cumsum"),
         (lambda h, a, x, d: next_state(h, x, d, a.write_rows(torch.arange(B), h)[0]), "in Python|row by row"),
+        (lambda h, a, x, d: next_state(h, x, d, a.append(h).append(x).truncate(SLOTS)[-1]), "array .* is cut short"),
     ],
-    ids=["a float of the length", "a running sum", "rows"],
+    ids=["a float of the length", "a running sum", "rows", "cut short"],
 )
 def test_what_falls_back(step: Callable[..., Tensor], reason: str):
     refused(Inputs(), step, reason)

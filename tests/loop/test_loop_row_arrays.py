@@ -123,6 +123,17 @@ def test_an_array_that_gets_shorter_while_rows_have_stopped(compact: bool, check
         run()
 
 
+def test_an_array_is_not_cut_short_for_rows_that_have_stopped() -> None:
+    def body(state: tuple[tl.TensorArray, Tensor]) -> tuple[tl.TensorArray, Tensor]:
+        a, h = state
+        return a.append(h).append(2 * h).truncate(len(a) - 1), h + 1
+
+    with pytest.raises(
+        RuntimeError, match=r"TensorArray.truncate: rows of the loop have stopped, .* write slots by row"
+    ):
+        tl.while_loop(lambda state: state[1] < torch.tensor([2.0, 4.0]), body, (tl.TensorArray(), torch.zeros(2)))
+
+
 @with_and_without_checkpoints
 @compact_or_not
 def test_an_inner_loop_writes_running_rows_only(compact: bool, checkpoints: Any) -> None:

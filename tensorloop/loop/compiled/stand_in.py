@@ -68,6 +68,9 @@ class StandIn(Store):
     def pad(self, length: int) -> None:
         raise Refused("an array in the carry has slots that are skipped, or written row by row", user_place())
 
+    def truncate(self, length: int) -> bool:
+        raise Refused("an array in the carry is cut short", user_place())
+
     def put(self, key: Key, x: Tensor) -> None:
         if not isinstance(key, int):
             raise Refused("an array in the carry is written row by row, or by scatter()", user_place())
