@@ -67,7 +67,7 @@ class Words:
             x.repeat_interleave(BEAMS, 0)
             for x in (context.memory, context.mask, context.lens, *carry.lower, *carry.upper, carry.feed)
         )
-        return Context(memory, mask, lens, None), Carry(0, (h, c), (h2, c2), feed, tl.TensorArray().append(h2))
+        return Context(memory, mask, lens, None), Carry((h, c), (h2, c2), feed, tl.TensorArray().append(h2))
 
     def packed(self, rows: list[Tensor]) -> Tensor:
         """Log-probabilities of rows (B * K, T*): (B * K,)"""

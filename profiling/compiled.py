@@ -159,7 +159,7 @@ def memory_cell(cell: harness.Cell) -> dict[str, Any]:
 
 
 def parts_cell(cell: harness.Cell) -> dict[str, Any]:
-    """Seconds of each part of forward + backward: loops, products over all steps, key, and all."""
+    """Seconds of each part of forward + backward: loops, products over all steps, key, all; and of the key alone."""
     w, T = cell["workload"], cell["T"]
     d = leaves(w, T)
     loss, inputs = loss_of(w, "compiled", d, T), workloads.differentiated(d)
@@ -182,7 +182,29 @@ def parts_cell(cell: harness.Cell) -> dict[str, Any]:
             found["loops"].append(spent["loops"])
             found["products"].append(spent["programs"] - spent["loops"])
             found["key"].append(spent["key"])
+    found["key_alone"] = keys_alone(loss)
     return {f"{name}_s": seconds for name, seconds in found.items()}
+
+
+def keys_alone(loss: Callable[[], Any]) -> list[float]:
+    """Seconds of a key after another, of the loop that `loss` runs: nothing between them takes the caches."""
+    calls, recorded = [], front.recorded
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return recorded(*args)
+
+    front.recorded = noted
+    try:
+        loss()
+    finally:
+        front.recorded = recorded
+    seconds = []
+    for _ in range(100):
+        start = time.perf_counter()
+        front.plan_of(recorded(*calls[0]))
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def encode(model: G2P, letters: Tensor, lens: Tensor, masks: Masks) -> tuple[Con
     mean = states.sum(0) / lens[:, None]  # states behind the ends are zero
     h_lower, c_lower, h_upper, c_upper = model.bridge(mean).chunk(4, 1)
     lower, upper = (h_lower.tanh(), c_lower), (h_upper.tanh(), c_upper)
-    carry = Carry(0, lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
+    carry = Carry(lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
     return Context(states.transpose(0, 1), mask, lens, masks), carry
 
 

@@ -231,15 +231,6 @@ def test_arrays_with_holes_run_eagerly():
     assert array[1:].tolist() == [1, 0, 1, 2]
 
 
-def test_arrays_where_rows_stop_run_eagerly():
-    init = torch.zeros(3), tl.TensorArray()
-    limits = torch.tensor([1.0, 2.0, 3.0])
-    with pytest.warns(NotCompiledWarning, match="a TensorArray where rows stop"):
-        h, array = tl.while_loop(lambda c: c[0] < limits, lambda c: (c[0] + 1, c[1].append(c[0])), init, compile=True)
-    assert h.tolist() == [1, 2, 3]
-    assert array.stack().tolist() == [[0, 0, 0], [0, 1, 1], [0, 0, 2]]
-
-
 def test_a_counter_in_the_closure_is_seen():
     n = 0
 

@@ -361,21 +361,6 @@ def test_random_numbers_are_refused():
     )
 
 
-def test_arrays_in_the_carry_are_refused():
-    def body(state: Any, x: Tensor) -> Any:
-        h, array = state
-        return (torch.sin(h + x), array.append(h)), None
-
-    def run(compile: Any) -> Any:
-        init = torch.zeros(2, 3), tl.TensorArray()
-        (h, array), _ = tl.scan(body, init, PackedTensor(torch.ones(3, 3), [1, 2]), compile=compile)
-        return h, array.stack()
-
-    with pytest.warns(NotCompiledWarning, match="holds a TensorArray where rows stop on their own"):
-        found = run(True)
-    torch.testing.assert_close(found, run(False))
-
-
 def test_a_closed_over_tensor_of_all_rows_is_the_eager_loops_error():
     scale, xs = torch.ones(3, 3), PackedTensor(torch.ones(5, 3), [1, 2, 2])
     for compile in (False, "strict"):

@@ -1,4 +1,4 @@
-"""The profiling scripts of g2p, packed beside padded, and Phonetisaurus: both kinds agree, the reports hold.
+"""The profiling scripts of g2p, packed beside padded, compiled beside eager, and Phonetisaurus: the reports hold.
 
 No time is looked at.
 """
@@ -20,7 +20,7 @@ import torch
 from tests.examples.test_g2p_runs import write_lexicon
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("g2p_padded", "g2p_phonetisaurus", "g2p_padding", "harness", "partial", "resident", "script")
+NAMES = ("g2p_compiled", "g2p_padded", "g2p_phonetisaurus", "g2p_padding", "harness", "partial", "resident", "script")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,26 @@ def test_figures_are_medians_scaled_to_an_epoch(script: Any):
     )
     result["entries"][0]["raw"] = [{"error": "no words"}]
     assert script.row(result, "small", "length") == [title, *5 * ["error"]]
+
+
+# ---- compiled ----
+
+
+def test_compiled_loops_train_as_eager_ones(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        compiled = importlib.import_module("g2p_compiled")
+    monkeypatch.setattr(script.harness, "spawn", lambda path, cell: json.loads(json.dumps(compiled.run_cell(cell))))
+    out = tmp_path / "quick.json"
+    assert compiled.SCRIPT.main(quick(out, "--size", "full")) == 0
+    result = json.loads(out.read_text())
+    assert [check["raw"][0]["apart"] <= 1e-9 for check in result["checks"]] == [True]
+    (raw,) = result["entries"][0]["raw"]
+    assert len(raw["eager_s"]) == len(raw["compiled_s"]) == 2
+    assert 0 < len(raw["making_s"]) <= 2
+    assert raw["losses_apart"] < 1e-4
+    assert raw["shapes"] > 1
+    assert re.search(r"^\| `--size full`, 30 words", out.with_suffix(".md").read_text(), re.M)
 
 
 # ---- Phonetisaurus ----

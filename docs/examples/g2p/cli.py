@@ -21,7 +21,7 @@ from docs.examples.g2p.train import Settings, Trainer
 RUNS = Path("runs") / "g2p"
 SIZES = {
     "small": Settings(epochs=8, hidden=128, embed=64, batch_size=128, learning_rate=4e-3, dropout=0.1),
-    "full": Settings(),
+    "full": Settings(compile=True),
 }
 DEMO_WORDS = 24_000
 DEMO_EPOCHS = 5  # and one of minimum risk, which takes as long as four of them
@@ -132,6 +132,9 @@ def _run_options() -> argparse.ArgumentParser:
     run.add_argument("--learning-rate", type=_positive, metavar="RATE", help="the highest (default: by size)")
     run.add_argument(
         "--dropout", type=_share, metavar="SHARE", help="of units at once (default: by size or checkpoint)"
+    )
+    run.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None, help="the decoder's loop (default: by size)"
     )
     run.add_argument("--save-every", type=float, default=60.0, metavar="SECONDS", help="time between checkpoints")
     run.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon to train on")

@@ -74,13 +74,17 @@ class Context(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from one decoder step to the next. ``t`` counts the phones written. In a beam search B is B, K."""
+    """What goes from one decoder step to the next. In a beam search B is B, K."""
 
-    t: int
     lower: tuple[Tensor, Tensor]  # h, c (B, H)
     upper: tuple[Tensor, Tensor]
     feed: Tensor  # (B, H): the last readout, fed back
     past: TensorArray  # t + 1 slots (B, H): the initial state and the upper state after every phone
+
+    @property
+    def t(self) -> int:
+        """How many phones have been written."""
+        return len(self.past) - 1
 
 
 class Written(NamedTuple):
@@ -169,7 +173,7 @@ class G2P(nn.Module):
         mean = states.mean(1)
         h_lower, c_lower, h_upper, c_upper = self.bridge(mean).chunk(4, 1)
         lower, upper = (torch.tanh(h_lower), c_lower), (torch.tanh(h_upper), c_upper)
-        carry = Carry(0, lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
+        carry = Carry(lower, upper, torch.zeros_like(mean), TensorArray().append(upper[0]))
         # The one place with slots behind the ends of words: a step attends to all words at once.
         mask = PackedTensor(states.values.new_zeros(len(states.values)), letters.dims[0]).pad(float("-inf"))
         return Context(states.pad(), mask, letters.lens, masks), carry
@@ -180,14 +184,14 @@ class G2P(nn.Module):
         A step appends to ``carry.past``: a carry is used once.
         """
         masks, memory = context.masks, of_words(context.memory, carry.feed[..., None])
-        past = carry.past[: carry.t + 1]
+        past = carry.past[:]
         lower = self.lower(carry.feed, carry.lower, self.token_gates(tokens))
         upper = self.upper(lower[0] if masks is None else lower[0] * of_words(masks.lower, lower[0]), carry.upper)
         top = upper[0] if masks is None else upper[0] * of_words(masks.upper, upper[0])
         to_letters, to_past = self.queries(top).chunk(2, -1)
         letters = attend(to_letters, memory.movedim(-2, 0), of_words(context.mask, to_letters))
         feed = torch.tanh(self.readout(torch.cat((top, letters, attend(to_past, past)), -1)))
-        return Carry(carry.t + 1, lower, upper, feed, carry.past.append(upper[0]))
+        return Carry(lower, upper, feed, carry.past.append(upper[0]))
 
     def scores(self, readout: Rows, beyond: Rows) -> Rows:
         """Log-probabilities (..., V) of readout (..., H), packed or a step's; V is phones and eos.
@@ -212,8 +216,13 @@ class G2P(nn.Module):
             raise FloatingPointError(f"the scores of step {carry.t - 1} are not finite; are the weights damaged?")
         return carry, scores
 
-    def forward(self, letters: PackedTensor, phones: PackedTensor, masks: Masks | None = None) -> PackedTensor:
-        """Log-probabilities (B, T*, V) of each phone given the true ones before it; phones (B, T*) end with eos."""
+    def forward(
+        self, letters: PackedTensor, phones: PackedTensor, masks: Masks | None = None, compile: bool = False
+    ) -> PackedTensor:
+        """Log-probabilities (B, T*, V) of each phone given the true ones before it; phones (B, T*) end with eos.
+
+        With ``compile`` the decoder's loop runs as a native function, made once for each number of rows and letters.
+        """
         context, carry = self.encode(letters, masks)
         time = phones.dims[0]
         # The start takes the place of the end that rolls in from the row before.
@@ -223,7 +232,7 @@ class G2P(nn.Module):
             carry = self.step(carry, tokens, context)
             return carry, carry.feed
 
-        _, readouts = scan(read_on, carry, PackedTensor(given, time), context=context)
+        _, readouts = scan(read_on, carry, PackedTensor(given, time), context=context, compile=compile)
         if context.masks is not None:
             readouts = readouts * context.masks.readout[:, None]
         return self.scores(readouts, PackedTensor(phones.positions, time) - letters.lens[:, None])

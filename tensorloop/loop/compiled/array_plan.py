@@ -22,6 +22,7 @@ class ArrayPlan(Plan):
     """A plan, and what its step does for arrays of other lengths than it was looked at with."""
 
     template: Template
+    told: list[str] | None  # what the body's Python is told of tensors; None where that depends on lengths
     tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
 
 
@@ -30,6 +31,7 @@ class Looks(NamedTuple):
 
     base: Recorded
     template: Template
+    told: list[str] | None
 
 
 def looked(found: Recorded) -> Looks:
@@ -40,30 +42,29 @@ def looked(found: Recorded) -> Looks:
     if found.draws:
         raise Refused("random numbers are drawn in a loop with a TensorArray in the carry")
     lengths = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
+
+    def looks(*, lines: bool) -> list[Recorded]:
+        return [Recorded(found.loop, found.first, lines=lines, arrays=found.arrays.again(x)) for x in lengths]
+
     try:
-        base, *longer = [
-            Recorded(found.loop, found.first, lines=True, live=False, arrays=found.arrays.again(x)) for x in lengths
-        ]
+        # With lines the arguments have gradients, so that what cuts them off shows; torch then has operations of its
+        # own in between, and a key is of a look without.
+        written, seen = looks(lines=True), looks(lines=False)
     except Refused:
         raise
     except Exception:  # at a length that the loop may never have
         raise length_matters() from None
-    template = Template(base, longer)
-    if not template.describes(base, found.arrays.lengths, found.captures) or _seen(base) != _seen(found):
+    template = Template(written, seen)
+    if not template.describes(found, found.arrays.lengths, found.captures):
         raise length_matters()
-    for x in longer:
+    for x in (*written[1:], *seen):
         x.let_go()
-    return Looks(base, template)
-
-
-def _seen(recorded: Recorded) -> list[Any]:
-    assert recorded.recorder is not None
-    return recorded.recorder.key
+    return Looks(written[0], template, found.told if all(x.told == found.told for x in seen) else None)
 
 
 def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequence[bool], reverse: bool) -> ArrayPlan:
     """The plan of a step with arrays in its carry."""
-    base, template = looks
+    base, template, told = looks
 
     def made(symbols: Sequence[int]) -> tuple[Any, list[Tensor]]:
         step = dataclasses.replace(base.step, operations=template.operations(symbols))
@@ -81,7 +82,7 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
         raise Refused("what torch makes of its operations depends on the length of an array in the carry")
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}")
-    plan.template, plan.tried = template, set()
+    plan.template, plan.told, plan.tried = template, told, set()
     plan.writes = logged(plan.traced)
     base.let_go()
     template.forget()
@@ -111,19 +112,21 @@ def _placed(found: Recorded, examples: list[Tensor]) -> list[tuple[int | None, T
 def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int | None) -> None:
     """Looks at the step with arrays as long as they will be, where it could do something else then.
 
-    Appends have no such choice, reads need the slots to be there, and a body that sees a length may do anything. Each
-    length is tried once, the last one always.
+    Appends have no such choice, reads need the slots to be there, torch may have other operations for tensors of other
+    lengths, and a body whose Python is told a length may do anything. Each length is tried once and, of such a body,
+    the last one always.
     """
     uses, starts = found.arrays.uses, found.arrays.starts
-    if not (uses.sees or uses.reads):
+    sees = uses.sees or plan.told is None or plan.told != found.told
+    if not (sees or uses.spans or uses.reads):
         return
-    if uses.sees and steps is None:
+    if (sees or uses.spans) and steps is None:
         raise Refused("the body sees how long an array in the carry is, in a loop of unknown length")
-    values = python_values(found) if uses.sees else ()
-    ends = steps if uses.sees and steps is not None and any(found.growth) else 1
+    values = python_values(found) if sees else ()
+    ends = steps if (sees or uses.spans) and steps is not None and any(found.growth) else 1
     for t in range(ends):
         lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
-        if (values, lengths) not in plan.tried or 0 < t == ends - 1:
+        if (values, lengths) not in plan.tried or (sees and 0 < t == ends - 1):
             seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths))
             if not plan.template.describes(seen, lengths, found.captures) and not (
                 min(lengths) < 2 and _same_values(found, plan, lengths)
@@ -140,9 +143,10 @@ def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bo
         with torch.no_grad(), without_autocast():
             values = Sized(plan.module, lengths).run(*seen.before, *found.captures)
         results = [*(seen.leaves[i] for i in found.places), *(y for y in seen.ys if isinstance(y, Tensor))]
+        values = [*values[: len(found.places)], *values[len(found.carry) :]]  # without the inputs of rows that stop
         if not same_captures(found.captures, seen.captures):
             return False
-        for a, b in zip(results, values, strict=False):
+        for a, b in zip(results, values, strict=False):  # an answer may follow
             small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0
             if a.shape != b.shape or not torch.allclose(a.detach(), b, small, small, equal_nan=True):
                 return False

@@ -47,6 +47,12 @@ class Arrays:
             other.kinds |= self.kinds
         return other
 
+    def of_rows(self, init: Sequence[Any], rows: int) -> "Arrays":
+        """Those of a carry of fewer rows, of whose elements all is known that this look saw."""
+        other = Arrays(init, self.lengths)
+        other.kinds = {i: ((rows, *shape[1:]), dtype) for i, (shape, dtype) in self.kinds.items()}
+        return other
+
     def values(self, i: int) -> Tensor:
         """What stands for the slots of an array at the step that is looked at."""
         shape, dtype = self.kinds.get(i, ((0,), torch.float32))
@@ -91,11 +97,14 @@ class Arrays:
 
 
 class Template:
-    """What a step does for arrays of any length: learnt from one look, and for each group one with longer arrays."""
+    """What a step does for arrays of any length: learnt from one look, and for each group one with longer arrays.
 
-    def __init__(self, base: Any, longer: Sequence[Any]) -> None:
-        self._base, self._longer = base, longer
-        self._key = [self._joined(*entries) for entries in _aligned(x.recorder.key for x in (base, *longer))]
+    `written` are looks with lines, `seen` such as make a key.
+    """
+
+    def __init__(self, written: Sequence[Any], seen: Sequence[Any]) -> None:
+        self._written = written
+        self._key = [self._joined(*entries) for entries in _aligned(x.recorder.key for x in seen)]
 
     def operations(self, symbols: Sequence[int]) -> list[Operation]:
         """Those of the step, with `symbols` in the place of lengths."""
@@ -108,7 +117,7 @@ class Template:
             return [put(y) for y in x] if isinstance(x, list) else x
 
         found = []
-        for same in _aligned(x.step.operations for x in (self._base, *self._longer)):
+        for same in _aligned(x.step.operations for x in self._written):
             first = same[0]
             if any(o.function is not first.function or o.results != first.results for o in same):
                 raise length_matters(first.place)
@@ -119,7 +128,7 @@ class Template:
 
     def forget(self) -> None:
         """Holds nothing of the steps that were looked at."""
-        del self._base, self._longer
+        del self._written
 
     def describes(self, seen: Any, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:
         """Whether a step that was looked at with these lengths did this, with these captures."""

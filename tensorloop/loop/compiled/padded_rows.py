@@ -19,6 +19,8 @@ from tensorloop.loop.packed_scan import PackedOutputs, PackedSlices
 from tensorloop.loop.slices import Slices
 from tensorloop.loop.stopped_rows import select
 from tensorloop.packed import segments
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import replace
 
 L = TypeVar("L", bound=Loop)
 WORTH_A_CUT = 100_000_000, 2**23  # operations or bytes to be spared by a further stretch, which takes time too
@@ -166,7 +168,7 @@ class PaddedScan:
     def take(self, k: int, carry: State, lasts: State, ys: Sequence[Tensor]) -> PaddedLoop | None:
         """Takes what stretch k gave: of its rows the carry, their last inputs, and ys (T, rows, *F). Gives the next."""
         ids = self.stretches[k].ids
-        self.state = carry if len(ids) == len(self.lens) else _put(self.state, ids, carry)
+        self.state = carry if len(ids) == len(self.lens) else _put(self.state, ids, carry, len(self.lens))
         self._ys.append([y.flatten(0, 1) for y in ys])
         if k + 1 == len(self.stretches):
             return None
@@ -195,7 +197,9 @@ class SomeRows:
 
     def after(self, state: State, steps: Tensor) -> tuple[State, Tensor]:
         """(the carry of all rows, their steps)."""
-        return _put(self.loop.init, self.ids, state), steps.new_zeros(self.size).index_copy(0, self.ids, steps)
+        return _put(self.loop.init, self.ids, state, self.size), steps.new_zeros(self.size).index_copy(
+            0, self.ids, steps
+        )
 
 
 def whole_of(loop: Loop, begin: Tensor | None) -> PaddedScan | SomeRows | None:
@@ -207,9 +211,21 @@ def whole_of(loop: Loop, begin: Tensor | None) -> PaddedScan | SomeRows | None:
     return SomeRows(loop, begin)
 
 
-def _put(whole: State, ids: Tensor, state: State) -> State:
+def _put(whole: State, ids: Tensor, state: State, rows: int) -> State:
     """The leaves of all rows, with these in some."""
-    return [x.index_copy(0, ids, y) if _has_rows(y) else y for x, y in zip(whole, state, strict=True)]
+    return [
+        _put_slots(x, ids, y, rows) if isinstance(y, TensorArray) else x.index_copy(0, ids, y) if _has_rows(y) else y
+        for x, y in zip(whole, state, strict=True)
+    ]
+
+
+def _put_slots(whole: TensorArray, ids: Tensor, some: TensorArray, rows: int) -> TensorArray:
+    """An array of `rows` rows: those of `ids` as in `some`, the others as they were and 0 in new slots."""
+    values = some.stack()
+    old = values.new_zeros(len(values), rows, *values.shape[2:])
+    if len(whole):
+        old = torch.cat([whole.stack(), old[len(whole) :]])
+    return replace(some, old.index_copy(1, ids, values))
 
 
 def _has_rows(x: object) -> bool:

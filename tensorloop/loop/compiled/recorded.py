@@ -1,7 +1,8 @@
 """One step of a loop, run and written down: what of the loop's own goes around the body, and the key of its plan."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CellType, FunctionType
 from typing import Any
@@ -21,10 +22,12 @@ from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
 from tensorloop.loop.compiled.padded_rows import PaddedLoop
+from tensorloop.loop.compiled.sizes_seen import sizes_seen
 from tensorloop.loop.compiled.step_number import refuse_returned, symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.friends import mask_rows, store_of
 
 _NUMBERS = bool, int, float, complex, str
 
@@ -87,7 +90,8 @@ class Recorded:
         leaves = self.loop.init
         if self.rows is not None:
             return [i for i in self.places if self.rows.holds(leaves[i])]
-        return [] if self.active is None else [i for i in self.places if leaves[i].dim()]
+        tensors = [i for i in self.places if i not in self.arrays.first]  # arrays mask their own writes
+        return [] if self.active is None else [i for i in tensors if leaves[i].dim()]
 
     def _known_at_a_glance(self) -> bool:
         """Runs the step and compares its calls with those of known steps."""
@@ -123,7 +127,7 @@ class Recorded:
         self.recorder = r = Recorder(self.arguments, lines=lines, glance=self._glance)
         r.may_draw = self.loop.cond is None and self.loop.until is None and self.loop.length is not None
         try:
-            with without_hooks(), autocast.without_kept_casts():
+            with without_hooks(), autocast.without_kept_casts(), self._sizes_seen() as self.told:
                 tensors, others = self._ran(r, carry, rows)
             self._check_draws(r, tensors[: len(carry)])
         finally:
@@ -140,6 +144,10 @@ class Recorded:
         if self._glance is not None:
             self._glance.clear &= not any(r.made(x) for x in self._glance.captures)
             self._glance.end(tensors, others)
+
+    def _sizes_seen(self) -> AbstractContextManager[list[str]]:
+        """Notes what the body is told of tensors, where there are arrays, whose length it may be told."""
+        return sizes_seen() if self.arrays.places else nullcontext([])
 
     def _inputs(self) -> tuple[list[Tensor], list[Tensor]]:
         """(carry, row) of the step, the body's own."""
@@ -192,12 +200,17 @@ class Recorded:
         leaves = loop.checked(returned, 0)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
         self._check_others(leaves)
-        answer, leaves = self._ask(leaves), list(leaves)
+        answer, leaves = self._ask(leaves), self._without_arrays(leaves)
+        return [leaves[i] for i in self.places], leaves, ys, answer
+
+    def _without_arrays(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves with tensors in the place of arrays, whose growth is noted."""
+        found = list(leaves)
         for k, i in enumerate(self.places):
             if i in self.arrays.first:
-                leaves[i] = self.arrays.take(i, leaves[i], k)
-        self.growth = self.arrays.growth([(i, leaves[i]) for i in self.arrays.places])
-        return [leaves[i] for i in self.places], leaves, ys, answer
+                found[i] = self.arrays.take(i, found[i], k)
+        self.growth = self.arrays.growth([(i, found[i]) for i in self.arrays.places])
+        return found
 
     def _row(self, rows: list[Tensor]) -> list[Any]:
         """The slices of xs."""
@@ -220,6 +233,7 @@ class Recorded:
             if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
                 raise Refused("the condition changes its shape")
             going = active & asked
+            leaves = self._without_arrays(leaves)
             new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
             return new, leaves, [], going.any()
 
@@ -230,6 +244,7 @@ class Recorded:
         loop = self.loop
         assert loop.outputs is not None
         leaves, lasts, y = self._frozen(state, carry[len(self.places) :], rows[-1], self._row(rows))
+        leaves = self._without_arrays(leaves)
         return [*(leaves[i] for i in self.places), *lasts], leaves, loop.outputs.leaves_of(y, 0), None
 
     def _frozen(
@@ -240,9 +255,13 @@ class Recorded:
         with self._watch:
             for i, last in zip(self.held, lasts, strict=True):
                 fed[i] = torch.where(spread(active, last), state[i], last.detach())
+            for i in self.arrays.places:
+                mask_rows(fed[i], active)
             returned, y = loop.body(0, loop.carry.tree.unflatten(fed), row, loop.context_at(0))
         leaves = list(loop.checked(returned, 0))
         self._check_others(leaves)
+        if any(leaves[i] is not fed[i] and store_of(leaves[i]) is not store_of(fed[i]) for i in self.arrays.places):
+            raise Refused("an array in the carry is returned as another one where rows stop on their own")
         with self._watch:
             given = [fed[i].detach() for i in self.held]
             for i in self.held:
@@ -416,9 +435,7 @@ def recorded(loop: Loop, first: Tensor | None, missed: Callable[[], object]) -> 
     wrong = [x for x in loop.init if not (x is None or isinstance(x, known))]
     if wrong:
         raise Refused(f"the carry holds a {type(wrong[0]).__name__}")
-    leave, stop = _rows_leave(loop, first), first is not None and first.dim()
-    if (leave or stop) and any(isinstance(x, TensorArray) for x in loop.init):
-        raise Refused("the carry holds a TensorArray where rows stop on their own")
+    leave = _rows_leave(loop, first)
     if leave and not all(isinstance(x, Tensor) for x in loop.context.leaves):
         kinds = [describe(x) for x in loop.context.leaves if not isinstance(x, Tensor)]
         raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}")

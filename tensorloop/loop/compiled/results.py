@@ -55,7 +55,7 @@ def run_stretches(
     look: Callable[[Loop], tuple[Recorded, Plan]],
 ) -> tuple[Loop, list[Any]]:
     """The same for a scan over packed xs, of which the first step was looked at; `look` is for later stretches."""
-    whole = checkpoints is not None  # so as to keep no more carries
+    whole = checkpoints is not None or bool(found.arrays.places)  # so as to keep no more carries, or copy no arrays
     scan.cut(0 if whole else plan.work, 0 if whole or not plan.grad else plan.bytes_a_step())
     found.loop = scan.begin()
     found.xs = sequences(found.loop)

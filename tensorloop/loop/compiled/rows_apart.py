@@ -87,7 +87,7 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
     read += ends
     once = list(dict.fromkeys(n for n in read if n in made or n in t.captures))
     inside = [n for n in order if n in needed_for(ends, {*given, *once}) and n not in given and n not in once]
-    parts = Parts(t.captures, t.xs, t.carry, t.next_carry, t.ys)
+    parts = Parts(t.captures, t.xs, t.carry, t.next_carry, t.ys, growth=plan.growth)
     with quiet_fakes():
         whole = recurrence(parts, once, t.xs, inside, list(dict.fromkeys(t.ys)))
         own_nodes = [n for a, n in zip(once, whole.invariants, strict=True) if a in apart]
@@ -193,27 +193,32 @@ def _refs(x: Any) -> Iterable[int]:
 
 def _same_values(found: Recorded, plan: Plan, rows: int, loop: Loop, first: Tensor | None, own: Sequence[int]) -> bool:
     """Whether the plan's step gives each of its rows what the body gives to one."""
-    if plan.arrays or any(x.is_complex() for x in found.carry):
+    if any(x.is_complex() for x in found.carry):
         return False
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        seen = Recorded(loop, first, lines=True, live=False, noise=generator)
+        arrays = found.arrays.of_rows(loop.init, 1)
+        seen = Recorded(loop, first, lines=True, live=False, noise=generator, arrays=arrays)
         captures = [_spread(x, rows) if i in own else x for i, x in enumerate(seen.captures)]
-        given = [_spread(x, rows) for x in seen.before]
+        dims = [int(i in arrays.first) for i in seen.places]
+        of_all = [*dims, *[0] * (len(seen.before) - len(dims))]
+        given = [_spread(x, rows, dim) for x, dim in zip(seen.before, of_all, strict=True)]
         with torch.no_grad(), without_autocast():
-            values = Sized(plan.module, ()).run(*given, *captures)
+            values = Sized(plan.module, arrays.lengths).run(*given, *captures)
         new = [*(seen.leaves[i] for i in seen.places)]
         ys = [y for y in seen.ys if isinstance(y, Tensor)]
         k = len(found.carry)
-        for a, b in zip([*new, *ys], [*values[: len(new)], *values[k : k + len(ys)]], strict=True):
+        given = [*values[: len(new)], *values[k : k + len(ys)]]
+        for a, b, dim in zip([*new, *ys], given, [*dims, *(0 for _ in ys)], strict=True):
             small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0
-            if b.shape != (rows, *a.shape[1:])[: a.dim()] or not torch.allclose(
-                a.detach().expand_as(b), b, small, small, equal_nan=True
-            ):
+            a = _spread(a, rows, dim)
+            if b.shape != a.shape or not torch.allclose(a, b, small, small, equal_nan=True):
                 return False
         seen.let_go()
     return True
 
 
-def _spread(x: Tensor, rows: int) -> Tensor:
-    return x.detach().expand(rows, *x.shape[1:]).contiguous() if x.dim() else x.detach()
+def _spread(x: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """One row as so many, at `dim`."""
+    x = x.detach()
+    return x.expand(*x.shape[:dim], rows, *x.shape[dim + 1 :]).contiguous() if x.dim() else x

@@ -13,6 +13,7 @@ from torch import Tensor
 from tensorloop._common.user_line import user_place
 from tensorloop.loop.compiled.fingerprint import Recorder, Refused
 from tensorloop.loop.compiled.operations import aten
+from tensorloop.loop.compiled.sizes_seen import is_ours
 from tensorloop.tensor_array.friends import store_of
 from tensorloop.tensor_array.keys import Key
 from tensorloop.tensor_array.store import Store
@@ -23,6 +24,7 @@ class Uses:
 
     def __init__(self) -> None:
         self.reads = False  # slots, which must be there
+        self.spans = False  # a tensor as long as one: torch may have another operation for other lengths
         self.sees = False  # how long one is, in Python: it may choose by that what to do
 
 
@@ -39,7 +41,7 @@ class StandIn(Store):
     def length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         asks: FrameType = sys._getframe(1)
         frame = asks.f_back  # who called len(); array[0] asks whether there is such a slot
-        if frame is not None and asks.f_code.co_name != "__getitem__" and not _is_ours(frame):
+        if frame is not None and asks.f_code.co_name != "__getitem__" and not is_ours(frame):
             self.uses.sees = True
         return self._length
 
@@ -82,7 +84,7 @@ class StandIn(Store):
         return self._known().select(0, i).clone()
 
     def span(self, start: int, stop: int) -> Tensor:
-        self.uses.sees = True
+        self.uses.spans = True
         return self._known()[start:stop]
 
     def whole(self) -> Tensor:
@@ -147,10 +149,6 @@ class StandIn(Store):
         if self.values is None:
             raise Refused("an array in the carry is read before its first write", user_place())
         return self.values
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("tensorloop.")
 
 
 def _fit(q: Any, k: Tensor | None, v: Tensor | None) -> bool:

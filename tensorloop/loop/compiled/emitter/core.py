@@ -146,7 +146,8 @@ class NativeCore:
         if parts == 1:
             self._loaded.run(address, steps, 0, self.text.rows, place, 0)
         else:
-            threads.run(self._loaded.member, address, steps, place, self.text.rows, parts)
+            each = self.text.scratch + self._growing(steps, lengths)
+            threads.run(self._loaded.member, address, steps, (place, each), self.text.rows, parts)
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
         if status[1]:
@@ -156,8 +157,8 @@ class NativeCore:
         return status[0]
 
     def _take(self, parts: int, more: int) -> list:
-        """(scratch, *panels) from an earlier call that is over, or new; `more` bytes behind the scratch of one."""
-        size = parts * self.text.scratch + more
+        """(scratch, *panels) from an earlier call that is over, or new; `more` bytes behind the scratch of each."""
+        size = parts * (self.text.scratch + more)
         try:
             _, memory = self._idle.pop()
             if memory[0].numel() >= size:

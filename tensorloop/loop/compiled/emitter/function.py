@@ -43,12 +43,14 @@ claim:
   br i1 %left, label %work, label %done
 work:
   %place = mul i64 %mine, 8
-  %bounds = getelementptr i8, ptr %job, i64 40
+  %bounds = getelementptr i8, ptr %job, i64 48
   %low.p = getelementptr i8, ptr %bounds, i64 %place
   %low = load i64, ptr %low.p, align 8
   %high.p = getelementptr i8, ptr %low.p, i64 8
   %high = load i64, ptr %high.p, align 8
-  %offset = mul i64 %mine, SCRATCH
+  %size.p = getelementptr i8, ptr %job, i64 40
+  %size = load i64, ptr %size.p, align 8
+  %offset = mul i64 %mine, %size
   %own = getelementptr i8, ptr %scratch, i64 %offset
   call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %own, i64 %mine)
   br label %claim
@@ -149,7 +151,7 @@ class Function:
             *run.lines,
             "  ret void\n}",
             *(f"define internal void @{name}{text}" for text, name in self.products.items()),
-            MEMBER.replace("SCRATCH", str(self.scratch)),
+            MEMBER,
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)

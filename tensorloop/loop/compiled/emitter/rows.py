@@ -10,6 +10,7 @@ from tensorloop.loop.compiled.emitter.fuse import Group, Unit
 from tensorloop.loop.compiled.emitter.kernels import Gather, Matmul, Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step
 from tensorloop.loop.compiled.emitter.matmul import Panels
+from tensorloop.loop.compiled.lengths import length_in
 
 
 class Mixed(Exception):
@@ -30,14 +31,14 @@ class Split:
 
 def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
     """How rows are told apart; None where they meet."""
-    if any(array.buffer.kind in ("array", "prefix") for array in (*step.carry, *step.sequences)):
-        return None
-    sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape]
+    sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape and array.buffer.kind != "array"]
     count = max(sizes, default=(0, 0))[1]
-    if count < 2:
-        return None
+    arrays = [array for array in step.carry if array.buffer.kind == "array"]
+    if count < 2 or any(len(array.shape) < 2 or array.shape[1] != count for array in arrays):
+        return None  # an array of no rows would be written to by every thread
     try:
         known = {array.buffer: bool(array.shape) and array.shape[0] == count for array in step.carry}
+        known |= {array.buffer: True for array in arrays}
         return _Search(step, units, packed, count, known).run()
     except Mixed:
         return None
@@ -132,10 +133,17 @@ class _Search:
         return bool(list(self._aligned(walk.source, reach)))
 
     def _aligned(self, array: Array, more: int = 0) -> list[int]:
-        """The dims along which this is the buffer's rows, each within itself."""
-        stride, rest = divmod(array.buffer.numel, self.count)
-        if rest:
+        """The dims along which this is the buffer's rows, each within itself.
+
+        What is as long as an array of the carry has its slots outermost, and rows in each of them.
+        """
+        growing = length_in(array.buffer.numel)
+        slot = array.buffer.numel if growing is None else growing.scale
+        stride, rest = divmod(slot, self.count)
+        if rest or not stride:
             return []
+        if growing is not None:
+            array = _within_slot(array, slot)
         found = []
         for dim, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
             parts = size // self.count if self.parts and not size % self.count else 1
@@ -149,3 +157,9 @@ class _Search:
                 if low >= 0 and high < stride:
                     found.append(dim)
         return found
+
+
+def _within_slot(array: Array, slot: int) -> Array:
+    """An array without its way from slot to slot."""
+    strides = tuple(0 if step and not step % slot else step for step in array.strides)
+    return Array(array.buffer, array.shape, strides, array.offset % slot)

@@ -19,10 +19,13 @@ def parts(rows: int, work: int) -> int:
     return most if most > 1 and _parallel(os.getpid()) is not None else 1
 
 
-def run(member: int, table: int, steps: int, scratch: int, rows: int, count: int) -> None:
-    """Calls `member` on every thread of a team; parts are claimed, so that fewer threads do them all too."""
+def run(member: int, table: int, steps: int, scratch: tuple[int, int], rows: int, count: int) -> None:
+    """Calls `member` on every thread of a team; parts are claimed, so that fewer threads do them all too.
+
+    `scratch`: where it begins, and the bytes of each part.
+    """
     bounds = [rows * n // count for n in range(count + 1)]
-    job = (ctypes.c_int64 * (5 + len(bounds)))(0, count, table, steps, scratch, *bounds)
+    job = (ctypes.c_int64 * (6 + len(bounds)))(0, count, table, steps, *scratch, *bounds)
     parallel = _parallel(os.getpid())
     assert parallel is not None
     parallel(member, ctypes.addressof(job), count, 0)
