@@ -31,6 +31,9 @@ SECTIONS = (
     "Cost",
     "Raises",
     "Source",
+    "Sources",
+    "Ties",
+    "Formula",
     "Note",
     "Dtypes",
     "Units",
@@ -44,6 +47,7 @@ SECTIONS = (
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`[^`\n]*`)")
+_EMPHASIS = re.compile(r"((?<!\S)\*\w[^*\n]*\w\*(?![\w*]))")
 _NAMED = re.compile(r"(?<!\[)`(?:tl|tensorloop)\.([\w.]+)(?:\(\))?`")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):", re.MULTILINE)
 _LISTING = re.compile(r"^(Args|Attributes|Raises|Returns):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
@@ -98,7 +102,10 @@ def to_api(prose: str) -> str:
 def _literal(line: str) -> str:
     """A line of a docstring, in which signs of Markdown other than backticks stand for themselves."""
     parts = _CODE.split(line)
-    parts[::2] = [re.sub(r"([\[\]])|\*(?!\*)", r"\\\g<0>", part).replace("<", "&lt;") for part in parts[::2]]
+    for i, part in enumerate(parts[::2]):
+        words = _EMPHASIS.split(part)
+        words[::2] = [re.sub(r"([\[\]])|\*(?!\*)", r"\\\g<0>", word).replace("<", "&lt;") for word in words[::2]]
+        parts[2 * i] = "".join(words)
     return "".join(parts)
 
 

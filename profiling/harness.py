@@ -284,10 +284,12 @@ def circumstances(result: dict[str, Any]) -> str:
         text += " This is the short set: few sizes, measured once."
     if missing := [name for name, peer in about.get("peers", {}).items() if not peer]:
         text += f" Not installed: {', '.join(missing)}."
+    groups: dict[str, list[str]] = {}  # what was measured again, by what is said of it
     for group, later in result.get("again", {}).items():
-        text += f" {group}: made by `{later['command']}`, {later['date']}, rounds: {later['rounds']}"
+        said = f"made by `{later['command']}`, {later['date']}, rounds: {later['rounds']}"
         others = [say(later) for say in (where, with_what) if say(later) != say(about)]
-        text += "".join(f", {other}" for other in others) + "."
+        groups.setdefault(", ".join([said, *others]), []).append(group)
+    text += "".join(f" {', '.join(names)}: {said}." for said, names in groups.items())
     return text
 
 

@@ -87,9 +87,9 @@ def test_a_function_in_a_module_of_its_name_is_shown_and_not_the_module():
 
 
 def test_docstrings_become_paragraphs_and_blocks():
-    docstring = "Adds [a, b].\n\nShapes: (*F) with `x[0]`.\nCost: little.\n\nExample:\n    >>> 1\n    1\n"
+    docstring = "Adds [a, b] *twice*.\n\nShapes: (*F) with `x[0]`.\nCost: little.\n\nExample:\n    >>> 1\n    1\n"
     assert markdown(docstring) == (
-        "Adds \\[a, b\\].\n\n\n**Shapes:** (\\*F) with `x[0]`.\n\n**Cost:** little.\n\n\n**Example:**\n\n"
+        "Adds \\[a, b\\] *twice*.\n\n\n**Shapes:** (\\*F) with `x[0]`.\n\n**Cost:** little.\n\n\n**Example:**\n\n"
         "```python\n>>> 1\n1\n```"
     )
 
