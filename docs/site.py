@@ -47,7 +47,7 @@ SECTIONS = (
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`[^`\n]*`)")
-_EMPHASIS = re.compile(r"((?<!\S)\*\w[^*\n]*\w\*(?![\w*]))")
+_EMPHASIS = re.compile(r"((?<!\S)\*\w[^*\n()]*\w\*(?![\w*]))")
 _NAMED = re.compile(r"(?<!\[)`(?:tl|tensorloop)\.([\w.]+)(?:\(\))?`")
 _SECTION = re.compile(rf"^({'|'.join(SECTIONS)}):", re.MULTILINE)
 _LISTING = re.compile(r"^(Args|Attributes|Raises|Returns):\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)

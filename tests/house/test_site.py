@@ -87,10 +87,12 @@ def test_a_function_in_a_module_of_its_name_is_shown_and_not_the_module():
 
 
 def test_docstrings_become_paragraphs_and_blocks():
-    docstring = "Adds [a, b] *twice*.\n\nShapes: (*F) with `x[0]`.\nCost: little.\n\nExample:\n    >>> 1\n    1\n"
+    docstring = (
+        "Adds [a, b] *twice*.\n\nShapes: (B, *F), (*F) with `x[0]`.\nCost: little.\n\nExample:\n    >>> 1\n    1\n"
+    )
     assert markdown(docstring) == (
-        "Adds \\[a, b\\] *twice*.\n\n\n**Shapes:** (\\*F) with `x[0]`.\n\n**Cost:** little.\n\n\n**Example:**\n\n"
-        "```python\n>>> 1\n1\n```"
+        "Adds \\[a, b\\] *twice*.\n\n\n**Shapes:** (B, \\*F), (\\*F) with `x[0]`.\n\n"
+        "**Cost:** little.\n\n\n**Example:**\n\n```python\n>>> 1\n1\n```"
     )
 
 
@@ -100,3 +102,18 @@ def test_what_is_listed_in_a_docstring_is_a_list():
         "Adds.\n\n\n**Args:**\n\n- `a, b`: (\\*F), a &lt; b\n  and more.\n\n\n**Returns:**\n\n`c`.\n\n\n"
         "**Cost:** little."
     )
+
+
+def swallowed_lists(text: str) -> list[str]:
+    """Lists right after a line of prose: GitHub shows a list there, MkDocs goes on with the paragraph."""
+    return re.findall(r"^(?![-*#|<> ]|\d+\. )[^\n]+\n((?:[-*]|1\.) [^\n]*)", prose(text), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_list_begins_after_an_empty_line(path: Path):
+    assert swallowed_lists(path.read_text()) == []
+
+
+def test_a_swallowed_list_is_found():
+    assert swallowed_lists("# A\n- b\n- c\n\nSome\n\n- d\n  e\n- f\n") == []
+    assert swallowed_lists("Instead:\n- d\n- e\n") == ["- d"]
