@@ -50,7 +50,8 @@ def cells(args: Namespace) -> list[harness.Cell]:
         ways = (*WAYS, *CHECKPOINTED) if model in MODELS else (WAYS[0], WAYS[2])
         found += [{"kind": "decode", "model": model, "way": way, "steps": n} for n in lengths for way in ways]
         if model in MODELS:
-            found.append({"kind": "turns", "model": model, "steps": lengths[-1], "turns": TURNS[args.set]})
+            steps = (lengths[-1],) if args.set == "quick" else (lengths[-1], 2 * lengths[-1])
+            found += [{"kind": "turns", "model": model, "steps": n, "turns": TURNS[args.set]} for n in steps]
     drafts, steps = {"quick": (2, 3), "short": (16, 64), "usual": (ROUNDS_OF_DRAFTS, 64)}[args.set]
     found += [{"kind": "crop", "way": way, "rounds": drafts} for way in WAYS]
     searched, packed = (SEARCHED[:1], PACKED[:1]) if few else (SEARCHED, PACKED)
@@ -255,9 +256,26 @@ def section(result: Result, picture: str) -> str:
                 if any(x is not None for x in found):
                     rows.append([model, way, *("-" if x is None else harness.digits(x / scale) for x in found)])
         parts.append(harness.table([unit, "", *(f"T = {n}" for n in lengths)], rows))
+    parts.append(_turns(result))
     crops = [[way, *(_crop(result, way))] for way in WAYS]
     parts.append(harness.table(["draft three, take back two", "MiB", "s"], crops))
     return "\n\n".join([*parts, target_table(targets(result)), f"![Bytes held by the number of steps]({picture})"])
+
+
+def _turns(result: Result) -> str:
+    """Ours beside DynamicCache, a run of each in turn."""
+    rows = []
+    for cell in cells_of(result, "turns"):
+        found = [
+            _value(result, f"{key} {what}", **cell)
+            for key in ("seconds", "inference_s")
+            for what in (WAYS[0], WAYS[2], "ratio")
+        ]
+        shown = ["-" if x is None else harness.digits(x) for x in found]
+        rows.append([cell["model"], str(cell["steps"]), *shown])
+    names = ("DynamicCache", "tensorloop", "ratio")
+    header = ["s, in turns", "T", *names, *(f"without gradients: {name}" for name in names)]
+    return harness.table(header, rows, 1)
 
 
 def _crop(result: Result, way: str) -> list[str]:

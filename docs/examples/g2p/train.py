@@ -46,7 +46,7 @@ class Settings:
     alpha: float = 1.0  # sharpness of the risk's probabilities
     entropy: float = 0.1  # the weight of cross entropy beside the risk
     per_phone: bool = False  # edits divided by the phones of the word
-    compile: bool = False  # the decoder's loop in the first phase: a fifth less time, after a minute of compiling
+    compile: bool = False  # the decoder's loop in the first phase: a fifth less time, after half a minute of compiling
 
 
 def one_cycle(step: int, steps: int, peak: float, warmup: float) -> float:
