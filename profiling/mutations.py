@@ -254,6 +254,9 @@ class Workshop:
             ignored = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(HERE / name, folder / name, ignore=ignored)
         shutil.copy(HERE / "pyproject.toml", folder)
+        for file in {file for room in ROOMS.values() for file in room.tests}:  # as a mutant is written, but whole
+            copy = folder / "tensorloop" / file
+            copy.write_text(ast.unparse(ast.parse(copy.read_text())) + "\n")
 
     def limit(self, tests: tuple[str, ...]) -> float:
         """How many seconds the tests may take: they are run once with the library as it is, and must pass."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop.loop.compiled import asking
 from tensorloop.loop.compiled.front import NotCompiledWarning
 
 D = torch.float64
@@ -93,6 +94,20 @@ def test_until(reverse: bool, checkpoints: Any) -> None:
     first = run("strict")
     assert first[0][-70:] == expected[0]  # it is found out by an answer that is asked for again
     assert_same(run("strict"), expected)
+
+
+def test_only_a_condition_that_answers_in_python_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(asking, "Asking", lambda loop, make=asking.Asking: made.append(loop) or make(loop))
+
+    def taken(until: Callable[[Tensor], Any]) -> int:
+        return len(tl.scan(lambda h, x: (h + x, h), torch.zeros(()), torch.ones(9), until=until, compile="strict")[1])
+
+    for _ in range(2):
+        assert taken(lambda h: h > 4.5) == 5
+    assert not made
+    assert taken(lambda h: h.item() > 4.5) == 5
+    assert made
 
 
 def test_until_that_never_ends() -> None:

@@ -11,8 +11,10 @@ from torch import Tensor
 import tensorloop as tl
 from docs import partition
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tensorloop.loop.compiled.partition import Split
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
+from tests.support import array_loops
 from tests.support.compiled_cases import CASES, check_equal, outcome
 
 
@@ -61,6 +63,37 @@ def test_a_map_has_no_loop():
     (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
     assert plan.forward.core is None
     assert plan.backward(frozenset()).core is None
+
+
+def splits() -> tuple[Split, Split]:
+    """Those of the one plan there is, forward and backward."""
+    (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
+    return plan.forward.split, plan.backward(frozenset()).split
+
+
+def test_a_loop_stores_once_what_is_asked_for_and_nothing_else():
+    """Of a step's product, sum and tanh the last one, which serves as the state before the next step, too."""
+    plans.clear()
+    w = torch.randn(3, 3, requires_grad=True)
+    _, ys = tl.scan(
+        lambda h, x: ((h := torch.tanh(h @ w + x)), h), torch.ones(2, 3), torch.randn(4, 2, 3), compile=True
+    )
+    ys.sum().backward()
+    forward, backward = splits()
+    (out,) = forward.outs
+    assert str(out.target) == "aten.tanh.default"
+    assert forward.states == {0: out}
+    (out,) = backward.outs  # the gradient before tanh: that of the carry and of the weights is made of it
+    assert str(out.target) == "aten.mul.Tensor"
+    assert backward.states == {}
+
+
+def test_what_forward_does_with_an_array_pulls_nothing_into_the_loop_backward():
+    plans.clear()
+    array_loops.outcome(array_loops.LOOPS["reads_slots"], "strict")
+    _, backward = splits()
+    assert "aten.select.int" in {str(n.target) for n in backward.outs}
+    assert "aten.clone.default" not in {str(n.target) for n in backward.inside}
 
 
 def test_a_loop_that_stays_eager_says_why_and_where():

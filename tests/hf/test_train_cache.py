@@ -115,8 +115,9 @@ def test_lengths_and_masks_are_those_of_a_dynamic_cache(kind: str) -> None:
             for c in caches
         ]
         assert facts[0] == facts[1]
-        keys: list[Any] = [c.layers[0].keys for c in caches]  # pyright: ignore[reportAttributeAccessIssue]
-        torch.testing.assert_close(keys[1][:, :, -keys[0].shape[2] :], keys[0])
+        layers: list[Any] = [c.layers[0] for c in caches]
+        torch.testing.assert_close(layers[1].keys, layers[0].keys)
+        torch.testing.assert_close(layers[1].values, layers[0].values)
     assert caches[1].batch_size == 2
     caches[1].reset()
     assert caches[1].get_seq_length() == 0
@@ -192,6 +193,27 @@ def test_errors_leave_the_cache_as_it_was() -> None:
         hf.TrainCache(model.config, capacity=-1)
     with pytest.raises(TypeError, match=r"TrainCache.of: cache must be a transformers Cache"):
         hf.TrainCache.of(ids)
+
+
+@pytest.mark.parametrize("new", [1, 2])
+def test_tokens_unlike_those_before_are_refused_by_name(new: int) -> None:
+    cache: Any = hf.TrainCache(model_of("llama").config)
+    good = torch.randn(2, 4, new, 4)
+    cache.update(good, good, 0)
+    for bad in (good[:1], good[:, :3], good[..., :3], good.double(), good[0]):
+        for given, name in (((bad, good), "key_states"), ((good, bad), "value_states")):
+            with pytest.raises((ValueError, TypeError), match=rf"TrainCache.update: {name} must be .*, got "):
+                cache.update(*given, 0)
+    assert cache.get_seq_length() == new
+
+
+def test_under_autocast_keys_and_values_are_kept_as_attention_gets_them() -> None:
+    wide = torch.randn(2, 4, 1, 4)
+    for keys, values in ((wide, wide), (wide, wide.bfloat16()), (wide.bfloat16(), wide)):
+        cache: Any = hf.TrainCache(model_of("llama").config)
+        with torch.autocast("cpu", torch.bfloat16):
+            seen = cache.update(keys, values, 0)
+        assert [x.dtype for x in seen] == [torch.bfloat16, torch.bfloat16]
 
 
 def test_dropout_is_the_same_again_in_backward() -> None:

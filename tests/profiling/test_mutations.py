@@ -81,6 +81,7 @@ def test_caught_is_what_fails_or_hangs(
     seen: list[str] = []
     mutant = script.draw(script.ROOMS["undo"], 1, 0)[0]
     monkeypatch.setattr(script.shutil, "copytree", lambda *args, **options: None)
+    monkeypatch.setattr(script, "ROOMS", {})
     file = tmp_path / "tensorloop" / mutant.file
     file.parent.mkdir(parents=True)
     file.write_text((ROOT / "tensorloop" / mutant.file).read_text())
@@ -103,6 +104,7 @@ def test_tests_that_fail_without_a_fault_tell_nothing(script: Any, tmp_path: Pat
     failed = subprocess.CompletedProcess([], 1)
     monkeypatch.setattr(script.subprocess, "run", lambda *args, **options: failed)
     mutant = script.draw(script.ROOMS["undo"], 1, 0)[0]
+    monkeypatch.setattr(script, "ROOMS", {})
     with pytest.raises(SystemExit, match="tests/loop fail without any fault"):
         script.Workshop(tmp_path).survives(mutant, ("tests/loop",))
 

@@ -147,7 +147,6 @@ def _stored(
     pulled: _Pulled,
 ) -> tuple[set[fx.Node], list[fx.Node], list[fx.Node], dict[int, fx.Node]]:
     """(nodes behind the loop that move into it, its outs, what it adds up, states)."""
-    inner = inner | {n for n in pulled.inside if n in moving}
     outside = [n for n in order if n in carried and n not in inner and n not in given]
     ready = _ready(outside, parts, inner, moving, carried, pulled.hoisted) if parts.carry else set[fx.Node]()
     added = terms(parts.sums, moving, inner & carried, ready) if parts.carry else []
