@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Fact, WrongType
 from tensorloop.loop.called import Called
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.slices import is_sequence, steps_or_leaves
+from tensorloop.tensor_array.array import TensorArray
 
 
 def explain(loop: Loop, error: BaseException) -> None:
@@ -42,6 +46,8 @@ def refuse_arguments(functions: Sequence[Called], error: BaseException) -> None:
 def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
     text = str(error)
     if isinstance(error, TypeError | AttributeError | IndexError):
+        if not loop.taken:
+            yield from _foreign(loop)
         if loop.slices is not None and not loop.taken and re.search(r"\b(list|tuple)\b", text):
             shapes = [x.shape for x, _ in loop.slices.tensors if x is not None]
             paths = loop.slices.tree.paths
@@ -60,6 +66,15 @@ def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
                 f"{loop.name}: {left[0]} of {left[1]} rows are left in the batch at this step; a tensor that the body "
                 f"closes over still has all of them: pass it as context=, which shrinks along"
             )
+
+
+def _foreign(loop: Loop) -> Iterator[str]:
+    """On leaves of init that a loop carries as they are, though something else was meant."""
+    for path, x in zip(loop.carry.tree.paths, loop.init, strict=False):
+        if isinstance(x, Iterator):
+            yield f"{loop.name}: init{path} is an iterator, which is carried as it is; make a tuple of it"
+        elif hasattr(x, "__array__") and not isinstance(x, Tensor | TensorArray):
+            yield f"{loop.name}: init{path} is {describe(x)}, which is carried as it is; wrap it with torch.as_tensor"
 
 
 def of_slabs(name: str, called: Called, xs: Any, error: BaseException) -> None:

@@ -142,8 +142,8 @@ class Carry:
         structures = f"  - {self.structure}\n  + {pytree.structure(tree)}"
         return (
             f"the body returned a carry of another structure at step {step}{is_carry}:\n{structures}\n"
-            + "\n".join(lines)
-            + ("\n" + cure if grown else "\nReturn the same containers with the same keys as in init.")
+            + "".join(f"{line}\n" for line in lines)
+            + (cure if grown else "Return the same containers with the same keys as in init.")
         )
 
     @property

@@ -35,7 +35,7 @@ def pairs(a: P, b: Packed) -> tuple[P, P]:
     """
     for x, what in ((a, "a"), (b, "b")):
         if not is_packed(x):
-            raise WrongType(f"{what} must be a PackedTensor, got {arguments.describe(x)}")
+            raise WrongType(f"{what} must be a PackedTensor, got {arguments.describe(x)}; pack_padded makes one")
     if not is_recording():
         refuse_lost_gradient((a, b))
     if len(a._dim) != len(b._dim):
@@ -76,7 +76,7 @@ def rnnt_loss(log_probs: Packed, targets: Packed, *, blank: int = 0, reduction: 
     """
     for x, what in ((log_probs, "log_probs"), (targets, "targets")):
         if not is_packed(x):
-            raise WrongType(f"{what} must be a PackedTensor, got {arguments.describe(x)}")
+            raise WrongType(f"{what} must be a PackedTensor, got {arguments.describe(x)}; pack_padded makes one")
     if not is_recording():
         refuse_lost_gradient((log_probs,))
     if log_probs.ndim != 3 or targets.ndim != 2:

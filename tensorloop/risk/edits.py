@@ -85,7 +85,8 @@ def edit_distance(
     """
     pairs = pair_rows(a, b)
     unit = all(type(cost) is int and cost == 1 for cost in (insertion, deletion, substitution))
-    if whole and not unit:
+    arguments.as_bool(align, "align")
+    if arguments.as_bool(whole, "whole") and not unit:
         raise WrongValue("whole=True counts rows that differ; leave the costs at 1")
     costs = _check_costs(pairs, insertion, deletion, substitution)
     if unit:

@@ -1,5 +1,6 @@
 """What a newcomer gets wrong: every message names the function that was called, the argument, and what mends it."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,9 @@ TENSORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: tl.PackedTensor.from_list([ONE, ONE.long()]), r"from_list: rows\[1\] has dtype .*convert with .to\(\)"),
     (lambda: tl_.PackedTensor.pad(P, "x"), "pad: value must be a number, got str 'x'"),
     (lambda: tl_.packed.collate({"a": ONE} for _ in range(2)), "collate: examples must be a list of examples, got gen"),
+    (lambda: tl_.edit_distance([[1]], [[1]], align="x"), "edit_distance: align must be True or False"),
+    (lambda: tl_.packed.pairs(XS, XS), "pairs: a must be a PackedTensor, got .*; pack_padded makes one"),
+    (lambda: tl_.scan(lambda c, x: ((c[0],), x), [Z], XS), r"  \+ \(\*,\)\nReturn the same containers"),
     (lambda: tl_.packed.collate("abc"), "collate: examples must be a list of examples, got str 'abc'"),
     (lambda: tl_.packed.collate([{"a": ONE}], stack="a"), r"collate: stack must be a list .*write \['a'\]"),
     (lambda: tl_.packed.collate([{"a": ONE}, ONE]), r"collate: examples\[1\] is a tensor .*the keys \['a'\]"),
@@ -106,6 +110,7 @@ TENSORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: tl_.memory.growth(lambda T: w.sin, (1, 2), measure="peak"), "growth: measure must be a function"),
     (lambda: tl_.testing.assert_linear_memory(lambda T: w.sin(), (1, 2)), r"make_fn\(1\) must give a function"),
     (lambda: tl_.testing.assert_saved_bytes(w.sin(), exactly=4), "assert_saved_bytes: fn must be a function"),
+    (lambda: tl_.memory.growth(lambda T: w.sin, (1, 2), progress="x"), "growth: progress must be True or False"),
     (lambda: tl.memory.timeline(lambda: w.sin(), interval=0), "timeline: interval must be a number of seconds above 0"),
     (lambda: tl_.memory.timeline(w.sin()), "timeline: fn must be a function; got Tensor"),
     (lambda: tl_.memory.mark(3).__enter__(), "mark: name must be a string, got 3"),
@@ -128,3 +133,19 @@ def test_loops_inside_of_carrying_and_explain_keep_their_own_name() -> None:
         tl.explain(body, Z, XS)
     with pytest.raises(ValueError, match=r"^scan: length is 7"):
         carrying().map(lambda x: body(x, x), XS)
+
+
+@pytest.mark.parametrize(
+    ("init", "note"),
+    [
+        (
+            np.zeros(3, dtype=np.float32),
+            r"scan: init is ndarray array.* carried as it is; wrap it with torch.as_tensor",
+        ),
+        ((x for x in [Z]), "scan: init is an iterator, which is carried as it is; make a tuple of it"),
+    ],
+)
+def test_an_init_of_another_kind_is_named_where_the_body_fails(init: Any, note: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        tl.scan(lambda c, x: (torch.mul(x, c), x), init, XS)
+    assert any(re.search(note, said) for said in caught.value.__notes__)

@@ -79,6 +79,8 @@ def growth(
         (128, 256, 512)
     """
     Ts = _checked(make_fn, Ts)
+    if not isinstance(progress, bool):
+        raise TypeError(f"growth: progress must be True or False, got {progress!r}")
     if measure is not None:
         if not callable(measure):
             raise TypeError(f"growth: measure must be a function such as tl.memory.peak; got {measure!r}")
