@@ -176,6 +176,42 @@ def test_a_filled_cache_and_a_branch(attention: str) -> None:
     _same(gradients(model, got), gradients(model, true))
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+def test_of_caches_that_are_empty_or_within_their_window(kind: str, tokens: int) -> None:
+    model, ids = model_of(kind), _ids()
+    filled = DynamicCache(config=model.config)
+    if tokens:
+        model(ids[:, :tokens], past_key_values=filled, use_cache=True)
+    true = decode(model, DynamicCache(config=model.config), ids)[:, tokens:]
+    got = decode(model, hf.TrainCache.of(filled, model.config), ids[:, tokens:])
+    _same([got], [true])
+    _same(gradients(model, got), gradients(model, true))
+
+
+def test_of_a_window_that_has_let_tokens_go() -> None:
+    model = model_of("mistral")
+    filled = DynamicCache(config=model.config)
+    model(_ids(), past_key_values=filled, use_cache=True)
+    with pytest.raises(ValueError, match=r"TrainCache.of: cache has a sliding window that has let tokens go"):
+        hf.TrainCache.of(filled, model.config)
+
+
+def test_copies_go_on_by_themselves() -> None:
+    model, ids = model_of("llama"), _ids()
+    with torch.no_grad():
+        cache = hf.TrainCache(model.config)
+        decode(model, cache, ids[:, :4])
+        pair = hf.TrainCache.of(EncoderDecoderCache(cache, DynamicCache(config=model.config)), model.config)
+        assert isinstance(pair, EncoderDecoderCache)
+        twins: list[Any] = [copy.copy(cache), copy.deepcopy(cache), hf.TrainCache.of(cache), pair.self_attention_cache]
+        found = [decode(model, twin, ids[:, 4:]) for twin in twins]
+        expected = decode(model, DynamicCache(config=model.config), ids)[:, 4:]
+    _same(found, [expected] * 4)
+    assert cache.get_seq_length() == 4
+    assert {twin.get_seq_length() for twin in twins} == {ids.shape[1]}
+
+
 def test_errors_leave_the_cache_as_it_was() -> None:
     model, ids = model_of("llama"), _ids()
     cache: Any = hf.TrainCache(model.config)

@@ -14,8 +14,6 @@ os.environ["NUMBA_DISABLE_JIT"] = "1"
 import numpy as np
 from numba import extending
 
-BLOCK = 32  # numbers that `_above` looks at, as beam.py has it
-
 
 class Pointer:
     """Numbers at an address."""
@@ -26,9 +24,7 @@ class Pointer:
 
     def __getitem__(self, j: int) -> Any:
         found = self._at(j)[0]
-        return (
-            int(found) if self._dtype.kind in "iu" else found
-        )  # in kernels an index is an int64, whatever it came from
+        return int(found) if self._dtype.kind in "iu" else found  # a kernel's sums of small ints are not small
 
     def __setitem__(self, j: int, x: Any) -> None:
         self._at(j)[0] = x
@@ -45,6 +41,8 @@ def copy(target: int, source: int, count: int) -> None:
 
 def above(address: int, key: Any, worst: Any) -> np.uint64:
     """A bit for each number that is, added to `key`, above `worst` or NaN."""
+    from tensorloop.kernels.cpu.beam import BLOCK
+
     numbers = Pointer(address, key)
     return np.uint64(sum(1 << v for v in range(BLOCK) if not key + numbers[v] <= worst))
 
