@@ -17,6 +17,7 @@ from tests.support.compiled_cases import check_equal
 T = 3
 Body = Callable[[Tensor, Tensor], Any]
 NORM = torch.linalg.vector_norm
+AT = torch.tensor([3, 0, 2, 1])
 GAIN = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
 
 BODIES: dict[str, Body] = {  # of two (4, 6) tensors
@@ -45,7 +46,25 @@ BODIES: dict[str, Body] = {  # of two (4, 6) tensors
     "larger one": lambda h, x: (torch.max(h, x.sin()), torch.min(h, x)),
     "products and sums": lambda h, x: (
         torch.addbmm(x, h[None], h.t()[None] @ x[None]).sin(), torch.addr(x, x[:, 0], x[0])),
-    "large pool": lambda h, x: (h.sin() + x * F.max_pool2d(F.pad(h[None], (3, 3, 3, 3)), 6)[0].sum(), h),
+    "over everything": lambda h, x: (
+        h.sin() + x * h.amax((0, 1)) - h.long().amin(1, keepdim=True), (h.argmax(), h.prod(), (h > -9).all())),
+    "of bools": lambda h, x: (h.sin() + x * (h > 0).amax(1, keepdim=True), (h > 0).amin(1)),
+    "numbers": lambda h, x: (h.sin() + x * h[0, 0].cumsum(0), [h[0, 0].amax(), h[0, 0].flip(0), h[0, 0].prod(0)]),
+    "an element of a number": lambda h, x: (h.sin() + x, [h[0, 0].gather(0, AT[1]), h[0, 0].index_select(0, AT[1:2])]),
+    "nothing": lambda h, x: (
+        h.sin() + x + h[:, :0].sum() + h[:, :0] @ x[:0], [F.layer_norm(x[:, :0], [0]), h[:, :0].softmax(1)]),
+    "joined with nothing": lambda h, x: (h.sin() + x, torch.cat([h.new_zeros(0), h], 1)),
+    "scatters": lambda h, x: (h.index_select(0, AT).sin() + x, [
+        x.scatter_add(1, AT.repeat(4, 1), h[:, :4]), h.scatter(1, AT.repeat(4, 1), x[:, :4]),
+        torch.select_scatter(h, x[:, 0], 1, 2), torch.slice_scatter(h, x[:, :2], 1, 2, 4)]),
+    "places that move": lambda h, x: (h.sin() + x, [
+        h.gather(1, (x.abs() * 50).long() % 6), h.index_select(0, (x[:, 0].abs() * 50).long() % 4),
+        AT.index_select(0, (x[:, 0].abs() * 50).long() % 4), h.index_select(1, (x[:, 0].abs() * 50).long() % 4)]),
+    "a kernel that moves": lambda h, x: (h.sin() + x, F.conv1d(h[None], x[:2, None, :3].expand(2, 4, 3))),
+    "a bias that moves": lambda h, x: (h.sin() + x, F.conv1d(h[None], h.new_ones(2, 4, 3), x[:2, 0])),
+    "several dtypes": lambda h, x: (h.sin() + x, [torch.where(h > 0, h.float(), x), h.float() * x, h.long() * x]),
+    "distances": lambda h, x: (h.sin() + x * torch.dist(h, x), torch.cdist(h, x)),
+    "linear": lambda h, x: (F.linear(h, x.t() @ x, x[0]).sin(), h),
 }  # fmt: skip
 
 
@@ -108,3 +127,14 @@ def test_what_is_left_to_the_eager_loop(name: str):
         found, grads = outcome(NOT_COMPILED[name], torch.float64, True)
     check_equal(found, expected, 1e-15)
     check_equal(grads, expected_grads, 1e-15)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::tensorloop.loop.compiled.front.NotCompiledWarning"
+)  # torch 2.11 cannot take it apart
+def test_a_pool_of_windows_too_large_to_compare():
+    def body(h: Tensor, x: Tensor) -> Any:
+        return h.sin() + x * F.max_pool2d(F.pad(h[None], (3, 3, 3, 3)), 6)[0].sum(), h
+
+    (expected, expected_grads), (found, grads) = (outcome(body, torch.float64, compile) for compile in (False, True))
+    check_equal([*found, *grads], [*expected, *expected_grads], 1e-11)

@@ -275,3 +275,19 @@ def test_operations_and_what_their_gradients_are_made_of_in_double(group: list[s
     # torch's own hardsigmoid has a sixth in float32
     tolerances = [1e-7 if name == "hardsigmoid" else 1e-11 for name in named]
     check(named, rec, [_YS, *grads], _X, folder, tolerances)
+
+
+def test_what_is_taken_apart_sees_no_memory_that_nobody_wrote(folder: Folder) -> None:
+    """The embedding's gradient takes indices, which it follows: those that memory happens to hold lead anywhere."""
+
+    def step(invariants, slices, carry):
+        _, back, *_ = torch.func.vjp(FLOAT["embedding"], carry[0], slices[0])
+        return {"carry": [carry[0] * 1.5], "outs": [back(slices[1])[0]]}
+
+    ys = [_YS, torch.randn(2, 3, 17, 17).double()]
+    rec = recurrence(step, (), ys, [_X])
+    torch.use_deterministic_algorithms(True)  # new memory holds the greatest number
+    try:
+        check(["embedding"], rec, ys, _X, folder, [1e-11])
+    finally:
+        torch.use_deterministic_algorithms(False)

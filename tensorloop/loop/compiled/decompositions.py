@@ -42,6 +42,7 @@ def before_autograd() -> Table:
         _aten.lift_fresh.default: lambda x: x,
         _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
         _aten._neg_view.default: torch.neg,
+        _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
     } | compositions.TABLE
 
 

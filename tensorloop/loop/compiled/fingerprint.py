@@ -132,7 +132,7 @@ class Recorder(OperationMode):
             if not (self.may_read and traits.reason == _READS):
                 raise Refused(f"{traits.name} {traits.reason}", user_place())
             self.reads = True
-        if torch.is_grad_enabled() is not self.grad and func is not _aten.detach.default:  # autograd's own are
+        if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
         if self.glance is not None and not self.glance.inside:
             self.glance.clear = False
@@ -356,6 +356,11 @@ def _traits(func: Any) -> _Traits:
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
     found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills, drawn)
     return _TRAITS.setdefault(id(func), found)
+
+
+def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
+    """Whether torch itself runs this in another grad mode: autograd does, and so did torch.utils.checkpoint to 2.12."""
+    return func is _aten.detach.default or (func is _aten.empty.memory_format and list(args[0]) == [0])
 
 
 def _storage(x: Tensor) -> int:

@@ -27,7 +27,10 @@ def expand(low: Lowering, node: fx.Node, args: Any, kwargs: Any) -> Any:
     def collect(one: fx.Node) -> Any:
         arrays.append(low.values[one])
         fake = one.meta["val"]
-        examples.append(torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu"))
+        example = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
+        memory: Any = example.untyped_storage()
+        memory.fill_(0)  # it may be an index, which a decomposition follows
+        examples.append(example)
         return one
 
     fx.map_arg((node.args, node.kwargs), collect)
