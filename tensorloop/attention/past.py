@@ -47,9 +47,16 @@ def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tens
     if not torch.is_grad_enabled():
         return _compute(q, k.look(start), v.look(start), sight)[0]
     bias = sight.bias
-    (k_live, k_written), (v_live, v_written) = k.settle(), v.settle()
-    call = Call((k_live, v_live), start, k.length, sight if bias is None else sight._replace(bias=None))
-    out, k.token, v.token = _Attend.apply(call, q, bias, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
+    (k_live, k_written), v_written = k.settle(), None
+    try:
+        v_live, v_written = v.settle()
+        call = Call((k_live, v_live), start, k.length, sight if bias is None else sight._replace(bias=None))
+        out, k.token, v.token = _Attend.apply(call, q, bias, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
+    except BaseException:  # the arrays stay, and so must the gradients of what was written
+        for array, x in ((k, k_written), (v, v_written)):
+            if x is not None:
+                array.record(array.length - 1, x)
+        raise
     return out
 
 

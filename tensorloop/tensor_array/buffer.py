@@ -153,7 +153,7 @@ class Buffer(Store):
         self.flush()
         key = slice(self.length, self.length + len(values))
         self.begin(key, values)
-        self._record(key, values)
+        self.record(key, values)
 
     @records_use
     @_plainly
@@ -216,7 +216,7 @@ class Buffer(Store):
         if isinstance(key, Tensor):
             x = _last_of_equal(key, x, self.length)
         self.overwrite(key, x)
-        self._record(key, x)
+        self.record(key, x)
 
     @records_use
     def flush(self, read: slice | None = None) -> Tensor | None:
@@ -278,7 +278,8 @@ class Buffer(Store):
         self.waiting[waits] = x if recorded else _constant(x)
         self.versions[waits] = read_version(x) if recorded else None
 
-    def _record(self, key: Key, x: Tensor) -> None:
+    def record(self, key: Key, x: Tensor) -> None:
+        """Makes the node of a write."""
         if not x.requires_grad or not torch.is_grad_enabled() or x.is_inference():
             if self.token is None:
                 return

@@ -171,6 +171,24 @@ def test_a_look_without_gradients_takes_none_away(written: int) -> None:
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("changed", [0, 1])
+def test_what_waits_in_one_array_keeps_its_gradient_where_the_other_is_refused(changed: int, waits: bool) -> None:
+    q, k, _, _ = _inputs(torch.float32)
+    arrays = tl.TensorArray(), tl.TensorArray()
+    for array in arrays:
+        array.append(k[0].detach())
+    arrays[changed].append(k[1] * 2 if waits else k[1].detach())
+    view = arrays[changed][:1]
+    arrays[1 - changed].append(k[1] * 2)
+    with torch.no_grad():
+        view.zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        attend_past(q[0], *arrays, Sight(1.0))
+    (d,) = torch.autograd.grad(arrays[1 - changed].stack().sum(), k)
+    assert d[1].eq(2).all()
+
+
 def test_bytes_grow_with_the_steps_not_their_square() -> None:
     def held(T: int) -> int:
         inputs = _inputs(torch.float32, T)
