@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop.loop.compiled.carried_arrays import Template
 from tensorloop.loop.compiled.emitter import threads
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.plan import plans
@@ -157,6 +158,40 @@ def test_while_loops_whose_rows_stop(lens: list[int], checkpoints: int | None, c
         return [last, array.stack()], [h, old]
 
     compare(run)
+
+
+def decoding(compile: Any, steps: Any = 6, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """A loop of unknown length that attends to all of its past."""
+    R, h = rotation(D), drawn(3, 4, seed=1).requires_grad_()
+
+    def body(state: Any) -> Any:
+        h, past, n = state
+        past = past.append(h)
+        return h @ R + torch.tanh(attend(h, past.stack())), past, n + 1
+
+    init = h, tl.TensorArray(), torch.zeros_like(torch.as_tensor(steps))
+    last, past, _ = tl.while_loop(lambda s: s[2] < torch.as_tensor(steps), body, init, compile=compile, **options)
+    return [last, past.stack()], [h]
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.parametrize("steps", [6, 1, 40, [6, 1, 3]], ids=str)
+def test_a_loop_of_unknown_length_reads_prefixes(steps: Any, checkpoints: int | None):
+    compare(lambda compile: decoding(compile, steps, checkpoints=checkpoints))
+
+
+def test_lengths_that_a_loop_reached_are_tried_before_its_results_are_given(monkeypatch: pytest.MonkeyPatch):
+    describes = Template.describes
+
+    def until_five(self: Template, seen: Any, lengths: Any, captures: Any) -> bool:
+        return lengths[0] < 5 and describes(self, seen, lengths, captures)
+
+    compare(decoding)
+    plans.clear()
+    monkeypatch.setattr(Template, "describes", lambda *given: given[2][0] == 7 or until_five(*given))
+    compare(lambda compile: decoding(compile, 4))
+    with pytest.warns(NotCompiledWarning, match="depends on the length of an array"):
+        compare(decoding, True)
 
 
 def test_slots_after_a_row_has_stopped_hold_zeros():

@@ -109,21 +109,22 @@ def _placed(found: Recorded, examples: list[Tensor]) -> list[tuple[int | None, T
     return list(zip(places, examples, strict=True))
 
 
-def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None, most: int | None) -> None:
+def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
     """Looks at the step with arrays as long as they will be, where it could do something else then.
 
     Appends have no such choice, reads need the slots to be there, torch may have other operations for tensors of other
     lengths, and a body whose Python is told a length may do anything. Each length is tried once and, of such a body,
-    the last one always.
+    the last one always. Where nobody knows how many steps there are, the first ones are tried, and the others when the
+    loop is over, before anybody gets its results: torch's other operations have the same values.
     """
     uses, starts = found.arrays.uses, found.arrays.starts
     sees = uses.sees or plan.told is None or plan.told != found.told
     if not (sees or uses.spans or uses.reads):
         return
-    if (sees or uses.spans) and steps is None:
+    if sees and steps is None:
         raise Refused("the body sees how long an array in the carry is, in a loop of unknown length")
     values = python_values(found) if sees else ()
-    ends = steps if (sees or uses.spans) and steps is not None and any(found.growth) else 1
+    ends = (2 if steps is None else steps) if (sees or uses.spans) and any(found.growth) else 1
     for t in range(ends):
         lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
         if (values, lengths) not in plan.tried or (sees and 0 < t == ends - 1):

@@ -128,7 +128,9 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         return _compiled(loop, checkpoints, compile, before)
     steps = loop.length if loop.cond is None else None
     if found.arrays.places:
-        try_lengths(found, plan, steps, loop.length)
+        if ask is not None and found.arrays.uses.spans:
+            raise Refused("the body reads a part of an array in the carry, and the condition is asked in Python")
+        try_lengths(found, plan, steps)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan, _rows_said(found))
         raise Told
@@ -138,6 +140,8 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
             ended, state = run_stretches(whole, found, plan, checkpoints, look)
         else:
             ended, state = run_plan(found, plan, steps, checkpoints, ask)
+            if steps is None and found.arrays.places:
+                try_lengths(found, plan, found.loop.taken)
     except IndexError as error:
         if not found.arrays.places:
             raise
