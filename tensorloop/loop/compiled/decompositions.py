@@ -110,7 +110,6 @@ def after_autograd() -> Table:
     return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
         _aten.native_layer_norm_backward.default: _layer_norm_backward,  # torch's loads sympy
-        _aten._fused_rms_norm.default: _rms_norm,
         _aten.logsumexp.default: _logsumexp,
         _aten.mean.default: lambda x, *, dtype=None: _mean(x, None, False, dtype),
         _aten.mean.dim: lambda x, dim, keepdim=False, *, dtype=None: _mean(x, dim, keepdim, dtype),
@@ -218,17 +217,6 @@ def _layer_norm_backward(
         found = scale * (direct - _mean(direct, inner, True, None) - normal * _mean(direct * normal, inner, True, None))
     of_weight = over_rows(grad * normal) if wanted[1] and weight is not None else None
     return found, of_weight, over_rows(grad) if wanted[2] and bias is not None else None
-
-
-def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    if x.dtype in _HALVES:
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        out, scale = _rms_norm(x.float(), shape, weight, eps)
-        return out.to(x.dtype), scale
-    dims = list(range(x.dim() - len(shape), x.dim()))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    scale = torch.rsqrt(_mean(x * x, dims, True, None) + eps)
-    return x * scale if weight is None else x * scale * weight, scale
 
 
 def _in_float32(operation: Any, *args: Any) -> Any:

@@ -221,18 +221,6 @@ def addmm(call: Call, x: Array, a: Array, b: Array, *, beta: Any = 1, alpha: Any
     )
 
 
-@handles("linear")
-def linear(call: Call, x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """x @ weight.T + bias."""
-    low = call.low
-    flat = low.reshape(x, (x.numel // max(1, x.shape[-1]), x.shape[-1]))
-    turned = weight.view(torch.t)
-    assert isinstance(turned, Array)
-    made = _product(low, flat, turned, call.dtype, (flat.shape[0], weight.shape[0]))
-    made = low.reshape(made, call.shape)
-    return made if bias is None else low.compute("add", Math.add, (made, bias), call.dtype, call.shape)
-
-
 @handles("native_layer_norm")
 def layer_norm(call: Call, x: Array, shape: Sequence[int], weight: Array | None, bias: Array | None, eps: float) -> Any:
     """(normalized, mean, 1 / deviation)."""
