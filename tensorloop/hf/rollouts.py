@@ -84,7 +84,8 @@ def rollout(
     are the source (of one that reads no tokens, as Whisper, its features), and the decoder begins with its start token
     or `decoder_input_ids` (B, P). A row ends with one of `eos_token_id`, by default the model's own, and leaves the
     batch. `max_new_tokens` counts the end; without it rows go on until they end, or the model has no more positions.
-    `do_sample` draws from the distribution that `temperature`, `top_k` and `top_p` make, one after the other.
+    `temperature`, `top_k` and `top_p`, one after the other, make the distribution that log_probs are of; `do_sample`
+    draws from it, without it the best token is taken.
     `feed` is what the next step sees: "tokens"; "straight_through", the token's embedding with the gradient of the
     expected one; "soft", the expected embedding itself.
     Gradient: of log_probs to the model, through the cache. With "tokens" it is what teacher forcing of the tokens has
