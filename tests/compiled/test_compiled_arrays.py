@@ -12,6 +12,7 @@ import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.loop.compiled import cores
 from tensorloop.loop.compiled.eager_core import EagerCore
+from tensorloop.loop.compiled.emitter import threads
 from tensorloop.loop.compiled.plan import plans
 from tests.support.array_loops import LOOPS, attends, outcome
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, scanned, tensors
@@ -27,6 +28,19 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str):
     expected, found = (outcome(LOOPS[name], compile) for compile in (False, "strict"))
     check_equal(found[0], expected[0], 1e-11)
     check_equal(found[1], expected[1], 1e-11)
+
+
+@pytest.mark.parametrize(
+    "name", ["attends", "heads", "of_two_lengths", "sees_a_window", "writes_and_sums", "while_small"]
+)
+def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch):
+    ran, run = [], threads.run
+    monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
+    monkeypatch.setattr(threads, "run", lambda *args: ran.append(args[-1]) or run(*args))
+    expected, found = (outcome(LOOPS[name], compile) for compile in (False, "strict"))
+    check_equal(found[0], expected[0], 1e-11)
+    check_equal(found[1], expected[1], 1e-11)
+    assert ran[0] == 3
 
 
 @pytest.mark.parametrize("name", ["attends_from_nothing", "of_two_lengths", "a_ring"])
