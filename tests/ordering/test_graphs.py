@@ -13,6 +13,7 @@ from tensorloop.ordering import Graph
 from tests.support.ordering_cases import dense, points, random_mask
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, asked or not
 @pytest.mark.parametrize(("n", "m"), [(0, 0), (1, 1), (0, 3), (3, 0), (7, 7), (5, 11)])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # once a process, for the test's own
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])

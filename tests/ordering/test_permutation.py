@@ -24,7 +24,7 @@ def test_the_gradient_is_a_gather():
     y = Permutation(ORDER).apply(x)
     assert y.grad_fn is not None
     weights = torch.randn(2, 5)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         (grad,) = torch.autograd.grad(y, x, weights)
     names = {event.name for event in profile.events() or ()}
     assert "aten::index_select" in names
