@@ -221,11 +221,11 @@ def _move_pairs(pairs: Any, table: Any, seen: Any, number: int, corners: Any) ->
         ):
             old = pairs[a, b]
             pairs[a, b] = old + by
-            more += (old + by > 0) - (old > 0)
+            more += int(old + by > 0) - int(old > 0)
     for a, b, by in corners:
         old = pairs[a, b]
         pairs[a, b] = old + by
-        more += (old + by > 0) - (old > 0)
+        more += int(old + by > 0) - int(old > 0)
     return more
 
 
