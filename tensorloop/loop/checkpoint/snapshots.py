@@ -105,7 +105,7 @@ class Places:
     def store(self, values: list[Tensor], place: Place = None) -> "Stored":
         """The tensors, put where they belong."""
         place = self.default if place is None else place
-        return Stored(values, moved=place is not None, folder=self.folder_at(place))
+        return Stored(values, moved=place is not None, folder=None if place is None else self.folder_at(place))
 
 
 class _Summed:
@@ -173,7 +173,7 @@ class Stored:
         self.path: Path | None = None
         self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
         self.moved = moved
-        self.devices = [x.device for x in values]
+        self.devices = [x.device for x in values] if moved else []
         if folder is not None:
             self.path = folder.file()
             self.sum, self.process = _written([x.to("cpu") for x in values], self.path), folder.process
@@ -220,9 +220,6 @@ class Snapshot:
                 state[i] = SavedTensor(x, state[i].recorded)
         return copied(state)
 
-    def drop(self) -> None:
-        self.stored.drop()
-
 
 class Snapshots:
     """Those of one loop, by step. That of step 0 stays for another backward: it holds init and nothing else."""
@@ -261,7 +258,7 @@ class Snapshots:
     def drop(self, step: int) -> None:
         snapshot = self.by_step.pop(step)
         if snapshot is not self._initial:
-            snapshot.drop()
+            snapshot.stored.drop()
 
     def forget(self) -> None:
         """Lets all go: another backward begins with another sweep."""

@@ -159,7 +159,8 @@ class Sweep:
         leaves = captures.begin_step(t, leaves, recorded, row)
         versions = None
         if 1 < len(leaves) > len(recorded):  # one alone shares with none, and autograd refuses for those with gradient
-            versions = Versions([x if isinstance(x, Tensor) and not x.requires_grad else None for x in leaves])
+            plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
+            versions = Versions(plain) if plain else None
         new, y = steps.run(t, leaves, row)
         for i, _ in recorded:
             if leaves[i]._backward_hooks:
