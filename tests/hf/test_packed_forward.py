@@ -203,17 +203,17 @@ def _t5() -> Any:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: nn.Linear(2, 2), "packed_forward: model must be a model of transformers, got Linear"),
-        (_t5, "packed_forward: model must be decoder-only, but T5ForConditionalGeneration has an encoder"),
+        (lambda: nn.Linear(2, 2), "hf.packed_forward: model must be a model of transformers, got Linear"),
+        (_t5, "hf.packed_forward: model must be decoder-only, but T5ForConditionalGeneration has an encoder"),
         (
             lambda: transformers.BertModel(transformers.BertConfig(**LLAMA)).eval(),
-            "packed_forward: model must be decoder-only, but BertSelfAttention sees later tokens",
+            "hf.packed_forward: model must be decoder-only, but BertSelfAttention sees later tokens",
         ),
         (
             lambda: transformers.MambaForCausalLM(
                 transformers.MambaConfig(vocab_size=17, hidden_size=8, num_hidden_layers=1)
             ),
-            "packed_forward: model MambaForCausalLM has a recurrent state, for which there is no packed form",
+            "hf.packed_forward: model MambaForCausalLM has a recurrent state, for which there is no packed form",
         ),
         (
             lambda: transformers.GPTNeoForCausalLM(
@@ -221,7 +221,7 @@ def _t5() -> Any:
                     vocab_size=17, hidden_size=8, num_layers=1, num_heads=2, attention_types=[[["local"], 1]]
                 )
             ),
-            "packed_forward: model GPTNeoForCausalLM attends in a way of its own, which cannot be exchanged",
+            "hf.packed_forward: model GPTNeoForCausalLM attends in a way of its own, which cannot be exchanged",
         ),
     ],
     ids=["no model", "encoder", "bidirectional", "recurrent", "own attention"],
@@ -251,7 +251,7 @@ def test_other_models_are_refused(make: Any, says: str):
 def test_bad_ids_are_refused(ids: Any, options: Any, says: str):
     with pytest.raises((TypeError, ValueError)) as error:
         hf.packed_forward(_llama(), ids, **options)
-    assert str(error.value).startswith(f"packed_forward: {says}")
+    assert str(error.value).startswith(f"hf.packed_forward: {says}")
 
 
 def test_attention_that_is_hidden_is_refused_and_never_wrong():
@@ -266,7 +266,7 @@ def test_attention_that_is_hidden_is_refused_and_never_wrong():
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_tokens_that_belong_to_no_row_are_refused():
     prefix = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="packed_forward: model attends with 62 tokens to 65, but ids has 62"):
+    with pytest.raises(ValueError, match="hf.packed_forward: model attends with 62 tokens to 65, but ids has 62"):
         hf.packed_forward(peft.get_peft_model(_llama(), prefix), _batch()[2])
 
 
