@@ -354,6 +354,7 @@ def test_torch_checkpoint_in_the_body(use_reentrant: bool, checkpoints: Any) -> 
         torch.testing.assert_close(program(body), program(cell(w)))
 
 
+@pytest.mark.eager_only("a compiled loop has no recorder")
 def test_the_outer_loop_records_what_the_inner_body_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the inner loop asks of its own carry at each step is nothing to a recorder, and dear under one."""
     calls: list[Any] = []
