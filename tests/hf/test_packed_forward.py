@@ -266,7 +266,7 @@ def test_attention_that_is_hidden_is_refused_and_never_wrong():
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_tokens_that_belong_to_no_row_are_refused():
     prefix = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="hf.packed_forward: model attends with 62 tokens to 65, but ids has 62"):
+    with pytest.raises(ValueError, match="packed_forward: model attends with 62 tokens to 65, but ids has 62"):
         hf.packed_forward(peft.get_peft_model(_llama(), prefix), _batch()[2])
 
 
