@@ -79,9 +79,7 @@ class Carrying:
     ) -> tuple[Any, Any]:
         """`tl.scan`, whose body_fn and until find the state on the objects."""
         check_callable(body_fn=body_fn)
-        called = Called(
-            "body_fn", body_fn, ("carry", "x", *(("context",) if options.get("context") is not None else ()))
-        )
+        called = Called("body_fn", body_fn, ("carry", "x", *_context_of(options)))
         return self._scan(called, lambda *args: pair_of(body_fn(*args)), init, xs, length, options)
 
     def _scan(
