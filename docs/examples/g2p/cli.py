@@ -128,6 +128,9 @@ def _run_options() -> argparse.ArgumentParser:
     run.add_argument("--size", choices=SIZES, default="full", help="size of the model and the run")
     run.add_argument("--limit", type=_at_least_one, help="train on so many words (default: all)")
     run.add_argument("--seed", type=int, default=0)
+    run.add_argument(
+        "--backwards", action="store_true", default=None, help="write the last phone first: to `combine` with another"
+    )
     run.add_argument("--resume", action="store_true", help="go on with the run in this folder, if it has begun")
     run.add_argument("--learning-rate", type=_positive, metavar="RATE", help="the highest (default: by size)")
     run.add_argument(
@@ -172,7 +175,7 @@ def _train(options: argparse.Namespace) -> None:
         model, found = load_model(options.checkpoint)
         if found != vocabulary:
             raise CheckpointError(f"{options.checkpoint}: has other letters or phones than {options.data}")
-        kept = ("hidden", "embed", "dropout") if options.dropout is None else ("hidden", "embed")
+        kept = ("hidden", "embed", "backwards", "dropout")[: 4 if options.dropout is None else 3]
         settings = replace(settings, **{name: getattr(model.config, name) for name in kept})
     with processes.joined():
         trainer = Trainer(options.run, train, dev, vocabulary, settings)

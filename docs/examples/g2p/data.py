@@ -136,14 +136,18 @@ def pack(rows: Sequence[Sequence[int]]) -> PackedTensor:
 
 
 class Examples:
-    """Every (word, pronunciation) pair of a lexicon as ids, dealt out in batches of similar length."""
+    """Every (word, pronunciation) pair of a lexicon as ids, dealt out in batches of similar length.
 
-    def __init__(self, lexicon: Lexicon, vocabulary: Vocabulary) -> None:
+    ``backwards``: the last phone first.
+    """
+
+    def __init__(self, lexicon: Lexicon, vocabulary: Vocabulary, backwards: bool = False) -> None:
         pairs = [(word, phones) for word, entries in lexicon.items() for phones in entries]
         self._letters = pack([vocabulary.encode_word(word) for word, _ in pairs])
-        self._phones = pack([[*vocabulary.encode_phones(phones), vocabulary.eos_id] for _, phones in pairs])
+        spoken = [vocabulary.encode_phones(phones[::-1] if backwards else phones) for _, phones in pairs]
+        self._phones = pack([[*ids, vocabulary.eos_id] for ids in spoken])
         self._size = self._letters.lens * (self._phones.max_len + 1) + self._phones.lens
-        self._spoken = pack([vocabulary.encode_phones(phones) for _, phones in pairs])
+        self._spoken = pack(spoken)
         counts = torch.tensor([len(entries) for entries in lexicon.values()])
         self._alternatives = counts.repeat_interleave(counts)
         self._first = (counts.cumsum(0) - counts).repeat_interleave(counts)  # of the examples of the same word

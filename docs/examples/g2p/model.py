@@ -33,13 +33,18 @@ Rows = TypeVar("Rows", Tensor, PackedTensor)
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. ``hidden`` is the decoder's width; each direction of the encoder has half of it."""
+    """Sizes. ``hidden`` is the decoder's width; each direction of the encoder has half of it.
+
+    A model that is ``backwards`` writes the last phone first. Nothing in it differs but what it learns: whoever gives
+    it phones or takes them turns them around.
+    """
 
     letters: int
     phones: int
     embed: int = 128
     hidden: int = 256
     dropout: float = 0.3
+    backwards: bool = False
 
     @property
     def eos_id(self) -> int:

@@ -62,6 +62,11 @@ def score(predicted: Mapping[str, Phones], lexicon: Lexicon) -> Score:
     return Score(len(lexicon), wrong, phones, edits)
 
 
+def spoken(model: G2P, vocabulary: Vocabulary, ids: Sequence[int]) -> Phones:
+    """The phones that a model wrote as these ids, first phone first."""
+    return vocabulary.decode_phones(ids[::-1] if model.config.backwards else ids)
+
+
 def pronounce(
     model: G2P,
     vocabulary: Vocabulary,
@@ -79,7 +84,7 @@ def pronounce(
     for positions in progress(list(word_batches(words, batch_size))):
         letters = pack([ids[i] for i in positions])
         rows = greedy(model, letters) if beam is None else best(model, letters, beam)
-        found.update((words[i], vocabulary.decode_phones(row)) for i, row in zip(positions, rows, strict=True))
+        found.update((words[i], spoken(model, vocabulary, row)) for i, row in zip(positions, rows, strict=True))
     return found
 
 
@@ -90,7 +95,7 @@ def n_best(
     letters = pack([vocabulary.encode_word(word) for word in words])
     with torch.no_grad():
         hyps = search(model, letters, beam, n)
-    rows = [vocabulary.decode_phones(row.tolist()) for row in hyps.tokens.unbind()]
+    rows = [spoken(model, vocabulary, row.tolist()) for row in hyps.tokens.unbind()]
     found: dict[str, list[tuple[float, Phones]]] = {}
     for b, (word, scores, valid) in enumerate(zip(words, hyps.scores.tolist(), hyps.valid.tolist(), strict=True)):
         found[word] = [(scores[j], rows[b * n + j]) for j in range(n) if valid[j]]

@@ -40,6 +40,7 @@ class Settings:
     clip: float = 2.0  # the gradient's norm
     average: float = 0.998  # decay of the averaged weights, a step
     seed: int = 0
+    backwards: bool = False  # from the last phone to the first
     risk_epochs: int = 0  # after the others
     risk_rate: float = 0.1  # the learning rate of that phase, as a share of the other
     beam: int = 4
@@ -83,10 +84,10 @@ class Trainer:
 
     def __init__(self, folder: str | Path, train: Lexicon, dev: Lexicon, vocabulary: Vocabulary, settings: Settings):
         self.folder, self.dev, self.vocabulary, self.settings = Path(folder), dev, vocabulary, settings
-        self.examples = Examples(train, vocabulary)
+        self.examples = Examples(train, vocabulary, settings.backwards)
         torch.manual_seed(settings.seed)
         sizes = (len(vocabulary.letters), len(vocabulary.phones), settings.embed, settings.hidden)
-        self.model = G2P(Config(*sizes, settings.dropout))
+        self.model = G2P(Config(*sizes, settings.dropout, settings.backwards))
         self.average = deepcopy(self.model).eval().requires_grad_(False)
         called = _Called(self.model)
         self.forward = called if processes.world() == 1 else DistributedDataParallel(called)
