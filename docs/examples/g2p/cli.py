@@ -1,4 +1,4 @@
-"""The command line: train, risk, evaluate, say, demo."""
+"""The command line: train, risk, evaluate, combine, say, demo."""
 
 import argparse
 import sys
@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from docs.examples.g2p import data, processes
 from docs.examples.g2p.checkpoint import CheckpointError, load_model
+from docs.examples.g2p.combine import WEIGHTS, JointNGrams, Opinions
 from docs.examples.g2p.data import DataError, Lexicon, Vocabulary
 from docs.examples.g2p.model import G2P
 from docs.examples.g2p.plot import learning_curve
@@ -108,6 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     beams = {"nargs": "*", "type": _at_least_one, "default": [1, 4, 8], "metavar": "K"}
     evaluate.add_argument("--beam", **beams, help="sizes of the beam searches to score beside greedy (default: 1 4 8)")
     evaluate.set_defaults(command=_evaluate)
+    combine = commands.add_parser(
+        "combine", parents=[shared], help="error rates of several models and n-grams together"
+    )
+    combine.add_argument("models", nargs="+", type=Path, metavar="MODEL", help="of the same letters and phones")
+    combine.add_argument("--data", type=Path, default=data.TRAIN_FILE, help="lexicon that they were trained on")
+    combine.add_argument("--test", type=Path, default=data.TEST_FILE, help="lexicon to score on")
+    combine.add_argument("--limit", type=_at_least_one, help="score a fixed sample of so many words (default: all)")
+    combine.add_argument("--beam", type=_at_least_one, default=8, metavar="K", help="proposals (default: %(default)s)")
+    combine.set_defaults(command=_combine)
     say = commands.add_parser("say", parents=[shared, model], help="pronounce words")
     say.add_argument("words", nargs="+", metavar="WORD")
     say.add_argument("--beam", type=_at_least_one, default=8, metavar="K", help="default: %(default)s")
@@ -221,6 +231,28 @@ def _evaluate(options: argparse.Namespace) -> None:
     lexicon = data.sample(lexicon, options.limit)
     for beam in (None, *options.beam):
         print(f"{options.split}, {_named(beam)}: {_result(model, vocabulary, lexicon, beam)}")
+
+
+def _combine(options: argparse.Namespace) -> None:
+    """The weight of the n-grams is the one with the fewest wrong development words, which they have not seen either."""
+    train, dev, vocabulary = _split(options.data, None)
+    test = data.sample(data.read_lexicon(options.test), options.limit)
+    models = []
+    for path in options.models:
+        model, found = load_model(path)
+        if found != vocabulary:
+            raise CheckpointError(f"{path}: has other letters or phones than {options.data}")
+        models.append(model)
+    ngrams = JointNGrams(train, vocabulary, progress=tqdm)
+    seen, unseen = (Opinions.of(list(words), models, vocabulary, ngrams, options.beam, tqdm) for words in (dev, test))
+    wrong = {weight: score(seen.best(weight), dev).wrong_words for weight in WEIGHTS}
+    weight = min(WEIGHTS, key=lambda one: wrong[one])
+    print(f"Each proposes its {options.beam} best; the development words choose a weight of {weight} for the n-grams.")
+    for opinions, words, name in ((seen, dev, "dev"), (unseen, test, "test")):
+        for n, path in enumerate(options.models):
+            print(f"{name}, {path} alone: {score(opinions.best_of(n), words)}")
+        print(f"{name}, models together: {score(opinions.best(), words)}")
+        print(f"{name}, with n-grams: {score(opinions.best(weight), words)}")
 
 
 def _say(options: argparse.Namespace) -> None:
