@@ -1,6 +1,7 @@
 """Inputs of the loops of compiled.py: numpy alone, so that peers can import it. What a step does is in its docstring.
 
-The workloads of loop_inputs.py are here too. All others are small: a step is some microseconds of arithmetic.
+The workloads of loop_inputs.py are here too. All others are small, a step is some microseconds of arithmetic, but for
+the last two: there one row is made from others, or there is but one.
 """
 
 from collections.abc import Callable
@@ -120,3 +121,15 @@ def s5(random: Random, T: int) -> Arrays:
 def ode(random: Random, T: int) -> Arrays:
     """Steps of Heun's method to the time N * ODE_END of sin(x A) - x / 10; their size is the error's; B = 8, D = 16."""
     return {"x0": random.randn(8, 16), "A": weight(random, 16, 16), "N": np.array(T, dtype=np.int64)}
+
+
+@maker
+def bn_rnn(random: Random, T: int) -> Arrays:
+    """h = tanh(normed over rows(x + h W)); B = 64, H = 512."""
+    return {"xs": random.randn(T, 64, 512), "W": weight(random, 512, 512)}
+
+
+@maker
+def one_row(random: Random, T: int) -> Arrays:
+    """h = tanh(W h + x); h and x have one dim, of 1024."""
+    return {"xs": random.randn(T, 1024), "W": weight(random, 1024, 1024)}

@@ -28,6 +28,8 @@ TITLES = {
     "hmm": "HMM, forward",
     "s5": "S5, complex diagonal",
     "ode": "adaptive ODE solver",
+    "bn_rnn": "RNN normed over rows, B=64, H=512",
+    "one_row": "RNN of one row, H=1024",
 }
 USUAL = {"T": 512, "iir": 4096, "W1": 10000}
 SIZES: dict[str, tuple[tuple[int, int], ...]] = {  # (T, threads)
@@ -37,6 +39,8 @@ SIZES: dict[str, tuple[tuple[int, int], ...]] = {  # (T, threads)
     "W2": ((512, 2),),
     "RNN": ((512, 2),),
     "W3": ((1024, 1),),
+    "bn_rnn": ((64, 1), (64, 2)),
+    "one_row": ((512, 1), (512, 2)),
     "W4": ((100, 2), (1000, 2), (10000, 2)),
 }
 WAYS = {

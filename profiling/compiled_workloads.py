@@ -200,6 +200,24 @@ def adam(d: Leaves) -> Work:
     return Work(body, start, d["xs"], lambda carry, ys: ys.sum() / len(ys))
 
 
+def bn_rnn(d: Leaves) -> Work:
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = x + h @ d["W"]
+        a = a - a.mean(0)
+        h = torch.tanh(a / torch.sqrt((a**2).mean(0) + 1e-3))
+        return h, h
+
+    return Work(body, rows(d, 512), d["xs"], mean_square)
+
+
+def one_row(d: Leaves) -> Work:
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(d["W"] @ h + x)
+        return h, h
+
+    return Work(body, torch.zeros_like(d["xs"][0].detach()), d["xs"], mean_square)
+
+
 def s5(d: Leaves) -> Work:
     turn = torch.polar(torch.exp(-d["decay"]), d["phase"])
     B, C = torch.complex(d["B_real"], d["B_imag"]), torch.complex(d["C_real"], d["C_imag"])
@@ -227,7 +245,7 @@ def w3(d: Leaves) -> Work:
 SCANS: dict[str, Callable[[Leaves], Work]] = {
     **{"W1": w1, "W2": lstm, "W2s": lstm, "RNN": rnn, "RNNs": rnn, "rk4": rk4, "ln_rnn": ln_rnn, "memory": memory},
     **{"crf": crf, "viterbi": viterbi, "hmm": hmm, "gru": gru, "min_gru": min_gru, "iir": iir, "kalman": kalman},
-    **{"adam": adam, "s5": s5, "W3": w3},
+    **{"adam": adam, "s5": s5, "bn_rnn": bn_rnn, "one_row": one_row, "W3": w3},
 }
 
 

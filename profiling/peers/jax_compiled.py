@@ -184,10 +184,28 @@ def s5(p: Arrays) -> Work:
     return Work(body, jnp.zeros((8, 64), B.dtype), p["xs"], mean_square)
 
 
+def bn_rnn(p: Arrays) -> Work:
+    def body(h: Any, x: Any) -> Any:
+        a = x + h @ p["W"]
+        a = a - a.mean(0)
+        h = jnp.tanh(a / jnp.sqrt((a**2).mean(0) + 1e-3))
+        return h, h
+
+    return Work(body, rows(p, 512), p["xs"], mean_square)
+
+
+def one_row(p: Arrays) -> Work:
+    def body(h: Any, x: Any) -> Any:
+        h = jnp.tanh(p["W"] @ h + x)
+        return h, h
+
+    return Work(body, jnp.zeros_like(p["xs"][0]), p["xs"], mean_square)
+
+
 SCANS: dict[str, Callable[[Arrays], Work]] = {
     **{"W2": lstm, "W2s": lstm, "RNN": rnn, "RNNs": rnn, "rk4": rk4, "ln_rnn": ln_rnn, "memory": memory, "crf": crf},
     **{"viterbi": viterbi, "hmm": hmm, "gru": gru, "min_gru": min_gru, "iir": iir, "kalman": kalman, "adam": adam},
-    **{"s5": s5},
+    **{"s5": s5, "bn_rnn": bn_rnn, "one_row": one_row},
 }
 
 

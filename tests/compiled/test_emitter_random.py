@@ -1,6 +1,7 @@
 """Random steps: operations of all kinds one after another, some stored, some summed, some read as views."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from tensorloop.loop.compiled.emitter import emit, threads
 from tensorloop.loop.compiled.emitter.cache import Folder
-from tests.support.recurrences import assert_same, recurrence
+from tensorloop.loop.compiled.recurrence import Recurrence
+from tests.support.recurrences import Given, assert_same, recurrence
+from tests.support.team_races import assert_no_race
 
 B, H = 5, 12
 
@@ -43,10 +46,9 @@ MIXING = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def drawn(seed: int, steps: Sequence[Callable[..., Tensor]]) -> tuple[Recurrence, Given]:
+    """A step of some of these, and what it is given."""
     draw = random.Random(seed)
-    steps = STEPS + (MIXING if seed % 4 == 0 else [])
     plan = [(draw.choice(steps), draw.random(), draw.random()) for _ in range(draw.randint(2, 9))]
     stores, adds = [{draw.randrange(len(plan) + 2) for _ in range(3)} for _ in "oa"]
 
@@ -64,8 +66,26 @@ def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_fact
         [torch.randn(3, B, H).double()],
         [torch.randn(B, H).double() for _ in "ab"],
     )
-    rec = recurrence(body, *given, reverse=seed % 2 == 1)
+    return recurrence(body, *given, reverse=seed % 2 == 1), given
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rec, given = drawn(seed, STEPS + (MIXING if seed % 4 == 0 else []))
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
     assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)
     monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
     assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_threads_do_a_random_step_together(
+    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(threads, "worth", lambda shared, barriers: True)
+    rec, given = drawn(seed, STEPS + 5 * MIXING)
+    core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
+    for count in (1, 2, 3) if core.text.barriers else ():
+        assert_no_race(rec, count)
+        monkeypatch.setattr(threads, "together", lambda shared, barriers, steps, n=count: n)
+        assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)

@@ -13,6 +13,8 @@ from tensorloop.loop.compiled.recurrence import Recurrence
 class EagerCore:
     """The core that any recurrence has."""
 
+    way = "torch, step by step"
+
     def __init__(self, recurrence: Recurrence) -> None:
         r = recurrence
         graph, found = fx.Graph(), dict[fx.Node, fx.Node]()

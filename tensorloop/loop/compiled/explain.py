@@ -60,8 +60,7 @@ def _program(name: str, program: Program) -> list[str]:
     once = [n for n in rest if n not in s.moving]
     before = [n for n in rest if n in s.moving and n in program.early]
     after = [n for n in rest if n in s.moving and n not in program.early]
-    core = "no loop" if program.core is None else "one native function" if program.native else "torch, step by step"
-    lines = [f"{name}: {core}"]
+    lines = [f"{name}: {'no loop' if program.core is None else program.core.way}"]
     for what, nodes in (
         ("once", once),
         ("before the loop, all steps at once", before),

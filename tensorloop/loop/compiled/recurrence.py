@@ -48,7 +48,9 @@ class Recurrence:
 
 
 class Core(Protocol):
-    """A recurrence made runnable. It may be called from several threads at once."""
+    """A recurrence made runnable. It may be called from several threads at once. `way` says how it runs, in words."""
+
+    way: str
 
     def __call__(
         self,

@@ -50,6 +50,7 @@ class NativeCore:
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._growth, self.work = step.growth, text.work
+        self.way = f"one native function, {_by_whom(text)}"
         self._idle: collections.deque[tuple[int, list[Tensor]]] = collections.deque(maxlen=8)
 
     def __call__(
@@ -67,7 +68,11 @@ class NativeCore:
         if steps <= 0:
             pairs = zip(last, carry, strict=True)
             return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
-        parts = threads.parts(self.text.rows, steps * self.text.work)
+        text = self.text
+        if text.barriers:
+            parts = threads.together(text.shared, text.barriers, steps)
+        else:
+            parts = threads.parts(text.rows, steps * text.work)
         memory = self._take(parts, self._growing(steps, lengths))
         laid = self._laid(invariants)
         done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
@@ -144,7 +149,9 @@ class NativeCore:
         if panels and not packed:
             self._loaded.prepare(address)
         if parts == 1:
-            self._loaded.run(address, steps, 0, self.text.rows, place, 0)
+            self._loaded.run(address, steps, 0, 1 if self.text.barriers else self.text.rows, place, 0)
+        elif self.text.barriers:
+            threads.run_together(self._loaded.member, address, steps, place, parts)
         else:
             each = self.text.scratch + self._growing(steps, lengths)
             threads.run(self._loaded.member, address, steps, (place, each), self.text.rows, parts)
@@ -167,6 +174,13 @@ class NativeCore:
             pass
         scratch = _aligned(size)
         return [scratch, [_aligned(size) for size in self.text.packed]]
+
+
+def _by_whom(text: Text) -> str:
+    if text.barriers:
+        times = "once" if text.barriers == 1 else f"{text.barriers} times"
+        return f"by threads that share each step and wait for each other {times} in it"
+    return "by threads that share the rows" if text.rows > 1 else "by one thread"
 
 
 def _line(size: int) -> int:

@@ -4,14 +4,17 @@
     void run(i64* table, i64 steps, i64 low, i64 high, char* scratch, i64 part)    rows low to high of every step
     void member(i64* job)                                     a thread: claims parts of the rows until none is left
 
+Where rows meet, and a step is long, `run` is what thread `low` of `high` does, with the job's address as `part`.
+
 The table holds addresses: invariants, constants, packed panels, sequences, carry, outs, sums, last carry, status; then
 the lengths of arrays before the first step, and the greatest that they have before one.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from tensorloop.loop.compiled.emitter import growing, loops
+from tensorloop.loop.compiled.emitter import growing, loops, members, threads
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous
 from tensorloop.loop.compiled.emitter.code import Code, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
@@ -22,42 +25,11 @@ from tensorloop.loop.compiled.emitter.memory import Memory, Rows
 from tensorloop.loop.compiled.emitter.nest import Nest
 from tensorloop.loop.compiled.emitter.rows import Split, split
 from tensorloop.loop.compiled.emitter.target import Target
+from tensorloop.loop.compiled.emitter.team import Planner, Team
 from tensorloop.loop.compiled.lengths import Length, grows, length_in
 
 LINE = 64  # bytes; buffers begin at such
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
-MEMBER = """define void @member(ptr %job) nounwind {
-entry:
-  %parts.p = getelementptr i8, ptr %job, i64 8
-  %parts = load i64, ptr %parts.p, align 8
-  %table.p = getelementptr i8, ptr %job, i64 16
-  %table = load ptr, ptr %table.p, align 8
-  %steps.p = getelementptr i8, ptr %job, i64 24
-  %steps = load i64, ptr %steps.p, align 8
-  %scratch.p = getelementptr i8, ptr %job, i64 32
-  %scratch = load ptr, ptr %scratch.p, align 8
-  br label %claim
-claim:
-  %mine = atomicrmw add ptr %job, i64 1 seq_cst
-  %left = icmp slt i64 %mine, %parts
-  br i1 %left, label %work, label %done
-work:
-  %place = mul i64 %mine, 8
-  %bounds = getelementptr i8, ptr %job, i64 48
-  %low.p = getelementptr i8, ptr %bounds, i64 %place
-  %low = load i64, ptr %low.p, align 8
-  %high.p = getelementptr i8, ptr %low.p, i64 8
-  %high = load i64, ptr %high.p, align 8
-  %size.p = getelementptr i8, ptr %job, i64 40
-  %size = load i64, ptr %size.p, align 8
-  %offset = mul i64 %mine, %size
-  %own = getelementptr i8, ptr %scratch, i64 %offset
-  call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %own, i64 %mine)
-  br label %claim
-done:
-  ret void
-}
-"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,6 +43,8 @@ class Text:
     work: int  # operations a step, roughly
     apart: tuple[int, ...] = ()  # sums of which each part of the rows has its own, one behind the other
     growing: tuple[Length, ...] = ()  # further bytes, of what is as long as the longest arrays
+    barriers: int = 0  # of a step whose rows meet, where threads do it together
+    shared: int = 0  # operations of such a step that they share out, roughly
 
 
 class Function:
@@ -86,11 +60,16 @@ class Function:
         self.units: list[Unit] = grouped(kernels)
         self.stored = stored(self.units, kept)
         self.packed = panels(self.units, target)
-        self.work = sum(_operations(unit) for unit in self.units)
+        work = [_operations(unit) for unit in self.units]
+        self.work = sum(work)
         self.split: Split | None = split(step, self.units, self.packed)
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.offsets, self.scratch = self._place()
+        self.team: Team | None = None
+        if self.split is None:
+            found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
+            self.team = found if found is not None and threads.worth(found.shared, found.barriers) else None
         buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
         self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and grows((one.numel,))]
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
@@ -151,13 +130,14 @@ class Function:
             *run.lines,
             "  ret void\n}",
             *(f"define internal void @{name}{text}" for text, name in self.products.items()),
-            MEMBER,
+            *([members.APART] if self.team is None else [*members.wait(self.target.triple), members.TOGETHER]),
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
         more = tuple(length for one in self.growing if (length := length_in(one.bytes)) is not None)
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
-        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work, apart, more)
+        barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
+        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work, apart, more, barriers, shared)
 
     def _is_apart(self, n: int) -> bool:
         """Whether each part of the rows has a sum of its own."""
@@ -196,8 +176,8 @@ class Function:
         sequences, first, outs, sums, last = tables
         status = entry(place)
         self._lengths(code, place + 1)
-        rows = Rows("%low", "%high", self.split.count) if self.split else None
-        leading = code.op("icmp eq i64 %low, 0", "i1") if self.split else None
+        share = self._shares(code)
+        leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
         pairs = self._pairs(code)
         for n, (name, array) in enumerate(zip(sums, step.sums, strict=True)):
             own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
@@ -226,12 +206,16 @@ class Function:
         pointers.update(self.scratch_pointers)
         memory = Memory(code, self.target, pointers, code.pointer(status, 8))
         for n, unit in enumerate(self.units):
-            self._unit(memory, unit, rows, None if self.split is None else self.split.dims[n], leading)
+            if self.team is not None and self.team.waits[n]:
+                self._wait(code)
+            self._unit(memory, n, unit, *share(n), leading)
         after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
         swapped = {}
         for n, (one, other) in pairs.items():
             same = code.op(f"icmp eq ptr {there[n]}, {one}", "i1").text
             swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
+        if self.team is not None:
+            self._wait(code)
         code.op("add nsw i64 %turn, 1", "i64")
         done = code.lines[-1].split()[0]
         more = code.op(f"icmp slt i64 {done}, %steps", "i1")
@@ -246,7 +230,7 @@ class Function:
         for n, (k, (one, _)) in enumerate(pairs.items(), turn + 1 + len(here)):
             code.lines[n] = f"  {there[k]} = phi ptr [ {one}, %{before} ], [ {swapped[k]}, %{latch} ]"
         code.label("finish")
-        self._finish(memory, after, last, rows, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
+        self._finish(memory, after, last, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
 
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
@@ -271,27 +255,43 @@ class Function:
             offset += 2 * size
         return made
 
-    def _unit(self, memory: Memory, unit: Unit, rows: Rows | None, dim: int | None, leading: Value | None) -> None:
-        adds = any(array.buffer.kind == "sum" for array in unit.writes())
-        if rows is not None and dim is None and adds:
-            assert leading is not None
-            with memory.code.when(leading):
-                self._emit(memory, unit, None, None)
-        else:
-            self._emit(memory, unit, rows if dim is not None else None, dim)
+    def _shares(self, code: Code) -> Callable[[int], tuple[Rows | None, int | None]]:
+        """What this call does of a unit: rows of a dim; all of it where there are none."""
+        split, team = self.split, self.team
+        if split is not None:
+            rows = Rows("%low", "%high", split.count)
+            return lambda n: (None if split.dims[n] is None else rows, split.dims[n])
+        if team is not None:
+            cuts = team.cuts
+            made = members.shares(code, [(cut.size, cut.grain) for cut in cuts if cut is not None])
+            return lambda n: (None, None) if (cut := cuts[n]) is None else (made[cut.size, cut.grain], cut.dim)
+        return lambda n: (None, None)
 
-    def _emit(self, memory: Memory, unit: Unit, rows: Rows | None, dim: int | None) -> None:
-        if isinstance(unit, Group):
-            Nest(memory, unit, self.stored, rows, dim).emit()
-        elif isinstance(unit, Matmul):
-            packed = self.packed.get(unit.b)
-            if packed is not None and packed.buffer.kind == "scratch":
+    def _wait(self, code: Code) -> None:
+        code.line("call void @wait(i64 %part, i64 %high)")
+
+    def _unit(
+        self, memory: Memory, n: int, unit: Unit, rows: Rows | None, dim: int | None, leading: Value | None
+    ) -> None:
+        """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
+        code = memory.code
+        packed = self.packed.get(unit.b) if isinstance(unit, Matmul) else None
+        adds = any(array.buffer.kind == "sum" for array in unit.writes())
+        by_first = leading is not None and dim is None and (adds or self.team is not None)
+        if packed is not None and packed.buffer.kind == "scratch":
+            with code.when(leading) if leading is not None and self.team is not None else contextlib.nullcontext():
                 pack(memory, packed)
-            self._product(memory, unit, packed, rows, dim)
-        elif isinstance(unit, Scatter):
-            loops.scatter(memory, unit, rows, dim)
-        else:
-            loops.running(memory, unit, rows, dim)
+            if self.team is not None and self.team.packing[n]:
+                self._wait(code)
+        with code.when(leading) if leading is not None and by_first else contextlib.nullcontext():
+            if isinstance(unit, Group):
+                Nest(memory, unit, self.stored, rows, dim).emit()
+            elif isinstance(unit, Matmul):
+                self._product(memory, unit, packed, rows, dim)
+            elif isinstance(unit, Scatter):
+                loops.scatter(memory, unit, rows, dim)
+            else:
+                loops.running(memory, unit, rows, dim)
 
     def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: Rows | None, dim: int | None) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""
@@ -301,12 +301,14 @@ class Function:
         inner = Code()
         pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
         pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
-        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, rows, dim).emit()
+        own = None if rows is None else Rows("%low", "%high", rows.total)
+        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own, dim).emit()
         memory.code.declared |= inner.declared
         arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
         text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.lines) + "\n  ret void\n}"
         name = self.products.setdefault(text, f"product{len(self.products)}")
-        given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), "i64 %low, i64 %high"])
+        low, high = (0, 0) if rows is None else (rows.low, rows.high)
+        given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), f"i64 {low}, i64 {high}"])
         memory.code.line(f"call void @{name}({given})")
 
     def _finish(
@@ -314,7 +316,6 @@ class Function:
         memory: Memory,
         after: list[str],
         last: list[str],
-        rows: Rows | None,
         leading: Value | None,
         count: Callable[[], None],
     ) -> None:
@@ -328,7 +329,7 @@ class Function:
             x, y = contiguous(a, array.shape), contiguous(b, array.shape)
             group = Group(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
             if self.split is not None and self.split.buffers[array.buffer]:
-                Nest(memory, group, {b}, rows, 0).emit()
+                Nest(memory, group, {b}, Rows("%low", "%high", self.split.count), 0).emit()
             else:
                 shared.append(group)
 

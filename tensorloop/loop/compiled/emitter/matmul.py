@@ -131,6 +131,9 @@ class Product:
             with self.code.loop(start, stop) as loop:
                 self._batch([*index, loop.index], left[1:])
             return
+        if self.rows is not None and self.row_dim == len(self.kernel.out.shape) - 1:
+            self._columns(index)
+            return
         whole, rest = divmod(self.vectors, self.wide)
         ragged = self.n % self.width != 0
         if ragged and not rest:
@@ -140,6 +143,20 @@ class Product:
                 self._rows(index, loop.index, self.wide, False)
         if rest:
             self._rows(index, whole * self.wide, rest, ragged)
+
+    def _columns(self, index: list[Index]) -> None:
+        """Columns low to high: whole vectors, and the last of all, which may have fewer lanes."""
+        code, rows, whole = self.code, self.rows, self.n // self.width
+        assert rows is not None
+        low, high = (code.op(f"udiv i64 {end}, {self.width}", "i64").text for end in (rows.low, rows.high))
+        count = code.op(f"sub i64 {high}, {low}", "i64").text
+        middle = code.add(low, code.times(code.op(f"udiv i64 {count}, {self.wide}", "i64").text, self.wide))
+        for start, stop, wide in ((low, middle, self.wide), (middle, high, 1)):
+            with code.loop(start, stop, wide) as loop:
+                self._rows(index, loop.index, wide, False)
+        if self.n % self.width:
+            with code.when(code.op(f"icmp eq i64 {rows.high}, {self.n}", "i1")):
+                self._rows(index, whole, 1, True)
 
     def _rows(self, index: list[Index], vector: Index, wide: int, ragged: bool) -> None:
         code, tall = self.code, self.tall

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 LEAST = 100_000_000  # operations that a thread should have, some milliseconds: below, waking it costs more than it does
+BARRIER = 100_000  # operations between two barriers that a thread should have, some microseconds: one costs about one
+LINE = 64
 
 
 def parts(rows: int, work: int) -> int:
@@ -17,6 +19,34 @@ def parts(rows: int, work: int) -> int:
         return 1
     most = min(torch.get_num_threads(), rows, work // LEAST)
     return most if most > 1 and _parallel(os.getpid()) is not None else 1
+
+
+def worth(shared: int, barriers: int) -> bool:
+    """Whether threads may do a step together, which waits so often and shares out so many operations."""
+    return shared >= 2 * barriers * BARRIER
+
+
+def together(shared: int, barriers: int, steps: int) -> int:
+    """How many threads do steps together."""
+    if not worth(shared, barriers) or steps * shared < 2 * LEAST:
+        return 1
+    most = min(torch.get_num_threads(), steps * shared // max(LEAST, 1), shared // max(barriers * BARRIER, 1))
+    return most if most > 1 and _parallel(os.getpid()) is not None else 1
+
+
+def run_together(member: int, table: int, steps: int, scratch: int, count: int) -> None:
+    """Calls `member` on every thread of a team, of at most `count`; each finds out there which one it is, of how many.
+
+    The job: how many have arrived at a barrier, and how often all have, in lines of their own; functions; what to do.
+    """
+    library = _library(os.getpid())
+    assert library is not None
+    job = (ctypes.c_int64 * 32)()
+    place = ctypes.addressof(job)
+    skipped = -place % LINE // 8
+    functions = (_sched_yield(), library.omp_get_thread_num, library.omp_get_num_threads)
+    job[skipped + 16 : skipped + 22] = [*(_address(one) for one in functions), table, steps, scratch]
+    library.GOMP_parallel(member, place + 8 * skipped, count, 0)
 
 
 def run(member: int, table: int, steps: int, scratch: tuple[int, int], rows: int, count: int) -> None:
@@ -31,20 +61,38 @@ def run(member: int, table: int, steps: int, scratch: tuple[int, int], rows: int
     parallel(member, ctypes.addressof(job), count, 0)
 
 
-@functools.cache
 def _parallel(process: int) -> Any:
     """GOMP_parallel of the library that torch loaded; None without one, and in a forked process, whose team is gone."""
+    library = _library(process)
+    return None if library is None else library.GOMP_parallel
+
+
+@functools.cache
+def _library(process: int) -> Any:
     if process != _BORN[0]:
         return None
     assert torch.__file__
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         try:
-            found = ctypes.CDLL(str(path)).GOMP_parallel
+            found = ctypes.CDLL(str(path))
+            for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+                getattr(found, name)
         except (OSError, AttributeError):
             continue
-        found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        call = found.GOMP_parallel
+        call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
         return found
     return None
+
+
+@functools.cache
+def _sched_yield() -> Any:
+    return ctypes.CDLL(None).sched_yield
+
+
+def _address(function: Any) -> int:
+    """Of a C function."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 _BORN = [os.getpid()]

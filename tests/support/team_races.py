@@ -1,0 +1,134 @@
+"""Who touches what: every element that each thread reads or writes between two barriers, found one by one."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
+from tensorloop.loop.compiled.emitter.core import HANDLERS, expand
+from tensorloop.loop.compiled.emitter.function import Function
+from tensorloop.loop.compiled.emitter.fuse import Group, Unit
+from tensorloop.loop.compiled.emitter.kernels import Gather, Matmul, Scatter
+from tensorloop.loop.compiled.emitter.lowering import lower
+from tensorloop.loop.compiled.emitter.target import host
+from tensorloop.loop.compiled.emitter.team import Cut, Planner, Team
+from tensorloop.loop.compiled.recurrence import Recurrence
+
+Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # ranges of its dims; (size, step) more; writes
+Touched = tuple[dict[object, set[int]], dict[object, set[int]]]  # elements read and written, by whose memory it is
+
+
+def assert_no_race(rec: Recurrence, count: int) -> None:
+    """No thread of `count` writes what another one reads or writes before they have met.
+
+    Nor would it where every buffer had memory of its own, so that nobody waits for that.
+    """
+    made = Function(lower(rec, HANDLERS, expand), host(), rec.reverse)
+    assert made.team is not None
+    _go(made, made.team, made.offsets, count)
+    team = Planner(made.packed, made.stored, {}, host()).plan(made.step, made.units, [1] * len(made.units))
+    assert team is not None
+    assert team.barriers <= made.team.barriers or team.cuts != made.team.cuts
+    _go(made, team, {}, count)
+
+
+def _go(made: Function, team: Team, places: Mapping[Buffer, int], count: int) -> None:
+    step = made.step
+    threads: list[Touched] = [({}, {}) for _ in range(count)]
+    if step.going is not None:  # after the barrier at the end of the step before
+        for touched in threads:
+            _note(places, touched, [(step.going, [range(n) for n in step.going.shape], (), False)])
+    for n, unit in enumerate(made.units):
+        if team.waits[n]:
+            _check(threads)
+        panels = made.packed.get(unit.b) if isinstance(unit, Matmul) else None
+        packs = panels if panels is not None and panels.buffer.kind == "scratch" else None
+        if packs is not None:
+            _note(places, threads[0], [(packs.source, [range(n) for n in packs.source.shape], (), False)])
+            _note(places, threads[0], [_all(packs.buffer, True)])
+            if team.packing[n]:
+                _check(threads)
+        for number, touched in enumerate(threads):
+            cut = team.cuts[n]
+            if cut is None and number:
+                continue
+            _note(places, touched, _walked(unit, cut, number, count))
+            if packs is not None:
+                _note(places, touched, [_all(packs.buffer, False)])
+    _check(threads)
+
+
+def _all(buffer: Buffer, writes: bool) -> Walked:
+    return Array(buffer, (buffer.numel,), (1,)), [range(buffer.numel)], (), writes
+
+
+def _own(cut: Cut, number: int, count: int) -> range:
+    low, high = (min(cut.size, cut.parts * n // count * cut.grain) for n in (number, number + 1))
+    return range(low, high)
+
+
+def _walked(unit: Unit, cut: Cut | None, number: int, count: int) -> Iterator[Walked]:
+    """Every array of a unit, and how much of its dims a thread walks."""
+    space = unit.space if isinstance(unit, Group) else None
+    if isinstance(unit, Matmul):
+        space = unit.out.shape
+    elif not isinstance(unit, Group):
+        space = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
+    assert space is not None
+    own = [range(size) if cut is None or dim != cut.dim else _own(cut, number, count) for dim, size in enumerate(space)]
+    if isinstance(unit, Group):
+        for walk in unit.walks:
+            for array in walk.reads():
+                more = list[tuple[int, int]]()
+                if isinstance(walk, Gather) and array is walk.source:
+                    more += zip(walk.sizes, walk.steps, strict=True)
+                yield array, own, more, False
+            yield walk.out, own, (), True
+    elif isinstance(unit, Matmul):
+        *batch, m, n = own
+        k = range(unit.a.shape[-1])
+        yield unit.a, [*batch, m, k], (), False
+        yield unit.b, [*batch, k, n], (), False
+        for array, writes in ((unit.out, True), (unit.addend, False)):
+            if array is not None:
+                yield array, own, (), writes
+    elif isinstance(unit, Scatter):
+        anywhere = [range(unit.out.shape[dim]) if dim == unit.dim else one for dim, one in enumerate(own)]
+        yield unit.index, own, (), False
+        yield unit.source, own, (), False
+        yield unit.out, anywhere, (), False
+        yield unit.out, anywhere, (), True
+    else:
+        yield unit.array, own, (), False
+        yield unit.out, own, (), True
+
+
+def _note(places: Mapping[Buffer, int], touched: Touched, walked: Iterable[Walked]) -> None:
+    for array, ranges, more, writes in walked:
+        buffer = array.buffer
+        if not buffer.written:
+            continue
+        elements = torch.tensor([array.offset])
+        dims = [
+            *((list(one), step) for one, step in zip(ranges, array.strides, strict=True)),
+            *((list(range(size)), step) for size, step in more),
+        ]
+        for numbers, step in dims:
+            elements = (elements[:, None] + torch.tensor(numbers, dtype=torch.int64) * step).flatten()
+        if buffer in places:  # in bytes: buffers that live at other times share memory
+            size = buffer.dtype.itemsize
+            elements = (places[buffer] + elements[:, None] * size + torch.arange(size)).flatten()
+        touched[writes].setdefault("scratch" if buffer in places else buffer, set()).update(elements.tolist())
+
+
+def _check(threads: list[Touched]) -> None:
+    """They meet: what was touched since is compared, and forgotten."""
+    for a, (_, written) in enumerate(threads):
+        for b, others in enumerate(threads):
+            if a != b:
+                for where, places in written.items():
+                    for other in others:
+                        assert places.isdisjoint(other.get(where, ())), (a, b, where)
+    for touched in threads:
+        for one in touched:
+            one.clear()
