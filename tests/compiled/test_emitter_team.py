@@ -276,6 +276,16 @@ def test_teams_of_several_python_threads(together, folder: Folder) -> None:
     assert not wrong
 
 
+def test_a_team_has_the_scratch_memory_of_one_thread(together, folder: Folder) -> None:
+    rec, given = case("rows by rows")
+    core = emit(rec, folder=folder)
+    for count in (1, 3):
+        together(count)
+        core(5, *given, *places(rec, 5))
+        ((scratch, *_),) = core._idle
+        assert scratch.numel() == core.text.scratch
+
+
 def test_a_step_is_shared_where_that_pays(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     def core(rows: int, columns: int) -> NativeCore:
         rec, _ = case("mean over rows", torch.float32, rows, columns)

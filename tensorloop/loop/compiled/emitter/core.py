@@ -51,7 +51,7 @@ class NativeCore:
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._growth, self.work = step.growth, text.work
         self.way = f"one native function, {_by_whom(text)}"
-        self._idle: collections.deque[tuple[int, list[Tensor]]] = collections.deque(maxlen=8)
+        self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
     def __call__(
         self,
@@ -70,13 +70,13 @@ class NativeCore:
             return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
         text = self.text
         if text.barriers:
-            parts = threads.together(text.shared, text.barriers, steps)
+            parts, apart = threads.together(text.shared, text.barriers, steps), 1
         else:
-            parts = threads.parts(text.rows, steps * text.work)
-        memory = self._take(parts, self._growing(steps, lengths))
+            parts = apart = threads.parts(text.rows, steps * text.work)
+        memory = self._take(apart, self._growing(steps, lengths))
         laid = self._laid(invariants)
         done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
-        self._idle.append((parts, memory))
+        self._idle.append(memory)
         return last, done
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
@@ -164,10 +164,10 @@ class NativeCore:
         return status[0]
 
     def _take(self, parts: int, more: int) -> list:
-        """(scratch, *panels) from an earlier call that is over, or new; `more` bytes behind the scratch of each."""
+        """[scratch for so many, panels] from an earlier call that is over, or new; `more` bytes behind each's."""
         size = parts * (self.text.scratch + more)
         try:
-            _, memory = self._idle.pop()
+            memory = self._idle.pop()
             if memory[0].numel() >= size:
                 return memory
         except IndexError:
