@@ -1,9 +1,8 @@
 """Several opinions of one word: models that write from either end, and an n-gram model of chunks.
 
 Each model's beam search proposes its n best pronunciations of a word. Then all score what any proposed: the models by
-teacher forcing, the n-grams by the best cut into chunks. The highest sum wins. A model goes wrong most often towards
-the end of what it writes, so two that begin at other ends mend each other (Liu et al. 2016), and n-grams of letters
-with phones err on other words than a network does (Rao et al. 2015).
+teacher forcing, the n-grams by the best cut into chunks. The highest sum wins. That two that begin at other ends mend
+each other is of Liu et al. 2016, a network with n-grams of letters and phones of Rao et al. 2015.
 """
 
 from collections.abc import Callable, Iterable, Sequence
