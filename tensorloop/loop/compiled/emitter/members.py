@@ -5,16 +5,19 @@ from collections.abc import Iterable
 from tensorloop.loop.compiled.emitter.code import Code
 from tensorloop.loop.compiled.emitter.memory import Rows
 
-APART = """define void @member(ptr %job) nounwind {
+
+def _fields(first: int, **kinds: str) -> str:
+    """Reads what lies in the job one behind the other, from a byte on."""
+    lines = []
+    for n, (name, kind) in enumerate(kinds.items()):
+        lines.append(f"  %{name}.p = getelementptr i8, ptr %job, i64 {first + 8 * n}")
+        lines.append(f"  %{name} = load {kind}, ptr %{name}.p, align 8")
+    return "\n".join(lines)
+
+
+APART = f"""define void @member(ptr %job) nounwind {{
 entry:
-  %parts.p = getelementptr i8, ptr %job, i64 8
-  %parts = load i64, ptr %parts.p, align 8
-  %table.p = getelementptr i8, ptr %job, i64 16
-  %table = load ptr, ptr %table.p, align 8
-  %steps.p = getelementptr i8, ptr %job, i64 24
-  %steps = load i64, ptr %steps.p, align 8
-  %scratch.p = getelementptr i8, ptr %job, i64 32
-  %scratch = load ptr, ptr %scratch.p, align 8
+{_fields(8, parts="i64", table="ptr", steps="i64", scratch="ptr", size="i64")}
   br label %claim
 claim:
   %mine = atomicrmw add ptr %job, i64 1 seq_cst
@@ -27,29 +30,18 @@ work:
   %low = load i64, ptr %low.p, align 8
   %high.p = getelementptr i8, ptr %low.p, i64 8
   %high = load i64, ptr %high.p, align 8
-  %size.p = getelementptr i8, ptr %job, i64 40
-  %size = load i64, ptr %size.p, align 8
   %offset = mul i64 %mine, %size
   %own = getelementptr i8, ptr %scratch, i64 %offset
   call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %own, i64 %mine)
   br label %claim
 done:
   ret void
-}
+}}
 """
 # Threads are counted when they are there: a team may be smaller than was asked for.
-TOGETHER = """define void @member(ptr %job) nounwind {
+TOGETHER = f"""define void @member(ptr %job) nounwind {{
 entry:
-  %number.p = getelementptr i8, ptr %job, i64 136
-  %number = load ptr, ptr %number.p, align 8
-  %count.p = getelementptr i8, ptr %job, i64 144
-  %count = load ptr, ptr %count.p, align 8
-  %table.p = getelementptr i8, ptr %job, i64 152
-  %table = load ptr, ptr %table.p, align 8
-  %steps.p = getelementptr i8, ptr %job, i64 160
-  %steps = load i64, ptr %steps.p, align 8
-  %scratch.p = getelementptr i8, ptr %job, i64 168
-  %scratch = load ptr, ptr %scratch.p, align 8
+{_fields(136, number="ptr", count="ptr", table="ptr", steps="i64", scratch="ptr")}
   %mine = call i32 %number()
   %all = call i32 %count()
   %low = sext i32 %mine to i64
@@ -57,7 +49,7 @@ entry:
   %part = ptrtoint ptr %job to i64
   call void @run(ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part)
   ret void
-}
+}}
 """
 # The last to arrive lets the others go on, by counting a turn. They look some microseconds for it, which is as long as
 # a thread is late that has a core; then they leave their core to who has none.

@@ -16,7 +16,6 @@ from tensorloop.loop.compiled.emitter.matmul import Panels, lanes
 from tensorloop.loop.compiled.emitter.target import Target
 from tensorloop.loop.compiled.lengths import grows
 
-SHARED = ("scratch", "next", "out", "sum")  # kinds of memory that a step writes and may read
 ENOUGH = 16  # parts of a unit: a dim of more is no better for it
 Piece = tuple[int, int, int]
 FIRST: Piece = (0, 0, 0)  # what the first thread alone touches
@@ -135,7 +134,7 @@ class Planner:
         written = set(unit.writes())
         for array in (*unit.reads(), *written):
             buffer = array.buffer
-            if buffer.kind in SHARED and (buffer.kind != "scratch" or buffer in self.stored):
+            if buffer.written and (buffer.kind != "scratch" or buffer in self.stored):
                 piece = FIRST if cut is None else _piece(unit, array, cut)
                 yield Access(buffer, piece, array in written)
         panels = _panels(unit, self.packed)

@@ -18,7 +18,7 @@ def parts(rows: int, work: int) -> int:
     if rows < 2 or work < 2 * LEAST:
         return 1
     most = min(torch.get_num_threads(), rows, work // LEAST)
-    return most if most > 1 and _parallel(os.getpid()) is not None else 1
+    return most if most > 1 and _library(os.getpid()) is not None else 1
 
 
 def worth(shared: int, barriers: int) -> bool:
@@ -28,16 +28,14 @@ def worth(shared: int, barriers: int) -> bool:
 
 def together(shared: int, barriers: int, steps: int) -> int:
     """How many threads do steps together."""
-    if not worth(shared, barriers) or steps * shared < 2 * LEAST:
-        return 1
-    most = min(torch.get_num_threads(), steps * shared // max(LEAST, 1), shared // max(barriers * BARRIER, 1))
-    return most if most > 1 and _parallel(os.getpid()) is not None else 1
+    return parts(shared // (barriers * BARRIER), steps * shared)
 
 
 def run_together(member: int, table: int, steps: int, scratch: int, count: int) -> None:
     """Calls `member` on every thread of a team, of at most `count`; each finds out there which one it is, of how many.
 
-    The job: how many have arrived at a barrier, and how often all have, in lines of their own; functions; what to do.
+    The job: how many have arrived at a barrier, and how often all have, each in a line of its own; in the third, three
+    functions and what there is to do.
     """
     library = _library(os.getpid())
     assert library is not None
@@ -45,7 +43,8 @@ def run_together(member: int, table: int, steps: int, scratch: int, count: int) 
     place = ctypes.addressof(job)
     skipped = -place % LINE // 8
     functions = (_sched_yield(), library.omp_get_thread_num, library.omp_get_num_threads)
-    job[skipped + 16 : skipped + 22] = [*(_address(one) for one in functions), table, steps, scratch]
+    addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in functions]
+    job[skipped + 16 : skipped + 22] = [*addresses, table, steps, scratch]
     library.GOMP_parallel(member, place + 8 * skipped, count, 0)
 
 
@@ -56,19 +55,14 @@ def run(member: int, table: int, steps: int, scratch: tuple[int, int], rows: int
     """
     bounds = [rows * n // count for n in range(count + 1)]
     job = (ctypes.c_int64 * (6 + len(bounds)))(0, count, table, steps, *scratch, *bounds)
-    parallel = _parallel(os.getpid())
-    assert parallel is not None
-    parallel(member, ctypes.addressof(job), count, 0)
-
-
-def _parallel(process: int) -> Any:
-    """GOMP_parallel of the library that torch loaded; None without one, and in a forked process, whose team is gone."""
-    library = _library(process)
-    return None if library is None else library.GOMP_parallel
+    library = _library(os.getpid())
+    assert library is not None
+    library.GOMP_parallel(member, ctypes.addressof(job), count, 0)
 
 
 @functools.cache
 def _library(process: int) -> Any:
+    """The OpenMP that torch loaded; None without one, and in a forked process, whose team is gone."""
     if process != _BORN[0]:
         return None
     assert torch.__file__
@@ -88,11 +82,6 @@ def _library(process: int) -> Any:
 @functools.cache
 def _sched_yield() -> Any:
     return ctypes.CDLL(None).sched_yield
-
-
-def _address(function: Any) -> int:
-    """Of a C function."""
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 _BORN = [os.getpid()]
