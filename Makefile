@@ -5,7 +5,7 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-compiled check format bench docs site package clean
+.PHONY: demo test test-compiled fuzz check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
@@ -17,6 +17,12 @@ test: $(STAMP)
 # Every test of loops with compiled loops; `test` has some of them.
 test-compiled: $(STAMP)
 	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --compiled tests/loop tests/checkpoint
+
+# Random loops, compiled and not, for a night: what differs is a find. A run that was stopped goes on; FUZZ= has options
+# (--seed 20000, --out build/more, --guarded). `python tests/fuzz/triage.py` shows the finds in groups.
+PROGRAMS ?= 20000
+fuzz: $(STAMP)
+	$(PY) -W ignore tests/fuzz/run.py --programs $(PROGRAMS) --shards $(shell nproc 2>/dev/null || echo 1) $(FUZZ)
 
 check: $(STAMP)
 	$(PY) -m ruff check .
