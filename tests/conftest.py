@@ -3,10 +3,14 @@
 With `--compiled` the loops of every test run with `compile=True` where a test leaves that out; without it those of
 some files do, beside the eager ones. Tests for which that cannot hold are marked `eager_only`, with the reason. They
 run compiled all the same, and must fail: a mark that is needed no more is an error.
+
+With `--guarded` every compiled loop runs in a form that notices where it touches memory which is not its own.
 """
 
+import contextlib
 import gc
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +18,7 @@ import pytest
 import torch
 
 import tensorloop as tl
+from tensorloop.loop.compiled.emitter import guarded
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
 hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -36,6 +41,7 @@ _MARK = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--compiled", action="store_true", help="run loops with compile=True where a test leaves it out")
+    parser.addoption("--guarded", action="store_true", help="check each address that a compiled loop touches")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +75,21 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
             options = inspect.unwrap(function).__kwdefaults__
             assert options is not None
             monkeypatch.setitem(options, "compile", True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def guarded_cores(request: pytest.FixtureRequest) -> Iterator[None]:
+    with guarded.on() if request.config.getoption("--guarded") else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def inside() -> Iterator[None]:
+    """Fails a test in which a guarded loop left its memory, whoever caught the exception."""
+    yield
+    found = [*guarded.violations]
+    guarded.violations.clear()
+    assert not found
 
 
 @pytest.fixture(autouse=True, scope="module")

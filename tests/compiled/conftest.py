@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop.loop.compiled import segments
+from tensorloop.loop.compiled.emitter import guarded
+from tensorloop.loop.compiled.glance import paths
 from tensorloop.loop.compiled.plan import plans
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.segments import Segmented
@@ -20,6 +22,17 @@ def fresh_plans() -> Iterator[None]:
     plans.made = 0
     yield
     plans.clear()
+
+
+@pytest.fixture
+def guards() -> Iterator[None]:
+    """Cores that check each address; a test in which one leaves its memory fails (`inside`)."""
+    plans.clear()
+    paths.clear()
+    with guarded.on():
+        yield
+    plans.clear()
+    paths.clear()
 
 
 @pytest.fixture

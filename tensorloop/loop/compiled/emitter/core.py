@@ -17,6 +17,7 @@ from tensorloop.loop.compiled.emitter.target import Target, host
 from tensorloop.loop.compiled.recurrence import Recurrence
 
 LINE = 64
+instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
 _HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
 
 
@@ -36,6 +37,8 @@ def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bo
 
 def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
     """One native function for a recurrence; Unsupported where an operation or this machine is not known."""
+    if instead:
+        return instead[-1](recurrence, folder=folder, target=target)
     target = target or host()
     step, text = text_of(recurrence, target)
     code = machine_code(text.module, target, folder or cache.user_folder())
@@ -145,16 +148,9 @@ class NativeCore:
         table = array("q", [one.data_ptr() for one in tensors])
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))
-        address, place = table.buffer_info()[0], scratch.data_ptr()
-        if panels and not packed:
-            self._loaded.prepare(address)
-        if parts == 1:
-            self._loaded.run(address, steps, 0, 1 if self.text.barriers else self.text.rows, place, 0)
-        elif self.text.barriers:
-            threads.run_together(self._loaded.member, address, steps, place, parts)
-        else:
-            each = self.text.scratch + self._growing(steps, lengths)
-            threads.run(self._loaded.member, address, steps, (place, each), self.text.rows, parts)
+        first = bool(panels) and not packed
+        self._enter(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first)
+        if parts > 1:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
         if status[1]:
@@ -162,6 +158,27 @@ class NativeCore:
                 "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
             )
         return status[0]
+
+    def _enter(
+        self,
+        table: int,
+        tensors: Sequence[Tensor],
+        steps: int,
+        parts: int,
+        scratch: int,
+        lengths: Sequence[int],
+        pack: bool,
+    ) -> None:
+        """Calls the native function; `tensors` are those that the table begins with."""
+        if pack:
+            self._loaded.prepare(table)
+        if parts == 1:
+            self._loaded.run(table, steps, 0, 1 if self.text.barriers else self.text.rows, scratch, 0)
+        elif self.text.barriers:
+            threads.run_together(self._loaded.member, table, steps, scratch, parts)
+        else:
+            each = self.text.scratch + self._growing(steps, lengths)
+            threads.run(self._loaded.member, table, steps, (scratch, each), self.text.rows, parts)
 
     def _take(self, parts: int, more: int) -> list:
         """[scratch for so many, panels] from an earlier call that is over, or new; `more` bytes behind each's."""

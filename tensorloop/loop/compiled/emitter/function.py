@@ -50,6 +50,8 @@ class Text:
 class Function:
     """A step's kernels put together, and their text."""
 
+    gap = 0  # bytes left free behind each scratch buffer
+
     def __init__(self, step: Step, target: Target, reverse: bool) -> None:
         self.step, self.target, self.reverse = step, target, reverse
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
@@ -76,8 +78,8 @@ class Function:
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
 
-    def _place(self) -> tuple[dict[Buffer, int], int]:
-        """Offsets of scratch buffers: those that are not needed at one time share memory."""
+    def _lives(self) -> dict[Buffer, tuple[int, int]]:
+        """The first and the last unit that each scratch buffer is there for."""
         lives: dict[Buffer, tuple[int, int]] = {}
         for n, unit in enumerate(self.units):
             arrays = [*unit.reads(), *unit.writes()]
@@ -89,22 +91,29 @@ class Function:
                     lives[buffer] = lives.get(buffer, (n, n))[0], n
         if self.step.going is not None and self.step.going.buffer in lives:
             lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
-        end = sum(2 * _line(self.step.next[n].buffer.bytes) for n in self.pairs)
+        return lives
+
+    def _place(self) -> tuple[dict[Buffer, int], int]:
+        """Offsets of scratch buffers: those that are not needed at one time share memory."""
+        lives, end = self._lives(), sum(2 * self._room(self.step.next[n].buffer) for n in self.pairs)
         places: dict[Buffer, int] = {}
         for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
             busy = sorted(
-                (places[other], places[other] + _line(other.bytes))
+                (places[other], places[other] + self._room(other))
                 for other, (a, b) in lives.items()
                 if other in places and a <= last and first <= b
             )
             at = end
             for low, high in busy:
-                if at + _line(buffer.bytes) <= low:
+                if at + self._room(buffer) <= low:
                     break
                 at = max(at, high)
             places[buffer] = at
-        total = max((place + _line(buffer.bytes) for buffer, place in places.items()), default=end)
+        total = max((place + self._room(buffer) for buffer, place in places.items()), default=end)
         return places, max(total, LINE)
+
+    def _room(self, buffer: Buffer) -> int:
+        return _line(buffer.bytes) + self.gap
 
     # text
 
@@ -240,7 +249,7 @@ class Function:
         for buffer in self.growing:
             self.scratch_pointers[buffer] = code.pointer("%scratch", offset)
             size = growing.line(code, most, buffer)
-            offset = code.add(offset, size)
+            offset = code.add(offset, size, self.gap)
 
     def _pairs(self, code: Code) -> dict[int, tuple[str, str]]:
         """Two places for each carry that has none in an output."""
@@ -248,7 +257,7 @@ class Function:
             code.line("%last.step = sub i64 %steps, 1")
         made, offset = {}, 0
         for n in self.pairs:
-            size = _line(self.step.next[n].buffer.bytes)
+            size = self._room(self.step.next[n].buffer)
             made[n] = code.pointer("%scratch", offset), code.pointer("%scratch", offset + size)
             if offset == 0:
                 made[n] = "%scratch", made[n][1]
