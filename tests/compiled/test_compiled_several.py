@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
-from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
@@ -162,14 +161,8 @@ def test_a_module_with_convolutions():
     check_equal(grads, expected_grads, 1e-11)
 
 
-def test_what_does_not_run_for_all_steps_at_once(monkeypatch: pytest.MonkeyPatch):
-    """The loop is an eager one or, where the backward alone shows it, its backward is."""
-    plans.clear()
-
-    def fails(self: Any, *tensors: Tensor) -> Any:
-        raise RuntimeError("no rule")
-
-    monkeypatch.setattr("tensorloop.loop.compiled.batched._Mapped.__call__", fails)
+def test_what_vmap_does_not_do_or_does_wrong_goes_step_by_step(monkeypatch: pytest.MonkeyPatch):
+    """Such an operation alone, forward or backward; all others run for all steps at once."""
 
     def rolls(h: Tensor, x: Tensor) -> Any:
         return torch.sin(h + x.roll(1, -1)), h
@@ -177,13 +170,31 @@ def test_what_does_not_run_for_all_steps_at_once(monkeypatch: pytest.MonkeyPatch
     def selects(h: Tensor, x: Tensor) -> Any:
         return torch.sin(h + x), h.index_select(1, torch.tensor([0, 2]))
 
-    with pytest.warns(NotCompiledWarning, match="roll.default does not run for all steps at once: no rule"):
-        found, grads = outcome(rolls, True)
-    expected, expected_grads = outcome(rolls, False)
-    check_equal([*found, *grads], [*expected, *expected_grads], 0)
-    found, grads = outcome(selects, "strict")
-    expected, expected_grads = outcome(selects, False)
+    def fails(self: Any, *tensors: Tensor) -> Any:
+        raise RuntimeError("no rule")
+
+    def wrong(self: Any, *tensors: Tensor) -> Any:
+        return self._in_turn(*(x * 2 if x.is_floating_point() else x for x in tensors))
+
+    for mapped in (fails, wrong):
+        plans.clear()
+        monkeypatch.setattr("tensorloop.loop.compiled.batched._Mapped._mapped", mapped)
+        for body in (rolls, selects):
+            found, grads = outcome(body, "strict")
+            expected, expected_grads = outcome(body, False)
+            check_equal([*found, *grads], [*expected, *expected_grads], 1e-11)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda h, x: (h + torch.zeros(L, dtype=DTYPE).index_fill(0, torch.tensor([1]), x.sum()), x[0].trace()),
+        lambda h, x: (h * 0.5 + x[0].trace() * h, x[1, :2].trace() ** 2),
+        lambda h, x: (h + x[0, 0].max() * (x[0, 0] > 0).sum(), x[1, 1].median() + x[0, 1].nanmean()),
+    ],
+    ids=["index_fill", "trace", "no_dims"],
+)
+def test_operations_whose_own_rules_of_vmap_are_wrong(body: Any):
+    found, grads = outcome(body, "strict")
+    expected, expected_grads = outcome(body, False)
     check_equal([*found, *grads], [*expected, *expected_grads], 1e-11)
-    (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
-    with pytest.raises(NotBatched, match="no rule"):
-        plan.backward(frozenset())

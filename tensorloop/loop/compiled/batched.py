@@ -1,24 +1,21 @@
 """One step's operations for all steps at once: the same operations with a leading dim of T.
 
 Each kind of operation has its rule: pointwise ones get dims in between, others count dims from one further on; what has
-no rule runs under `torch.func.vmap`. A `Stage` is a graph for tensors that hold all steps, and for invariants as they
-are.
+no rule runs under `torch.func.vmap` or, where that is not right, step by step. A `Stage` is a graph for tensors that
+hold all steps, and for invariants as they are.
 """
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from tensorloop._torch.fake import fake_tensors
+from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.operations import aten, is_pointwise, value_of
 from tensorloop.loop.compiled.saving import needed_for
-
-
-class NotBatched(Exception):
-    """An operation that torch's vmap does not take."""
 
 
 class Stage:
@@ -128,13 +125,28 @@ class _Mapped:
     def __init__(self, node: fx.Node, args: Any, kwargs: Any, dims: Sequence[int | None]) -> None:
         self.target: Any = node.target
         self.args, self.kwargs, self.dims = args, kwargs, tuple(dims)
+        self.mapped = True
         value = node.meta["val"]
         self.there = None if isinstance(value, Tensor) else [x is not None for x in value]  # of several results
         self.__name__ = f"mapped_{getattr(self.target, '_opname', 'operation')}"
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The operation for all steps."""
+        return self._mapped(*tensors) if self.mapped else self._in_turn(*tensors)
 
+    def _in_turn(self, *tensors: Tensor) -> Any:
+        """Step by step."""
+        steps = next(len(x) for x, dim in zip(tensors, self.dims, strict=True) if dim is not None)
+        outs = []
+        for t in range(steps):
+            given = [x if dim is None else x[t] for x, dim in zip(tensors, self.dims, strict=True)]
+            outs.append(self.target(*_filled(self.args, given), **_filled(self.kwargs, given)))
+        if self.there is None:
+            return torch.stack(outs)
+        pairs = zip(zip(*outs, strict=True), self.there, strict=True)
+        return tuple(torch.stack(xs) if there else None for xs, there in pairs)
+
+    def _mapped(self, *tensors: Tensor) -> Any:
         def one(*tensors: Tensor) -> Any:
             out = self.target(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
             return out if self.there is None else tuple(x for x in out if x is not None)
@@ -146,13 +158,44 @@ class _Mapped:
         return tuple(next(left) if there else None for there in self.there)
 
     def try_with(self, values: Sequence[tuple[Tensor, bool]]) -> None:
-        """Runs for two steps on tensors without numbers; `values` are those of one step, and whether they move."""
-        try:
-            with fake_tensors():
-                self(*(torch.empty((2, *x.shape) if moves else x.shape, dtype=x.dtype) for x, moves in values))
-        except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise NotBatched(f"{self.target} does not run for all steps at once: {text}") from error
+        """Tries it for two steps; `values` are shapes of one step, and whether they move.
+
+        What vmap makes of an operation is held against the operation itself, done step by step: for some, torch's own
+        rules are wrong. Those go step by step then.
+        """
+        generator = torch.Generator().manual_seed(0)
+        tensors = [_numbers((2, *x.shape) if moves else x.shape, x.dtype, generator) for x, moves in values]
+        with unseen(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # vmap warns where it goes step by step, which we say ourselves
+            try:
+                expected = self._in_turn(*tensors)
+            except Exception:  # of such numbers it has no value: the first call will show
+                tensors = [torch.zeros_like(x) for x in tensors]
+                expected = None
+            try:
+                found = self._mapped(*tensors)
+                expected = self._in_turn(*tensors) if expected is None else expected
+            except Exception:
+                self.mapped = False
+            else:
+                self.mapped = _agree(found, expected)
+
+
+def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Some of a dtype: integers may be places in a dim of two, floats are of both signs and of one or two sizes."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether two results are the same but for rounding."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or (a is not None and b is not None and all(map(_agree, a, b)))
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() or a.is_complex() else 0
+    return torch.allclose(a, b, small, small, equal_nan=True)
 
 
 def _filled(x: Any, tensors: Sequence[Tensor]) -> Any:
@@ -286,8 +329,8 @@ def _along(s: Stage, n: fx.Node, x: fx.Node, dim: Any = 0, *rest: Any, **options
 @_rule(aten.sum.dim_IntList, aten.amax.default, aten.amin.default)
 def _reduce(s: Stage, n: fx.Node, x: fx.Node, dims: Any = (), keep: bool = False, **options: Any) -> fx.Node | None:
     rank = value_of(x).dim()
-    if not rank:
-        return s.found[x] if not options else None
+    if not rank:  # of one number, which may become another dtype all the same
+        return s.call(_cast, s.found[x], value_of(n).dtype)
     dims = [_later(x, d) for d in (dims if dims else range(rank))]
     return s.call(n.target, s.found[x], dims, keep, **options)  # pyright: ignore[reportArgumentType]
 

@@ -1,6 +1,7 @@
 """From what one step did to graphs without writes: the step, and the step with its gradients."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.fx import traceback
 from tensorloop._common.user_line import Place
 from tensorloop._torch import engine
 from tensorloop._torch.fake import fakes_like
-from tensorloop._torch.tracing import traced, without_writes
+from tensorloop._torch.tracing import traced, without_hooks, without_writes
 from tensorloop.loop.compiled.decompositions import after_autograd, before_autograd
 from tensorloop.loop.compiled.fingerprint import Number, Operation, Ref
 from tensorloop.loop.compiled.lengths import Again
@@ -100,7 +101,7 @@ class Traced:
     carry_grads: dict[int, fx.Node]
     y_grads: dict[int, fx.Node]
     found: dict[str, dict[int, fx.Node]]  # "carry", "xs", "captures" -> place -> gradient
-    reached: set[int]  # outputs, the next carry and then ys, that are functions of what wants a gradient
+    flow: "Flow"  # which outputs, the next carry and then ys, are functions of what wants a gradient
 
 
 def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
@@ -114,39 +115,58 @@ def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
         return traced(replay, [x.detach() for x in examples], before_autograd())
 
 
-def flows(step: Step, module: fx.GraphModule, wants: Sequence[bool]) -> tuple[set[int], set[int]]:
-    """Through which leaves of the carry a gradient may flow, and to which outputs it may come.
+class Flow:
+    """Which outputs of a step require a gradient, as autograd itself says: the step is run with inputs that do.
 
-    `wants` says so of each input before the first step; a leaf that gets a gradient from any of them has one after it.
+    `wants` says so of each input before the first step.
     """
-    nodes = list(module.graph.nodes)
-    inputs = [n for n in nodes if n.op == "placeholder"]
-    (output,) = (n for n in nodes if n.op == "output")
-    outputs = output.args[0]
-    carried = {i for i in range(len(step.carry)) if wants[i]}
-    while True:
-        live = {n for i, n in enumerate(inputs) if wants[i] or i in carried}
-        for n in nodes:
-            passes = n.op == "call_function" and n.target is not aten.detach.default and _differentiable(n)
-            if passes and any(a in live for a in n.all_input_nodes):
-                live.add(n)
-        found = carried | {i for i in range(len(step.carry)) if outputs[i] in live and _differentiable(inputs[i])}
-        if found == carried:
-            return carried, {i for i in range(len(step.next_carry) + len(step.ys)) if outputs[i] in live}
-        carried = found
 
+    def __init__(self, step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool]) -> None:
+        n = len(step.carry)
+        self._n, self._module, self._examples = n, module, list(examples)
+        self._rest = [i for i, want in enumerate(wants) if want and i >= n]  # xs and captures, at every step
+        self._steps = [frozenset(i for i in range(n) if wants[i])]  # leaves of the carry before each step
+        self._outputs: list[frozenset[int]] = []  # the next carry and then ys, after each step
+        while self._steps[-1] not in self._steps[:-1]:
+            self._outputs.append(self._after(self._steps[-1]))
+            self._steps.append(frozenset(i for i in self._outputs[-1] if i < n))
+        self._examples = []
 
-def _differentiable(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in values)
+    def _after(self, carried: frozenset[int]) -> frozenset[int]:
+        live = {*carried, *self._rest}
+        with warnings.catch_warnings(), without_hooks(), fakes_like(self._examples) as fake, torch.enable_grad():
+            warnings.simplefilter("ignore")  # what torch has to say of the step, it says elsewhere
+            inputs = [fake(x) for x in self._examples]
+            inputs = [x.detach().requires_grad_() if i in live else x.detach() for i, x in enumerate(inputs)]
+            outputs = Again(self._module).run(*inputs)
+        return frozenset(i for i, x in enumerate(outputs) if x.requires_grad)
+
+    @property
+    def carried(self) -> set[int]:
+        """Leaves of the carry that require one before any step."""
+        return set[int]().union(*self._steps)
+
+    @property
+    def reached(self) -> set[int]:
+        """Outputs that require one after any step."""
+        return set[int]().union(*self._outputs)
+
+    def after(self, steps: int) -> frozenset[int]:
+        """Outputs of a loop that require one after so many steps: the last carry, ys of all steps."""
+        first = self._steps.index(self._steps[-1])
+        round_ = len(self._outputs) - first  # from there on it goes round
+        last = steps - 1 if steps <= len(self._outputs) else first + (steps - 1 - first) % round_
+        carry = (i for i in self._outputs[last] if i < self._n)
+        ys = (i for found in self._outputs[:steps] for i in found if i >= self._n)
+        return frozenset([*carry, *ys])
 
 
 def with_gradients(
     step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool
 ) -> Traced:
     """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
-    carried, reached = flows(step, module, wants) if grad else (set[int](), set[int]())
+    flow = Flow(step, module, examples, wants if grad else [False] * len(wants))
+    carried, reached = flow.carried, flow.reached
     n, m = len(step.carry), len(step.xs)
     flowing = {i - n for i in reached if i >= n}
     wanted = sorted({i for i, w in enumerate(wants) if w and grad} | carried)
@@ -188,7 +208,7 @@ def with_gradients(
         dict(zip(sorted(carried), rest, strict=False)),
         dict(zip(sorted(flowing), rest[len(carried) :], strict=True)),
         {name: {i - low: g for i, g in grads.items() if low <= i < high} for name, (low, high) in bounds.items()},
-        reached,
+        flow,
     )
 
 

@@ -25,13 +25,19 @@ def var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = F
 
 def std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
     """Its root."""
-    return torch.sqrt(var(x, dim, correction=correction, keepdim=keepdim))
+    return _root(var(x, dim, correction=correction, keepdim=keepdim))
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The deviation, whose gradient is 0 where that is 0, as torch has it: all values are equal."""
+    none = variance == 0
+    return torch.where(none, 0.0, torch.sqrt(torch.where(none, 1.0, variance)))
 
 
 def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Both."""
     found, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
-    return torch.sqrt(found), mean
+    return _root(found), mean
 
 
 def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:

@@ -42,12 +42,25 @@ def before_autograd() -> Table:
         _aten.lift_fresh.default: lambda x: x,
         _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
         _aten._neg_view.default: torch.neg,
+        _aten.as_strided.default: _as_strided,
         _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
     } | compositions.TABLE
 
 
 def _mv(a: Tensor, v: Tensor) -> Tensor:
     return _aten.mm.default(a, v.unsqueeze(1)).squeeze(1)
+
+
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """Elements at places of a tensor that is all there is of its memory; two of them may be one."""
+    whole = x.is_contiguous() and not x.storage_offset() and x.untyped_storage().nbytes() == x.nbytes
+    places = torch.zeros(list(size), dtype=torch.int64)
+    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
+        places = places + torch.arange(n).mul(step).reshape([n] + [1] * (len(size) - dim - 1))
+    places = places + (offset or 0)
+    if not whole or (places.numel() and int(places.max()) >= x.numel()):
+        return NotImplemented
+    return torch.index_select(x.reshape(-1), 0, places.reshape(-1)).reshape(list(size))
 
 
 def _added(product: Tensor, x: Tensor, beta: Any, alpha: Any) -> Tensor:
@@ -256,7 +269,7 @@ def _vector_norm(x: Tensor, p: Any = 2, dim: Any = None, keep: bool = False, *, 
         return NotImplemented
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if not dims:
-        return torch.abs(x)
+        return torch.abs(x) if p else (x != 0).to(x.dtype)
     if p in (math.inf, -math.inf):
         return (torch.amax if p > 0 else torch.amin)(torch.abs(x), dims, keep)
     if p == 0:

@@ -1,6 +1,7 @@
 """A compiled loop as one autograd node: (carry, xs, captures) -> (carry, ys)."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,12 @@ from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.array_memory import ArrayMemory
 from tensorloop.loop.compiled.asking import Asking
 from tensorloop.loop.compiled.autocast import without_autocast
-from tensorloop.loop.compiled.batched import NotBatched
 from tensorloop.loop.compiled.drawn import Draws
 from tensorloop.loop.compiled.lengths import Sized, actual
 from tensorloop.loop.compiled.operations import value_of
-from tensorloop.loop.compiled.plan import Plan
-from tensorloop.loop.compiled.totals import Totals
+from tensorloop.loop.compiled.plan import Missing, Plan
+from tensorloop.loop.compiled.totals import Coming, Totals
+from tensorloop.loop.compiled.verify import Broken
 
 FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
 
@@ -61,7 +62,14 @@ class Run:
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
-        total = Totals(self.plan, self.done, *self.coming(grads))
+        coming = self.coming(grads)
+        total = self.reverse(Totals(self.plan, self.done, coming), tensors, saved)
+        if not total.sound():
+            total = self.reverse(Totals(self.plan, self.done, coming, exact=True), tensors, saved)
+        return self._placed(total)
+
+    def reverse(self, total: Totals, tensors: list[Tensor], saved: list[Tensor]) -> Totals:
+        """Takes gradients through all steps, part by part."""
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
         size = max(1, room // max(total.reversed.program.bytes_a_step, 1))
         captures, reverse, end = self.split(tensors)[2], self.plan.reverse, self.done
@@ -75,19 +83,20 @@ class Run:
                     some = [x if array else x[part] for x, array in zip(kept, self.plan.whole, strict=True)]
                 whole = slice(end + part.start, end + part.stop)  # a reversed loop is in one piece
                 total.reverse(whole, captures, some, self._lengths(end + stop - 1))
-        return self._placed(total)
+        return total
 
-    def coming(self, grads: Sequence[Tensor | None]) -> tuple[frozenset[int], list[Tensor], list[Tensor]]:
-        """(the ys that got no gradient, the gradients of the carry, those of the other ys)."""
+    def coming(self, grads: Sequence[Tensor | None]) -> Coming:
+        """What comes, with the gradients of the carry and of ys as tensors."""
         plan = self.plan
         n = len(plan.step.carry)
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
+        absent = frozenset(i for i in plan.flowing_carry if grads[i] is None)
         ys = [g for k in plan.flowing_ys if (g := grads[n + k]) is not None]
         carry = [
             self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else g.contiguous()
             for i in plan.flowing_carry
         ]
-        return missing, carry, ys
+        return Coming(Missing(missing, absent), carry, ys)
 
     def _lengths(self, done: int) -> list[int]:
         """Those of arrays after so many steps."""
@@ -103,12 +112,14 @@ class Run:
         plan, step = self.plan, self.plan.step
         found: list[Any] = [None] * len(step.inputs)
         n, m = len(step.carry), len(step.xs)
+        reached = plan.reached_in(total.coming.missing, self.done)
         for i, g in zip(plan.flowing_carry, total.carry, strict=True):
-            found[i] = g if plan.wants[i] else None
-        for k, g in zip(total.reversed.xs, total.xs, strict=True):
+            found[i] = g if plan.wants[i] and i not in reached.none else None
+        for k in reached.xs:
+            g = total.xs[k]
             found[n + k] = g if self.done == self.steps or self.steps is None else self._all_steps(g)
-        for k, g in zip(total.reversed.captures, total.sums, strict=True):
-            found[n + m + k] = g
+        for k in reached.captures:
+            found[n + m + k] = total.sums[k]
         return found
 
     def _all_steps(self, grad: Tensor) -> Tensor:
@@ -127,6 +138,8 @@ class Run:
                 inputs[i] = inputs[i].view_as(inputs[i])
             outputs = self._unrolled(inputs)
             pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad]
+            if not pairs:
+                return [None] * len(tensors)
             ys, gs = zip(*pairs, strict=True)
             found = torch.autograd.grad(ys, [inputs[i] for i in wants], gs, allow_unused=True, create_graph=create)
         by_place = dict(zip(wants, found, strict=True))
@@ -173,7 +186,7 @@ class Looped(torch.autograd.Function):
             last, ys, saved = run.forward(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
-        reached = run.plan.traced.reached
+        reached = run.plan.differentiable(run.done)
         outputs = tuple(x.detach() for x in (*last, *ys))  # those that are kept hold no graph
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in reached))
         return outputs
@@ -195,5 +208,6 @@ class Looped(torch.autograd.Function):
         with unseen(), without_autocast():
             try:
                 return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
-            except NotBatched:  # it is seen before anything runs
+            except Broken as error:
+                warnings.warn(f"{error.reason}; the loop's gradient is computed step by step", stacklevel=2)
                 return (None, *run.differentiable(kept[:n], grads, False))

@@ -56,9 +56,122 @@ _DEAR = frozenset(
 )
 
 
+# A small change of what goes in may change what comes out by a whole number, or from false to true. Of these names no
+# operation is done twice: the second time its arguments may be rounded otherwise (another order of a sum, another
+# library's exponential), and a number that was the largest of its row is then the largest of no row.
+_DISCONTINUOUS = frozenset(
+    {
+        *(
+            "eq",
+            "ne",
+            "lt",
+            "le",
+            "gt",
+            "ge",
+            "isclose",
+            "isnan",
+            "isinf",
+            "isfinite",
+            "isposinf",
+            "isneginf",
+            "signbit",
+        ),
+        *(
+            "sign",
+            "sgn",
+            "copysign",
+            "heaviside",
+            "floor",
+            "ceil",
+            "round",
+            "trunc",
+            "fix",
+            "frac",
+            "remainder",
+            "fmod",
+        ),
+        *(
+            "floor_divide",
+            "angle",
+            "atan2",
+            "nextafter",
+            "frexp",
+            "argmax",
+            "argmin",
+            "sort",
+            "argsort",
+            "topk",
+            "mode",
+        ),
+        *(
+            "kthvalue",
+            "median",
+            "nanmedian",
+            "max",
+            "min",
+            "aminmax",
+            "any",
+            "all",
+            "bucketize",
+            "searchsorted",
+            "unique",
+        ),
+        *("logical_and", "logical_or", "logical_xor", "logical_not", "count_nonzero", "histc", "cummax", "cummin"),
+        *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "fractional_max_pool2d"),
+        *("threshold", "threshold_backward", "hardshrink", "hardshrink_backward", "softshrink_backward"),
+        *("hardtanh_backward", "leaky_relu_backward", "hardsigmoid_backward", "hardswish_backward", "_prelu_kernel"),
+        *("evenly_distribute_backward", "masked_select", "rrelu_with_noise_backward"),
+    }
+)
+
+
+def is_discontinuous(node: fx.Node) -> bool:
+    """Whether a node's value may jump where its arguments are rounded otherwise."""
+    if node.op != "call_function":
+        return False
+    name, given = getattr(node.target, "_opname", ""), node.all_input_nodes
+    floats = any(x.is_floating_point() or x.is_complex() for n in given for x in values_of(n))
+    if not floats:
+        return False
+    if name == "div":
+        return node.kwargs.get("rounding_mode") is not None
+    casts = any(not (x.is_floating_point() or x.is_complex()) for x in values_of(node))
+    return name in _DISCONTINUOUS or casts
+
+
+def is_exact(node: fx.Node) -> bool:
+    """Whether a node's value, of the same arguments, is the same to the last bit in torch and in machine code."""
+    if node.op != "call_function":
+        return False
+    if is_view(node) or is_discontinuous(node) or is_constant(node):
+        return True
+    values = values_of(node)
+    if values and not any(x.is_floating_point() or x.is_complex() for x in values):
+        return True
+    return getattr(node.target, "_opname", "") in _EXACT
+
+
+# Of floats: what only chooses or moves numbers, and what IEEE 754 says to the last bit, in torch and in machine code.
+_EXACT = frozenset(
+    {
+        *("where", "neg", "abs", "relu", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max"),
+        *("masked_fill", "clone", "lift_fresh_copy", "_to_copy", "flip", "gather", "index_select", "index", "cat"),
+        *("constant_pad_nd", "amax", "amin", "add", "sub", "rsub", "mul", "div", "sqrt", "square", "reciprocal"),
+    }
+)
+
+
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's value is another look at its argument's."""
+    """Whether a node's value is another look at its argument's, and one that is free in a loop."""
     return node.target in VIEWS
+
+
+def shares_memory(node: fx.Node) -> bool:
+    """Whether a node's value lies in the memory of its argument, as its schema says."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return is_part(node) and shares_memory(node.all_input_nodes[0])
+    return any(x.alias_info is not None and not x.alias_info.is_write for x in schema.returns)
 
 
 def is_pointwise(node: fx.Node) -> bool:

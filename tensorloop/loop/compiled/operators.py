@@ -18,7 +18,7 @@ from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.node import Looped, Run, apart
 from tensorloop.loop.compiled.operations import value_of
-from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.plan import Missing, Plan, plans
 from tensorloop.loop.compiled.segments import Segmented, blocks_of
 from tensorloop.loop.compiled.written import Written, read
 
@@ -85,9 +85,9 @@ class Prepared:
         plan = self.plan
         n, m = len(plan.step.carry), len(plan.step.xs)
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
-        found = plan.reversed(missing)
+        found = plan.reached(Missing(missing))  # in a graph of any number of steps
         carry = [i for i in plan.flowing_carry if plan.wants[i]]
-        return [*carry, *(n + k for k in found.xs), *(n + m + k for k in found.captures)]
+        return [*carry, *(n + k for k in sorted(found.xs)), *(n + m + k for k in sorted(found.captures))]
 
 
 def _like(node: fx.Node, *steps: Any) -> Tensor:
@@ -158,7 +158,8 @@ def _loop_backward(
             run.done = steps
             saved = found.saved(inputs, kept)
         given = run.backward(grads, inputs, saved)
-    return apart([g for g in given if g is not None], [*tensors, *(g for g in grads if g is not None)])
+    whole = [torch.zeros_like(tensors[i]) if (g := given[i]) is None else g for i in found.targets(grads)]
+    return apart(whole, [*tensors, *(g for g in grads if g is not None)])
 
 
 def _fake_loop(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]:

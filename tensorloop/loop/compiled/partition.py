@@ -7,13 +7,23 @@ steps: they cost less there than a pass over memory. The rest runs before the lo
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import fx
 
 from tensorloop.loop.compiled.lengths import grows, meets_growing
-from tensorloop.loop.compiled.operations import aten, bytes_of, is_constant, is_pointwise, is_view, value_of, with_parts
+from tensorloop.loop.compiled.operations import (
+    aten,
+    bytes_of,
+    is_constant,
+    is_discontinuous,
+    is_exact,
+    is_pointwise,
+    is_view,
+    value_of,
+    with_parts,
+)
 from tensorloop.loop.compiled.recurrence import Recurrence
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 from tensorloop.loop.compiled.sums import leaves, terms
@@ -64,8 +74,10 @@ class Split:
         return [*self.outs, *(self.parts.carry[i] for i in self.states)]
 
 
-def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Split:
-    """The loop of a step. Operations in `hoisted` are kept out of it where the carry does not need them."""
+def split(
+    graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset(), barred: Container[fx.Node] = frozenset()
+) -> Split:
+    """The loop of a step. Operations in `hoisted`, and nodes that are `barred`, are not pulled into it."""
     order = list(graph.nodes)
     given = {*parts.invariants, *parts.sequences, *parts.carry}
     roots = [*parts.next_carry, parts.going]
@@ -77,7 +89,7 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     growing = {n for n in order if n not in given and meets_growing(n)}  # there is no such thing for all steps
     inner = (needed_for([*roots, *growing], given) & carried) | growing
     inner = (with_parts(inner) & every) - set(arrays)
-    pulled = _Pulled(parts, given, moving, hoisted)
+    pulled = _Pulled(parts, given, moving, hoisted, barred)
     for n in order:
         if n in inner and n not in given:
             for a in n.all_input_nodes:
@@ -91,11 +103,30 @@ def split(graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset()) -> Sp
     return Split(parts, loop, pulled.invariants, pulled.sequences, outs, added, states, moving, inside)
 
 
+def outside(found: Split) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What torch computes (before the loop, after it)."""
+    parts, added = found.parts, set(found.terms)
+    given = {*parts.invariants, *parts.sequences}
+    fed = {*found.loop_invariants, *found.loop_sequences}
+    early = needed_for(fed, given) - given
+    asked = [*parts.wanted, *(leaf for n in parts.sums for leaf in leaves(n, found.moving, (), added))]
+    there = {*given, *fed, *found.after_loop}
+    return early, needed_for(asked, there) - there
+
+
+def seen_by_discontinuous(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What is rounded, each time perhaps otherwise, and goes into a comparison or the like, forward or backward."""
+    behind = needed_for(n for n in nodes if is_discontinuous(n))
+    return {n for n in behind if n.op == "call_function" and not is_exact(n)}
+
+
 class _Pulled:
     """What the nodes of a loop need that does not depend on its carry: computed there too, or given to it."""
 
-    def __init__(self, parts: Parts, given: set[fx.Node], moving: set[fx.Node], hoisted: frozenset) -> None:
-        self.parts, self.given, self.moving, self.hoisted = parts, given, moving, hoisted
+    def __init__(
+        self, parts: Parts, given: set[fx.Node], moving: set[fx.Node], hoisted: frozenset, barred: Container[fx.Node]
+    ) -> None:
+        self.parts, self.given, self.moving, self.hoisted, self.barred = parts, given, moving, hoisted, barred
         self.inside: set[fx.Node] = set()
         self.invariants: list[fx.Node] = []
         self.sequences: list[fx.Node] = []
@@ -118,7 +149,7 @@ class _Pulled:
                 self.invariants.append(n)
 
     def _cheap(self, n: fx.Node) -> bool:
-        if n.target in self.hoisted:
+        if n.target in self.hoisted or n in self.barred:
             return False
         if is_constant(n) or is_view(n):
             return True

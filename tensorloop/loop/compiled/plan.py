@@ -20,9 +20,27 @@ from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
 from tensorloop.loop.compiled.saving import depends_on, kept, needed_for
-from tensorloop.loop.compiled.simplify import without_grads
+from tensorloop.loop.compiled.simplify import without_grads, zeros_in
 
 MOST_PLANS = 128
+
+
+class Missing(NamedTuple):
+    """Outputs of a step that have no gradient: no zeros, for zero times infinity is none. By place.
+
+    `carry` of the next carry: after the last step what the caller makes no use of, before it what a step does not use.
+    """
+
+    ys: frozenset[int] = frozenset()
+    carry: frozenset[int] = frozenset()
+
+
+class Reached(NamedTuple):
+    """Which inputs of a step get a gradient, by place; of its carry, those that get `none`."""
+
+    none: frozenset[int]
+    xs: frozenset[int]
+    captures: frozenset[int]
 
 
 class Reversed(NamedTuple):
@@ -73,7 +91,8 @@ class Plan:
         self.forward = Program(t.graph, parts)
         self._places = {n: i for i, n in enumerate(wanted)}
         self._replays: dict[str, Program] = {}
-        self._backward: dict[frozenset[int], Reversed] = {}
+        self._backward: dict[Missing, Reversed] = {}
+        self._reached: dict[Missing, Reached] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
         self.writes: list[Write] = []  # where checkpoints want to take them back
@@ -105,7 +124,7 @@ class Plan:
             if name not in self._replays:
                 asked, grow = list(dict.fromkeys(wanted)), self.growth
                 parts = Parts(t.captures, t.xs, t.carry, t.next_carry, asked, (), answer, self.reverse, grow)
-                self._replays[name] = Program(t.graph, parts)
+                self._replays[name] = Program(t.graph, parts, self.forward.barred)
             return self._replays[name]
 
     def keeps_last(self, n: int) -> bool:
@@ -147,16 +166,43 @@ class Plan:
 
     def backward(self, missing: frozenset[int]) -> Program:
         """The program backward where these ys got no gradient."""
-        return self.reversed(missing).program
+        return self.reversed(Missing(missing)).program
 
-    def reversed(self, missing: frozenset[int]) -> Reversed:
-        """The same, and what it gives."""
+    def reversed(self, missing: Missing) -> Reversed:
+        """The program backward where these gradients are missing, and what it gives."""
         with self._lock:
             if (found := self._backward.get(missing)) is None:
-                t, saved = without_grads(self.traced, self.saved, missing)
+                t, saved = without_grads(self.traced, self.saved, *missing)
                 places = [sorted(t.found[name]) for name in ("xs", "captures")]
                 found = self._backward[missing] = Reversed(self._made_backward(t, saved), *places)
             return found
+
+    def reached(self, missing: Missing) -> Reached:
+        """What gets a gradient from one step where these are missing."""
+        if (found := self._reached.get(missing)) is None:
+            t = self.traced
+            zero = zeros_in(t, {*(t.y_grads[k] for k in missing.ys), *(t.carry_grads[i] for i in missing.carry)})
+            there = {name: frozenset(k for k, g in grads.items() if g not in zero) for name, grads in t.found.items()}
+            none = frozenset(self.flowing_carry) - there["carry"]
+            found = self._reached[missing] = Reached(none, there["xs"], there["captures"])
+        return found
+
+    def reached_in(self, missing: Missing, steps: int) -> Reached:
+        """What gets a gradient from so many steps, the last of which has none for these; ys have theirs at each."""
+        xs, captures, met = frozenset[int](), frozenset[int](), list[frozenset[int]]()
+        carry = missing.carry
+        while len(met) < steps and carry not in met:
+            met.append(carry)
+            carry, more, held = self.reached(Missing(missing.ys, carry))
+            xs, captures = xs | more, captures | held
+        if len(met) < steps:  # from here on it goes round
+            turn = met[met.index(carry) :]
+            carry = turn[(steps - len(met)) % len(turn)]
+        return Reached(carry, xs, captures)
+
+    def differentiable(self, steps: int) -> frozenset[int]:
+        """Outputs of a loop, its carry and then ys, that require a gradient after so many steps."""
+        return self.traced.flow.after(steps)
 
     def _made_backward(self, t: Traced, saved: list[fx.Node]) -> Program:
         flowing = sorted(t.carry_grads)

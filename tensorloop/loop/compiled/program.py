@@ -1,6 +1,6 @@
 """A split step made runnable: the stage before the loop, the loop's core, the stage after it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +10,11 @@ from tensorloop.loop.compiled.batched import Stage
 from tensorloop.loop.compiled.cores import made
 from tensorloop.loop.compiled.lengths import grows, growth_of
 from tensorloop.loop.compiled.operations import bytes_of, value_of
-from tensorloop.loop.compiled.partition import Parts, Split, split
+from tensorloop.loop.compiled.partition import Parts, Split, outside, seen_by_discontinuous, split
 from tensorloop.loop.compiled.recurrence import Core, Unsupported
 from tensorloop.loop.compiled.saving import needed_for
 from tensorloop.loop.compiled.sums import Sums
+from tensorloop.loop.compiled.verify import check_values, promise
 
 Ask = Callable[[Sequence[Tensor]], bool]
 Pool = dict["Program", tuple[int, list[Tensor]]]  # memory of outs, for so many steps
@@ -30,16 +31,19 @@ class Ran(NamedTuple):
 
 
 class Program:
-    """(steps, invariants, sequences, carry) -> `Ran`, as `parts` says."""
+    """(steps, invariants, sequences, carry) -> `Ran`, as `parts` says.
 
-    def __init__(self, graph: fx.Graph, parts: Parts) -> None:
-        self.parts = parts
+    `barred` nodes are kept out of the loop, as another program of the same step does: both then round alike.
+    """
+
+    def __init__(self, graph: fx.Graph, parts: Parts, barred: Iterable[fx.Node] = ()) -> None:
+        self.parts, self.barred = parts, set(barred)
         self.order = list(graph.nodes)
         self.lacking: Unsupported | None = None  # why the loop is not native
         self.split, self.core = self._compiled(graph)
         s = self.split
         given = [*parts.invariants, *parts.sequences]
-        self._fed = [*s.loop_invariants, *s.loop_sequences]
+        self._fed = [*s.loop_invariants, *s.loop_sequences, *self._handed]
         before = Stage(given, s.moving)
         before.compute(self.order, self._fed)
         self._before = before.finished(before.found[n] for n in self._fed)
@@ -62,6 +66,8 @@ class Program:
         self._rooms = [_Room(self, n) for n in s.outs]
         self._states = [s.outs.index(n) for n in s.states.values()]
         self._terms = [(value_of(n).shape, value_of(n).dtype) for n in s.terms]
+        self._promised_before = [promise(n, each=n in s.moving) for n in self._fed]
+        self._promised = [*(promise(n, each=True) for n in parts.wanted), *(promise(n, each=False) for n in parts.sums)]
         self.bytes_a_step = self._bytes_a_step(made)
 
     @property
@@ -76,10 +82,21 @@ class Program:
         return sum(bytes_of(n) for n in found if n in self.split.moving and n not in given)
 
     def _compiled(self, graph: fx.Graph) -> tuple[Split, Core | None]:
-        """The split whose loop a back end takes: what it lacks is kept out of the loop, as far as that goes."""
+        """The split whose loop a back end takes: what it lacks is kept out of the loop, as far as that goes.
+
+        So is what a comparison sees and torch computes too: rounded in two ways, a number is no equal of itself. What
+        torch computes before the loop and needs after it is handed on for the same reason.
+        """
         hoisted: set[Any] = set()
+        seen = seen_by_discontinuous(self.order)
         while True:
-            found = split(graph, self.parts, frozenset(hoisted))
+            found = split(graph, self.parts, frozenset(hoisted), self.barred)
+            early, late = outside(found)
+            twice = seen.intersection(found.inside) & (early | late)
+            if twice:
+                self.barred |= twice
+                continue
+            self._handed = [n for n in self.order if n in seen and n in early and n in late]
             if found.loop is None:
                 return found, None
             core, lacking = made(found.loop)
@@ -117,8 +134,10 @@ class Program:
         if self.core is None:
             assert ask is None
             found = self._after(steps, *invariants, *sequences)
+            check_values(found, self._promised, steps)
             return Ran([], steps, list(found[:wanted]), list(found[wanted:]), True)
         fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
+        check_values(fed, self._promised_before, steps)
         totals = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._terms]
         last, done, outs, going = self._loop(self.core, steps, fed, carry, totals, lengths, ask, pool)
         more = [fed[i] for i, _ in self._places]
@@ -130,6 +149,7 @@ class Program:
         given = [values[i] for i in self._given]
         del fed, more, values, outs
         found = self._after(done, *given, *totals)
+        check_values(found, self._promised, done)
         return Ran(last, done, list(found[:wanted]), list(found[wanted:]), going)
 
     def _loop(
@@ -145,7 +165,7 @@ class Program:
     ) -> tuple[list[Tensor], int, list[Tensor], bool]:
         """(the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
         n, reverse = len(self.split.loop_invariants), self.parts.reverse
-        invariants, sequences = fed[:n], fed[n:]
+        invariants, sequences = fed[:n], fed[n : n + len(self.split.loop_sequences)]
         memory = self._memory(steps, pool)
         for r, x in zip(self._rooms, memory, strict=True):
             r.begin(x, carry)

@@ -1,7 +1,8 @@
 """Which values of a step its backward keeps: those of the least bytes from which the others follow cheaply.
 
 A minimum cut. A node costs its bytes to keep; views and cheap pointwise operations may be done again; everything else
-is kept, or something after it. Among the cheapest cuts the latest is taken, so that least is done again.
+is kept, or something after it. Among the cheapest cuts the latest is taken, so that least is done again. Comparisons
+and their like are computed once: the second time an argument may be rounded otherwise.
 """
 
 from collections import deque
@@ -10,8 +11,9 @@ from itertools import chain
 
 from torch import Tensor, fx
 
+from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import grows, meets_growing
-from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_pointwise, is_view
+from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_discontinuous, is_exact, is_pointwise, is_view
 
 _FOREVER = 1 << 60
 
@@ -47,12 +49,12 @@ def kept(
 ) -> list[fx.Node]:
     """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
-    What is not computed `forward` has to be computed backward anyway. A node with a `price` is there in some way
-    already: an input, an output that the caller gets. What grows with the steps is made again, whatever it costs: kept,
-    it would be quadratic.
+    What is not computed `forward` has to be computed backward anyway, but for what is discontinuous. A node with a
+    `price` is there in some way already: an input, an output that the caller gets. What grows with the steps is made
+    again, whatever it costs: kept, it would be quadratic.
     """
     uses = [n for n in uses if n in moving]
-    again = {n for n in moving if _again(n) or n not in forward or meets_growing(n)}
+    again = _done_again(order, moving, forward)
     wanted = needed_for(uses, moving - again) & moving
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
@@ -68,6 +70,31 @@ def kept(
         edges.add(place[n] + 1, 1, _FOREVER)
     late = edges.cut(0, 1)
     return [n for n, i in place.items() if i not in late and i + 1 in late]
+
+
+def _done_again(order: Sequence[fx.Node], moving: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that may be computed a second time, for the backward.
+
+    A discontinuous one only where that gives the bits that it gave forward. By induction: `same` has the nodes whose
+    second value is their first one, since they are kept if they are used, or an exact operation on such nodes. What
+    grows runs in machine code both times, one number from one number, by one and the same text.
+    """
+    again, same = set[fx.Node](), set[fx.Node]()
+    for n in order:
+        if n not in moving:
+            continue
+        alike = all(a in same for a in n.all_input_nodes if a in moving)
+        if _again(n) or n not in forward or meets_growing(n):
+            if is_discontinuous(n) and not alike:
+                if meets_growing(n):
+                    raise Refused("its backward would compare anew what is as long as an array in the carry")
+                same.add(n)  # kept
+                continue
+            again.add(n)
+            if n.op != "placeholder" and not (alike and (is_exact(n) or (grows(n) and is_pointwise(n)))):
+                continue
+        same.add(n)
+    return again
 
 
 def _price(n: fx.Node) -> int:

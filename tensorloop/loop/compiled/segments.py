@@ -174,23 +174,23 @@ class Segmented(Run):
 
     # -- backward
 
-    def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
-        """The gradients of the inputs, block by block from the last one."""
+    def reverse(self, total: Totals, tensors: list[Tensor], saved: list[Tensor]) -> Totals:
+        """Takes gradients through all steps, block by block from the last one."""
         with self.lock:
             try:
                 self.arrays.own |= dict(zip(self.arrays.appended, saved, strict=True))
-                return named(self.name)(self._reversed)(grads, tensors)
+                named(self.name)(self._reverse_blocks)(total, tensors)
             finally:
                 for step in list(self.carries):
                     self._keep(schedule.Drop(step), [])
                 self.shelf = Shelf(self.shelf.slots)
                 self.arrays.let_go()
+        return total
 
-    def _reversed(self, grads: Sequence[Tensor | None], tensors: list[Tensor]) -> list[Any]:
+    def _reverse_blocks(self, total: Totals, tensors: list[Tensor]) -> None:
         count = self._count(self.done)
         if not self.carries:
             self._keep_again(tensors, count)
-        total = Totals(self.plan, self.done, *self.coming(grads))
         state: list[Tensor] = []
         for action in reversal(self.schedule, count, [*self.carries]):
             if isinstance(action, schedule.Restore):
@@ -202,7 +202,6 @@ class Segmented(Run):
                 state = []
             else:
                 self._keep(action, state)
-        return self._placed(total)
 
     def _keep_again(self, tensors: list[Tensor], count: int) -> None:
         """Takes the carries of the sweep anew: an earlier backward has used them up."""

@@ -2,13 +2,15 @@
 
 import dataclasses
 import operator
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.fingerprint import Refused
-from tensorloop.loop.compiled.operations import aten, is_view
+from tensorloop.loop.compiled.operations import aten, is_view, shares_memory
+from tensorloop.loop.compiled.saving import depends_on
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
@@ -38,12 +40,43 @@ def _write_anew(graph: fx.Graph) -> None:
         if schema is None or not schema.is_mutable:
             continue
         written, name = node.args[0], schema.name.split("::")[1]
-        own = isinstance(written, fx.Node) and written.op == "call_function" and not is_view(written)
-        alone = own and not any(is_view(n) or place[n] > place[node] for n in written.users)
-        anew = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+        own = isinstance(written, fx.Node) and written.op == "call_function" and not _may_look(written)
+        alone = own and not any(_may_look(n) or place[n] > place[node] for n in written.users)
+        anew = functional(target)
         if not alone or anew is None:
             raise Refused(f"its gradient writes to a tensor in place ({name})")
         node.target = anew
+
+
+def _may_look(node: fx.Node) -> bool:
+    """Whether a node may look at memory that is another's."""
+    return is_view(node) or shares_memory(node)
+
+
+def functional(operation: Any) -> Any:
+    """What gives anew what an operation writes to its first argument; None where no overload has the same arguments.
+
+    Names do not tell: what `pow_.Scalar` does to a tensor is `pow.Tensor_Scalar`, and in `pow.Scalar` the base is a
+    number.
+    """
+    schema = operation._schema
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    packet = getattr(aten, schema.name.split("::")[1].removesuffix("_"), None)
+    if packet is None or written != [schema.arguments[0].name] or len(schema.returns) != 1:
+        return None
+    wanted = _arguments(operation)
+    return next((one for n in packet.overloads() if _arguments(one := getattr(packet, n)) == wanted), None)
+
+
+def _arguments(operation: Any) -> tuple[Any, ...]:
+    """Names and types; those that are written to are as those that are not."""
+    schema = operation._schema
+    kinds = tuple((a.name, _kind(a.type), a.kwarg_only, a.default_value) for a in schema.arguments)
+    return (*kinds, tuple(_kind(x.type) for x in schema.returns))
+
+
+def _kind(kind: Any) -> str:
+    return str(kind)
 
 
 def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -164,24 +197,38 @@ def _hashable(x: Any) -> Any:
     return x if isinstance(x, fx.Node | torch.dtype | torch.device) else (type(x).__name__, x)
 
 
-def without_grads(traced: Any, saved: list[fx.Node], missing: frozenset[int]) -> tuple[Any, list[fx.Node]]:
-    """A copy of a step with gradients in which those of these ys are zero, and the saved nodes in it."""
-    graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
-    zero: set[fx.Node] = set()
-    gone = {traced.y_grads[k] for k in missing}
+def zeros_in(traced: Any, gone: Container[fx.Node]) -> set[fx.Node]:
+    """What is zero in a step with gradients where these, of those that come, are missing."""
     coming = [*traced.carry_grads.values(), *traced.y_grads.values()]
-    linear = _linear(traced.graph.nodes, coming)
+    linear, zero = depends_on(traced.graph.nodes, coming), set[fx.Node]()
+    for n in traced.graph.nodes:
+        moved = [a for a in n.all_input_nodes if a in linear]
+        if n in gone or (n.op == "call_function" and moved and all(a in zero for a in moved)):
+            zero.add(n)
+    return zero
+
+
+def without_grads(
+    traced: Any, saved: list[fx.Node], missing: Iterable[int], absent: Iterable[int] = ()
+) -> tuple[Any, list[fx.Node]]:
+    """A copy of a step with gradients where those of `missing` ys, and of an `absent` part of the next carry, are zero.
+
+    What they would be multiplied with is not computed: it may be infinite. Gives the saved nodes in the copy, too.
+    """
+    graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
+    gone = {*(traced.y_grads[k] for k in missing), *(traced.carry_grads[i] for i in absent)}
+    zero = zeros_in(traced, gone)
     for n in traced.graph.nodes:
         if n.op == "output":
             break
-        moved = [a for a in n.all_input_nodes if a in linear]
-        if n in gone or (moved and all(a in zero for a in moved) and isinstance(n.meta["val"], Tensor)):
-            zero.add(n)
-            found[n] = _zeros(graph, n.meta["val"]) if n.op != "placeholder" else graph.placeholder(n.name)
-        elif n.target is aten.add.Tensor and any(a in zero for a in moved) and len(moved) == 2:
-            (rest,) = (a for a in moved if a not in zero)
-            same = rest.meta["val"].shape == n.meta["val"].shape and rest.meta["val"].dtype == n.meta["val"].dtype
-            found[n] = found[rest] if same else graph.node_copy(n, lambda a: found[a])
+        if n.op == "placeholder":
+            found[n] = graph.placeholder(n.name)
+        elif n in zero:
+            if not isinstance(n.meta["val"], Tensor):  # of several tensors at once each part is zero
+                continue
+            found[n] = _zeros(graph, n.meta["val"])
+        elif n.target is aten.add.Tensor and (rest := _not_zero(n, zero)) is not None:
+            found[n] = found[rest]
         else:
             found[n] = graph.node_copy(n, lambda a: found[a])
         found[n].meta = dict(n.meta) if found[n].meta.get("val") is None else found[n].meta
@@ -198,18 +245,19 @@ def without_grads(traced: Any, saved: list[fx.Node], missing: frozenset[int]) ->
         xs=[found[n] for n in traced.xs],
         captures=[found[n] for n in traced.captures],
         carry_grads={i: found[n] for i, n in traced.carry_grads.items()},
-        y_grads={k: found[n] for k, n in traced.y_grads.items() if k not in missing},
+        y_grads={k: found[n] for k, n in traced.y_grads.items() if n not in gone},
         found=one,
     )
     return copy, [found[n] for n in saved]
 
 
-def _linear(nodes: Any, roots: Any) -> set[fx.Node]:
-    found = set(roots)
-    for n in nodes:
-        if any(a in found for a in n.all_input_nodes):
-            found.add(n)
-    return found
+def _not_zero(n: fx.Node, zero: Container[fx.Node]) -> fx.Node | None:
+    """The one term of a sum that is not zero, if it is as the sum is."""
+    left = [a for a in n.args if isinstance(a, fx.Node) and a not in zero]
+    if len(left) != 1 or len(n.all_input_nodes) != 2:
+        return None
+    value, whole = left[0].meta["val"], n.meta["val"]
+    return left[0] if value.shape == whole.shape and value.dtype is whole.dtype else None
 
 
 def _zeros(graph: fx.Graph, value: Tensor) -> fx.Node:

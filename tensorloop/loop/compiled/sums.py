@@ -25,8 +25,10 @@ _ADDED = (torch.float32, torch.float64)  # one after another; halves would lose 
 
 def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: Container[fx.Node]) -> list[fx.Node]:
     """The nodes whose values at all steps the sum of a node needs; of `known` ones the sums are known."""
-    if n not in moving or n in known:
+    if n in known:
         return []
+    if n not in moving:
+        return [n]  # times the number of steps
     if (parts := _through(n, moving, given)) is None:
         return [n]
     if parts == "product":

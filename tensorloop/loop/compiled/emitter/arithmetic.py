@@ -101,6 +101,8 @@ class Arithmetic:
             return self.cast(self._wide(a), kind)
         if kind == "bfloat":
             return self._to_bfloat(self.cast(a, "float"))
+        if a.kind == "double" and kind == "half":  # torch rounds twice too; at once is a call of a library
+            return self.cast(self.cast(a, "float"), kind)
         if a.floating and kind in FLOATS:
             return code.convert("fpext" if BITS[kind] > BITS[a.kind] else "fptrunc", a, kind)
         if a.floating:  # through 64 bits and saturating: what is out of range would be poison

@@ -28,7 +28,6 @@ KINDS = {
 }
 BITS = {"float": 32, "double": 64, "i64": 64, "i32": 32, "i16": 16, "i8": 8, "u8": 8, "i1": 1, "bfloat": 16, "half": 16}
 FLOATS = ("float", "double", "half", "bfloat")
-FLAGS = "contract nsz"  # nothing that lets inf or NaN be assumed away
 
 
 class Value(NamedTuple):
@@ -145,9 +144,13 @@ class Code:
         return self.op(f"extractelement {value.type} {value.text}, i64 {lane}", value.kind)
 
     def binary(self, name: str, a: Value, b: Value) -> Value:
-        """An arithmetic instruction on two values of one type."""
-        flags = f"{FLAGS} " if name in ("fadd", "fsub", "fmul", "fdiv") else ""
-        return self.op(f"{name} {flags}{a.type} {a.text}, {b.text}", a.kind, a.width)
+        """An arithmetic instruction on two values of one type.
+
+        No flag lets LLVM round another way than torch does, such as `contract`, by which a product and a sum are
+        rounded once: x * c - (x * c).amax() is 0 in one place of each row, and a step may ask where. What is better
+        rounded once says so itself, by `llvm.fma`.
+        """
+        return self.op(f"{name} {a.type} {a.text}, {b.text}", a.kind, a.width)
 
     def compare(self, how: str, a: Value, b: Value) -> Value:
         """`fcmp` or `icmp` by what they are: (lanes of) i1."""
@@ -170,9 +173,7 @@ class Code:
         full = f"{name}.{suffix if first.width == 1 else f'v{first.width}{suffix}'}"
         self.declare(full, first.type, [value.type for value in values])
         arguments = ", ".join(f"{value.type} {value.text}" for value in values)
-        return self.op(
-            f"call {FLAGS + ' ' if first.floating else ''}{first.type} @{full}({arguments})", first.kind, first.width
-        )
+        return self.op(f"call {first.type} @{full}({arguments})", first.kind, first.width)
 
     def declare(self, name: str, result: str, arguments: Sequence[str]) -> None:
         """An intrinsic's type, once a module."""
