@@ -1,7 +1,10 @@
-"""Every operation that torch has samples for, in loops of one operation, compiled and not.
+"""Every operation that torch has samples for, in loops of one operation, compiled and not: what differs is a find.
 
-python tests/fuzz/operations.py                 # all of them; minutes
-python tests/fuzz/operations.py sort topk -v    # those whose names begin so, and what is not compiled
+    python tests/fuzz/operations.py                        # all of them; half an hour
+    python tests/fuzz/operations.py sort topk --verbose    # those whose names begin so, and what is not compiled
+
+Each operation runs in a child of its own, so that a crash or an endless loop is one more find. Ends with a table of
+how many samples are compiled in which place, and the exit code 1 if there are finds.
 """
 
 import argparse
@@ -11,120 +14,135 @@ import select
 import signal
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
 from tests.support.operation_loops import PLACEMENTS, judged
-from tests.support.operation_samples import OPERATIONS, samples_of
+from tests.support.operation_samples import OPERATIONS, Sample, samples_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+WITH_EXTRAS = (torch.float64, torch.complex64, torch.int64, torch.bool)
+FINE = ("equal", "not compiled", "no eager result", "left out")
 
 
-def cases(name: str, options: Any) -> Iterator[tuple[Any, ...]]:
+class Row(NamedTuple):
+    """What became of a sample, as a child tells it."""
+
+    dtype: str
+    placement: str
+    sample: str
+    kind: str
+    why: str = ""
+
+
+def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Runs all samples of an operation. The last row of a sample that ends the process is "begins"."""
     op = OPERATIONS[name]
     for dtype in DTYPES:
         said = str(dtype).removeprefix("torch.")
-        if (options.dtypes and said not in options.dtypes) or not op.supports_dtype(dtype, "cpu"):
+        if said not in options.dtypes or not op.supports_dtype(dtype, "cpu"):
             continue
-        main = dtype in (torch.float64, torch.int64, torch.bool, torch.complex64)
+        extras = dtype in WITH_EXTRAS
         try:
-            samples = samples_of(name, dtype, options.most if main else 2, extras=main)
+            samples = samples_of(name, dtype, options.most if extras else 2, extras)
         except Exception as error:
-            yield said, "-", "-", "no samples", f"{type(error).__name__}: {error}"[:200]
+            yield Row(said, "-", "-", "no samples", f"{type(error).__name__}: {error}"[:200])
             continue
         for i, sample in enumerate(samples):
             for placement in options.placements:
-                yield said, placement, sample.name, sample, (i == 0 and dtype is torch.float64)
+                yield Row(said, placement, sample.name, "begins")
+                yield from _judged_in(sample, placement, said, further=i == 0 and dtype is torch.float64)
 
 
-def run_one(name: str, options: Any, write: int) -> None:
-    def tell(*row: Any) -> None:
-        os.write(write, (json.dumps(row) + "\n").encode())
-
-    for said, placement, at, sample, first in cases(name, options):
-        if isinstance(sample, str):
-            tell(said, placement, at, sample, first)
-            continue
-        tell(said, placement, at, "begins", "")
-        tell(said, placement, at, *judged(sample, placement))
-        if first:
-            tell(said, placement, at + " without gradients", *judged(sample, placement, grad=False))
-            tell(said, placement, at + " twice", *judged(sample, placement, second=True))
+def _judged_in(sample: Sample, placement: str, dtype: str, further: bool) -> Iterator[Row]:
+    yield Row(dtype, placement, sample.name, *judged(sample, placement))
+    if further:
+        yield Row(dtype, placement, f"{sample.name} without gradients", *judged(sample, placement, grad=False))
+        yield Row(dtype, placement, f"{sample.name} twice", *judged(sample, placement, second=True))
 
 
-def in_a_child(name: str, options: Any) -> Iterator[list[Any]]:
+def in_a_child(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    """The same rows, and one where the process ends or takes too long."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        code = 1
-        try:
-            os.close(read)
-            run_one(name, options, write)
-            code = 0
-        except BaseException as error:
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(code)
+        _be_the_child(name, options, write)
     os.close(write)
-    at, rest, end = ["-"] * 3, b"", time.monotonic() + options.seconds
-    while True:
-        ready, _, _ = select.select([read], [], [], max(0, end - time.monotonic()))
+    last, rest, ready = Row("-", "-", "-", "begins"), b"", True
+    end = time.monotonic() + options.seconds
+    while ready:
+        ready = bool(select.select([read], [], [], max(0.0, end - time.monotonic()))[0])
         part = os.read(read, 65536) if ready else b""
         if not part:
             break
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
-            row = json.loads(line)
-            at = row[:3]
-            if row[3] != "begins":
-                yield row
+            last = Row(*json.loads(line))
+            if last.kind != "begins":
+                yield last
+    os.close(read)
     if not ready:
         os.kill(pid, signal.SIGKILL)
-        yield [*at, "out of time", f"{options.seconds} s for {name}"]
-    os.close(read)
+        yield last._replace(kind="out of time", why=f"{options.seconds} s for {name}")
     status = os.waitpid(pid, 0)[1]
     if ready and status:
-        yield [*at, "crash", f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "exit code 1"]
+        ended = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an exit code"
+        yield last._replace(kind="crash", why=ended)
+
+
+def _be_the_child(name: str, options: argparse.Namespace, write: int) -> None:
+    code = 1
+    try:
+        if not options.verbose:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vmap says what it has no rule for
+        for row in rows_of(name, options):
+            os.write(write, (json.dumps(row) + "\n").encode())
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="beginnings of operations' names")
     parser.add_argument("--start", help="leaves out the operations before this one")
-    parser.add_argument("--most", type=int, default=6)
-    parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument("--dtypes", nargs="*")
+    parser.add_argument("--most", type=int, default=4, help="of torch's samples of an operation and dtype")
+    parser.add_argument("--seconds", type=int, default=200, help="for an operation")
+    parser.add_argument("--dtypes", nargs="*", default=[str(d).removeprefix("torch.") for d in DTYPES])
     parser.add_argument("--placements", nargs="*", default=PLACEMENTS)
-    parser.add_argument("--rows", type=argparse.FileType("w"))
-    parser.add_argument("-v", action="store_true")
+    parser.add_argument("--rows", type=argparse.FileType("w"), help="a file for all rows, as lines of JSON")
+    parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = [n for n in OPERATIONS if not options.names or n.startswith(tuple(options.names))]
+    names = list(OPERATIONS)
     names = names[names.index(options.start) if options.start else 0 :]
-    count: Counter[tuple[str, str]] = Counter()
-    failures = 0
-    begin = time.monotonic()
+    names = [n for n in names if not options.names or n.startswith(tuple(options.names))]
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    finds, begin = 0, time.monotonic()
     for name in names:
         for row in in_a_child(name, options):
-            count[row[1], row[3]] += 1
+            counts[row.placement][row.kind] += 1
+            finds += row.kind not in FINE
+            if row.kind not in FINE or (options.verbose and row.kind not in ("equal", "left out")):
+                print(f"{name:32} {row.dtype:9} {row.placement:6} {row.sample:24} {row.kind}: {row.why}", flush=True)
             if options.rows:
-                options.rows.write(json.dumps([name, *row]) + "\n")
-            bad = row[3] not in ("equal", "not compiled", "no eager result")
-            failures += bad
-            if bad or (options.v and row[3] != "equal"):
-                print(f"{name:32} " + " | ".join(row), flush=True)
-        if options.rows:
-            options.rows.flush()
-    for key, n in sorted(count.items()):
-        print(*key, n)
-    print(f"{len(names)} operations, {failures} failures, {time.monotonic() - begin:.0f} s")
-    return 1 if failures else 0
+                print(json.dumps([name, *row]), file=options.rows, flush=True)
+    _show(counts)
+    print(f"{len(names)} operations, {finds} finds, {time.monotonic() - begin:.0f} s")
+    return 1 if finds else 0
+
+
+def _show(counts: dict[str, Counter[Any]]) -> None:
+    kinds = sorted({kind for counter in counts.values() for kind in counter} - {"left out"})
+    print(f"\n{'':10}" + "".join(f"{kind:>18}" for kind in kinds))
+    for placement, counter in counts.items():
+        print(f"{placement:10}" + "".join(f"{counter[kind]:18}" for kind in kinds))
 
 
 if __name__ == "__main__":
