@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorloop.loop.compiled.emitter import emit, growing, guard_text, guarded, matmul, members, threads
+from tensorloop.loop.compiled.emitter import emit, guard_text, guarded, matmul, members, threads
 from tensorloop.loop.compiled.emitter.cache import Folder
 from tensorloop.loop.compiled.emitter.code import Code
 from tensorloop.loop.compiled.emitter.compile import compiled
@@ -286,9 +286,14 @@ def test_an_index_that_is_not_compared(name: str, folder: Folder, monkeypatch: p
 
 @pytest.mark.usefixtures("noticed")
 def test_a_slot_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = growing._slots
-    monkeypatch.setattr(growing, "_slots", lambda array, start, count: real(array, start - 1, count))
-    with pytest.raises(OutsideMemory, match=r"writes .* before the begin of array of the carry 1"):
+    real = Memory.address
+
+    def address(self, array, index):
+        place = real(self, array, index)
+        return self.code.pointer(place, -array.dtype.itemsize) if array.buffer.kind == "array" else place
+
+    monkeypatch.setattr(Memory, "address", address)
+    with pytest.raises(OutsideMemory, match=r"writes .* the begin of array of the carry 1"):
         outcome(LOOPS["means_from_nothing"], "strict")
 
 

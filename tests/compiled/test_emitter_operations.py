@@ -277,6 +277,17 @@ def test_operations_and_what_their_gradients_are_made_of_in_double(group: list[s
     check(named, rec, [_YS, *grads], _X, folder, tolerances)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_floats_of_two_bytes_become_integers_and_bools(dtype: torch.dtype, folder: Folder) -> None:
+    kinds = [torch.int64, torch.int32, torch.int8, torch.bool, torch.float64]
+
+    def step(invariants, slices, carry):
+        return {"carry": [carry[0] * 1.5], "outs": [(9 * slices[0].to(dtype)).to(kind) for kind in kinds]}
+
+    ys, x = [_YS.float().round(decimals=1)], _X.float()
+    check([str(kind) for kind in kinds], recurrence(step, (), ys, [x]), ys, x, folder, [0.0] * len(kinds))
+
+
 def test_what_is_taken_apart_sees_no_memory_that_nobody_wrote(folder: Folder) -> None:
     """The embedding's gradient takes indices, which it follows: those that memory happens to hold lead anywhere."""
 

@@ -91,6 +91,8 @@ class Arithmetic:
         code = self.code
         if a.kind == kind:
             return a
+        if a.kind == "half" and kind not in FLOATS:
+            return self.cast(self.cast(a, "float"), kind)
         if kind == "i1":
             return (
                 code.compare("une" if a.floating else "ne", a, self.like(self._wide(a), 0))
