@@ -16,7 +16,7 @@ from tests.support.operation_samples import STEPS, Sample, seeded
 PLACEMENTS = ("carry", "xs", "closed", "mixed")
 _TOLERANCE = {
     **{torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 3e-4, torch.complex64: 3e-4},
-    **{torch.bfloat16: 6e-2, torch.float16: 1e-2},
+    **{torch.bfloat16: 1e-1, torch.float16: 1e-2},
 }
 _WIDE = {
     **{torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64},
@@ -85,7 +85,7 @@ def _said(error: Exception) -> str:
 def outcome(sample: Sample, where: Placed, compile: Any, grad: bool, second: bool) -> Outcome:
     """What a loop gives: its carry and ys, its gradients, those of their squares."""
     given = [sample.stacked(i) if i in where.xs else sample.one(i) for i in range(len(sample.grads))]
-    given = [x.requires_grad_(True) if g and grad else x for x, g in zip(given, sample.grads, strict=True)]
+    given = [x.detach().requires_grad_(g and grad) for x, g in zip(given, sample.grads, strict=True)]
     base = torch.ones(3, dtype=torch.float64, requires_grad=grad)
     seeded(0)
     with warnings.catch_warnings():
@@ -187,6 +187,7 @@ def _apart(x: Tensor | None, y: Tensor | None, tolerance: float, edge: bool, loo
     """Where numbers differ by more than rounding, relative to the largest; at edges each for itself."""
     if x is None or y is None or not y.numel():
         return ""
+    loose = loose or y.is_complex()  # infinite ones are NaN in other products
     x, y = _real(x.detach()), _real(y.detach())
     if not y.is_floating_point():
         return "" if torch.equal(x, y) else _at(x, y, x != y)

@@ -4,6 +4,7 @@ A sample calls an operation with tensors, of which there are others for each of 
 gives a bounded list of them, the same at each call.
 """
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ _NO_VALUES = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_st
 _NO_ORDER_OF_TIES = {"kthvalue", "argsort", "sort", "topk"}  # torch promises none, and none of the indices
 _ROUNDED = {"nn.functional.hardsigmoid": 1e-7}  # torch's own gradient has a factor of 32 bits
 _CASTS = {"byte", "char", "short", "int", "long"}  # of what does not fit in
+_GRADIENTS_OF_THEIR_OWN = {"polar", "prod"}  # torch's, of zero and of infinite numbers
 OPERATIONS: dict[str, Any] = {
     f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op
     for op in op_db
@@ -199,7 +201,8 @@ def our_samples(op: Any, dtype: torch.dtype, torchs: Sequence[Sample]) -> Iterat
         yield from _at_edges(op, dtype, [_EDGES if op.name in _CASTS else (*_EDGES, *_INFINITE)])
     elif isinstance(op, BinaryUfuncInfo):
         yield from _of_shapes(op, dtype, _BINARY)
-        yield from _at_edges(op, dtype, [(*_FEW_EDGES, *_INFINITE)] * 2)
+        if op.name not in _GRADIENTS_OF_THEIR_OWN:
+            yield from _at_edges(op, dtype, [(*_FEW_EDGES, *_INFINITE)] * 2)
         yield from _of_two_dtypes(op, dtype)
     elif isinstance(op, ReductionOpInfo):
         yield from _reductions(op, dtype)
@@ -283,5 +286,7 @@ def _reductions(op: Any, dtype: torch.dtype) -> Iterator[Sample]:
             steps = [[_random(shape, dtype)] for _ in range(STEPS)]
             yield Sample(f"of {shape} {said}", form, op.op, steps, grads)
         for i, ties in enumerate(_TIES if dtype.is_floating_point else ()):
+            if op.name in _GRADIENTS_OF_THEIR_OWN and not all(map(math.isfinite, ties)):
+                continue
             steps = [[torch.tensor(ties, dtype=dtype).roll(t).view(2, 3)] for t in range(STEPS)]
             yield Sample(f"ties {i} {said}", form, op.op, steps, grads, edge=True)
