@@ -12,10 +12,10 @@ from tensorloop.loop.compiled.array_memory import logged
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import functional, with_gradients
 from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import OTHERS, SYMBOLS, Sized, same_but_for_lengths
 from tensorloop.loop.compiled.plan import Plan
-from tensorloop.loop.compiled.recorded import Recorded, python_values
+from tensorloop.loop.compiled.recorded import Recorded, filled_by, python_values
+from tensorloop.loop.compiled.refused import Refused
 
 
 class ArrayPlan(Plan):
@@ -117,6 +117,12 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
     the last one always. Where nobody knows how many steps there are, the first ones are tried, and the others when the
     loop is over, before anybody gets its results: torch's other operations have the same values.
     """
+    _try_each(found, plan, steps)
+    if not _stays_in_memory(found, plan, 1 if steps is None else steps):
+        raise length_matters()
+
+
+def _try_each(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
     uses, starts = found.arrays.uses, found.arrays.starts
     sees = uses.sees or plan.told is None or plan.told != found.told
     if not (sees or uses.spans or uses.reads):
@@ -136,13 +142,29 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
             plan.tried.add((values, lengths))
 
 
+def _stays_in_memory(found: Recorded, plan: ArrayPlan, steps: int) -> bool:
+    """Whether each place that a step of the plan reads or writes is in its array, at all of so many steps.
+
+    Torch counts from the end where a place is below zero, and cuts slices short; machine code does neither.
+    """
+    starts = found.arrays.starts
+    last = [n + more * (steps - 1) for n, more in zip(starts, found.growth, strict=True)]
+    programs = [(plan.forward, starts), *([(plan.backward(frozenset()), last)] if plan.grad else [])]
+    return all(program.core is None or program.core.fits(steps, lengths) for program, lengths in programs)
+
+
 def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bool:
     """Whether the plan's step gives the values of the body: torch has other operations for one slot than for many."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths, known=True), noise=generator)
-        with torch.no_grad(), without_autocast():
-            values = Sized(plan.module, lengths).run(*seen.before, *found.captures)
+        seen = Recorded(
+            found.loop, found.first, arrays=found.arrays.again(lengths, known=True), change=filled_by(generator)
+        )
+        try:
+            with torch.no_grad(), without_autocast():
+                values = Sized(plan.module, lengths).run(*seen.before, *found.captures)
+        except (IndexError, RuntimeError, ValueError):  # a slot that there is not, or sizes that do not fit
+            return False
         results = [*(seen.leaves[i] for i in found.places), *(y for y in seen.ys if isinstance(y, Tensor))]
         values = [*values[: len(found.places)], *values[len(found.carry) :]]  # without the inputs of rows that stop
         if not same_captures(found.captures, seen.captures):

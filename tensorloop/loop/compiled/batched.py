@@ -5,6 +5,7 @@ no rule runs under `torch.func.vmap` or, where that is not right, step by step. 
 hold all steps, and for invariants as they are.
 """
 
+import contextlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,9 @@ class Stage:
                 if n in self.moving:
                     self.found[n] = self._batched(n)
                 else:
-                    self.found[n] = self.graph.node_copy(n, lambda a: self.found[a])
+                    self.found[n] = once = self.graph.node_copy(n, lambda a: self.found[a])
+                    if n.target is aten.view.default:  # captures are in memory as the caller has them
+                        once.target = aten.reshape.default
 
     def finished(self, outputs: Iterable[fx.Node]) -> Callable[..., Any]:
         """The function (steps, *given) -> outputs, which are nodes of the stage."""
@@ -88,6 +91,7 @@ class Stage:
         place = {a: i for i, a in enumerate(nodes)}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: _Place(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         mapped = _Mapped(n, args, kwargs, dims)
+        mapped.orders = [_order(value_of(a)) if a in self.moving else None for a in nodes]
         mapped.try_with([(value_of(a), a in self.moving) for a in nodes])
         return self.call(mapped, *(self.found[a] for a in nodes))
 
@@ -126,12 +130,18 @@ class _Mapped:
         self.target: Any = node.target
         self.args, self.kwargs, self.dims = args, kwargs, tuple(dims)
         self.mapped = True
+        self.orders: list[list[int] | None] = [None] * len(self.dims)
         value = node.meta["val"]
         self.there = None if isinstance(value, Tensor) else [x is not None for x in value]  # of several results
         self.__name__ = f"mapped_{getattr(self.target, '_opname', 'operation')}"
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """The operation for all steps."""
+        """The operation for all steps.
+
+        What it is given lies in memory as it did when the step was traced: kernels and gradients of some factorisations
+        ask for that, and go by it.
+        """
+        tensors = tuple(_laid(x, order) for x, order in zip(tensors, self.orders, strict=True))
         return self._mapped(*tensors) if self.mapped else self._in_turn(*tensors)
 
     def _in_turn(self, *tensors: Tensor) -> Any:
@@ -161,31 +171,56 @@ class _Mapped:
         """Tries it for two steps; `values` are shapes of one step, and whether they move.
 
         What vmap makes of an operation is held against the operation itself, done step by step: for some, torch's own
-        rules are wrong. Those go step by step then.
+        rules are wrong. Those go step by step then, and those that no numbers tried here have a value of.
         """
-        generator = torch.Generator().manual_seed(0)
-        tensors = [_numbers((2, *x.shape) if moves else x.shape, x.dtype, generator) for x, moves in values]
+        generator, tried = torch.Generator().manual_seed(0), False
         with unseen(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vmap warns where it goes step by step, which we say ourselves
-            try:
-                expected = self._in_turn(*tensors)
-            except Exception:  # of such numbers it has no value: the first call will show
-                tensors = [torch.zeros_like(x) for x in tensors]
-                expected = None
-            try:
-                found = self._mapped(*tensors)
-                expected = self._in_turn(*tensors) if expected is None else expected
-            except Exception:
-                self.mapped = False
-            else:
-                self.mapped = _agree(found, expected)
+            warnings.simplefilter("ignore")  # vmap warns where it goes step by step, which is no news here
+            for positive in (False, True):
+                shapes = [(2, *x.shape) if moves else x.shape for x, moves in values]
+                dtypes = [x.dtype for x, _ in values]
+                tensors = [_numbers(*x, generator, positive=positive) for x in zip(shapes, dtypes, strict=True)]
+                with contextlib.suppress(Exception):  # of such numbers it has no value
+                    expected = self._in_turn(*tensors)
+                    tried |= _says_something(expected)
+                    if not self._agrees(tensors, expected):
+                        tried = False
+                        break
+        self.mapped = tried
+
+    def _agrees(self, tensors: Sequence[Tensor], expected: Any) -> bool:
+        try:
+            return _agree(self._mapped(*tensors), expected)
+        except Exception:
+            return False
 
 
-def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Some of a dtype: integers may be places in a dim of two, floats are of both signs and of one or two sizes."""
+def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, positive: bool) -> Tensor:
+    """Some of a dtype: integers may be places in a dim of two, floats are of both signs or near one."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator).to(dtype)
+        numbers = torch.rand(shape, generator=generator) + 0.5 if positive else torch.randn(shape, generator=generator)
+        return numbers.to(dtype)
     return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
+
+
+def _order(value: Tensor) -> list[int]:
+    """The dims of one step's value, the one with the widest strides first."""
+    return sorted(range(value.dim()), key=lambda d: -value.stride(d))
+
+
+def _laid(x: Tensor, order: list[int] | None) -> Tensor:
+    """A tensor of all steps with the dims of a step in this order in memory."""
+    if order is None:
+        return x
+    dims = [0, *(d + 1 for d in order)]
+    return x.permute(dims).contiguous().permute([dims.index(d) for d in range(x.dim())])
+
+
+def _says_something(x: Any) -> bool:
+    """Whether there is a number in a result that is not NaN."""
+    if not isinstance(x, Tensor):
+        return x is not None and any(map(_says_something, x))
+    return not x.numel() or not bool(torch.isnan(x).all())
 
 
 def _agree(a: Any, b: Any) -> bool:
@@ -232,7 +267,7 @@ def _expanded(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def rows_times_matrix(x: Tensor, w: Tensor) -> Tensor:
     """(T, B, F) by (F, N), as one product."""
-    return torch.mm(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[-1])
+    return torch.mm(x.flatten(0, -2), w).view(*x.shape[:-1], w.shape[-1])
 
 
 # -- the rules: rule(stage, node, *args, **kwargs) of the node -> its node in the stage, or None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.loop.compiled.fingerprint import Operation, Recorder, Refused
+from tensorloop.loop.compiled.fingerprint import Operation, Recorder
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.stand_in import StandIn, Uses
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.friends import has_holes, kind_of, store_of, with_elements

@@ -71,7 +71,7 @@ def group_norm(
     found, mean = var_mean(flat, [2], correction=0, keepdim=True)
     scale = torch.rsqrt(found + eps)
     out = ((flat - mean) * scale).reshape(x.shape)
-    return _affine(out, weight, bias), mean.detach().squeeze(2), scale.detach().squeeze(2)
+    return _affine(out, weight, bias), mean.squeeze(2), scale.squeeze(2)
 
 
 def batch_norm(

@@ -6,7 +6,7 @@ one with a matrix, whose gradients over all steps are a single product), and one
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,28 +23,51 @@ Table = dict[Any, Callable[..., Any]]
 @cache
 def before_autograd() -> Table:
     """For the step as it was written down."""
-    return {
-        _aten.mv.default: _mv,
-        _aten.dot.default: lambda a, b: (a * b).sum(),
-        _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
-        _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
-        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
-        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
-            _aten.bmm.default(a, b).sum(0), x, beta, alpha
-        ),
-        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
-        _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
-        _aten.bmm.default: _bmm,
-        _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
-        _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
-        _aten.unsafe_split.Tensor: _aten.split.Tensor,
-        _aten.unsafe_chunk.default: _aten.chunk.default,
-        _aten.lift_fresh.default: lambda x: x,
-        _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
-        _aten._neg_view.default: torch.neg,
-        _aten.as_strided.default: _as_strided,
-        _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
-    } | compositions.TABLE
+    return (
+        {
+            _aten.mv.default: _mv,
+            _aten.dot.default: lambda a, b: (a * b).sum(),
+            _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
+            _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
+            _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
+            _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
+                _aten.bmm.default(a, b).sum(0), x, beta, alpha
+            ),
+            _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
+            _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
+            _aten.bmm.default: _bmm,
+            _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
+            _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
+            _aten.unsafe_split.Tensor: _aten.split.Tensor,
+            _aten.unsafe_chunk.default: _aten.chunk.default,
+            _aten.lift_fresh.default: lambda x: x,
+            _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
+            _aten._neg_view.default: torch.neg,
+            _aten.as_strided.default: _as_strided,
+            _aten.flip.default: lambda x, dims: (
+                NotImplemented if x.dim() else x.clone()
+            ),  # vmap takes a dim for granted
+        }
+        | compositions.TABLE
+        | _copies()
+    )
+
+
+def _copies() -> Table:
+    """What copies a view, as the view and a copy of it: `diagonal_copy`, `expand_copy` and the like."""
+    found: Table = {}
+    for name in dir(_aten):
+        packet, view = getattr(_aten, name), getattr(_aten, name.removesuffix("_copy"), None)
+        if name in ("lift_fresh_copy", "_to_copy", "index_copy") or not name.endswith("_copy") or view is None:
+            continue
+        for overload in set(packet.overloads()) & set(view.overloads()):
+            found[getattr(packet, overload)] = partial(_copied, getattr(view, overload))
+    return found
+
+
+def _copied(view: Any, *args: Any, **kwargs: Any) -> Any:
+    found = view(*args, **kwargs)
+    return found.clone() if isinstance(found, Tensor) else [x.clone() for x in found]
 
 
 def _mv(a: Tensor, v: Tensor) -> Tensor:
@@ -64,6 +87,9 @@ def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: i
 
 
 def _added(product: Tensor, x: Tensor, beta: Any, alpha: Any) -> Tensor:
+    if not (product.is_floating_point() or product.is_complex()):  # torch makes the factors numbers of that kind too
+        kind = bool if product.dtype is torch.bool else int
+        beta, alpha = kind(beta), kind(alpha)
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (x if beta == 1 else x * beta)
 
@@ -147,6 +173,7 @@ def after_autograd() -> Table:
         _aten.new_ones.default: lambda x, size, **options: _filled(x, 1, options, size),
         _aten.new_full.default: lambda x, size, value, **options: _filled(x, value, options, size),
         _aten.zeros.default: lambda size, **options: _aten.full.default(size, 0, **_typed(options)),
+        _aten._efficientzerotensor.default: lambda size, **options: _aten.full.default(size, 0, **_typed(options)),
         _aten.ones.default: lambda size, **options: _aten.full.default(size, 1, **_typed(options)),
         _aten.scalar_tensor.default: lambda value, **options: _aten.full.default([], value, **_typed(options)),
         _aten._reshape_alias.default: lambda x, size, stride: x.reshape(size),

@@ -72,6 +72,10 @@ class EagerCore:
         own = [x.clone(memory_format=torch.contiguous_format) for x in state]
         return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done
 
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """As `Core` says: torch looks for itself."""
+        return True
+
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
         """As `Core` says."""
         return self

@@ -20,6 +20,8 @@ from torch import Tensor
 from tensorloop._common.user_line import Place, user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.loop.compiled import draws
+from tensorloop.loop.compiled.calls import PLAIN, CallWatch
+from tensorloop.loop.compiled.refused import Refused
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -45,17 +47,9 @@ _NUMBERED = {
     *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
     *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
 }
+_STRIDED = {_aten.as_strided.default, _aten.as_strided_.default}
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
-PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-
-class Refused(Exception):
-    """Why a body is not compiled, and the file and line that say so."""
-
-    def __init__(self, reason: str, place: Place | None = None) -> None:
-        super().__init__(reason)
-        self.reason, self.place = reason, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +89,7 @@ class Recorder(OperationMode):
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
         self.lines, self.glance = lines, glance
+        self.watch = CallWatch() if glance is None else glance
         self.writes = False
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
@@ -114,14 +109,12 @@ class Recorder(OperationMode):
 
     def __enter__(self) -> Self:
         """Begins to look, with the glance that is to be learnt."""
-        if self.glance is not None:
-            self.glance.__enter__()
+        self.watch.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        if self.glance is not None:
-            self.glance.__exit__(*raised)
+        self.watch.__exit__(*raised)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,8 +127,8 @@ class Recorder(OperationMode):
             self.reads = True
         if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
             raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
-        if self.glance is not None and not self.glance.inside:
-            self.glance.clear = False
+        if not self.watch.inside:
+            self._without_a_call(func, args)
         self.functions.append(func)
         self._fills = traits.fills or func is _aten.detach.default  # torch's factories detach what they made
         key, note = self.key, self._note
@@ -148,6 +141,8 @@ class Recorder(OperationMode):
                 note(x)
         if traits.writes or traits.named or traits.masks:
             self._check(traits, args, kwargs or {})
+        if func in _STRIDED:
+            self._check_place(func, args, kwargs or {})
         noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
         if traits.draws:
             return self._draw(func, args, kwargs or {}, noted[0])
@@ -169,6 +164,19 @@ class Recorder(OperationMode):
         if len(self.functions) > MOST_OPERATIONS:
             raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
         return out
+
+    def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
+        """An operation that no call of torch made: a script's, or one that hides itself.
+
+        A script that has run a few times cuts its arguments off and gives what it computes a gradient of its own, which
+        operations do not show.
+        """
+        if func is _aten.detach.default and args[0].requires_grad:
+            raise Refused(
+                "a scripted function computes its own gradient; call the function that was scripted", user_place()
+            )
+        if self.glance is not None:
+            self.glance.clear = False
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
@@ -194,6 +202,13 @@ class Recorder(OperationMode):
             self._made(out)
         self.draws.append(draw)
         return out
+
+    def _check_place(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
+        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+        own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
+        if offset is not None and _storage(args[0]) in own:
+            raise Refused("as_strided() with an offset into memory from outside of the step", user_place())
 
     def finish(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of what the step gave; checks what only shows at the end."""
@@ -276,6 +291,7 @@ class Recorder(OperationMode):
     def _capture(self, x: Tensor) -> int:
         if type(x) not in PLAIN or x.layout is not torch.strided:
             raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
+        _check_device(x)
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
         self.captures[number] = x
@@ -286,6 +302,7 @@ class Recorder(OperationMode):
     def _made(self, out: Any) -> None:
         if isinstance(out, Tensor):
             if id(out) not in self._numbers:  # an operation in place gives its argument
+                _check_device(out)
                 self._numbers[id(out)] = len(self._tensors)
                 self._tensors.append(out)
         elif isinstance(out, (list, tuple)):
@@ -361,6 +378,12 @@ def _traits(func: Any) -> _Traits:
 def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
     """Whether torch itself runs this in another grad mode: autograd does, and so did torch.utils.checkpoint to 2.12."""
     return func is _aten.detach.default or (func is _aten.empty.memory_format and list(args[0]) == [0])
+
+
+def _check_device(x: Tensor) -> None:
+    """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
+    if not x.is_cpu:
+        raise Refused(f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled", user_place())
 
 
 def _storage(x: Tensor) -> int:

@@ -22,13 +22,14 @@ from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_leng
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
-from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.glance import looking
 from tensorloop.loop.compiled.inspection import inspect
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import AnswersInPython, Recorded, recorded
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.results import Kept, run_plan, run_stretches
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
@@ -130,7 +131,8 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
     if found.arrays.places:
         if ask is not None and found.arrays.uses.spans:
             raise Refused("the body reads a part of an array in the carry, and the condition is asked in Python")
-        try_lengths(found, plan, steps)
+        with _left_to_eager(loop):
+            try_lengths(found, plan, steps)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan, _rows_said(found))
         raise Told
@@ -141,7 +143,8 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         else:
             ended, state = run_plan(found, plan, steps, checkpoints, ask)
             if steps is None and found.arrays.places:
-                try_lengths(found, plan, found.loop.taken)
+                with _left_to_eager(loop):
+                    try_lengths(found, plan, found.loop.taken)
     except IndexError as error:
         if not found.arrays.places:
             raise
@@ -248,7 +251,7 @@ def plan_of(found: Recorded) -> Any:
     if plan is None:
         looks = None
         try:  # no lock is held here: the body runs, and may wait for other threads
-            again = inspect(found, lambda: Recorded(found.loop, found.first, lines=True))
+            again = inspect(found, lambda change=None: Recorded(found.loop, found.first, lines=True, change=change))
             looks = looked(found) if found.arrays.places else None
         except Refused as refusal:
             again = Refused(refusal.reason, refusal.place)

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from tensorloop.loop.compiled.fingerprint import PLAIN
+from tensorloop.loop.compiled import autocast
+from tensorloop.loop.compiled.calls import PLAIN, CallWatch, is_torchs
 
 MOST_PATHS = 512
 # What says something about a tensor and makes none. What Python makes of it shows in the calls that follow.
@@ -52,7 +52,7 @@ class Leaf:
     captures: tuple[int, ...]
 
 
-class Glance(TorchFunctionMode):
+class Glance(CallWatch):
     """Follows the calls of one step along `known` paths; without them it notes a new one."""
 
     def __init__(self, arguments: Sequence[Tensor], known: dict[Any, Any] | None = None) -> None:
@@ -60,7 +60,6 @@ class Glance(TorchFunctionMode):
         self.path: list[tuple[Any, ...]] = []
         self.captures: list[Tensor] = []
         self.clear = True  # whether the path tells everything, as far as one sees here
-        self.inside = False  # whether a call runs
         self.reads = False  # a value in Python, which is no known call
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
@@ -81,7 +80,7 @@ class Glance(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if type(func) is MethodWrapperType:
             return self._attribute(func, args)
-        key: list[Any] = [func, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()]
+        key: list[Any] = [func, torch.is_grad_enabled(), autocast.state(), torch.get_default_dtype()]
         numbers = self._numbers
         for x in args:
             number = numbers.get(id(x))
@@ -95,6 +94,7 @@ class Glance(TorchFunctionMode):
                 self._note(key, x)
         self._step(key)
         if self._known is None:
+            self.clear &= is_torchs(func)
             out = self._seen(func, args, kwargs)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -123,14 +123,6 @@ class Glance(TorchFunctionMode):
         if self._known is None:
             self._known = {}  # for a body that goes on all the same
             raise Missed
-
-    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """A call during which operations are no surprise."""
-        outer, self.inside = self.inside, True
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.inside = outer
 
     def _attribute(self, func: Any, args: Any) -> Any:
         """Reads an attribute; one that is a tensor is noted as a call, and writing one has no path."""

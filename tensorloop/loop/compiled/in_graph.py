@@ -25,8 +25,9 @@ from tensorloop._torch.dynamo import (
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.capture import Step
-from tensorloop.loop.compiled.fingerprint import Recorder, Ref, Refused
+from tensorloop.loop.compiled.fingerprint import Recorder, Ref
 from tensorloop.loop.compiled.operators import LOOP, prepared
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.written import Written, written
 from tensorloop.loop.outputs import place
 from tensorloop.packed.base import is_packed

@@ -14,7 +14,7 @@ from tensorloop.loop.compiled.operations import aten, value_of, values_of
 
 SYMBOLS = (1_234_567_891, 1_409_386_519, 1_648_721_273)
 OTHERS = (1_111_333_771, 1_537_171_723, 1_802_775_637)  # of a second trace, which shows what was computed from them
-_MOST_SHIFT, _MOST_SCALE = 1 << 20, 1 << 28
+_MOST_SHIFT, _MOST_SHIFT_OF_ONE, _MOST_SCALE = 1 << 20, 1 << 28, 1 << 28
 WRITES = frozenset({aten.select_scatter.default, aten.index_put.default})  # to slots that there are
 
 
@@ -30,17 +30,27 @@ class Length(NamedTuple):
         return self.scale * lengths[self.symbol] + self.shift
 
 
-def length_in(number: Any) -> Length | None:
-    """What a number stands for; None for what is a number and no more."""
+def stands_for_length(number: Any) -> bool:
+    """Whether a number is too large to be anything else, where there are arrays in the carry."""
+    return isinstance(number, int) and not isinstance(number, bool) and number > SYMBOLS[0] // 2
+
+
+def length_in(number: Any, count: int = len(SYMBOLS)) -> Length | None:
+    """What a number stands for; None for what is a number and no more, and where that is not sure.
+
+    `count` are the arrays of different lengths that there are. Of one alone, a place in its memory may lie far from a
+    multiple of its length: there is no other that it could be meant for.
+    """
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > SYMBOLS[0] // 2:
         return None
     if number != number // 1 or number > 1 << 62:
         return None
     number, best = int(number), None
-    for k, symbol in enumerate(SYMBOLS):
+    most = _MOST_SHIFT_OF_ONE if count == 1 else _MOST_SHIFT
+    for k, symbol in enumerate(SYMBOLS[:count]):
         scale = (number + symbol // 2) // symbol
         shift = number - scale * symbol
-        fits = 0 < scale <= _MOST_SCALE and abs(shift) <= _MOST_SHIFT
+        fits = 0 < scale <= _MOST_SCALE and abs(shift) <= most
         if fits and (best is None or abs(shift) < abs(best.shift)):
             best = Length(k, scale, shift)
     return best

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch import transforms
+from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.array_memory import ArrayMemory
 from tensorloop.loop.compiled.asking import Asking
@@ -91,9 +92,9 @@ class Run:
         n = len(plan.step.carry)
         missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
         absent = frozenset(i for i in plan.flowing_carry if grads[i] is None)
-        ys = [g for k in plan.flowing_ys if (g := grads[n + k]) is not None]
+        ys = [in_memory(g) for k in plan.flowing_ys if (g := grads[n + k]) is not None]
         carry = [
-            self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else g.contiguous()
+            self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else in_memory(g).contiguous()
             for i in plan.flowing_carry
         ]
         return Coming(Missing(missing, absent), carry, ys)

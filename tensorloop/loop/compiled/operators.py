@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.dynamo import below_autograd, undisturbed
+from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched
 from tensorloop.loop.checkpoint.options import Checkpoints
@@ -58,7 +59,8 @@ class Prepared:
                 raise ValueError(
                     f"tensorloop::loop: input {i} of a step must be {dtype} {shape}, got {x.dtype} {list(found)}"
                 )
-        whole = [x if n <= i < n + m else x.contiguous() for i, x in enumerate(tensors)]
+        whole = [in_memory(x) for x in tensors]
+        whole = [x if n <= i < n + m else x.contiguous() for i, x in enumerate(whole)]
         return [*whole, *self.written.constants]
 
     def outputs(self, steps: Any) -> list[Tensor]:

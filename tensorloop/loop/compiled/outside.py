@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tensorloop._common.slots import slots_of
 from tensorloop._common.user_line import Place
-from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.refused import Refused
 
 MOST_OBJECTS = 64
 MOST_ELEMENTS = 1000  # of one object

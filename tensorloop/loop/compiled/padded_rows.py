@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.packed_scan import PackedOutputs, PackedSlices
 from tensorloop.loop.slices import Slices

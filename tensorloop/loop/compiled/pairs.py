@@ -17,8 +17,8 @@ from torch.fx import traceback
 from tensorloop._torch.tracing import traced
 from tensorloop.loop.compiled.capture import Step, place_of
 from tensorloop.loop.compiled.decompositions import before_autograd
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.operations import aten, values_of
+from tensorloop.loop.compiled.refused import Refused
 
 
 class Pair(NamedTuple):

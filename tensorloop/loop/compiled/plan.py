@@ -13,12 +13,12 @@ from torch import Tensor, fx
 
 from tensorloop.loop.compiled import pairs
 from tensorloop.loop.compiled.capture import Step, Traced, functional, with_gradients
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import grows, versions
 from tensorloop.loop.compiled.operations import aten, bytes_of, value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.saving import depends_on, kept, needed_for
 from tensorloop.loop.compiled.simplify import without_grads, zeros_in
 

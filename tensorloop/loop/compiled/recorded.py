@@ -19,9 +19,10 @@ from tensorloop.loop.compiled import autocast
 from tensorloop.loop.compiled.capture import Step
 from tensorloop.loop.compiled.carried_arrays import Arrays
 from tensorloop.loop.compiled.draws import Draw
-from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
 from tensorloop.loop.compiled.padded_rows import PaddedLoop
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.sizes_seen import sizes_seen
 from tensorloop.loop.compiled.step_number import refuse_returned, symbol
 from tensorloop.loop.loop import Loop
@@ -54,10 +55,10 @@ class Recorded:
         lines: bool = False,
         live: bool = True,
         arrays: Arrays | None = None,
-        noise: torch.Generator | None = None,
+        change: Callable[[Tensor], object] | None = None,
         missed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.loop, self.first, self.noise = loop, first, noise
+        self.loop, self.first, self.change = loop, first, change
         self._missed = missed
         self.places = [i for i, x in enumerate(loop.init) if isinstance(x, (Tensor, TensorArray))]
         self.arrays = Arrays(loop.init) if arrays is None else arrays
@@ -114,12 +115,12 @@ class Recorded:
 
     def _record(self, lines: bool, live: bool = True) -> None:
         carry, rows = self._inputs()
+        if self.change is not None:
+            for x in (*carry, *rows):
+                self.change(x)
+            self.before = [x.clone() for x in (*carry, *rows)]
         if lines and live and torch.is_grad_enabled():  # the second look is at custom Functions too
             carry, rows = [_live(x) for x in carry], [_live(x) for x in rows]
-        if self.noise is not None:
-            for x in (*carry, *rows):
-                x.normal_(generator=self.noise) if x.is_floating_point() else x
-            self.before = [x.clone() for x in (*carry, *rows)]
         self.arguments = [*carry, *rows]
         calls_tell = not is_numbered(self.loop) and not self.arrays.places
         if calls_tell and not (lines or paths.unclear(self.root) or modes()):
@@ -411,6 +412,11 @@ def _own(x: Tensor) -> Tensor:
 def _live(x: Tensor) -> Tensor:
     """The same, with a graph."""
     return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
+
+
+def filled_by(generator: torch.Generator) -> Callable[[Tensor], object]:
+    """What puts random numbers into floats."""
+    return lambda x: x.normal_(generator=generator) if x.is_floating_point() else x
 
 
 def python_values(found: Recorded) -> tuple[Any, ...]:

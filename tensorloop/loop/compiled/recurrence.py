@@ -70,6 +70,10 @@ class Core(Protocol):
         """
         ...
 
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """Whether so many steps stay in their memory, where arrays are this long before the first of them."""
+        ...
+
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
         """The same for many calls of few steps, of one thread, that all have these invariants."""
         ...

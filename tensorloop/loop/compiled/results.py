@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 from tensorloop import schedule
+from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.carry import dtype_of_number
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import asking, pairs
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.drawn import Draws
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.node import Looped, Run
 from tensorloop.loop.compiled.open_end import OpenRun
 from tensorloop.loop.compiled.padded_rows import PaddedScan
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.recorded import Recorded, sequences
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.segments import MOST_STEPS, Blocks, Segmented, blocks_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
@@ -79,13 +80,14 @@ def _results(
 ) -> tuple[int, list[Tensor]]:
     """(steps done, the last carry and ys)."""
     given = found.given()
-    carried = [x.contiguous() for x in pairs.split(given)]
+    carried = [in_memory(x).contiguous() for x in pairs.split(given)]
     run = _planned(found, plan, steps, checkpoints, ask)
     drawn = [torch.empty(0)] * run.drawn
     if run.draws is not None and not isinstance(run, Segmented):
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
-    tensors = [*carried, *pairs.split(found.xs), *drawn, *pairs.split(found.captures)]
+    xs, captures = ([in_memory(x) for x in pairs.split(some)] for some in (found.xs, found.captures))
+    tensors = [*carried, *xs, *drawn, *captures]
     outputs = pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
     return run.done, outputs
 

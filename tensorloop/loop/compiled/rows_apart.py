@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tensorloop._torch.fake import quiet_fakes
 from tensorloop.loop.compiled.autocast import without_autocast
-from tensorloop.loop.compiled.fingerprint import Operation, Ref, Refused
+from tensorloop.loop.compiled.fingerprint import Operation, Ref
 from tensorloop.loop.compiled.lengths import Sized
 from tensorloop.loop.compiled.operations import aten, value_of
 from tensorloop.loop.compiled.partition import Parts, recurrence
 from tensorloop.loop.compiled.plan import Plan
-from tensorloop.loop.compiled.recorded import Recorded, python_values
+from tensorloop.loop.compiled.recorded import Recorded, filled_by, python_values
 from tensorloop.loop.compiled.recurrence import Unsupported
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.saving import depends_on, needed_for
 from tensorloop.loop.loop import Loop
 
@@ -198,7 +199,7 @@ def _same_values(found: Recorded, plan: Plan, rows: int, loop: Loop, first: Tens
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         arrays = found.arrays.of_rows(loop.init, 1)
-        seen = Recorded(loop, first, lines=True, live=False, noise=generator, arrays=arrays)
+        seen = Recorded(loop, first, lines=True, live=False, change=filled_by(generator), arrays=arrays)
         captures = [_spread(x, rows) if i in own else x for i, x in enumerate(seen.captures)]
         dims = [int(i in arrays.first) for i in seen.places]
         of_all = [*dims, *[0] * (len(seen.before) - len(dims))]

@@ -11,9 +11,9 @@ from itertools import chain
 
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import grows, meets_growing
 from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_discontinuous, is_exact, is_pointwise, is_view
+from tensorloop.loop.compiled.refused import Refused
 
 _FOREVER = 1 << 60
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.operations import aten, is_view, shares_memory
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.saving import depends_on
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
@@ -85,8 +85,8 @@ def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if target is operator.getitem:
         return _part(graph, node)
-    if target in _IDENTITIES or (target is aten.clone.default and _node(args[0]).op == "placeholder"):
-        return _node(args[0])  # a loop's inputs are contiguous as they are
+    if target in _IDENTITIES or (target is aten.clone.default and _is_as_it_was(node)):
+        return _node(args[0])
     if not isinstance(value, Tensor):
         return None
     before = args[0].meta.get("val") if args and isinstance(args[0], fx.Node) else None
@@ -114,6 +114,12 @@ def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
             dims = list(range(_node(args[0]).meta["val"].dim()))
             return _made(graph, aten.sum.dim_IntList, (args[0], dims), dict(node.kwargs), value)
     return None
+
+
+def _is_as_it_was(clone: fx.Node) -> bool:
+    """Whether a clone is of an input, in the same order in memory: captures may lie in another."""
+    given = _node(clone.args[0])
+    return given.op == "placeholder" and given.meta["val"].stride() == clone.meta["val"].stride()
 
 
 def _part(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_BETWEEN = "torch.overrides", "torch._tensor"
+_BETWEEN = "torch.overrides", "torch._tensor", "tensorloop.loop.compiled.calls"
 
 
 @contextmanager

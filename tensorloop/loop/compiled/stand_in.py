@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.user_line import user_place
-from tensorloop.loop.compiled.fingerprint import Recorder, Refused
+from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.operations import aten
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.sizes_seen import is_ours
 from tensorloop.tensor_array.friends import store_of
 from tensorloop.tensor_array.keys import Key

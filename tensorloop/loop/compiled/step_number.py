@@ -11,7 +11,7 @@ from typing import Any, Never
 import torch
 
 from tensorloop._common.user_line import user_place
-from tensorloop.loop.compiled.fingerprint import Refused
+from tensorloop.loop.compiled.refused import Refused
 
 
 class StepNumber:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.fingerprint import Refused
 from tensorloop.loop.compiled.lengths import Sized, actual, grows
 from tensorloop.loop.compiled.operations import value_of
+from tensorloop.loop.compiled.refused import Refused
 
 _LENGTH = 3  # slots of an array in the carry, while its graph is tried
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tensorloop.loop.compiled.capture import Step
-from tensorloop.loop.compiled.fingerprint import Operation, Ref, Refused
+from tensorloop.loop.compiled.fingerprint import Operation, Ref
+from tensorloop.loop.compiled.refused import Refused
 
 MOST_CONSTANTS = 1024  # numbers in a tensor that the body makes
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from tensorloop.loop.compiled.lengths import length_in
+from tensorloop.loop.compiled.lengths import length_in, stands_for_length
+from tensorloop.loop.compiled.recurrence import Unsupported
 
 Index = int | str
 
@@ -201,9 +202,11 @@ class Code:
 
     def sized(self, index: Index) -> Index:
         """An index whose known number may stand for a length."""
-        found = length_in(index)
-        if found is None:
+        if not self.lengths or not stands_for_length(index):
             return index
+        found = length_in(index, len(self.lengths))
+        if found is None:
+            raise Unsupported("an address that follows the length of an array, of slots that are too large")
         name = self.lengths[found.symbol]
         if found.scale != 1:
             name = self.op(f"mul i64 {name}, {found.scale}", "i64").text

@@ -12,7 +12,7 @@ from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, broadcast, co
 from tensorloop.loop.compiled.emitter.code import KINDS, Value
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.loop.compiled.emitter.vector_math import Math
-from tensorloop.loop.compiled.lengths import grows, length_in, meets_growing
+from tensorloop.loop.compiled.lengths import grows, meets_growing, stands_for_length
 from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
 
 Elementwise = Callable[..., Value]
@@ -206,7 +206,7 @@ class Lowering:
 
     def _placed(self, array: Array) -> Array:
         """An operand of a product, which is a function of its own: in memory, at a place that stays."""
-        if length_in(array.offset) is not None:
+        if stands_for_length(array.offset):
             return self.copy(array, self.new(array.shape, array.dtype))
         return self.dense(array) if array.buffer.kind == "value" else array
 

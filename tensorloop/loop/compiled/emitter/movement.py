@@ -30,7 +30,7 @@ def _view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-HANDLERS.update({f"{name}{end}": _view for name in VIEWS for end in ("", "_copy")})
+HANDLERS.update(dict.fromkeys(VIEWS, _view))
 
 
 @handles("reshape", "flatten", "unflatten", "_reshape_alias", "ravel", "reshape_as")

@@ -10,7 +10,7 @@ from tensorloop.loop.compiled.emitter.fuse import Group, Unit
 from tensorloop.loop.compiled.emitter.kernels import Gather, Matmul, Running, Scatter
 from tensorloop.loop.compiled.emitter.lowering import Step
 from tensorloop.loop.compiled.emitter.matmul import Panels
-from tensorloop.loop.compiled.lengths import length_in
+from tensorloop.loop.compiled.lengths import length_in, stands_for_length
 
 
 class Mixed(Exception):
@@ -137,7 +137,11 @@ class _Search:
 
         What is as long as an array of the carry has its slots outermost, and rows in each of them.
         """
-        growing = length_in(array.buffer.numel)
+        count, growing = len(self.step.growth), None
+        if count and stands_for_length(array.buffer.numel):
+            growing = length_in(array.buffer.numel, count)
+            if growing is None:
+                raise Mixed
         slot = array.buffer.numel if growing is None else growing.scale
         stride, rest = divmod(slot, self.count)
         if rest or not stride:
