@@ -3,20 +3,26 @@
 import collections
 from array import array
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from tensorloop._torch.memory import is_symbolic
 from tensorloop.loop.compiled.emitter import cache, convolution, indexing, movement, numbers, reductions, rows, threads
+from tensorloop.loop.compiled.emitter.arrays import Array
+from tensorloop.loop.compiled.emitter.bounds import hold
 from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
 from tensorloop.loop.compiled.emitter.expand import expand
 from tensorloop.loop.compiled.emitter.function import Function, Text
 from tensorloop.loop.compiled.emitter.lowering import Step, lower
 from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
 from tensorloop.loop.compiled.emitter.target import Target, host
+from tensorloop.loop.compiled.lengths import stands_for_length
 from tensorloop.loop.compiled.recurrence import Recurrence
 
 LINE = 64
+NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
 _HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
 
@@ -53,6 +59,8 @@ class NativeCore:
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._growth, self.work = step.growth, text.work
+        given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
+        self._needed = [[_needed(one, len(step.growth)) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
@@ -71,6 +79,7 @@ class NativeCore:
         if steps <= 0:
             pairs = zip(last, carry, strict=True)
             return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
+        self._check(steps, invariants, sequences, carry, outs, sums, lengths)
         text = self.text
         if text.barriers:
             parts, apart = threads.together(text.shared, text.barriers, steps), 1
@@ -97,6 +106,10 @@ class NativeCore:
             lengths: Sequence[int] = (),
         ) -> tuple[list[Tensor], int]:
             last, more, begun = self._new(carry), self._growing(steps, lengths), bool(held)
+            if not begun:
+                self._check(steps, invariants, sequences, carry, outs, sums, lengths)
+            elif not self.fits(steps, lengths):
+                raise IndexError(NO_SLOT)
             if not held:
                 held.append(self._take(1, more))
             elif held[0][0].numel() < self.text.scratch + more:
@@ -105,6 +118,23 @@ class NativeCore:
             return last, done
 
         return run
+
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """Whether each address of so many steps is in its tensor, where arrays are this long before the first one."""
+        last = [n + more * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
+        return hold(self.text.bounds, (lengths, last))
+
+    def _check(self, steps: int, *given: Any) -> None:
+        """Raises before the code runs where it would leave a tensor that it was given."""
+        *tensors, lengths = given
+        if not self.fits(steps, lengths):
+            raise IndexError(NO_SLOT)
+        counts = (1, steps, 1, steps, 1)
+        for kind, needed, count in zip(tensors, self._needed, counts, strict=True):
+            for x, (numel, dtype) in zip(kind, needed, strict=True):
+                enough = numel is None or x.numel() >= numel * count
+                if not enough or x.dtype is not dtype or not x.is_cpu or is_symbolic(x):
+                    raise AssertionError(f"a compiled loop was given {x.dtype} of shape {tuple(x.shape)} on {x.device}")
 
     def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -191,6 +221,12 @@ class NativeCore:
             pass
         scratch = _aligned(size)
         return [scratch, [_aligned(size) for size in self.text.packed]]
+
+
+def _needed(array: Array, count: int) -> tuple[int | None, torch.dtype]:
+    """Elements of one step; None for what is as long as an array in the carry."""
+    grows = count and stands_for_length(array.buffer.numel)
+    return None if grows else array.buffer.numel, array.dtype
 
 
 def _by_whom(text: Text) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from tensorloop.loop.compiled.emitter import growing, loops, members, threads
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous
+from tensorloop.loop.compiled.emitter.bounds import bounds
 from tensorloop.loop.compiled.emitter.code import Code, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
 from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Scatter
@@ -26,7 +27,8 @@ from tensorloop.loop.compiled.emitter.nest import Nest
 from tensorloop.loop.compiled.emitter.rows import Split, split
 from tensorloop.loop.compiled.emitter.target import Target
 from tensorloop.loop.compiled.emitter.team import Planner, Team
-from tensorloop.loop.compiled.lengths import Length, grows, length_in
+from tensorloop.loop.compiled.lengths import Length, length_in, stands_for_length
+from tensorloop.loop.compiled.recurrence import Unsupported
 
 LINE = 64  # bytes; buffers begin at such
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
@@ -45,6 +47,7 @@ class Text:
     growing: tuple[Length, ...] = ()  # further bytes, of what is as long as the longest arrays
     barriers: int = 0  # of a step whose rows meet, where threads do it together
     shared: int = 0  # operations of such a step that they share out, roughly
+    bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
 
 
 class Function:
@@ -60,6 +63,7 @@ class Function:
         kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
         kernels = split_by_readers(join_additions(kernels, kept), kept)
         self.units: list[Unit] = grouped(kernels)
+        self.bounds = bounds(self.units, step.growth)
         self.stored = stored(self.units, kept)
         self.packed = panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
@@ -73,7 +77,7 @@ class Function:
             found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
             self.team = found if found is not None and threads.worth(found.shared, found.barriers) else None
         buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
-        self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and grows((one.numel,))]
+        self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and self._grows(one)]
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
@@ -85,7 +89,7 @@ class Function:
             arrays = [*unit.reads(), *unit.writes()]
             moved = [self.packed[a].buffer for a in arrays if a in self.packed]
             for buffer in (*(a.buffer for a in arrays), *moved):
-                if grows((buffer.numel,)):
+                if self._grows(buffer):
                     continue
                 if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
                     lives[buffer] = lives.get(buffer, (n, n))[0], n
@@ -143,10 +147,22 @@ class Function:
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
-        more = tuple(length for one in self.growing if (length := length_in(one.bytes)) is not None)
+        more = tuple(self._length_of(one) for one in self.growing)
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
-        return Text("\n".join(parts) + "\n", self.scratch, sizes, rows, self.work, apart, more, barriers, shared)
+        module, held = "\n".join(parts) + "\n", tuple(self.bounds)
+        return Text(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
+
+    def _grows(self, buffer: Buffer) -> bool:
+        """Whether a buffer is as long as an array in the carry."""
+        return bool(self.step.growth) and stands_for_length(buffer.numel)
+
+    def _length_of(self, buffer: Buffer) -> Length:
+        """The bytes of one that is."""
+        length = length_in(buffer.bytes, len(self.step.growth))
+        if length is None:
+            raise Unsupported("a value as long as an array in the carry, of slots that are too large")
+        return length
 
     def _is_apart(self, n: int) -> bool:
         """Whether each part of the rows has a sum of its own."""
