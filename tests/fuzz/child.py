@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -17,14 +18,19 @@ import torch
 SECONDS = 30.0
 
 
+@functools.cache
 def prepare() -> None:
     """Readies this process for forks: modules are loaded, no thread has been started, little memory is to be copied."""
     from tests.fuzz.check import check
+    from tests.fuzz.planted import plant
+    from tests.fuzz.programs import program
     from tests.fuzz.samples import operations
 
     torch.set_num_threads(1)
     operations()
-    check(_WARM)
+    with plant(0, ""):  # every module of the fuzzer is loaded, as it may be changed while this runs
+        program(0)
+        check(_WARM)
     _forget_plans()
     gc.collect()
     gc.freeze()

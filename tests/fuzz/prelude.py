@@ -1,5 +1,6 @@
 """What the text of a program uses: inputs, and all that a loop gives, with gradients. Printed before programs."""
 
+from math import inf, nan  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from types import SimpleNamespace  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 import torch
@@ -42,6 +43,9 @@ def leaves_of(outputs, name=""):
         yield f"{name}.len", len(outputs)
         if len(outputs):
             yield f"{name}.stack", outputs.stack()
+    elif isinstance(outputs, tl.PackedTensor):
+        yield f"{name}.lens", outputs.lens
+        yield f"{name}.values", outputs.values
     elif isinstance(outputs, tuple | list):
         for i, x in enumerate(outputs):
             yield from leaves_of(x, f"{name}[{i}]")
@@ -53,17 +57,17 @@ def leaves_of(outputs, name=""):
 
 
 def total(tensors):
-    """A sum of all numbers, each with a weight of its own."""
+    """A sum of all numbers of those that have a gradient, each with a weight of its own."""
     found = []
-    for i, x in enumerate(tensors):
+    for i, x in tensors:
         weight = make(*x.shape, seed=900 + i, low=0.5, high=1.5)
         found.append((weight * (x.real if x.is_complex() else x).double()).sum())
     return torch.stack(found).sum()
 
 
-def differentiable(x):
-    """Whether a loss may use it."""
-    return isinstance(x, torch.Tensor) and x.requires_grad
+def differentiable(tensors):
+    """Those that a loss may use, with their places."""
+    return [(i, x) for i, x in enumerate(tensors) if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 def derivatives(tensors, wanted, create_graph=False):
@@ -81,7 +85,7 @@ def results(run, compile, call=0, loss="", second=False):
     torch.manual_seed(call)
     outputs, leaves = run(compile, call)
     found = dict(leaves_of(outputs))
-    used = [x for name, x in found.items() if differentiable(x) and name.startswith(loss)]
+    used = differentiable(x if name.startswith(loss) else None for name, x in found.items())
     wanted = [x for x in leaves.values() if x.requires_grad]
     names = [name for name, x in leaves.items() if x.requires_grad]
     found["random"] = torch.rand(())
@@ -89,7 +93,7 @@ def results(run, compile, call=0, loss="", second=False):
         return found
     grads = derivatives(used, wanted, create_graph=second)
     found |= {f"gradient of {name}": x for name, x in zip(names, grads, strict=True)}
-    again = [x for x in grads if x.requires_grad]
+    again = differentiable(grads)
     if second and again:
         grads = derivatives(again, wanted)
         found |= {f"second gradient of {name}": x for name, x in zip(names, grads, strict=True)}
@@ -101,13 +105,9 @@ def scripted(x, y):
     return x * 2 + torch.sin(y)
 
 
-class Overriding(torch.overrides.TorchFunctionMode):
-    """Gives what torch would."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
+switch = [0]  # what `overridden` does
 
 
 @torch.overrides.wrap_torch_function(lambda x, y: (x, y))
 def overridden(x, y):
-    return x.sin() * y
+    return x.cos() + y if switch[0] else x.sin() * y

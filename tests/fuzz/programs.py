@@ -5,13 +5,32 @@ import warnings
 import torch
 
 from tests.fuzz.arrays import add_array, use_array
+from tests.fuzz.draw import Draw
+from tests.fuzz.families import TABLES, WEIGHTS
+from tests.fuzz.loops import LONGER, STACKED, TAKE_XS, call_of
 from tests.fuzz.samples import sampled
-from tests.fuzz.scope import Draw, Scope, Slots
-from tests.fuzz.statements import TABLES, WEIGHTS
+from tests.fuzz.scope import Scope, Slots
 
-KINDS = {"scan": 5, "length": 2, "reverse": 1.5, "fori": 2, "while": 1.5, "until": 1.2, "rows": 1, "asked": 0.5}
-TAKE_XS = ("scan", "reverse", "until")
-DTYPES = {torch.float64: 14, torch.float32: 2, torch.bfloat16: 0.4, torch.complex64: 0.0}
+KINDS = {
+    "scan": 5, "length": 2, "reverse": 1.5, "fori": 2, "while": 1.5, "until": 1.2, "rows": 1, "asked": 0.4,
+    "valued": 0.5, "packed": 0.6, "compact": 0.4,
+}  # fmt: skip
+BY_ROWS = ("rows", "packed", "compact")
+DTYPES = {torch.float64: 14, torch.float32: 2, torch.bfloat16: 0.3, torch.complex128: 0.4}
+NEXT = {  # of a leaf h of the carry
+    "{h} * 0.5 + torch.sin({v}) * 0.5": 3,
+    "{v}": 2,
+    "{h} * 0.9 + {v}": 1,
+    "torch.tanh({h} + {v})": 2,
+    "{h} + {v}.sum()": 1.5,
+    "{h} * 0.5 + {v}.mean()": 1,
+    "{h} * {v}.mean().to({h}.dtype)": 1,
+    "({h} + {v}).to({h}.dtype)": 0.5,
+    "({h} * 0.5 + {v}.to({h}.dtype).sum())": 1,
+    "torch.sqrt({h} - {v})": 0.3,
+    "torch.sqrt(({h} - {v}).relu())": 0.4,
+    "{h}": 0.2,
+}
 
 
 class Program:
@@ -23,39 +42,45 @@ class Program:
         self.scope = scope = Scope(draw, draw.among(DTYPES))
         scope.values |= {"Slots": Slots, "compile": False, "i": 1}
         scope.steps, scope.takes_xs = draw.randint(1, 6), self.kind in TAKE_XS
-        self.shape = draw.shape()
-        if self.kind == "rows":
+        scope.longer = self.kind in LONGER and draw.chance(0.25)
+        self.shape, self.large = draw.shape(), draw.chance(0.01)
+        if self.kind in BY_ROWS:
             scope.rows = draw.randint(1, 4)
             self.shape = (scope.rows, *self.shape[:2])
-        self.large = draw.chance(0.01)
         if self.large:
             self.shape = (draw.choice([16, 64]), draw.choice([32, 128]))
-        self.more_steps = self.kind in ("length", "fori", "while", "asked") and draw.chance(0.3)
+            scope.rows = min(scope.rows, 1) * self.shape[0]
         self._make_inputs()
         self._make_body()
 
     def _make_inputs(self) -> None:
         draw, scope = self.draw, self.scope
         for _ in range(draw.among({1: 4, 2: 1})):
-            scope.new_carry(self.shape)
+            scope.new_carry(self.shape, grad=0.75)
+        if draw.chance(0.06) and not scope.rows:
+            scope.new_carry(draw.choice([(), self.shape]), dtype=torch.int64, low=0.0, high=4.0)
         if scope.takes_xs:
             for _ in range(draw.among({1: 4, 2: 1})):
                 scope.new_x(self.shape if draw.chance(0.6) else draw.shape())
         if scope.rows:
             limits = [draw.randint(0, scope.steps) for _ in range(scope.rows)]
-            scope.header.append(f"limits = torch.tensor({limits})")
-            scope.run(f"limits = torch.tensor({limits})\nn = torch.zeros_like(limits)")
-        if self.kind == "fori":
-            scope.values["i"] = 1
-        if draw.chance(0.16) and not self.large:
+            self._given("limits", f"torch.tensor({limits})")
+            lens = [draw.randint(0 if draw.chance(0.2) else 1, scope.steps) for _ in range(scope.rows)]
+            if self.kind == "packed":
+                self._given("lens", f"{lens}")
+                scope.new_packed(self.shape, sum(lens))
+        if draw.chance(0.16) and not self.large and scope.dtype is not torch.complex128:
             for _ in range(draw.among({1: 5, 2: 1})):
                 add_array(scope)
 
+    def _given(self, name: str, text: str) -> None:
+        self.scope.header.append(f"{name} = {text}")
+        self.scope.run(self.scope.header[-1])
+
     def _make_body(self) -> None:
         draw, scope = self.draw, self.scope
-        wanted, tries = draw.randint(1, 6), 0
+        wanted, tries, done = draw.randint(1, 6), 0, 0
         append_at = draw.randrange(wanted) if draw.chance(0.8) else -1
-        done = 0
         while done < wanted and tries < 30:
             tries += 1
             if scope.arrays and done == append_at:
@@ -82,27 +107,14 @@ class Program:
     def _next(self, name: str) -> str:
         """The text of a leaf's next value, of the leaf's shape and dtype."""
         draw, scope = self.draw, self.scope
-        forms = {
-            "{h} * 0.5 + torch.sin({v}) * 0.5": 3,
-            "{v}": 2,
-            "{h} * 0.9 + {v}": 1,
-            "torch.tanh({h} + {v})": 2,
-            "{h} + {v}.sum()": 1.5,
-            "{h} * 0.5 + {v}.mean()": 1,
-            "{h} * {v}.mean().to({h}.dtype)": 1,
-            "({h} + {v}).to({h}.dtype)": 0.5,
-            "({h} * 0.5 + {v}.to({h}.dtype).sum())": 1,
-            "torch.sqrt({h} - {v})": 0.2,
-            "{h}": 0.2,
-        }
+        old = scope.example(name)
         for _ in range(12):
-            v = draw.choice(scope.tensors[-4:])
-            text = draw.among(forms).format(h=name, v=v)
+            text = draw.among(NEXT).format(h=name, v=draw.choice(scope.tensors[-4:]))
             if scope.run(f"_next = {text}"):
-                found, old = scope.values["_next"], scope.values[name]
-                if (found.shape, found.dtype) == (old.shape, old.dtype):
+                found = scope.values["_next"]
+                if (found.shape, found.dtype, found.device) == (old.shape, old.dtype, old.device):
                     return text
-        return f"{name} * 0.9"
+        return f"{name} * 0.9" if old.is_floating_point() else f"{name} + 1"
 
     # -- text
 
@@ -111,70 +123,31 @@ class Program:
         draw, scope = self.draw, self.scope
         takes = "{" + ", ".join(f'"{name}": {name}' for name in scope.leaves) + "}"
         calls = draw.choice(([0, 0], [0, 1], [0, 1, 0], [0, 0, 1]))
-        loss = draw.among({"": 4, "ys": 1.5, "carry": 1.5, "carry[0]": 0.5})
-        if loss == "ys" and not (self.ys and self.has_ys()):
+        loss = draw.among({"": 4, "ys": 1.5, "carry": 1.5, "carry[0]": 0.5, "ys[0]": 0.5})
+        if loss.startswith("ys") and not (self.ys and self.kind in STACKED):
             loss = ""
-        loop = self._loop()
+        second = draw.chance(0.12) and scope.dtype is not torch.bfloat16
         lines = ["def run(compile, call):", *(f"    {line}" for line in scope.header)]
-        lines += [f"    {line}" for line in (*self._functions(), *loop)]
+        if "overridden" in "\n".join(scope.lines):
+            lines.append("    switch[0] = call % 2")
+        lines += [f"    {line}" for line in (*self._body(), *call_of(draw, scope, self.kind, threads=self.large))]
         lines.append(f"    return {{'carry': carry, 'ys': ys}}, {takes}")
-        second = draw.chance(0.12)
         return "\n".join([*lines, "", "", f"CALLS, LOSS, SECOND = {calls}, {loss!r}, {second}"]) + "\n"
 
-    def has_ys(self) -> bool:
-        """Whether the loop is one that stacks outputs."""
-        return self.kind in ("scan", "length", "reverse", "until")
-
-    def _functions(self) -> list[str]:
-        """The body and the condition."""
+    def _body(self) -> list[str]:
         scope = self.scope
         names = [name for name, _ in scope.carry] + scope.arrays
-        counted = self.kind in ("while", "until", "rows", "asked")
-        carry = ", ".join([*names, "n"] if counted else names)
-        head = {"fori": "i, carry", "while": "carry", "rows": "carry", "asked": "carry"}.get(self.kind, "carry, x")
-        lines = [f"def body({head}):", f"    {carry}, = carry"]
-        if scope.takes_xs:
-            lines.append(f"    {', '.join(name for name, _ in scope.xs)}, = x")
+        counted = ["n"] if self.kind not in ("scan", "length", "reverse", "fori", "packed") else []
+        head = "i, carry" if self.kind == "fori" else "carry, x" if self.kind in STACKED else "carry"
+        lines = [f"def body({head}):", f"    {', '.join([*names, *counted])}, = carry"]
+        if scope.xs:
+            lines.append(
+                "    x0 = x" if self.kind == "packed" else f"    {', '.join(name for name, _ in scope.xs)}, = x"
+            )
         lines += [f"    {line}" for line in scope.lines]
-        after = [*self.next, *scope.arrays, *(["n + 1"] if counted else [])]
-        result = f"({', '.join(after)},)"
+        result = f"({', '.join([*self.next, *scope.arrays, *(f'{n} + 1' for n in counted)])},)"
         ys = f"({''.join(f'{y}, ' for y in self.ys)})"
-        lines.append(f"    return {result}, {ys}" if self.has_ys() else f"    return {result}")
-        return lines
-
-    def _loop(self) -> list[str]:
-        """The call of the loop."""
-        draw, scope, steps = self.draw, self.scope, self.scope.steps
-        init = [outer for _, outer in scope.carry] + [f"{name}_first" for name in scope.arrays]
-        if self.kind in ("while", "until", "asked"):
-            init.append("torch.tensor(0)")
-        if self.kind == "rows":
-            init.append("torch.zeros_like(limits)")
-        begin, xs = f"({', '.join(init)},)", f"({''.join(f'{outer}, ' for _, outer in scope.xs)})"
-        kept = draw.among({None: 5, 1: 0.7, 2: 0.7, 3: 0.5})
-        options = ("" if kept is None else f", checkpoints={kept}") + ", compile=compile"
-        count = f"{steps} + call" if self.more_steps else f"{steps}"
-        stop = {"asked": f"lambda carry: bool(carry[-1] < {count})", "rows": "lambda carry: carry[-1] < limits"}
-        stop = stop.get(self.kind, f"lambda carry: carry[-1] < {count}")
-        text = {
-            "scan": f"carry, ys = tl.scan(body, {begin}, {xs}{options})",
-            "length": f"carry, ys = tl.scan(body, {begin}, length={count}{options})",
-            "reverse": f"carry, ys = tl.scan(body, {begin}, {xs}, reverse=True{options})",
-            "until": f"carry, ys = tl.scan(body, {begin}, {xs}, until=lambda carry: carry[-1] >= "
-            f"{draw.randint(1, steps + 1)}{options})",
-            "fori": f"carry, ys = tl.fori_loop(0, {count}, body, {begin}{options}), ()",
-        }.get(self.kind, f"carry, ys = tl.while_loop({stop}, body, {begin}{options}), ()")
-        return self._around(text)
-
-    def _around(self, text: str) -> list[str]:
-        """The call in what may be around it."""
-        draw = self.draw
-        around = draw.among({"": 40, "autocast": 1, "no_grad": 0.6, "threads": 0.5})
-        if around == "threads" or self.large:
-            return ["torch.set_num_threads(2)", text]
-        if around == "autocast":
-            return ['with torch.autocast("cpu", dtype=torch.bfloat16):', f"    {text}"]
-        return ["with torch.no_grad():", f"    {text}"] if around == "no_grad" else [text]
+        return [*lines, f"    return {result}, {ys}" if self.kind in STACKED else f"    return {result}"]
 
 
 def program(seed: int) -> str:

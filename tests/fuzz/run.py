@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=int, help="one seed: what it gives, and its program")
     parser.add_argument("--source", type=int, help="one seed's program")
     parser.add_argument("--guarded", action="store_true", help="every address of native code is checked, if it can be")
+    parser.add_argument("--again", type=Path, metavar="FOLDER", help="only the seeds that were finds there")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)  # for tests: SEED:crash, SEED:hang, SEED:wrong
     return parser
@@ -79,7 +80,8 @@ def _work(seed: int, asked: argparse.Namespace) -> Callable[[], dict[str, Any]]:
         from tests.fuzz.programs import program
 
         with plant(seed, asked.plant):
-            return check(program(seed), guard_of(asked.guarded)).to_json()
+            found = check(program(seed), guard_of(asked.guarded)).to_json()
+        return found if not asked.guarded else with_violations(found)
 
     return work
 
@@ -88,9 +90,17 @@ def guard_of(guarded: bool) -> Callable[[], Any]:
     """What compiled calls run in."""
     if not guarded:
         return contextlib.nullcontext
-    from tensorloop.loop.compiled.emitter import guarded as module  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorloop.loop.compiled.emitter.guarded import on
 
-    return module.on
+    return on
+
+
+def with_violations(found: dict[str, Any]) -> dict[str, Any]:
+    """A result with what guarded loops noticed."""
+    from tensorloop.loop.compiled.emitter.guarded import violations
+
+    lines = [f"memory: {line}" for line in violations]
+    return found | {"finds": lines + found["finds"], "outcome": "different"} if lines else found
 
 
 def _shard(asked: argparse.Namespace) -> None:
@@ -100,12 +110,19 @@ def _shard(asked: argparse.Namespace) -> None:
     prepare()
     done = {found["seed"] for found in read(asked.out)}
     with (asked.out / f"results-{asked.shard}.jsonl").open("a") as file:
-        for seed in range(asked.seed + asked.shard, asked.seed + asked.programs, asked.shards):
+        for seed in wanted(asked)[asked.shard :: asked.shards]:
             if seed not in done:
                 begun = time.monotonic()
                 found = {"seed": seed, **apart(_work(seed, asked))}
                 found["seconds"] = round(time.monotonic() - begun, 3)
                 print(json.dumps(found), file=file, flush=True)
+
+
+def wanted(asked: argparse.Namespace) -> Sequence[int]:
+    """The seeds to run."""
+    if asked.again is None:
+        return range(asked.seed, asked.seed + asked.programs)
+    return sorted({found["seed"] for found in read(asked.again) if found["finds"]})
 
 
 def read(out: Path) -> Iterator[dict[str, Any]]:
@@ -138,16 +155,16 @@ def _all(asked: argparse.Namespace) -> int:
 
 
 def _watch(asked: argparse.Namespace, shards: list[subprocess.Popen[bytes]]) -> None:
-    with _bar(asked.programs) as tell:
+    with _bar(len(wanted(asked))) as tell:
         while any(shard.poll() is None for shard in shards):
-            time.sleep(0.5)
+            time.sleep(1)
             tell(_counted(asked))
         tell(_counted(asked))
 
 
 def _counted(asked: argparse.Namespace) -> Counter[str]:
-    wanted = range(asked.seed, asked.seed + asked.programs)
-    found = {x["seed"]: x for x in read(asked.out) if x["seed"] in wanted}
+    seeds = {*wanted(asked)}
+    found = {x["seed"]: x for x in read(asked.out) if x["seed"] in seeds}
     outcomes = Counter(x["outcome"] for x in found.values())
     outcomes["compiled"] = sum(bool(x.get("compiled")) for x in found.values())
     outcomes["programs"] = len(found)
@@ -175,7 +192,7 @@ def _sum_up(asked: argparse.Namespace, ended_well: bool) -> int:
     counts = _counted(asked)
     programs = counts.pop("programs")
     compiled = counts.pop("compiled")
-    finds = sum(counts[kind] for kind in ("different", "crash", "hang"))
+    finds = sum(counts[kind] for kind in ("different", "crash", "hang", "failed"))
     share = 100 * compiled / max(1, programs)
     print(f"{programs} programs, {share:.0f} % of them compiled, {finds} finds; {dict(counts)}")
     if finds:

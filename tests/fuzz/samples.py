@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz.scope import Draw, Scope
+from tests.fuzz.draw import Draw
+from tests.fuzz.scope import Scope
 
 MOST = 40  # samples that are looked at, of an operation's
 LARGEST = 200

@@ -1,30 +1,14 @@
-"""What a program is made of while it is drawn: numbers at random, and the names of a body with an example of each."""
+"""What a program is made of while it is drawn: the names of its body, with an example of each."""
 
-import random
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.fuzz import prelude
-
-
-class Draw(random.Random):
-    """Random choices from a seed."""
-
-    def chance(self, p: float) -> bool:
-        return self.random() < p
-
-    def among(self, weights: Mapping[Any, float]) -> Any:
-        """A key, by weights."""
-        return self.choices([*weights], [*weights.values()])[0]
-
-    def shape(self) -> tuple[int, ...]:
-        """Mostly small ones, of all numbers of dims, now and then with a size of 0 or 1."""
-        dims = self.among({0: 1.5, 1: 3, 2: 4, 3: 1.5, 4: 0.5})
-        return tuple(self.among({0: 0.12, 1: 0.8, 2: 2, 3: 3, 4: 2, 5: 1}) for _ in range(dims))
+from tests.fuzz import inputs, prelude
+from tests.fuzz.draw import Draw
 
 
 class Slots(list):
@@ -56,13 +40,12 @@ class Scope:
         self.xs: list[tuple[str, str]] = []
         self.arrays: list[str] = []
         self.lines: list[str] = []
-        self.hidden: set[str] = set()  # values that no statement takes by chance
         self.steps, self.takes_xs, self.rows = 1, False, 0
+        self.longer = False  # whether other calls have other numbers of steps
         self.values: dict[str, Any] = {k: v for k, v in vars(prelude).items() if not k.startswith("__")}
         self.values["call"] = 0
         self.tensors: list[str] = []
         self.count = 0
-        self.fault = False  # whether a statement that raises may stay
 
     # -- names
 
@@ -80,6 +63,7 @@ class Scope:
             for name in self.tensors
             if self.example(name).dim() >= dims
             and (not floating or self.example(name).dtype in (self.dtype, torch.float32, torch.bfloat16))
+            and self.example(name).device.type == "cpu"
         ]
         if not fitting:
             return None
@@ -116,59 +100,43 @@ class Scope:
 
     # -- what comes from outside
 
-    def seed(self) -> str:
-        """The text of a seed for values, which another call may change."""
-        return f"{self.draw.randrange(1000)}" + (" + 1000 * call" if self.draw.chance(0.7) else "")
+    def input(
+        self,
+        shape: Sequence[int],
+        letter: str,
+        *,
+        grad: float = 0.65,
+        dtype: torch.dtype | None = None,
+        low: float = -1.0,
+        high: float = 1.0,
+        first: str = "",
+    ) -> str:
+        """Makes a tensor outside of the body; it may be of a special kind, or a view of one.
 
-    def input(self, shape: Sequence[int], letter: str, *, grad: float = 0.65, dtype: torch.dtype | None = None,
-              low: float = -1.0, high: float = 1.0, plain: bool = False) -> str:  # fmt: skip
-        """Makes a tensor outside of the body; it may be of a special kind, or a view of one."""
-        name, draw, shape = self.fresh(letter), self.draw, tuple(shape)
-        kind = "" if dtype is None or dtype is self.dtype else f", dtype={dtype}"
-        kind = f", dtype={self.dtype}" if not kind and self.dtype is not torch.float64 else kind
-        wants = f", grad={'call % 2 == 0' if draw.chance(0.05) else 'True'}" if draw.chance(grad) else ""
-        dims = "".join(f"{n}, " for n in shape)
-        if plain or (low, high) != (-1.0, 1.0) or draw.chance(0.75):
-            between = "" if (low, high) == (-1.0, 1.0) else f", low={low!r}, high={high!r}"
-            text = f"make({dims}seed={self.seed()}{between}{kind}{wants})"
+        `first` is the text of the first dim, where that is no number.
+        """
+        name, draw, shape, dtype = self.fresh(letter), self.draw, tuple(shape), dtype or self.dtype
+        wants = draw.chance(grad) and (dtype.is_floating_point or dtype.is_complex)
+        dims = [str(n) for n in shape]
+        if first:
+            dims[0] = first
+        view = inputs.view_of(draw, shape, dtype)
+        if view == "zero":
+            lines, wants = (
+                [f"{name} = torch._efficientzerotensor(({''.join(f'{n}, ' for n in dims)}), dtype={dtype})"],
+                False,
+            )
+        elif view:
+            base, shown = inputs.seen(view, dims)
+            text = inputs.made(draw, base, dtype, (low, high), wants)
+            lines = [f"{name}_base = {text}", f"{name} = {name}_base{shown}"]
         else:
-            which = draw.among({"zeros": 3, "ones": 2, "ties": 3, "whole": 3, "large": 0.2, "infinite": 0.2})
-            text = f'edge({dims}seed={self.seed()}, kind="{which}"{kind}{wants})'
-        view = "" if plain else self._view(shape)
-        if view and view != "zero":
-            text, shown = self._of_view(view, shape, text, dims)
-            self.header += [f"{name}_base = {text}", f"{name} = {name}_base{shown}"]
-            leaf = f"{name}_base"
-        elif view == "zero":
-            self.header.append(f"{name} = torch._efficientzerotensor(({dims}), dtype={dtype or self.dtype})")
-            leaf, wants = "", ""
-        else:
-            self.header.append(f"{name} = {text}")
-            leaf = name
-        self.run("\n".join(self.header[-2:]))
+            lines = [f"{name} = {inputs.made(draw, dims, dtype, (low, high), wants)}"]
+        self.header += lines
+        self.run("\n".join(lines))
         if wants:
-            self.leaves.append(leaf)
+            self.leaves.append(f"{name}_base" if view else name)
         return name
-
-    def _view(self, shape: tuple[int, ...]) -> str:
-        """Which view of what was made an input is; mostly none."""
-        if not self.draw.chance(0.2):
-            return ""
-        many, whole = float(len(shape) > 1), float(bool(shape and min(shape)))
-        return self.draw.among({"neg": 1, "zero": 0.5, "slice": 1.5, "transpose": 3 * many, "expand": 2 * whole})
-
-    def _of_view(self, view: str, shape: tuple[int, ...], text: str, dims: str) -> tuple[str, str]:
-        """(how the base is made, how the view follows from it)"""
-        if view == "transpose":
-            swapped = "".join(f"{n}, " for n in (*shape[:-2], shape[-1], shape[-2]))
-            return text.replace(f"({dims}", f"({swapped}", 1), ".transpose(-1, -2)"
-        if view == "expand":
-            return text.replace(
-                f"({dims}", "(" + "1, " + "".join(f"{n}, " for n in shape[1:]), 1
-            ), f".expand({dims[:-2]})"
-        if view == "slice":
-            return text.replace(f"({dims}", f"(2, {dims}", 1), "[1]"
-        return text, "._neg_view()"
 
     def closure(self, shape: Sequence[int], **options: Any) -> str:
         """A tensor that the body closes over."""
@@ -176,12 +144,21 @@ class Scope:
 
     def new_x(self, shape: Sequence[int], **options: Any) -> str:
         """A leaf of xs; in the body it has a name of its own."""
-        outer = self.input((self.steps, *shape), "s", **options)
+        first = f"{self.steps} + call" if self.longer else ""
+        outer = self.input((self.steps, *shape), "s", first=first, **options)
         name = f"x{len(self.xs)}"
         self.xs.append((name, outer))
         self.values[name] = self.values[outer][0]
         self.tensors.append(name)
         return name
+
+    def new_packed(self, shape: Sequence[int], entries: int) -> None:
+        """Packed xs of `lens`, which are one leaf."""
+        values = self.input((entries, *shape[1:]), "s")
+        self.header.append(f"{values}_packed = tl.PackedTensor({values}, lens)")
+        self.xs.append(("x0", f"{values}_packed"))
+        self.values["x0"] = torch.zeros(tuple(shape), dtype=self.dtype) + 0.5
+        self.tensors.append("x0")
 
     def new_carry(self, shape: Sequence[int], **options: Any) -> str:
         """A leaf of the carry."""
@@ -243,6 +220,11 @@ class Holes(dict):
             return scope.pick(dims={"m": 2, "M": 3}.get(key, 0))
         if key == "q":
             return scope.fresh("t")
+        if key == "z":
+            whole = [name for name in scope.tensors if scope.example(name).dtype is torch.int64]
+            if whole and draw.chance(0.8):
+                return draw.choice(whole)
+            return scope.closure((), dtype=torch.int64, low=0.0, high=5.0)
         if key == "c":
             return str(draw.choice([0.3, 0.7, 1.3, 2.0, -0.5, 0.0, 1.0, 3]))
         if key == "k":

@@ -25,16 +25,41 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, nargs="?", default=Path("build/fuzz"))
+    parser.add_argument("--reasons", action="store_true", help="why loops were not compiled, instead")
+    parser.add_argument("--small", type=int, default=0, help="how many programs of a group are made small and shown")
     parser.add_argument("--seeds", type=int, default=8, help="how many are shown of a group")
     asked = parser.parse_args(arguments)
     found = list(read(asked.out))
+    if asked.reasons:
+        return _reasons(found)
     usual = words_of([x["seed"] for x in found if x["outcome"] == "same"][:SAMPLE])
     groups = grouped(found)
     for key, seeds in sorted(groups.items(), key=lambda group: -len(group[1])):
         print(f"{len(seeds):5}  {key}")
         print(f"       seeds {' '.join(map(str, seeds[: asked.seeds]))}")
-        print(f"       words {', '.join(telling(seeds[:60], usual))}")
+        print(f"       words {', '.join(telling(seeds[:60], usual))}", flush=True)
+        if asked.small:
+            _print_small(seeds[: asked.small])
     print(f"{len(groups)} groups of {sum(map(len, groups.values()))} finds in {len(found)} programs")
+    return 0
+
+
+def _print_small(seeds: list[int]) -> None:
+    """The smallest programs of a group that give the same kind of find."""
+    from tests.fuzz.child import prepare
+    from tests.fuzz.programs import program
+    from tests.fuzz.shrink import judge_of, shrink
+
+    prepare()
+    for seed in seeds:
+        text = shrink(program(seed), judge_of(), seconds=20)
+        print("\n".join(f"       | {line}" for line in [f"seed {seed}", *text.splitlines()]), flush=True)
+
+
+def _reasons(found: list[dict[str, Any]]) -> int:
+    reasons = Counter(re.sub(r"\b\d+\b", "N", x.get("reason", ""))[:150] for x in found if not x.get("compiled"))
+    for reason, n in reasons.most_common():
+        print(f"{n:5}  {reason or 'left to the eager loop without a word'}")
     return 0
 
 
