@@ -174,8 +174,8 @@ class _Mapped:
         rules are wrong. Those go step by step then, and those that no numbers tried here have a value of.
         """
         generator, tried = torch.Generator().manual_seed(0), False
-        with unseen(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vmap warns where it goes step by step, which is no news here
+        with unseen(), torch.no_grad(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             for positive in (False, True):
                 shapes = [(2, *x.shape) if moves else x.shape for x, moves in values]
                 dtypes = [x.dtype for x, _ in values]
@@ -186,7 +186,7 @@ class _Mapped:
                     if not self._agrees(tensors, expected):
                         tried = False
                         break
-        self.mapped = tried
+        self.mapped = tried and not said  # vmap warns where it goes step by step itself
 
     def _agrees(self, tensors: Sequence[Tensor], expected: Any) -> bool:
         try:

@@ -33,6 +33,7 @@ _REFUSED = {
 }
 # Attributes: a node of autograd's graph takes hooks, which no later step would have.
 _ATTRIBUTES = {"grad_fn": "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"}
+LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 _BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
 
 
@@ -40,6 +41,7 @@ class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
     inside = False
+    asked_layout = False  # whether the body asked how a tensor lies in memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call."""
@@ -47,6 +49,7 @@ class CallWatch(TorchFunctionMode):
 
     def _seen(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         """A call during which operations are no surprise."""
+        self.asked_layout |= func in LAYOUT
         reason = _REFUSED.get(func)
         if reason is None and type(func) is MethodWrapperType:
             reason = _ATTRIBUTES.get(getattr(func.__self__, "__name__", ""))

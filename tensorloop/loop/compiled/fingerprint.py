@@ -90,7 +90,7 @@ class Recorder(OperationMode):
         self.captures: dict[int, Tensor] = {}  # number -> tensor
         self.lines, self.glance = lines, glance
         self.watch = CallWatch() if glance is None else glance
-        self.writes = False
+        self.writes, self.strided = False, False
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
         self.may_draw = True
@@ -207,6 +207,7 @@ class Recorder(OperationMode):
         """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
         offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
         own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
+        self.strided = True
         if offset is not None and _storage(args[0]) in own:
             raise Refused("as_strided() with an offset into memory from outside of the step", user_place())
 

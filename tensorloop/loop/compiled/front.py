@@ -249,9 +249,9 @@ def plan_of(found: Recorded) -> Any:
     key = found.key
     plan = plans.find(key)
     if plan is None:
-        looks = None
+        looks, loop = None, found.loop
         try:  # no lock is held here: the body runs, and may wait for other threads
-            again = inspect(found, lambda change=None: Recorded(found.loop, found.first, lines=True, change=change))
+            again = inspect(found, lambda lines=True, **options: Recorded(loop, found.first, lines=lines, **options))
             looks = looked(found) if found.arrays.places else None
         except Refused as refusal:
             again = Refused(refusal.reason, refusal.place)

@@ -18,11 +18,13 @@ from tensorloop._torch import graph
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.refused import Refused
 
+MOST_LAYOUTS = 4
+
 
 def inspect(found: Any, again: Callable[..., Any]) -> Any:
     """Runs the step again and gives it as it was recorded then, with lines; raises `Refused` where that says why.
 
-    `again` runs it; given a function, with inputs that this has changed.
+    `again` runs it; with a `change`, on inputs that this has changed, with a `layout`, on such that lie in memory so.
     """
     loop = found.loop
     outside = Outside(loop.functions)
@@ -34,6 +36,7 @@ def inspect(found: Any, again: Callable[..., Any]) -> Any:
     if _functions(second) != _functions(found) or _floats(second) != _floats(found):
         raise Refused("the body does not do the same at every step")
     _compare_captures(found, second, again)
+    _compare_layouts(found, second, again)
     _find_functions(second)
     _find_held(second)
     return second
@@ -67,11 +70,34 @@ def _compare_captures(first: Any, second: Any, again: Callable[..., Any]) -> Non
     if any(a is not b and not _equal(a, b) for a, b in pairs):
         raise Refused("the body makes a tensor that is another one at every step")
     if any(a is not b for a, b in pairs):
-        third = again(_moved)
+        third = again(change=_moved)
         same = len(third.captures) == len(pairs)
         if not same or any(not _equal(a, c) for (a, _), c in zip(pairs, third.captures, strict=True)):
             raise Refused("the body computes a tensor by what torch does not see")
         third.let_go()
+
+
+def _compare_layouts(first: Any, second: Any, again: Callable[..., Any]) -> None:
+    """Where it may matter how tensors lie in memory, the step does the same for all ways in which they do.
+
+    A look gives a body contiguous copies, as the compiled loop will. The eager loop gives it the caller's tensors, and
+    then its own results: `reshape` of such a one may be a copy, which a write in place does not write through.
+    """
+    r = second.recorder
+    if not (r.writes or r.strided or r.watch.asked_layout):
+        return
+    left, met = first.layouts(), set[Any]()
+    while left:
+        layout = left.pop()
+        kind = first.kind_of(layout)
+        if not any(kind) or kind in met:
+            continue
+        met.add(kind)
+        seen = again(lines=False, layout=layout)
+        if r.strided or len(met) > MOST_LAYOUTS or seen.recorder.key != first.recorder.key:
+            raise Refused("what the body does depends on how a tensor in the carry or xs lies in memory")
+        left += seen.layouts()
+        seen.let_go()
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

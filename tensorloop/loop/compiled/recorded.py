@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -56,9 +56,10 @@ class Recorded:
         live: bool = True,
         arrays: Arrays | None = None,
         change: Callable[[Tensor], object] | None = None,
+        layout: "Layout | None" = None,
         missed: Callable[[], object] = lambda: None,
     ) -> None:
-        self.loop, self.first, self.change = loop, first, change
+        self.loop, self.first, self.change, self.layout = loop, first, change, layout
         self._missed = missed
         self.places = [i for i, x in enumerate(loop.init) if isinstance(x, (Tensor, TensorArray))]
         self.arrays = Arrays(loop.init) if arrays is None else arrays
@@ -154,13 +155,24 @@ class Recorded:
         """(carry, row) of the step, the body's own."""
         loop = self.loop
         t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
-        return [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
+        carry, rows = [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
+        return (carry, rows) if self.layout is None else (_laid(carry, self.layout[0]), _laid(rows, self.layout[1]))
+
+    def layouts(self) -> "list[Layout]":
+        """How the carry and the rows of xs lie in memory before the eager loop's first step, and before its second."""
+        rows = tuple(x.stride()[1:] for x in self.xs)
+        return [(tuple(x.stride() for x in tensors), rows) for tensors in (self.carry, self.new)]
+
+    def kind_of(self, layout: "Layout") -> Any:
+        """A layout, but for how far apart things lie."""
+        shapes = [*(x.shape for x in self.carry), *(x.shape[1:] for x in self.xs)]
+        return tuple(_kind_of_strides(*pair) for pair in zip(shapes, [*layout[0], *layout[1]], strict=True))
 
     def _ran(self, watch: Any, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Any]:
         """(the tensors that the step gives, what else decides about its plan)."""
         self._watch = watch
-        new, self.leaves, self.ys, self.answer = self._step(carry, rows)
-        self._watch = None
+        self.new, self.leaves, self.ys, self.answer = self._step(carry, rows)
+        new, self._watch = self.new, None
         tensors = [*new, *(y for y in self.ys if isinstance(y, Tensor))]
         kinds = tuple("y" if isinstance(y, Tensor) else type(y) for y in self.ys)
         return [*tensors, *([] if self.answer is None else [self.answer])], (kinds, self.answer is None)
@@ -312,6 +324,7 @@ class Recorded:
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds nothing of the step but what it did; gives its tensors, weakly."""
         self.leaves, self.ys, self.answer, self.arguments, self.draws = [], [], None, [], []
+        self.new = []
         self.loop.last_tree = (None, None)
         assert self.recorder is not None
         return self.recorder.let_go()
@@ -340,8 +353,8 @@ class Recorded:
     def _root(self) -> "Key":
         """What is known of the key before the step."""
         loop = self.loop
-        carry = tuple((x.shape, x.dtype, x.requires_grad) for x in self.carry)
-        xs = tuple((x.shape[1:], x.dtype, x.requires_grad) for x in self.xs)
+        carry = tuple((x.shape, x.dtype, x.requires_grad, _kind_of_layout(x, 0)) for x in self.carry)
+        xs = tuple((x.shape[1:], x.dtype, x.requires_grad, _kind_of_layout(x, 1)) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
         asks = loop.cond is None, loop.until is None
         settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
@@ -412,6 +425,36 @@ def _own(x: Tensor) -> Tensor:
 def _live(x: Tensor) -> Tensor:
     """The same, with a graph."""
     return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
+
+
+Layout = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]  # strides of the carry, of the rows of xs
+
+
+def _kind_of_layout(x: Tensor, dim: int) -> Any:
+    """How a tensor lies in memory behind its first `dim` dims: None where it is contiguous; not how far apart."""
+    return None if x.is_contiguous() else _kind_of_strides(x.shape[dim:], x.stride()[dim:])
+
+
+@lru_cache(1024)
+def _kind_of_strides(shape: Sequence[int], strides: Sequence[int]) -> Any:
+    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
+    dense, step = True, 1
+    for d in reversed(order):
+        dense &= strides[d] == step
+        step *= shape[d]
+    in_order = order == sorted(order)
+    return None if dense and in_order else (dense, tuple(order), tuple(strides[d] == 0 for d in order))
+
+
+def _laid(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Copies of tensors that lie in memory in another way; a dim of stride 0 has one value."""
+    found = []
+    for x, steps in zip(tensors, strides, strict=True):
+        one = x
+        for dim, step in enumerate(steps):
+            one = one.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else one
+        found.append(torch.empty_strided(one.shape, steps, dtype=x.dtype).copy_(one).expand(x.shape))
+    return found
 
 
 def filled_by(generator: torch.Generator) -> Callable[[Tensor], object]:

@@ -7,32 +7,82 @@ and as both a length and a condition change by the same number at each step, wha
 Indices from tensors are compared in the code (`Memory.chosen`, `loops.scatter`); here they may be any that pass.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
 
 from tensorloop.loop.compiled.emitter.arrays import Array
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit
 from tensorloop.loop.compiled.emitter.kernels import Gather, Kernel, Matmul, Reduce, Running, Scatter
-from tensorloop.loop.compiled.lengths import Length, length_in, stands_for_length
+from tensorloop.loop.compiled.lengths import Length, grows, length_in, stands_for_length
+from tensorloop.loop.compiled.operations import aten, value_of
 from tensorloop.loop.compiled.recurrence import Unsupported
 
 # The largest and smallest of no elements are errors in torch; machine code would give what it began with.
 _OF_SOME = ("amax", "amin", "argmax", "argmin")
 
 
-def bounds(units: Sequence[Unit], growth: Sequence[int]) -> list[Length]:
-    """The conditions under which a step stays in its memory; Unsupported where it does not under any."""
+def bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int]) -> list[Length]:
+    """The conditions under which a step stays in its memory; Unsupported where it does not under any.
+
+    `nodes` are the step's. An array has room for what the step appends, and that is not there to be read before.
+    """
     found: dict[Length, None] = {}
-    for unit in units:
-        for kernel in unit.walks if isinstance(unit, Group) else (unit,):
-            for number in _conditions(kernel, growth):
-                if growth and stands_for_length(number):
-                    length = length_in(number, len(growth))
-                    if length is None:
-                        raise Unsupported("an address that follows the length of an array cannot be bounded")
-                    found[length] = None
-                elif number < 0:
-                    raise Unsupported("an address outside of its tensor")
+    kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, Group) else (unit,)))
+    numbers = itertools.chain.from_iterable(_conditions(kernel, growth) for kernel in kernels)
+    slices = itertools.chain.from_iterable(_of_slice(n) for n in nodes) if growth else ()
+    for number in itertools.chain(numbers, slices):
+        if growth and stands_for_length(number):
+            length = length_in(number, len(growth))
+            if length is None:
+                raise Unsupported("an address that follows the length of an array cannot be bounded")
+            found[length] = None
+        elif number < 0:
+            raise Unsupported("an address outside of its tensor")
     return list(found)
+
+
+def _of_slice(node: fx.Node) -> Iterator[int]:
+    """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
+    whole: Any = node.args[0] if node.args else None
+    if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
+        return
+    args, value = node.args, value_of(whole)
+    if node.target is aten.constant_pad_nd.default:
+        yield from args[1]  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
+        return
+    if node.target in (aten.select.int, aten.select_scatter.default):
+        dim, index = args[-2:]
+        dim, start, count, step = dim, index, 1, 1
+    elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
+        rest: list[Any] = list(args[1:] if node.target is aten.slice.Tensor else args[2:])
+        dim, start, _, step = (*rest, *(0, None, None, 1)[len(rest) :])
+        part = node if node.target is aten.slice.Tensor else args[1]
+        count = value_of(part).shape[dim]  # pyright: ignore[reportArgumentType]
+    else:
+        return
+    size = value.shape[dim]  # pyright: ignore[reportArgumentType]
+    first: int = 0 if start is None else start + size if start < 0 else start  # pyright: ignore[reportOperatorIssue, reportAssignmentType, reportOptionalOperand]
+    yield first
+    yield count
+    if count:
+        yield size - 1 - first - (count - 1) * step  # pyright: ignore[reportOperatorIssue]
+
+
+def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int) -> None:
+    """Raises Unsupported where threads would share out other rows than a unit walks."""
+    for n, unit in enumerate(units):
+        dim = dims[n]
+        if dim is None:
+            continue
+        if isinstance(unit, Matmul):
+            space = (*unit.out.shape, unit.a.shape[-1])
+        else:
+            space = unit.space if isinstance(unit, Group) else _boxes(unit)[0].shape
+        if space[dim] != count:
+            raise Unsupported(f"{space[dim]} rows of a unit, shared out as {count}")
 
 
 def hold(conditions: Iterable[Length], ends: Sequence[Sequence[int]]) -> bool:

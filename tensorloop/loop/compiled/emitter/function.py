@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from tensorloop.loop.compiled.emitter import growing, loops, members, threads
 from tensorloop.loop.compiled.emitter.arrays import Array, Buffer, contiguous
-from tensorloop.loop.compiled.emitter.bounds import bounds
+from tensorloop.loop.compiled.emitter.bounds import bounds, check_rows
 from tensorloop.loop.compiled.emitter.code import Code, Index, Value
 from tensorloop.loop.compiled.emitter.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
 from tensorloop.loop.compiled.emitter.kernels import Matmul, Point, Scatter
@@ -63,12 +63,14 @@ class Function:
         kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
         kernels = split_by_readers(join_additions(kernels, kept), kept)
         self.units: list[Unit] = grouped(kernels)
-        self.bounds = bounds(self.units, step.growth)
+        self.bounds = bounds(self.units, step.nodes, step.growth)
         self.stored = stored(self.units, kept)
         self.packed = panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
         self.work = sum(work)
         self.split: Split | None = split(step, self.units, self.packed)
+        if self.split is not None:
+            check_rows(self.units, self.split.dims, self.split.count)
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.offsets, self.scratch = self._place()

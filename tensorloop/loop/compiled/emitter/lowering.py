@@ -315,6 +315,7 @@ class Step:
 
     def __init__(self, low: Lowering, recurrence: Recurrence) -> None:
         self.kernels, self.constants, self.growth = low.kernels, low.constants, recurrence.growth
+        self.nodes = list(recurrence.graph.nodes)
         self.invariants = [low.values[node] for node in recurrence.invariants]
         self.carry = [low.values[node] for node in recurrence.carry]
         self.sequences = [low.values[node] for node in recurrence.sequences]

@@ -117,7 +117,9 @@ class _Search:
         if isinstance(unit, Group):
             gathers = [walk for walk in unit.walks if isinstance(walk, Gather)]
             return dim not in unit.over and all(self._inside(walk) for walk in gathers)
-        if isinstance(unit, Scatter | Running):
+        if isinstance(unit, Scatter):  # an index may have fewer rows than what it writes to
+            return dim != unit.dim and not unit.index.shape[dim] % self.count and unit.index.shape[dim] > 0
+        if isinstance(unit, Running):
             return dim != unit.dim
         if not isinstance(unit, Matmul) or dim == len(unit.out.shape) - 1:
             return False
