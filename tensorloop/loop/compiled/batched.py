@@ -168,7 +168,7 @@ class _Mapped:
         return tuple(next(left) if there else None for there in self.there)
 
     def try_with(self, values: Sequence[tuple[Tensor, bool]]) -> None:
-        """Tries it for two steps; `values` are shapes of one step, and whether they move.
+        """Tries it for a few steps; `values` are shapes of one step, and whether they move.
 
         What vmap makes of an operation is held against the operation itself, done step by step: for some, torch's own
         rules are wrong. Those go step by step then, and those that no numbers tried here have a value of.
@@ -176,8 +176,8 @@ class _Mapped:
         generator, tried = torch.Generator().manual_seed(0), False
         with unseen(), torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for positive in (False, True):
-                shapes = [(2, *x.shape) if moves else x.shape for x, moves in values]
+            for steps, positive in ((3, False), (5, True)):  # of two steps, rolled by two, each is where it was
+                shapes = [(steps, *x.shape) if moves else x.shape for x, moves in values]
                 dtypes = [x.dtype for x, _ in values]
                 tensors = [_numbers(*x, generator, positive=positive) for x in zip(shapes, dtypes, strict=True)]
                 with contextlib.suppress(Exception):  # of such numbers it has no value
@@ -189,10 +189,21 @@ class _Mapped:
         self.mapped = tried and not said  # vmap warns where it goes step by step itself
 
     def _agrees(self, tensors: Sequence[Tensor], expected: Any) -> bool:
+        found: list[Any] = []
         try:
-            return _agree(self._mapped(*tensors), expected)
+            _Heard.apply(lambda: found.append(self._mapped(*tensors)))
         except Exception:
             return False
+        return _agree(found[0], expected)
+
+
+class _Heard(torch.autograd.Function):
+    """Runs something in a call of torch's, which makes Python's warnings of those in C++, where they are printed else."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], object]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs it."""
+        run()
 
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, positive: bool) -> Tensor:

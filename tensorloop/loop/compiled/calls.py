@@ -42,6 +42,7 @@ class CallWatch(TorchFunctionMode):
 
     inside = False
     asked_layout = False  # whether the body asked how a tensor lies in memory
+    asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call."""
@@ -52,7 +53,9 @@ class CallWatch(TorchFunctionMode):
         self.asked_layout |= func in LAYOUT
         reason = _REFUSED.get(func)
         if reason is None and type(func) is MethodWrapperType:
-            reason = _ATTRIBUTES.get(getattr(func.__self__, "__name__", ""))
+            name = getattr(func.__self__, "__name__", "")
+            reason = _ATTRIBUTES.get(name)
+            self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")
         if reason is not None:
             raise Refused(reason, user_place())
         outer, self.inside = self.inside, True

@@ -177,7 +177,7 @@ def avg_pool(
     """The mean of each window."""
     kernel, stride, padding = (_each(n, 2) for n in (kernel, stride or kernel, padding))
     partial = any(padding) and not count_include_pad and divisor_override is None
-    if ceil_mode or partial or kernel[0] * kernel[1] > MOST_PLACES:
+    if ceil_mode or partial or not x.is_floating_point() or kernel[0] * kernel[1] > MOST_PLACES:
         return NotImplemented
     padded = _framed(x, [padding[1], padding[1], padding[0], padding[0]], 0)
     total = None

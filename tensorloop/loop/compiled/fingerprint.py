@@ -47,7 +47,8 @@ _NUMBERED = {
     *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
     *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
 }
-_STRIDED = {_aten.as_strided.default, _aten.as_strided_.default}
+_STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
+_STRIDED |= {_aten.as_strided_scatter.default}
 _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
 
@@ -205,7 +206,8 @@ class Recorder(OperationMode):
 
     def _check_place(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
-        offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+        place = 4 if func is _aten.as_strided_scatter.default else 3
+        offset = args[place] if len(args) > place else kwargs.get("storage_offset")
         own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
         self.strided = True
         if offset is not None and _storage(args[0]) in own:

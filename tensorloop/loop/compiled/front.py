@@ -24,7 +24,7 @@ from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.glance import looking
-from tensorloop.loop.compiled.inspection import inspect
+from tensorloop.loop.compiled.inspection import compare_flags, inspect
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
 from tensorloop.loop.compiled.plan import Plan, plans
@@ -161,6 +161,7 @@ def _looked(
     """The first step of a loop, recorded, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
         found = recorded(loop, first, before.put_back)
+        compare_flags(found, lambda: Recorded(loop, first, lines=True))
         check(found)
         plan = plan_of(found)
         if isinstance(plan, Refused):

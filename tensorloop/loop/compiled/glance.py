@@ -205,7 +205,7 @@ class Paths:
         self._count += 1
         places = {id(x): i for i, x in enumerate(glance.captures)}
         order = tuple(places.get(id(x), -1) for x in captures)
-        if not glance.clear or -1 in order or len(places) != len(order):
+        if not glance.clear or glance.asked_grad or -1 in order or len(places) != len(order):
             self._roots[root] = None
             return
         place = self._roots.setdefault(root, {})

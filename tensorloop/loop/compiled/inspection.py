@@ -42,6 +42,17 @@ def inspect(found: Any, again: Callable[..., Any]) -> Any:
     return second
 
 
+def compare_flags(found: Any, again: Callable[..., Any]) -> None:
+    """Where the body asks whether a tensor requires a gradient, it does the same whether all do or none does.
+
+    The first look gives it tensors that do not, and what it would do with others shows in no key: so that is looked at
+    on every call.
+    """
+    asked = found.known is None and found.recorder.watch.asked_grad and torch.is_grad_enabled()
+    if asked and _functions(again()) != _functions(found):
+        raise Refused("what the body does depends on whether a tensor requires a gradient")
+
+
 def _functions(recorded: Any) -> list[Any]:
     """What a step calls, beside what autograd does for itself: the second look has more gradients."""
     own = torch.ops.aten.detach.default, torch.ops.aten.clone.default

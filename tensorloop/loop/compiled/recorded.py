@@ -109,6 +109,9 @@ class Recorded:
         except Missed:
             self._missed()  # what the body did in Python until then is done again
             return False
+        if glance.asked_grad:  # what it would have done with others, the calls do not tell
+            self._missed()
+            return False
         assert leaf is not None
         self.known = leaf.key
         self.captures = [glance.captures[i] for i in leaf.captures]
