@@ -198,7 +198,7 @@ class _Mapped:
 
 
 class _Heard(torch.autograd.Function):
-    """Runs something in a call of torch's, which makes Python's warnings of those in C++, where they are printed else."""
+    """Runs something in a call of torch's, which makes Python's warnings of those in C++, else printed."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], object]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

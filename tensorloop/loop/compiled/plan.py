@@ -21,8 +21,10 @@ from tensorloop.loop.compiled.recurrence import Unsupported
 from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.saving import depends_on, kept, needed_for
 from tensorloop.loop.compiled.simplify import without_grads, zeros_in
+from tensorloop.loop.compiled.verify import check_graph
 
 MOST_PLANS = 128
+MOST_LENGTHS = 64  # of loops, for which a plan remembers which gradients there are
 
 
 class Missing(NamedTuple):
@@ -76,6 +78,7 @@ class Plan:
         step, self.module, examples, wants = pairs.apart(step, functional(step, examples), examples, wants)
         self.step, self.reverse, self.growth = step, reverse, tuple(growth)
         self.traced = t = with_gradients(step, self.module, examples, wants, grad)
+        check_graph(t.graph, examples, len(self.growth))
         self.wants = tuple(wants)
         self.flowing_carry = sorted(t.carry_grads)  # the leaves of the carry that carry a gradient
         self.flowing_ys = sorted(t.y_grads)  # the ys that carry one
@@ -93,6 +96,7 @@ class Plan:
         self._replays: dict[str, Program] = {}
         self._backward: dict[Missing, Reversed] = {}
         self._reached: dict[Missing, Reached] = {}
+        self._reached_in: dict[tuple[Missing, int], Reached] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
         self.writes: list[Write] = []  # where checkpoints want to take them back
@@ -189,6 +193,13 @@ class Plan:
 
     def reached_in(self, missing: Missing, steps: int) -> Reached:
         """What gets a gradient from so many steps, the last of which has none for these; ys have theirs at each."""
+        if (found := self._reached_in.get((missing, steps))) is None:
+            if len(self._reached_in) >= MOST_LENGTHS:
+                self._reached_in.clear()
+            found = self._reached_in[missing, steps] = self._step_by_step(missing, steps)
+        return found
+
+    def _step_by_step(self, missing: Missing, steps: int) -> Reached:
         xs, captures, met = frozenset[int](), frozenset[int](), list[frozenset[int]]()
         carry = missing.carry
         while len(met) < steps and carry not in met:

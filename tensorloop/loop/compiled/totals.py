@@ -12,6 +12,8 @@ from tensorloop.loop.compiled.operations import value_of
 from tensorloop.loop.compiled.plan import Missing, Plan, Reversed
 from tensorloop.loop.compiled.program import Pool
 
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
 
 class Coming(NamedTuple):
     """Gradients that come: which are missing, those of the carry (zeros where it is missing), those of the other ys."""
@@ -94,9 +96,7 @@ class Totals:
         if self.exact or not self.coming.missing.carry:
             return True
         every = [*self.carry, *self.xs.values(), *self.sums.values()]
-        return all(
-            math.isfinite(x.sum(dtype=torch.float64 if x.dtype is torch.float64 else torch.float32)) for x in every
-        )
+        return all(math.isfinite(x.sum(dtype=_WIDE.get(x.dtype)).item()) for x in every)
 
 
 def room_for(steps: int, value: Tensor, *, zeros: bool = False) -> Tensor:
