@@ -185,7 +185,7 @@ class Recorded:
         if r.generators.moved():
             raise Refused("the body sets the state of a generator")
         rows = [x[0] for x in self.xs] if r.draws else []
-        if r.draws and not all(torch.empty_like(x).is_contiguous() for x in (*new, *rows)):
+        if r.draws and not all(torch.empty_like(x).is_contiguous() for x in (*self.carry, *new, *rows)):
             raise Refused("the body draws random numbers, and a tensor in the carry or xs is transposed in memory")
 
     def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:

@@ -48,8 +48,14 @@ def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
         )
     if rounding_mode is None:
         return call.low.compute("div", Math.div, (a, b), call.dtype, call.shape)
-    name = rounding_mode
-    return call.low.compute("div", lambda m, x, y: m.rounded(name, m.div(x, y)), (a, b), call.dtype, call.shape)
+    if rounding_mode == "floor":
+        return call.low.compute("div", floor_quotient, (a, b), call.dtype, call.shape)
+    kind = KINDS[call.dtype]
+
+    def cut(m: Math, x: Value, y: Value) -> Value:  # of two bytes, the quotient is rounded before it is cut
+        return m.rounded("trunc", m.cast(m.cast(m.div(x, y), kind), x.kind))
+
+    return call.low.compute("div", cut, (a, b), call.dtype, call.shape)
 
 
 def whole_quotient(m: Math, x: Value, y: Value, mode: str) -> Value:
@@ -75,22 +81,29 @@ def remainder(call: Call, a: Any, b: Any) -> Array:
     def of(m: Math, x: Value, y: Value) -> Value:
         if not x.floating:
             return m.sub(x, m.mul(whole_quotient(m, x, y, mode), y))
-        rest = m.fma(m.neg(m.rounded("trunc", m.div(x, y))), y, x)
-        # a quotient that was rounded up to the next integer leaves the wrong sign
-        wrong = m.compare("lt", m.mul(m.copysign(m.like(x, 1), x), rest), m.like(x, 0))
-        rest = m.where(wrong, m.add(rest, m.copysign(y, x)), rest)
-        rest = m.where(
-            m.code.binary("and", m.compare("eq", m.abs(y), m.like(y, float("inf"))), m.invert(m.isnan(m.sub(x, x)))),
-            x,
-            rest,
-        )
-        if mode == "trunc":
-            return rest
-        apart = m.compare("lt", m.mul(m.copysign(m.like(x, 1), rest), m.copysign(m.like(x, 1), y)), m.like(x, 0))
-        apart = m.code.binary("and", apart, m.compare("ne", rest, m.like(x, 0)))
-        return m.where(apart, m.add(rest, y), rest)
+        rest = m.code.binary("frem", x, y)  # C's fmod, which is exact: a call for each element
+        return rest if mode == "trunc" else m.where(_other_sign(m, rest, y), m.add(rest, y), rest)
 
     return call.low.compute("remainder", of, (a, b), call.dtype, call.shape)
+
+
+def _other_sign(m: Math, rest: Value, y: Value) -> Value:
+    """Whether a rest is not 0, and has another sign than what was divided by."""
+    zero = m.like(y, 0)
+    differ = m.code.binary("xor", m.compare("lt", rest, zero), m.compare("lt", y, zero))
+    return m.code.binary("and", differ, m.compare("ne", rest, zero))
+
+
+def floor_quotient(m: Math, x: Value, y: Value) -> Value:
+    """floor(x / y) of floats by the rest, as torch has it: 1.0 // 0.1 is 9, though 1.0 / 0.1 is rounded to 10."""
+    code, zero, quotient = m.code, m.like(x, 0), m.div(x, y)
+    rest = code.binary("frem", x, y)
+    found = m.div(m.sub(x, rest), y)
+    found = m.where(_other_sign(m, rest, y), m.sub(found, m.like(x, 1)), found)
+    down = m.rounded("floor", found)
+    down = m.where(m.compare("gt", m.sub(found, down), m.like(x, 0.5)), m.add(down, m.like(x, 1)), down)
+    made = m.where(m.compare("eq", found, zero), m.copysign(zero, quotient), down)
+    return m.where(m.compare("eq", y, zero), quotient, made)
 
 
 @handles("pow")
