@@ -52,6 +52,9 @@ _ERFC64 = [
 ]  # fmt: skip
 
 
+FAR = 1e14  # where a quarter turn in two doubles begins to say too little
+
+
 class Math(Arithmetic):
     """Elementary functions of floats."""
 
@@ -202,7 +205,7 @@ class Math(Arithmetic):
     # circles
 
     def _quarter(self, x: Value) -> tuple[Value, Value]:
-        """(r, n): x = n pi / 2 + r, in double; what is left of an x beyond 1e15 has no meaning."""
+        """(r, n): x = n pi / 2 + r, in double; what is left of an x beyond FAR has no meaning."""
         wide = self.cast(x, "double")
         magic = self.like(wide, 1.5 * 2.0**52)
         shifted = self.fma(wide, self.like(wide, 0.6366197723675814), magic)
@@ -228,11 +231,33 @@ class Math(Arithmetic):
 
     def sin(self, x: Value) -> Value:
         """The sine."""
-        return self._sine(x, 0)
+        return self._beyond("llvm.sin", x, self._sine(x, 0))
 
     def cos(self, x: Value) -> Value:
         """The cosine."""
-        return self._sine(x, 1)
+        return self._beyond("llvm.cos", x, self._sine(x, 1))
+
+    def _beyond(self, name: str, x: Value, made: Value) -> Value:
+        """`made` and, in lanes beyond FAR, what the C library says, which knows enough digits of pi."""
+        code, far = self.code, self.compare("gt", self.abs(x), self.like(x, FAR))
+        some = far
+        if far.width > 1:
+            bits = code.op(f"bitcast {far.type} {far.text} to i{far.width}", f"i{far.width}")
+            some = code.op(f"icmp ne i{far.width} {bits.text}, 0", "i1")
+        before, inside, after = code.block, code.name("far")[1:], code.name("near")[1:]
+        code.line(f"br i1 {some.text}, label %{inside}, label %{after}")
+        code.label(inside)
+        known = made
+        for lane in range(x.width):
+            one = code.call(name, x if x.width == 1 else code.extract(x, lane))
+            text = f"insertelement {made.type} {known.text}, {one.type} {one.text}, i64 {lane}"
+            known = one if x.width == 1 else code.op(text, made.kind, made.width)
+        chosen = self.where(far, known, made)
+        last = code.block
+        code.line(f"br label %{after}")
+        code.label(after)
+        ends = f"[ {made.text}, %{before} ], [ {chosen.text}, %{last} ]"
+        return code.op(f"phi {made.type} {ends}", made.kind, made.width)
 
     def atan(self, x: Value) -> Value:
         """The angle of a tangent."""
