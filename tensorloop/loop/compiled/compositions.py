@@ -5,7 +5,7 @@ thing.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 MOST_PLACES = 32  # in a window
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 # -- normalization
@@ -235,16 +236,34 @@ def _apart(x: Tensor, dim: int, stride: int) -> Tensor:
     return wide.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * stride + 1)
 
 
+def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of two-byte floats in float32 from its arguments to its results, as torch's kernels are."""
+
+    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype not in _HALVES:
+            return function(x, *args, **kwargs)
+        found = function(_up(x), *map(_up, args), **{name: _up(y) for name, y in kwargs.items()})
+        if found is NotImplemented or isinstance(found, Tensor):
+            return found if found is NotImplemented else found.to(x.dtype)
+        return tuple(y.to(x.dtype) if y.dtype is torch.float32 else y for y in found)
+
+    return wide
+
+
+def _up(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype in _HALVES else x
+
+
 TABLE = {
-    _aten.var.correction: var,
-    _aten.var_mean.correction: var_mean,
-    _aten.std.correction: std,
-    _aten.std_mean.correction: std_mean,
-    _aten.native_group_norm.default: group_norm,
-    _aten.native_batch_norm.default: batch_norm,
-    _aten._safe_softmax.default: safe_softmax,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: attention,
+    _aten.var.correction: _rounded_once(var),
+    _aten.var_mean.correction: _rounded_once(var_mean),
+    _aten.std.correction: _rounded_once(std),
+    _aten.std_mean.correction: _rounded_once(std_mean),
+    _aten.native_group_norm.default: _rounded_once(group_norm),
+    _aten.native_batch_norm.default: _rounded_once(batch_norm),
+    _aten._safe_softmax.default: _rounded_once(safe_softmax),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _rounded_once(attention),
     _aten.max_pool2d_with_indices.default: max_pool,
-    _aten.avg_pool2d.default: avg_pool,
+    _aten.avg_pool2d.default: _rounded_once(avg_pool),
     _aten.convolution.default: convolution,
 }
