@@ -487,6 +487,9 @@ def recorded(loop: Loop, first: Tensor | None, missed: Callable[[], object]) -> 
     wrong = [x for x in loop.init if not (x is None or isinstance(x, known))]
     if wrong:
         raise Refused(f"the carry holds a {type(wrong[0]).__name__}")
+    arrays = [x for x in loop.init if isinstance(x, TensorArray)]
+    if not torch.is_grad_enabled() and any((store := store_of(x)) is not None and store.requires_grad for x in arrays):
+        raise Refused("an array in the carry has a gradient, and is handed on without one under no_grad")
     leave = _rows_leave(loop, first)
     if leave and not all(isinstance(x, Tensor) for x in loop.context.leaves):
         kinds = [describe(x) for x in loop.context.leaves if not isinstance(x, Tensor)]
