@@ -18,9 +18,11 @@ from tests.fuzz import prelude
 # Which difference is rounding, beside the largest number of a tensor; by the least precise dtype of a program.
 TOLERANCES = (
     (r"bfloat16|float16|\.half\(\)|autocast", 0.04, 4e-3),
-    (r"float32|\.float\(\)|complex64|\.cfloat\(\)", 2e-3, 1e-6),
+    (r"float32|\.float\(\)|complex64|\.cfloat\(\)", 2e-3, 1e-5),
     (r"", 1e-7, 1e-13),
 )
+LARGE = 1e6
+UNSAID = r"kthvalue|topk|sort|mode\("  # which of equal numbers these take torch does not say
 Run = Callable[[Any, int], Any]
 
 
@@ -184,10 +186,12 @@ def _spoilt(program: dict[str, Any], call: int, expected: Any, found: Any, text:
     if isinstance(expected, Exception) or isinstance(found, Exception):
         return set()
     (tolerance, size), names = _tolerance(text), set[str]()
+    grown = any(_largest(x) > LARGE for x in expected.values())  # whole numbers are rounded then, too
+    loose = grown or bool(re.search(UNSAID, text))
     for factor in (0.0, 1.0, 1.0, 3.0):
-        prelude.noise[0] = size * factor
+        prelude.noise[:] = [size * factor, size * factor * loose]
         other = attempt(program, False, call)
-        prelude.noise[0] = 0.0
+        prelude.noise[:] = [0.0, 0.0]
         if isinstance(other, Exception):
             return {*expected}
         for name, x in expected.items():
@@ -195,6 +199,14 @@ def _spoilt(program: dict[str, Any], call: int, expected: Any, found: Any, text:
             if gap > tolerance / 10 and gap >= 1e-3 * _gap(x, found.get(name)):
                 names.add(name)
     return names
+
+
+def _largest(x: Any) -> float:
+    if not isinstance(x, Tensor) or x.device.type == "meta":
+        return 0.0
+    finite = _numbers(x)
+    finite = finite[finite.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _gap(x: Any, y: Any) -> float:

@@ -41,7 +41,7 @@ torch.fmod({v} * 3 + {p}, 0.7)
 ({v} * {p} + {a}).topk({k}, {d}).values
 ({v} * {p}).sort({d}).values
 ({v} * {p}).sort({d}, descending=True)[0].cumsum({d})
-({v} * {p}).kthvalue(1, {d}).values
+({v} * {p}).amax({d}) - ({v} * {a}).amin({d})
 ({v} * {p}).cummax({d}).values
 ({v} * {a}).cummin({d})[0]
 {v}.gather({d}, ({v} * {p}).argmax({d}, keepdim=True))
@@ -181,6 +181,13 @@ torch.zeros_like({v}).index_fill({d}, {index}, {c}) + {v}
 {v}.scatter_add({d}, torch.zeros_like({v}, dtype=torch.long), {a})
 {v}.scatter_reduce({d}, torch.zeros_like({v}, dtype=torch.long), {a}, "amax")
 torch.trace({m}) * {p}
+torch.trace({m}) * {m}
+{m}.sin().trace() * {m}.mT
+torch.trace({m}) * {m}.sum(0) + {m}.cos().trace()
+torch.zeros_like({v}).index_fill({d}, {index}, {p})
+{v}.new_zeros(3).index_fill(0, torch.tensor([0, 2]), {p}) + {p}
+torch.ones(2, 3, dtype={v}.dtype).index_fill_(1, torch.tensor([1]), {p})
+torch.zeros({k}, {k}, dtype={v}.dtype).fill_diagonal_(2.0) * {p}
 {m}.trace() + {m}.sum()
 torch.trace({m} @ {m}.mT)
 {v}.take(torch.tensor([0, -1]))
@@ -226,6 +233,8 @@ if call % 2:\n    {o} = {v}.sin()\nelse:\n    {o} = {v}.cos() * {a}
 with torch.autocast("cpu", dtype=[torch.bfloat16, torch.float16][call % 2]):\n    {o} = ({v}.float() @ {W}.float()).to({v}.dtype)
 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(call % 2)):\n    {o} = ({v}.float() @ {W}.float()).to({v}.dtype)
 with torch.autocast("cpu", dtype=[torch.bfloat16, torch.float16][call % 2]):\n    {o} = ({v}.to(torch.bfloat16) @ {W}.float()).to({v}.dtype)
+with torch.autocast("cpu", dtype=[torch.bfloat16, torch.float16][call % 2]):\n    {o} = {v}.float() @ {W}.float()
+with torch.autocast("cpu", dtype=[torch.float16, torch.bfloat16][call % 2]):\n    {o} = {v}.float() @ {W}.float()
 torch.func.vmap(lambda z: z.sin() * z.sum())({v})
 torch.func.grad(lambda z: (z.sin() * z).sum())({v})
 torch.func.vmap(torch.func.grad(lambda z: z.square().sum()))({v}) * 0.3

@@ -9,7 +9,7 @@ FAMILIES = {
     "writes": (WRITES, 2.0),
     "maxima": (MAXIMA, 3.0),
     "edges": (EDGES, 3.0),
-    "indices": (INDICES, 1.5),
+    "indices": (INDICES, 2.0),
     "sums": (SUMS, 3.0),
     "surroundings": (SURROUNDINGS, 1.0),
 }

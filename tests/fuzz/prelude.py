@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: F401  # pyright: ignore[reportUnusedImp
 
 import tensorloop as tl
 
-noise = [0.0]  # how much the inputs of a run are off: what then changes much says nothing
+noise = [0.0, 0.0]  # how much the inputs of a run are off, those on an edge too: what then changes much says nothing
 
 
 def make(*shape, seed, low=-1.0, high=1.0, dtype=torch.float64, grad=False):
@@ -34,6 +34,8 @@ def edge(*shape, seed, kind, dtype=torch.float64, grad=False):
             x = x * 2.0**40
         elif kind == "infinite":
             x = torch.where(x == 2, torch.inf, x)
+    if noise[1]:
+        x = x * (1 + noise[1] * (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5))
     return x.to(dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
 
 

@@ -110,6 +110,7 @@ def _shard(asked: argparse.Namespace) -> None:
     prepare()
     done = {found["seed"] for found in read(asked.out)}
     with (asked.out / f"results-{asked.shard}.jsonl").open("a") as file:
+        print(file=file)  # the last line may have been cut short
         for seed in wanted(asked)[asked.shard :: asked.shards]:
             if seed not in done:
                 begun = time.monotonic()

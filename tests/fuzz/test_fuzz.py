@@ -12,7 +12,7 @@ from tests.fuzz.check import check, differences, script
 from tests.fuzz.run import read
 
 RUN = Path(__file__).with_name("run.py")
-SEEDS = 30
+SEEDS = 20
 
 
 def fuzz(out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
@@ -24,9 +24,9 @@ def fuzz(out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_the_same_seed_is_the_same_program():
-    texts = [programs.program(seed) for seed in range(40)]
-    assert texts == [programs.program(seed) for seed in range(40)]
-    assert len(set(texts)) == 40
+    texts = [programs.program(seed) for seed in range(20)]
+    assert texts == [programs.program(seed) for seed in range(20)]
+    assert len(set(texts)) == 20
     for text in texts:
         compile(script(text), "program", "exec")
 
@@ -46,19 +46,15 @@ def test_some_programs(tmp_path: Path):
 
 
 def test_faults_are_found_and_the_run_goes_on(tmp_path: Path):
+    done = json.dumps({"seed": 5, "outcome": "same", "finds": []})
+    (tmp_path / "results-0.jsonl").write_text(f'{done}\n{{"seed": 6, "outc')  # the last line was cut short
     code, found = fuzz(tmp_path, "--programs", "4", "--seed", "3", "--plant", "3:crash,4:wrong")
     assert code == 1
     assert [x["seed"] for x in found] == [3, 4, 5, 6]
     assert [x["outcome"] for x in found[:2]] == ["crash", "different"]
     assert "SIGABRT" in found[0]["finds"][0]
     assert "random" in found[1]["finds"][0]
-
-
-def test_what_is_done_is_not_done_again(tmp_path: Path):
-    (tmp_path / "results-0.jsonl").write_text(json.dumps({"seed": 5, "outcome": "same", "finds": []}) + "\n" + '{"se\n')
-    _, found = fuzz(tmp_path, "--programs", "2", "--seed", "5")
-    assert [x["seed"] for x in found] == [5, 6]
-    assert "seconds" not in found[0]
+    assert ["seconds" in x for x in found] == [True, True, False, True]
 
 
 WRONG = """
