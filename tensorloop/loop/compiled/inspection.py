@@ -85,7 +85,7 @@ def _compare_captures(first: Any, second: Any, again: Callable[..., Any]) -> Non
         same = len(third.captures) == len(pairs)
         if not same or any(not _equal(a, c) for (a, _), c in zip(pairs, third.captures, strict=True)):
             raise Refused("the body computes a tensor by what torch does not see")
-        third.let_go()
+        _find_held(third)  # an attribute of the body holds what the last look made
 
 
 def _compare_layouts(first: Any, second: Any, again: Callable[..., Any]) -> None:
@@ -108,7 +108,7 @@ def _compare_layouts(first: Any, second: Any, again: Callable[..., Any]) -> None
         if r.strided or len(met) > MOST_LAYOUTS or seen.recorder.key != first.recorder.key:
             raise Refused("what the body does depends on how a tensor in the carry or xs lies in memory")
         left += seen.layouts()
-        seen.let_go()
+        _find_held(seen)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

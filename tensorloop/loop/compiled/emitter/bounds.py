@@ -49,26 +49,26 @@ def _of_slice(node: fx.Node) -> Iterator[int]:
     whole: Any = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
         return
-    args, value = node.args, value_of(whole)
+    args: Any = node.args
     if node.target is aten.constant_pad_nd.default:
-        yield from args[1]  # pyright: ignore[reportReturnType, reportGeneralTypeIssues]
-        return
-    if node.target in (aten.select.int, aten.select_scatter.default):
+        yield from args[1]
+    elif node.target in (aten.select.int, aten.select_scatter.default):
         dim, index = args[-2:]
-        dim, start, count, step = dim, index, 1, 1
+        yield from _of_part(value_of(whole).shape[dim], index, 1, 1)
     elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
-        rest: list[Any] = list(args[1:] if node.target is aten.slice.Tensor else args[2:])
-        dim, start, _, step = (*rest, *(0, None, None, 1)[len(rest) :])
+        rest = args[1:] if node.target is aten.slice.Tensor else args[2:]
+        dim, start, _, step = [*rest, *[0, None, None, 1][len(rest) :]]
         part = node if node.target is aten.slice.Tensor else args[1]
-        count = value_of(part).shape[dim]  # pyright: ignore[reportArgumentType]
-    else:
-        return
-    size = value.shape[dim]  # pyright: ignore[reportArgumentType]
-    first: int = 0 if start is None else start + size if start < 0 else start  # pyright: ignore[reportOperatorIssue, reportAssignmentType, reportOptionalOperand]
-    yield first
+        yield from _of_part(value_of(whole).shape[dim], start or 0, value_of(part).shape[dim], step)
+
+
+def _of_part(size: int, start: int, count: int, step: int) -> Iterator[int]:
+    """That so many elements, from one on, are there."""
+    start = start + size if start < 0 else start
+    yield start
     yield count
     if count:
-        yield size - 1 - first - (count - 1) * step  # pyright: ignore[reportOperatorIssue]
+        yield size - 1 - start - (count - 1) * step
 
 
 def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int) -> None:
