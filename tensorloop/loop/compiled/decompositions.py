@@ -44,6 +44,7 @@ def before_autograd() -> Table:
             _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
             _aten._neg_view.default: torch.neg,
             _aten.as_strided.default: _as_strided,
+            _aten.as_strided_scatter.default: _as_strided_scatter,
             _aten.flip.default: lambda x, dims: (
                 NotImplemented if x.dim() else x.clone()
             ),  # vmap takes a dim for granted
@@ -76,14 +77,30 @@ def _mv(a: Tensor, v: Tensor) -> Tensor:
 
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
     """Elements at places of a tensor that is all there is of its memory; two of them may be one."""
+    places = _places(x, size, stride, offset)
+    return NotImplemented if places is None else torch.index_select(x.reshape(-1), 0, places).reshape(list(size))
+
+
+def _as_strided_scatter(
+    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    """Those elements replaced."""
+    places = _places(x, size, stride, offset)
+    if places is None:
+        return NotImplemented
+    return x.reshape(-1).scatter(0, places, source.reshape(-1)).reshape(x.shape)
+
+
+def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
+    """Where such elements are; None where a tensor is a part of its memory, or does not hold them all."""
     whole = x.is_contiguous() and not x.storage_offset() and x.untyped_storage().nbytes() == x.nbytes
+    last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if not whole or 0 in size or last >= x.numel():
+        return None
     places = torch.zeros(list(size), dtype=torch.int64)
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
         places = places + torch.arange(n).mul(step).reshape([n] + [1] * (len(size) - dim - 1))
-    places = places + (offset or 0)
-    if not whole or (places.numel() and int(places.max()) >= x.numel()):
-        return NotImplemented
-    return torch.index_select(x.reshape(-1), 0, places.reshape(-1)).reshape(list(size))
+    return (places + (offset or 0)).reshape(-1)
 
 
 def _added(product: Tensor, x: Tensor, beta: Any, alpha: Any) -> Tensor:
