@@ -12,6 +12,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -47,6 +48,7 @@ _NUMBERED = {
     *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
     *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
 }
+_OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
 _STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
 _STRIDED |= {_aten.as_strided_scatter.default}
 _MASKS = (torch.bool, torch.uint8)
@@ -87,6 +89,7 @@ class Recorder(OperationMode):
         super().__init__()
         self.key: list[Any] = []
         self.functions: list[Any] = []
+        self.starts: list[int] = []  # where in the key each of these begins
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
         self.lines, self.glance = lines, glance
@@ -131,6 +134,7 @@ class Recorder(OperationMode):
         if not self.watch.inside:
             self._without_a_call(func, args)
         self.functions.append(func)
+        self.starts.append(len(self.key))
         self._fills = traits.fills or func is _aten.detach.default  # torch's factories detach what they made
         key, note = self.key, self._note
         key.append(id(func))  # what hashes quickly
@@ -244,6 +248,17 @@ class Recorder(OperationMode):
             yield
         finally:
             self._instead = None
+
+    def course(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The operations with their arguments that are no tensors, beside what autograd does for itself."""
+        ends = [*self.starts[1:], len(self.key)]
+        found = []
+        for func, start, end in zip(self.functions, self.starts, ends, strict=True):
+            if func not in _OF_AUTOGRAD:
+                part = self.key[start:end]
+                kinds = [(x, y) for x, y in pairwise(part) if isinstance(x, type)]
+                found.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
+        return found
 
     def let_go(self) -> list[weakref.ref[Tensor]]:
         """Holds no tensor of the step any more; gives those that operations made, weakly."""

@@ -33,7 +33,7 @@ def inspect(found: Any, again: Callable[..., Any]) -> Any:
     if (random.getstate(), _numpys_state()) != before:
         raise Refused("the body draws random numbers of Python or NumPy")
     outside.check()
-    if _functions(second) != _functions(found) or _floats(second) != _floats(found):
+    if second.recorder.course() != found.recorder.course():
         raise Refused("the body does not do the same at every step")
     _compare_captures(found, second, again)
     _compare_layouts(found, second, again)
@@ -49,19 +49,8 @@ def compare_flags(found: Any, again: Callable[..., Any]) -> None:
     on every call.
     """
     asked = found.known is None and found.recorder.watch.asked_grad and torch.is_grad_enabled()
-    if asked and _functions(again()) != _functions(found):
+    if asked and again().recorder.course() != found.recorder.course():
         raise Refused("what the body does depends on whether a tensor requires a gradient")
-
-
-def _functions(recorded: Any) -> list[Any]:
-    """What a step calls, beside what autograd does for itself: the second look has more gradients."""
-    own = torch.ops.aten.detach.default, torch.ops.aten.clone.default
-    return [f for f in recorded.recorder.functions if f not in own]
-
-
-def _floats(recorded: Any) -> list[str]:
-    """The floats in a step, such as a clock's, and names."""
-    return [x for x in recorded.recorder.key if type(x) is str]
 
 
 def _numpys_state() -> Any:
