@@ -108,13 +108,17 @@ class Program:
         """The text of a leaf's next value, of the leaf's shape and dtype."""
         draw, scope = self.draw, self.scope
         old = scope.example(name)
+        if old.dtype is torch.int64:  # what is not finite becomes no number that anybody promises
+            return draw.choice(
+                [f"{name} + 1", f"({name} * 3 + 1) % 7", f"{name}.flip(0)" if old.dim() else f"{name} // 2"]
+            )
         for _ in range(12):
             text = draw.among(NEXT).format(h=name, v=draw.choice(scope.tensors[-4:]))
             if scope.run(f"_next = {text}"):
                 found = scope.values["_next"]
                 if (found.shape, found.dtype, found.device) == (old.shape, old.dtype, old.device):
                     return text
-        return f"{name} * 0.9" if old.is_floating_point() else f"{name} + 1"
+        return f"{name} * 0.9"
 
     # -- text
 
