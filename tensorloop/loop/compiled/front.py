@@ -13,6 +13,7 @@ from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place, warn
 from tensorloop._torch import transforms
+from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import dispatched, without_hooks
 from tensorloop.loop import advice
@@ -267,7 +268,7 @@ def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
     inputs = [*found.given(), *found.xs, *drawn, *found.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [*found.arguments, *drawn, *found.captures]
+    examples = [in_memory(x) for x in (*found.arguments, *drawn, *found.captures)]
     try:
         with unseen(), without_autocast():
             if looks is None:
