@@ -165,6 +165,19 @@ def test_what_torch_and_machine_code_both_compute(seed: int):
         check_both(run, torch.full((4,), 0.3), torch.randn(steps, 8, 4), tolerance=3e-4)
 
 
+@pytest.mark.parametrize("name", ["amax", "sign", "floor"])
+def test_roots_which_torch_rounds_otherwise(name: str):
+    """A square root of machine code is the nearest number, and one of torch's is one of the two."""
+    step = STEPS[name]
+
+    def rooted(c: Tensor, x: Tensor) -> Any:
+        y = step(torch.sqrt(x.abs() * c + 0.1))
+        return c * 0.9 + 0.1 * y.mean().abs(), y
+
+    check_both(scanned(rooted), *numbers(torch.float32), tolerance=3e-4)
+    check_both(scanned(lambda c, x: (rooted(c, x)[0], None)), *numbers(D), tolerance=1e-9)
+
+
 # -- what that costs
 
 PLAIN: Step = lambda z: z.sum(-1)  # noqa: E731

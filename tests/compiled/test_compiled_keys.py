@@ -240,3 +240,18 @@ def test_a_body_that_asks_for_gradients_in_a_later_call(name: str):
     for _ in range(2):
         check_each(scanned(body), [False, True], H, XS)
         check_each(run, [False, True], H, XS)
+
+
+@pytest.mark.parametrize("number", [3, True], ids=str)
+def test_a_body_that_asks_for_gradients_and_takes_another_number(number: Any):
+    """The operations are the same."""
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        h = h * 0.5
+        return (h * 2 if h.requires_grad else h * number) + x, h
+
+    for _ in range(2):
+        for h in (H, H.clone().requires_grad_()):
+            found, expected = (tl.scan(body, h, XS, compile=compile) for compile in (True, False))
+            for x, y in zip(found, expected, strict=True):
+                torch.testing.assert_close(x, y)
