@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled.operations import aten, is_pointwise, value_of
-from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.saving import needed_for
 
 
@@ -64,8 +63,6 @@ class Stage:
         target: Any = n.target
         if is_pointwise(n):
             return self._pointwise(n)
-        if target in _STRIDED:
-            raise Refused("as_strided() of a part of a tensor's memory")
         rule = RULES.get(target)
         found = None if rule is None else rule(self, n, *n.args, **n.kwargs)
         return self._mapped(n) if found is None else found
@@ -254,9 +251,6 @@ def _filled(x: Any, tensors: Sequence[Tensor]) -> Any:
         return {k: _filled(y, tensors) for k, y in x.items()}
     return [_filled(y, tensors) for y in x] if isinstance(x, (list, tuple)) else x
 
-
-# Their places count from the beginning of memory, where the first step lies.
-_STRIDED = {aten.as_strided.default, aten.as_strided_scatter.default}
 
 # -- what stages call
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tensorloop._torch.tracing import decompositions
 from tensorloop.loop.compiled import compositions
+from tensorloop.loop.compiled.refused import Refused
 
 _aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
@@ -75,28 +76,24 @@ def _mv(a: Tensor, v: Tensor) -> Tensor:
     return _aten.mm.default(a, v.unsqueeze(1)).squeeze(1)
 
 
-def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
     """Elements at places of a tensor that is all there is of its memory; two of them may be one."""
-    places = _places(x, size, stride, offset)
-    return NotImplemented if places is None else torch.index_select(x.reshape(-1), 0, places).reshape(list(size))
+    return torch.index_select(x.reshape(-1), 0, _places(x, size, stride, offset)).reshape(list(size))
 
 
 def _as_strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Any:
+) -> Tensor:
     """Those elements replaced."""
-    places = _places(x, size, stride, offset)
-    if places is None:
-        return NotImplemented
-    return x.reshape(-1).scatter(0, places, source.reshape(-1)).reshape(x.shape)
+    return x.reshape(-1).scatter(0, _places(x, size, stride, offset), source.reshape(-1)).reshape(x.shape)
 
 
-def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
-    """Where such elements are; None where a tensor is a part of its memory, or does not hold them all."""
+def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
+    """Where such elements are. Refused for a part of a tensor: steps lie elsewhere."""
     whole = x.is_contiguous() and not x.storage_offset() and x.untyped_storage().nbytes() == x.nbytes
     last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if not whole or 0 in size or last >= x.numel():
-        return None
+    if not whole or (last >= x.numel() and 0 not in size):
+        raise Refused("as_strided() of a tensor that is a part of its memory, or transposed in it")
     places = torch.zeros(list(size), dtype=torch.int64)
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
         places = places + torch.arange(n).mul(step).reshape([n] + [1] * (len(size) - dim - 1))

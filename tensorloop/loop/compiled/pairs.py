@@ -212,9 +212,11 @@ def _angle(x: Pair) -> Tensor:
 
 
 def _sgn(x: Pair) -> Pair:
+    """Of 0 it is 0, and so is its gradient."""
     size = _abs(x)
-    size = torch.where(size == 0, 1.0, size)
-    return Pair(x.re / size, x.im / size)
+    zero = size == 0
+    size = torch.where(zero, 1.0, size)
+    return Pair(torch.where(zero, 0.0, x.re) / size, torch.where(zero, 0.0, x.im) / size)
 
 
 def _polar(size: Tensor, angle: Tensor) -> Pair:

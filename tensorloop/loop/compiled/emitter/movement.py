@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.loop.compiled.emitter.arrays import Array, dense
+from tensorloop.loop.compiled.emitter.arrays import Array
 from tensorloop.loop.compiled.emitter.lowering import Call
 from tensorloop.loop.compiled.emitter.pointwise import HANDLERS, handles
 from tensorloop.loop.compiled.recurrence import Unsupported
@@ -37,16 +37,6 @@ HANDLERS.update(dict.fromkeys(VIEWS, _view))
 def reshape(call: Call, x: Array, *args: Any, **kwargs: Any) -> Array:
     """The same elements in the result's shape."""
     return call.low.reshape(x, call.shape)
-
-
-@handles("as_strided")
-def as_strided(call: Call, x: Array, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Array:
-    """Of a tensor that lies here as it does in torch."""
-    base = call.node.args[0].meta["val"]  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    if base.storage_offset() or tuple(base.stride()) != dense(base.shape, base.stride()):
-        raise Unsupported("of a view")
-    whole = call.low.dense(x)
-    return Array(whole.buffer, tuple(size), tuple(stride), whole.offset + (offset or 0))
 
 
 @handles("getitem")
