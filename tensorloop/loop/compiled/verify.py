@@ -56,9 +56,11 @@ class _Checked(Sized):
         return found
 
     def _compare(self, n: fx.Node, found: Any, said: Any) -> None:
-        if isinstance(said, (tuple, list)):
+        if isinstance(said, (tuple, list)) and isinstance(found, (tuple, list)) and len(said) == len(found):
             for x, y in zip(found, said, strict=True):
                 self._compare(n, x, y)
+        elif isinstance(said, (tuple, list)):
+            raise Broken(f"{n.target} gives {_words(found)}, where its graph has {len(said)} values")
         elif isinstance(said, Tensor):
             shape = tuple(actual(tuple(said.shape), self._lengths))
             if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype is not said.dtype:
