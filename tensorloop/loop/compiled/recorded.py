@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -21,6 +21,7 @@ from tensorloop.loop.compiled.carried_arrays import Arrays
 from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
+from tensorloop.loop.compiled.layout import Layout, kind_of_layout, kind_of_strides, laid
 from tensorloop.loop.compiled.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.sizes_seen import sizes_seen
@@ -56,7 +57,7 @@ class Recorded:
         live: bool = True,
         arrays: Arrays | None = None,
         change: Callable[[Tensor], object] | None = None,
-        layout: "Layout | None" = None,
+        layout: Layout | None = None,
         missed: Callable[[], object] = lambda: None,
     ) -> None:
         self.loop, self.first, self.change, self.layout = loop, first, change, layout
@@ -159,17 +160,17 @@ class Recorded:
         loop = self.loop
         t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
         carry, rows = [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
-        return (carry, rows) if self.layout is None else (_laid(carry, self.layout[0]), _laid(rows, self.layout[1]))
+        return (carry, rows) if self.layout is None else (laid(carry, self.layout[0]), laid(rows, self.layout[1]))
 
-    def layouts(self) -> "list[Layout]":
+    def layouts(self) -> list[Layout]:
         """How the carry and the rows of xs lie in memory before the eager loop's first step, and before its second."""
         rows = tuple(x.stride()[1:] for x in self.xs)
         return [(tuple(x.stride() for x in tensors), rows) for tensors in (self.carry, self.new)]
 
-    def kind_of(self, layout: "Layout") -> Any:
+    def kind_of(self, layout: Layout) -> Any:
         """A layout, but for how far apart things lie."""
         shapes = [*(x.shape for x in self.carry), *(x.shape[1:] for x in self.xs)]
-        return tuple(_kind_of_strides(*pair) for pair in zip(shapes, [*layout[0], *layout[1]], strict=True))
+        return tuple(kind_of_strides(*pair) for pair in zip(shapes, [*layout[0], *layout[1]], strict=True))
 
     def _ran(self, watch: Any, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], Any]:
         """(the tensors that the step gives, what else decides about its plan)."""
@@ -356,8 +357,8 @@ class Recorded:
     def _root(self) -> "Key":
         """What is known of the key before the step."""
         loop = self.loop
-        carry = tuple((x.shape, x.dtype, x.requires_grad, _kind_of_layout(x, 0)) for x in self.carry)
-        xs = tuple((x.shape[1:], x.dtype, x.requires_grad, _kind_of_layout(x, 1)) for x in self.xs)
+        carry = tuple((x.shape, x.dtype, x.requires_grad, kind_of_layout(x, 0)) for x in self.carry)
+        xs = tuple((x.shape[1:], x.dtype, x.requires_grad, kind_of_layout(x, 1)) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
         asks = loop.cond is None, loop.until is None
         settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
@@ -428,36 +429,6 @@ def _own(x: Tensor) -> Tensor:
 def _live(x: Tensor) -> Tensor:
     """The same, with a graph."""
     return x.requires_grad_().clone() if x.is_floating_point() or x.is_complex() else x
-
-
-Layout = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]  # strides of the carry, of the rows of xs
-
-
-def _kind_of_layout(x: Tensor, dim: int) -> Any:
-    """How a tensor lies in memory behind its first `dim` dims: None where it is contiguous; not how far apart."""
-    return None if x.is_contiguous() else _kind_of_strides(x.shape[dim:], x.stride()[dim:])
-
-
-@lru_cache(1024)
-def _kind_of_strides(shape: Sequence[int], strides: Sequence[int]) -> Any:
-    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
-    dense, step = True, 1
-    for d in reversed(order):
-        dense &= strides[d] == step
-        step *= shape[d]
-    in_order = order == sorted(order)
-    return None if dense and in_order else (dense, tuple(order), tuple(strides[d] == 0 for d in order))
-
-
-def _laid(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Copies of tensors that lie in memory in another way; a dim of stride 0 has one value."""
-    found = []
-    for x, steps in zip(tensors, strides, strict=True):
-        one = x
-        for dim, step in enumerate(steps):
-            one = one.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else one
-        found.append(torch.empty_strided(one.shape, steps, dtype=x.dtype).copy_(one).expand(x.shape))
-    return found
 
 
 def filled_by(generator: torch.Generator) -> Callable[[Tensor], object]:

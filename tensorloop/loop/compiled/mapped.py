@@ -1,0 +1,150 @@
+"""An operation of one step for all steps at once, where it has no rule of its own: by vmap, or step by step."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop._torch.overrides import unseen
+
+
+class Place:
+    """The place of a tensor among the arguments of a mapped operation."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"<{self.index}>"
+
+
+class Mapped:
+    """An operation under vmap."""
+
+    def __init__(self, node: fx.Node, args: Any, kwargs: Any, dims: Sequence[int | None]) -> None:
+        self.target: Any = node.target
+        self.args, self.kwargs, self.dims = args, kwargs, tuple(dims)
+        self.mapped = True
+        self.orders: list[list[int] | None] = [None] * len(self.dims)
+        value = node.meta["val"]
+        self.there = None if isinstance(value, Tensor) else [x is not None for x in value]  # of several results
+        self.__name__ = f"mapped_{getattr(self.target, '_opname', 'operation')}"
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """The operation for all steps.
+
+        What it is given lies in memory as it did when the step was traced: kernels and gradients of some factorisations
+        ask for that, and go by it.
+        """
+        tensors = tuple(_laid(x, order) for x, order in zip(tensors, self.orders, strict=True))
+        return self._mapped(*tensors) if self.mapped else self._in_turn(*tensors)
+
+    def _in_turn(self, *tensors: Tensor) -> Any:
+        """Step by step."""
+        steps = next(len(x) for x, dim in zip(tensors, self.dims, strict=True) if dim is not None)
+        outs = []
+        for t in range(steps):
+            given = [x if dim is None else x[t] for x, dim in zip(tensors, self.dims, strict=True)]
+            outs.append(self.target(*_filled(self.args, given), **_filled(self.kwargs, given)))
+        if self.there is None:
+            return torch.stack(outs)
+        pairs = zip(zip(*outs, strict=True), self.there, strict=True)
+        return tuple(torch.stack(xs) if there else None for xs, there in pairs)
+
+    def _mapped(self, *tensors: Tensor) -> Any:
+        def one(*tensors: Tensor) -> Any:
+            out = self.target(*_filled(self.args, tensors), **_filled(self.kwargs, tensors))
+            return out if self.there is None else tuple(x for x in out if x is not None)
+
+        found = torch.func.vmap(one, self.dims)(*tensors)
+        if self.there is None:
+            return found
+        left = iter(found)
+        return tuple(next(left) if there else None for there in self.there)
+
+    def try_with(self, values: Sequence[tuple[Tensor, bool]]) -> None:
+        """Tries it for a few steps; `values` are shapes of one step, and whether they move.
+
+        What vmap makes of an operation is held against the operation itself, done step by step: for some, torch's own
+        rules are wrong. Those go step by step then, and those that no numbers tried here have a value of.
+        """
+        generator, tried = torch.Generator().manual_seed(0), False
+        with unseen(), torch.no_grad(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for steps, positive in ((3, False), (5, True)):  # of two steps, rolled by two, each is where it was
+                shapes = [(steps, *x.shape) if moves else x.shape for x, moves in values]
+                dtypes = [x.dtype for x, _ in values]
+                tensors = [_numbers(*x, generator, positive=positive) for x in zip(shapes, dtypes, strict=True)]
+                with contextlib.suppress(Exception):  # of such numbers it has no value
+                    expected = self._in_turn(*tensors)
+                    tried |= _says_something(expected)
+                    if not self._agrees(tensors, expected):
+                        tried = False
+                        break
+        self.mapped = tried and not said  # vmap warns where it goes step by step itself
+
+    def _agrees(self, tensors: Sequence[Tensor], expected: Any) -> bool:
+        found: list[Any] = []
+        try:
+            _Heard.apply(lambda: found.append(self._mapped(*tensors)))
+        except Exception:
+            return False
+        return _agree(found[0], expected)
+
+
+class _Heard(torch.autograd.Function):
+    """Runs something in a call of torch's, which makes Python's warnings of those in C++, else printed."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], object]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs it."""
+        run()
+
+
+def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, positive: bool) -> Tensor:
+    """Some of a dtype: integers may be places in a dim of two, floats are of both signs or near one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        numbers = torch.rand(shape, generator=generator) + 0.5 if positive else torch.randn(shape, generator=generator)
+        return numbers.to(dtype)
+    return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
+
+
+def order_of(value: Tensor) -> list[int]:
+    """The dims of one step's value, the one with the widest strides first."""
+    return sorted(range(value.dim()), key=lambda d: -value.stride(d))
+
+
+def _laid(x: Tensor, order: list[int] | None) -> Tensor:
+    """A tensor of all steps with the dims of a step in this order in memory."""
+    if order is None:
+        return x
+    dims = [0, *(d + 1 for d in order)]
+    return x.permute(dims).contiguous().permute([dims.index(d) for d in range(x.dim())])
+
+
+def _says_something(x: Any) -> bool:
+    """Whether there is a number in a result that is not NaN."""
+    if not isinstance(x, Tensor):
+        return x is not None and any(map(_says_something, x))
+    return not x.numel() or not bool(torch.isnan(x).all())
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether two results are the same but for rounding."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or (a is not None and b is not None and all(map(_agree, a, b)))
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() or a.is_complex() else 0
+    return torch.allclose(a, b, small, small, equal_nan=True)
+
+
+def _filled(x: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(x, Place):
+        return tensors[x.index]
+    if isinstance(x, dict):
+        return {k: _filled(y, tensors) for k, y in x.items()}
+    return [_filled(y, tensors) for y in x] if isinstance(x, (list, tuple)) else x
