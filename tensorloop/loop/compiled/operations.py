@@ -139,6 +139,15 @@ def is_discontinuous(node: fx.Node) -> bool:
     return name in _DISCONTINUOUS or casts
 
 
+def asks_for_infinity(node: fx.Node) -> bool:
+    """Whether a node compares with infinity or NaN alone, which no rounding makes or takes away but at the very end."""
+    name = getattr(node.target, "_opname", "")
+    other = node.args[1] if len(node.args) > 1 else None
+    return name in ("isinf", "isnan", "isfinite", "isposinf", "isneginf") or (
+        name in ("eq", "ne") and isinstance(other, float) and other in (float("inf"), float("-inf"))
+    )
+
+
 def is_exact(node: fx.Node) -> bool:
     """Whether a node's value, of the same arguments, is the same to the last bit in torch and in machine code."""
     if node.op != "call_function":

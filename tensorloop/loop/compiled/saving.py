@@ -12,7 +12,15 @@ from itertools import chain
 from torch import Tensor, fx
 
 from tensorloop.loop.compiled.lengths import grows, meets_growing
-from tensorloop.loop.compiled.operations import bytes_of, is_dear, is_discontinuous, is_exact, is_pointwise, is_view
+from tensorloop.loop.compiled.operations import (
+    asks_for_infinity,
+    bytes_of,
+    is_dear,
+    is_discontinuous,
+    is_exact,
+    is_pointwise,
+    is_view,
+)
 from tensorloop.loop.compiled.refused import Refused
 
 _FOREVER = 1 << 60
@@ -85,7 +93,8 @@ def _done_again(order: Sequence[fx.Node], moving: set[fx.Node], forward: set[fx.
             continue
         alike = all(a in same for a in n.all_input_nodes if a in moving)
         if _again(n) or n not in forward or meets_growing(n):
-            if is_discontinuous(n) and not alike:
+            jumps = is_discontinuous(n) and not (meets_growing(n) and asks_for_infinity(n))
+            if jumps and not alike:
                 if meets_growing(n):
                     raise Refused("its backward would compare anew what is as long as an array in the carry")
                 same.add(n)  # kept
