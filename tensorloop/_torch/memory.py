@@ -13,7 +13,7 @@ def is_symbolic(x: Tensor) -> bool:
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """The same numbers, as memory has them."""
+    """The tensor itself, or a copy whose memory holds its numbers: of a zero tensor, a conj or a neg view."""
     if not is_symbolic(x):
         return x
     return x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()

@@ -282,3 +282,16 @@ def test_after_backward_the_output_no_longer_holds_the_body(x):
     del scale
     assert reference() is None
     assert h.grad_fn is not None
+
+
+@K
+def test_a_body_writes_with_a_tensor_whose_elements_share_memory(w: Tensor, x: Tensor, k: int):
+    """What such a one is multiplied into is written to; to put its own values back, torch would have to write to it."""
+    scale = torch.full((1,), 0.5, dtype=D).expand(3)
+
+    def body(i: int, h: Tensor) -> Tensor:
+        part = h.clone()
+        part.unsqueeze(0).mul_(scale)
+        return torch.tanh(part @ w + h)
+
+    assert_same(run(body, w, x, k), run(body, w, x, None))

@@ -134,6 +134,11 @@ COPIES: dict[str, Callable[[Tensor], Any]] = {
     "alias_copy": torch.alias_copy,
     "view_copy": lambda h: torch.view_copy(h, (9,)),
     "t_copy": torch.t_copy,
+    "select_copy": lambda h: torch.select_copy(h, 0, 1),
+    "slice_copy": lambda h: torch.slice_copy(h, 1, 0, 2),
+    "split_copy": lambda h: torch.ops.aten.split_copy(h, 2)[1],
+    "unbind_copy": lambda h: torch.ops.aten.unbind_copy(h)[1],
+    "unfold_copy": lambda h: torch.unfold_copy(h, 0, 2, 1),
 }
 
 

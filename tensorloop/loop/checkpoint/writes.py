@@ -27,6 +27,11 @@ def may_write(func: Any) -> bool | str:
     return name in _WRITES or (UNSEEN if name.endswith(_STATISTICS) else False)
 
 
+def _is_expanded(x: Tensor) -> bool:
+    """Whether several elements share one place in memory: torch writes to no such tensor, nor can it be restored."""
+    return any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True))
+
+
 class Writes:
     """What one body changes, and its values before the first change."""
 
@@ -40,7 +45,7 @@ class Writes:
     ) -> None:
         """Before a function that may write to its arguments."""
         for x in arguments:
-            if not isinstance(x, Tensor) or x.requires_grad:
+            if not isinstance(x, Tensor) or x.requires_grad or _is_expanded(x):
                 continue
             if x._base is not None and not is_capture(x):
                 x = x._base  # a write to a view is one to what it is a view of

@@ -16,8 +16,9 @@ from tensorloop._torch.overrides import modes
 from tensorloop._torch.versions import Versions
 from tensorloop.loop import advice
 from tensorloop.loop.compiled import autocast, pairs
+from tensorloop.loop.compiled.key import code_of
 from tensorloop.loop.compiled.outside import Outside
-from tensorloop.loop.compiled.recorded import ROWS_STOP, Recorded, code_of
+from tensorloop.loop.compiled.recorded import ROWS_STOP, Recorded
 from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.loop.compiled.mapped import Mapped, Place, order_of
+from tensorloop.loop.compiled.mapped import Mapped, Place
 from tensorloop.loop.compiled.operations import aten, is_pointwise, value_of
 from tensorloop.loop.compiled.saving import needed_for
 
@@ -85,12 +85,9 @@ class Stage:
     def _mapped(self, n: fx.Node) -> fx.Node:
         """An operation without a rule, by vmap."""
         nodes = n.all_input_nodes
-        dims = tuple(0 if a in self.moving else None for a in nodes)
         place = {a: i for i, a in enumerate(nodes)}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: Place(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        mapped = Mapped(n, args, kwargs, dims)
-        mapped.orders = [order_of(value_of(a)) if a in self.moving else None for a in nodes]
-        mapped.try_with([(value_of(a), a in self.moving) for a in nodes])
+        mapped = Mapped(n, args, kwargs, [(value_of(a), a in self.moving) for a in nodes])
         return self.call(mapped, *(self.found[a] for a in nodes))
 
 

@@ -131,7 +131,7 @@ class Flow:
             self._outputs.append(self._after(self._steps[-1]))
             self._steps.append(frozenset(i for i in self._outputs[-1] if i < n))
         self._examples = []
-        self._found: dict[int, frozenset[int]] = {}
+        self._found: dict[tuple[int, int], frozenset[int]] = {}
 
     def _after(self, carried: frozenset[int]) -> frozenset[int]:
         live = {*carried, *self._rest}
@@ -154,19 +154,14 @@ class Flow:
 
     def after(self, steps: int) -> frozenset[int]:
         """Outputs of a loop that require one after so many steps: the last carry, ys of all steps."""
-        if steps > len(self._outputs):  # it goes round, from where it was before
-            first = self._steps.index(self._steps[-1])
-            steps = first + (steps - 1 - first) % (len(self._outputs) - first) + len(self._outputs) - first + 1
-        if (found := self._found.get(steps)) is None:
-            found = self._found[steps] = self._after_some(steps)
+        count, first = len(self._outputs), self._steps.index(self._steps[-1])
+        last = steps - 1 if steps <= count else first + (steps - 1 - first) % (count - first)  # it goes round
+        key = last, min(steps, count)
+        if (found := self._found.get(key)) is None:
+            carry = (i for i in self._outputs[last] if i < self._n)
+            ys = (i for outputs in self._outputs[:steps] for i in outputs if i >= self._n)
+            found = self._found[key] = frozenset([*carry, *ys])
         return found
-
-    def _after_some(self, steps: int) -> frozenset[int]:
-        first = self._steps.index(self._steps[-1])
-        last = steps - 1 if steps <= len(self._outputs) else first + (steps - 1 - first) % (len(self._outputs) - first)
-        carry = (i for i in self._outputs[last] if i < self._n)
-        ys = (i for found in self._outputs[:steps] for i in found if i >= self._n)
-        return frozenset([*carry, *ys])
 
 
 def with_gradients(

@@ -237,7 +237,7 @@ def _apart(x: Tensor, dim: int, stride: int) -> Tensor:
 
 
 def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of two-byte floats in float32 from its arguments to its results, as torch's kernels are."""
+    """Computes a composition of two-byte floats in float32 and rounds its results once, as torch's kernels do."""
 
     def wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dtype not in _HALVES:

@@ -24,44 +24,47 @@ Table = dict[Any, Callable[..., Any]]
 @cache
 def before_autograd() -> Table:
     """For the step as it was written down."""
-    return (
-        {
-            _aten.mv.default: _mv,
-            _aten.dot.default: lambda a, b: (a * b).sum(),
-            _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
-            _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
-            _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
-            _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
-                _aten.bmm.default(a, b).sum(0), x, beta, alpha
-            ),
-            _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
-            _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
-            _aten.bmm.default: _bmm,
-            _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
-            _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
-            _aten.unsafe_split.Tensor: _aten.split.Tensor,
-            _aten.unsafe_chunk.default: _aten.chunk.default,
-            _aten.lift_fresh.default: lambda x: x,
-            _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
-            _aten._neg_view.default: torch.neg,
-            _aten.as_strided.default: _as_strided,
-            _aten.as_strided_scatter.default: _as_strided_scatter,
-            _aten.flip.default: lambda x, dims: (
-                NotImplemented if x.dim() else x.clone()
-            ),  # vmap takes a dim for granted
-        }
-        | compositions.TABLE
-        | _copies()
-    )
+    return {
+        _aten.mv.default: _mv,
+        _aten.dot.default: lambda a, b: (a * b).sum(),
+        _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
+        _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
+        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
+        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
+            _aten.bmm.default(a, b).sum(0), x, beta, alpha
+        ),
+        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
+        _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
+        _aten.bmm.default: _bmm,
+        _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
+        _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
+        _aten.unsafe_split.Tensor: _aten.split.Tensor,
+        _aten.unsafe_chunk.default: _aten.chunk.default,
+        _aten.lift_fresh.default: lambda x: x,
+        _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
+        _aten._neg_view.default: torch.neg,
+        _aten.as_strided.default: _as_strided,
+        _aten.as_strided_scatter.default: _as_strided_scatter,
+        _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
+        **compositions.TABLE,
+        **_copies(),
+    }
+
+
+# Views of which torch has a form that copies, such as `diagonal_copy`. By name: `dir` knows only those operations of
+# torch that this process has met.
+_COPIED = (
+    *("_conj", "_neg_view", "_reshape_alias", "alias", "as_strided", "diagonal", "expand", "narrow", "permute"),
+    *("select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold"),
+    *("unsqueeze", "view", "view_as_complex", "view_as_real"),
+)
 
 
 def _copies() -> Table:
-    """What copies a view, as the view and a copy of it: `diagonal_copy`, `expand_copy` and the like."""
+    """What copies a view, as the view and a copy of it."""
     found: Table = {}
-    for name in dir(_aten):
-        packet, view = getattr(_aten, name), getattr(_aten, name.removesuffix("_copy"), None)
-        if name in ("lift_fresh_copy", "_to_copy", "index_copy") or not name.endswith("_copy") or view is None:
-            continue
+    for name in _COPIED:
+        packet, view = getattr(_aten, f"{name}_copy"), getattr(_aten, name)
         for overload in set(packet.overloads()) & set(view.overloads()):
             found[getattr(packet, overload)] = partial(_copied, getattr(view, overload))
     return found

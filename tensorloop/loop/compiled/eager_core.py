@@ -73,7 +73,7 @@ class EagerCore:
         return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
-        """As `Core` says: torch looks for itself."""
+        """Whether so many steps stay in their memory. They do: torch checks each index itself."""
         return True
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:

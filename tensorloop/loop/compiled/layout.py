@@ -17,7 +17,7 @@ def kind_of_layout(x: Tensor, dim: int) -> Any:
 
 @lru_cache(1024)
 def kind_of_strides(shape: Sequence[int], strides: Sequence[int]) -> Any:
-    """As `kind_of_layout`: whether there are gaps, the order of the dims, which of them repeat one value."""
+    """(no gaps, the order of the dims, which of them repeat one value) of strides; None where they are contiguous."""
     order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
     dense, step = True, 1
     for d in reversed(order):

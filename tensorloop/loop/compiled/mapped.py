@@ -10,6 +10,8 @@ from torch import Tensor, fx
 
 from tensorloop._torch.overrides import unseen
 
+LARGE = 2**20  # elements of one step
+
 
 class Place:
     """The place of a tensor among the arguments of a mapped operation."""
@@ -22,16 +24,17 @@ class Place:
 
 
 class Mapped:
-    """An operation under vmap."""
+    """An operation for all steps, with a `Place` for each tensor; of those `given`, some move: other at each step."""
 
-    def __init__(self, node: fx.Node, args: Any, kwargs: Any, dims: Sequence[int | None]) -> None:
+    def __init__(self, node: fx.Node, args: Any, kwargs: Any, given: Sequence[tuple[Tensor, bool]]) -> None:
         self.target: Any = node.target
-        self.args, self.kwargs, self.dims = args, kwargs, tuple(dims)
-        self.mapped = True
-        self.orders: list[list[int] | None] = [None] * len(self.dims)
+        self.args, self.kwargs = args, kwargs
+        self.dims = tuple(0 if moves else None for _, moves in given)
+        self._orders = [_order_of(value) if moves else None for value, moves in given]
         value = node.meta["val"]
         self.there = None if isinstance(value, Tensor) else [x is not None for x in value]  # of several results
         self.__name__ = f"mapped_{getattr(self.target, '_opname', 'operation')}"
+        self.mapped = self._vmap_is_right(given)
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The operation for all steps.
@@ -39,7 +42,7 @@ class Mapped:
         What it is given lies in memory as it did when the step was traced: kernels and gradients of some factorisations
         ask for that, and go by it.
         """
-        tensors = tuple(_laid(x, order) for x, order in zip(tensors, self.orders, strict=True))
+        tensors = tuple(_laid(x, order) for x, order in zip(tensors, self._orders, strict=True))
         return self._mapped(*tensors) if self.mapped else self._in_turn(*tensors)
 
     def _in_turn(self, *tensors: Tensor) -> Any:
@@ -65,18 +68,20 @@ class Mapped:
         left = iter(found)
         return tuple(next(left) if there else None for there in self.there)
 
-    def try_with(self, values: Sequence[tuple[Tensor, bool]]) -> None:
-        """Tries it for a few steps; `values` are shapes of one step, and whether they move.
+    def _vmap_is_right(self, given: Sequence[tuple[Tensor, bool]]) -> bool:
+        """Whether vmap gives what the operation itself gives step by step, on a few steps of random numbers.
 
-        What vmap makes of an operation is held against the operation itself, done step by step: for some, torch's own
-        rules are wrong. Those go step by step then, and those that no numbers tried here have a value of.
+        For some operations torch's own rules are wrong. Those go step by step, and those of which no numbers that were
+        tried here have a value. Of large tensors one trial is enough.
         """
         generator, tried = torch.Generator().manual_seed(0), False
         with unseen(), torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            for steps, positive in ((3, False), (5, True)):  # of two steps, rolled by two, each is where it was
-                shapes = [(steps, *x.shape) if moves else x.shape for x, moves in values]
-                dtypes = [x.dtype for x, _ in values]
+            trials = (3, False), (5, True)  # of two steps, rolled by two, each is where it was
+            large = sum(x.numel() for x, _ in given) > LARGE
+            for steps, positive in trials[: 1 if large else 2]:
+                shapes = [(steps, *x.shape) if moves else x.shape for x, moves in given]
+                dtypes = [x.dtype for x, _ in given]
                 tensors = [_numbers(*x, generator, positive=positive) for x in zip(shapes, dtypes, strict=True)]
                 with contextlib.suppress(Exception):  # of such numbers it has no value
                     expected = self._in_turn(*tensors)
@@ -84,7 +89,7 @@ class Mapped:
                     if not self._agrees(tensors, expected):
                         tried = False
                         break
-        self.mapped = tried and not said  # vmap warns where it goes step by step itself
+        return tried and not said  # vmap warns where it goes step by step itself
 
     def _agrees(self, tensors: Sequence[Tensor], expected: Any) -> bool:
         found: list[Any] = []
@@ -112,7 +117,7 @@ def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generato
     return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
 
 
-def order_of(value: Tensor) -> list[int]:
+def _order_of(value: Tensor) -> list[int]:
     """The dims of one step's value, the one with the widest strides first."""
     return sorted(range(value.dim()), key=lambda d: -value.stride(d))
 

@@ -114,13 +114,12 @@ _DISCONTINUOUS = frozenset(
             "all",
             "bucketize",
             "searchsorted",
-            "unique",
         ),
         *("logical_and", "logical_or", "logical_xor", "logical_not", "count_nonzero", "histc", "cummax", "cummin"),
         *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "fractional_max_pool2d"),
         *("threshold", "threshold_backward", "hardshrink", "hardshrink_backward", "softshrink_backward"),
         *("hardtanh_backward", "leaky_relu_backward", "hardsigmoid_backward", "hardswish_backward", "_prelu_kernel"),
-        *("evenly_distribute_backward", "masked_select", "rrelu_with_noise_backward"),
+        *("masked_select", "rrelu_with_noise_backward"),
     }
 )
 

@@ -41,6 +41,7 @@ class Program:
         self.parts, self.barred = parts, set(barred)
         self.order = list(graph.nodes)
         self.lacking: Unsupported | None = None  # why the loop is not native
+        self._handed: list[fx.Node] = []  # what torch computes before the loop, and needs after it
         self.split, self.core = self._compiled(graph)
         s = self.split
         given = [*parts.invariants, *parts.sequences]

@@ -3,8 +3,6 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from tensorloop.loop.compiled.carried_arrays import Arrays
 from tensorloop.loop.compiled.draws import Draw
 from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.glance import Glance, Missed, paths
+from tensorloop.loop.compiled.key import Key, code_of
 from tensorloop.loop.compiled.layout import Layout, kind_of_layout, kind_of_strides, laid
 from tensorloop.loop.compiled.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.refused import Refused
@@ -334,7 +333,7 @@ class Recorded:
         return self.recorder.let_go()
 
     @property
-    def key(self) -> "Key":
+    def key(self) -> Key:
         """All that a plan depends on."""
         if self.known is not None:
             return self.known
@@ -343,7 +342,7 @@ class Recorded:
         carry, ys, answer = self.outputs
         return Key((self.root, self.arrays.key(), kinds, tuple(carry), tuple(ys), answer, tuple(self.recorder.key)))
 
-    def learn(self, key: "Key") -> None:
+    def learn(self, key: Key) -> None:
         """Lets the step be known at a glance."""
         if self._glance is not None and not self.draws:  # what is drawn is drawn by the recorder
             paths.add(self.root, self._glance, key, self.captures)
@@ -354,7 +353,7 @@ class Recorded:
         self.known = None
         self._record(False)
 
-    def _root(self) -> "Key":
+    def _root(self) -> Key:
         """What is known of the key before the step."""
         loop = self.loop
         carry = tuple((x.shape, x.dtype, x.requires_grad, kind_of_layout(x, 0)) for x in self.carry)
@@ -363,39 +362,6 @@ class Recorded:
         asks = loop.cond is None, loop.until is None
         settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
         return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
-
-
-class Key:
-    """What plans are found by: a tuple whose hash is taken once."""
-
-    __slots__ = ("_hash", "parts")
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is Key and self._hash == other._hash and self.parts == other.parts)
-
-
-def code_of(function: Any) -> Any:
-    """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
-    while isinstance(function, partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        return type(function)
-    inner = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
-    return (function.__code__, *(x.__code__ for x in inner))
-
-
-def _holds_function(cell: CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, FunctionType)
-    except ValueError:  # it is still empty
-        return False
 
 
 def sequences(loop: Loop) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 A graph of a step says of each node which shape and dtype it gives (`meta["val"]`), as it was when the step was traced.
 Passes put other operations in the place of those: this holds them against it, once for each plan (`check_graph`), and
-the stages that compute all steps at once, at each call (`check_values`), which costs less than a microsecond a tensor.
+what the stages that compute all steps at once give, in a program's first calls (`check_values`).
 """
 
 import contextlib

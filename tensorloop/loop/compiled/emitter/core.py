@@ -3,7 +3,7 @@
 import collections
 from array import array
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -50,6 +50,18 @@ def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: 
     step, text = text_of(recurrence, target)
     code = machine_code(text.module, target, folder or cache.user_folder())
     return NativeCore(recurrence, step, text, Loaded(code, target))
+
+
+class NativeCall(NamedTuple):
+    """What the native function is called with: addresses of its table and of scratch memory, and how it runs."""
+
+    table: int
+    tensors: Sequence[Tensor]  # those that the table begins with
+    steps: int
+    parts: int
+    scratch: int
+    lengths: Sequence[int]  # of arrays before the first step
+    pack: bool  # whether panels are to be packed
 
 
 class NativeCore:
@@ -188,7 +200,7 @@ class NativeCore:
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))
         first = bool(panels) and not packed
-        self._enter(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first)
+        self._enter(NativeCall(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first))
         if parts > 1:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
@@ -198,17 +210,9 @@ class NativeCore:
             )
         return status[0]
 
-    def _enter(
-        self,
-        table: int,
-        tensors: Sequence[Tensor],
-        steps: int,
-        parts: int,
-        scratch: int,
-        lengths: Sequence[int],
-        pack: bool,
-    ) -> None:
-        """Calls the native function; `tensors` are those that the table begins with."""
+    def _enter(self, call: "NativeCall") -> None:
+        """Calls the native function."""
+        table, _, steps, parts, scratch, lengths, pack = call
         if pack:
             self._loaded.prepare(table)
         if parts == 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tensorloop.loop.compiled.emitter import cache, guard_text
 from tensorloop.loop.compiled.emitter.arrays import Buffer
 from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
-from tensorloop.loop.compiled.emitter.core import HANDLERS, NativeCore, instead
+from tensorloop.loop.compiled.emitter.core import HANDLERS, NativeCall, NativeCore, instead
 from tensorloop.loop.compiled.emitter.expand import expand
 from tensorloop.loop.compiled.emitter.function import Function, Text
 from tensorloop.loop.compiled.emitter.guard_memory import GUARD, LINE, Arena, Block, Piece
@@ -48,7 +48,7 @@ def on() -> Iterator[None]:
 
 
 def emitted(recurrence: Recurrence, *, folder: cache.Folder | None, target: Target | None) -> NativeCore:
-    """As `emit`."""
+    """Makes a core that checks each access to memory; takes what `emit` takes."""
     target = target or host()
     function = Apart(lower(recurrence, HANDLERS, expand), target, recurrence.reverse)
     text = function.text()
@@ -115,16 +115,8 @@ class GuardedCore(NativeCore):
     def _growing(self, steps: int, lengths: Sequence[int]) -> int:
         return super()._growing(steps, lengths) + self._function.gap * len(self._function.growing)
 
-    def _enter(
-        self,
-        table: int,
-        tensors: Sequence[Tensor],
-        steps: int,
-        parts: int,
-        scratch: int,
-        lengths: Sequence[int],
-        pack: bool,
-    ) -> None:
+    def _enter(self, call: NativeCall) -> None:
+        table, tensors, steps, parts, _, lengths, pack = call
         arena = Arena()
         copies = self._copies(arena, tensors, steps, lengths, pack)
         words = list((ctypes.c_int64 * (len(tensors) + 1 + 2 * len(lengths))).from_address(table))
@@ -143,7 +135,7 @@ class GuardedCore(NativeCore):
             if pack:
                 self._loaded.prepare(arena.address(own))
             block.close("panels")
-            super()._enter(arena.address(own), tensors, steps, parts, arena.base + place, lengths, False)
+            super()._enter(call._replace(table=arena.address(own), scratch=arena.base + place, pack=False))
         said = block.found(self.text.module.splitlines()) or arena.broken()
         if said is not None:
             violations.append(said)
