@@ -37,6 +37,9 @@ class _Here(threading.local):
     nodes: Any = None
     # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
     in_library = False
+    # How many looks at the bodies of compiled loops are on. Loops in a body are a part of its step; they do the same
+    # with gradients and without, as the look sees one of the two.
+    looks = 0
     # Under vmap: which elements run in all of the loops around, a 0-d bool tensor; None for all.
     elements: Any = None
     # The substitutes of replays that run here, outermost first (`loop/checkpoint/substitutes`).

@@ -24,6 +24,11 @@ def warn(text: str, kind: type[Warning] = UserWarning, place: Place | None = Non
 
 def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop"):
+    while frame is not None and is_ours(frame):
         frame = frame.f_back
     return frame
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Whether code of torch's or this library's runs there."""
+    return frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop")

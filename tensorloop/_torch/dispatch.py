@@ -35,3 +35,7 @@ class OperationMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         # True, the default, wraps the handler so that its first call imports torch._dynamo: a second or more.
         return False
+
+
+class MemoryMode(OperationMode):
+    """A mode that looks at the memory operations give, and not at which they are: it may be around a compiled loop."""

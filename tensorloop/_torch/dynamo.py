@@ -143,8 +143,9 @@ def run_as_graph(function: Callable[..., Any], *args: Any, **options: Any) -> An
         with setup_compilation_env() as backend:
             return torch.compile(function, backend=backend, fullgraph=True)(*args, **options)
     except TorchDynamoException as error:
-        said = re.search(r"NotInGraph\('(.*)'\)", str(error)) or re.search(r"Explanation: (.*)", str(error))
-        raise NotInGraph(said[1] if said else str(error).strip().partition("\n")[0]) from None
+        text = str(error)
+        said = re.search(r"NotInGraph\((['\"])(.*)\1\)", text) or re.search(r"(E)xplanation: (.*)", text)
+        raise NotInGraph(said[2] if said else text.strip().partition("\n")[0]) from None
 
 
 def operators_of(module: fx.GraphModule) -> list[Any]:

@@ -2,7 +2,8 @@
 
 Names that torch describes for extension writers but keeps out of its public modules, tried with 2.11 and 2.13:
 `OpOverload.decompose`, `torch._decomp.get_decompositions`, `torch._C._len_torch_dispatch_stack`,
-`torch._C._autograd._top_saved_tensors_default_hooks`.
+`torch._C._autograd._top_saved_tensors_default_hooks`, `torch.utils._python_dispatch._disable_current_modes` and
+`_get_current_dispatch_mode_stack`.
 
 Torch's own `make_fx` and its fake tensors load sympy, dynamo and inductor, two seconds in each process. Here operations
 run on small real tensors while they are written down, and what is kept of their values are shapes. Only where an input
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from tensorloop._torch.dispatch import OperationMode
+from tensorloop._torch.dispatch import MemoryMode, OperationMode
 from tensorloop._torch.fake import fakes_like
 
 Table = dict[Any, Callable[..., Any]]
@@ -126,9 +128,16 @@ def without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.func.functionalize(function, remove="mutations")
 
 
-def dispatched() -> bool:
-    """Whether a dispatch mode is around the caller, which would not see what a compiled function does."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def blind_modes() -> list[str]:
+    """The dispatch modes around the caller that would not see what a compiled loop does, by class."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, MemoryMode)]
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Dispatch modes of the caller's do not see what runs inside, which is only looked at."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def without_hooks() -> AbstractContextManager[object]:

@@ -15,6 +15,7 @@ from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import Carry, describe
 from tensorloop.loop.checkpoint import adjoint
 from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning, Search, distance
+from tensorloop.loop.compiled import around
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.run import run_loop
@@ -97,6 +98,7 @@ def fixed_point(
     _check(carry, leaves, rows)
     if compact and not rows:
         raise WrongValue("compact=True is for rows that converge on their own; give rows=True")
+    around.check_whole("fixed_point")
     search = Search("fixed_point", _tolerance(tol, leaves), _most(max_steps), bool(rows), bool(strict))
 
     with torch.no_grad():

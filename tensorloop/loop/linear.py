@@ -20,6 +20,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch import transforms
 from tensorloop._torch.formula import Formula, evaluate
 from tensorloop.loop.associative import associative_scan
+from tensorloop.loop.compiled import around
 from tensorloop.packed.base import any_packed
 
 
@@ -68,6 +69,7 @@ def linear_recurrence(
     a = _broadcast(a, "a", b, shape)
     init = _broadcast(0 if init is None else init, "init", b, shape[:dim] + shape[dim + 1 :])
     init = init.expand(shape[:dim] + shape[dim + 1 :]).unsqueeze(dim)
+    around.check_whole("linear_recurrence")
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (a, b, init)))
     return _run(a.to(dtype), b.to(dtype), init.to(dtype), dim, reverse)
 

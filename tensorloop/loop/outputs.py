@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.errors import Misuse, WrongType
+from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import plain_mode
 from tensorloop._torch.versions import read_version
@@ -140,12 +141,13 @@ class Column:
 
     def append(self, y: Tensor) -> None:
         if (
-            (y.requires_grad and torch.is_grad_enabled())
+            here.looks
+            or (y.requires_grad and torch.is_grad_enabled())
             or transforms.maybe_level() is not None
             or transforms.has_tangent(y)
         ):
             self._spill()
-            kept = transforms.maybe_level() is None and not y.is_inference()
+            kept = transforms.maybe_level() is None and not y.is_inference() and not here.looks
             self.waiting.append(y if kept else y.clone())
             self.versions.append(read_version(y) if kept else None)
         elif self.waiting:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments, pytree
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.carry import describe
@@ -62,7 +63,7 @@ class PackedSlices(Slices):
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:
         if x is None:
             return None
-        recorded = x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
+        recorded = not here.looks and x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
         return x.split(self.counts) if recorded else None
 
     def _copied(self, k: int, i: int) -> Tensor:
@@ -136,7 +137,7 @@ class PackedColumn:
         self.path, self.waiting, self.versions = path, waiting, versions
 
     def append(self, y: Tensor) -> None:
-        kept = transforms.maybe_level() is None and not y.is_inference() and y.requires_grad
+        kept = transforms.maybe_level() is None and not y.is_inference() and not here.looks and y.requires_grad
         self.waiting.append(y if kept else y.clone())
         self.versions.append(read_version(y) if kept else None)
 

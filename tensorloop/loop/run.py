@@ -6,7 +6,7 @@ from tensorloop._common import scope
 from tensorloop._common.progress import Progress
 from tensorloop.loop import advice, zero_steps
 from tensorloop.loop.checkpoint import node
-from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled import around, front
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import with_known_rows
@@ -19,14 +19,20 @@ def run_loop(
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
-        if compile and (done := front.run(loop, compile, plan)) is not None:
-            bar.update(done[0].taken)
-            return done
+        found = front.run(loop, compile, plan) if compile else None
+        if isinstance(found, tuple):
+            bar.update(found[0].taken)
+            return found
         if loop.slices is not None:
             loop.slices.begin()
         if plan is None or not node.applies(loop):
-            return _run(loop, bar)
-        return node.run(loop, plan, length, bar)
+            done = _run(loop, bar)
+        else:
+            around.check_inner(plan)
+            done = node.run(loop, plan, length, bar)
+        if found is not None:  # an error of the look, which the eager loop did not meet
+            front.tell(loop.name, compile, found)
+        return done
 
 
 def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile | front.Asked) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.pytree import Tree, structure
+from tensorloop._common.scope import here
 from tensorloop.loop.carry import describe
 from tensorloop.loop.outputs import place
 from tensorloop.tensor_array.array import TensorArray
@@ -81,4 +82,4 @@ def guard(x: Tensor) -> Tensor:
 
 def is_guarded(x: Tensor) -> bool:
     """Whether autograd refuses to change `x` in place, as it does for such outputs where it records."""
-    return x.requires_grad and torch.is_grad_enabled()
+    return not here.looks and x.requires_grad and torch.is_grad_enabled()

@@ -10,6 +10,7 @@ from torch import Tensor
 from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType, WrongValue
+from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.outputs import Outputs
@@ -141,7 +142,7 @@ class Slices:
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:
         if x is None:
             return None
-        recorded = x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
+        recorded = not here.looks and x.requires_grad and torch.is_grad_enabled() and transforms.maybe_level() is None
         return x.unbind(dim) if recorded else None
 
     def _copied(self, k: int, i: int) -> Tensor:

@@ -73,9 +73,3 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     monkeypatch.setattr(Program, "__call__", counted)
     yield found
     plans.clear()
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts memory sees compiled loops, where it would have them run eagerly."""
-    monkeypatch.setattr("tensorloop.loop.compiled.front.dispatched", lambda: False)

@@ -259,7 +259,7 @@ def remembering(d: Inputs, compile: Any, k: int | None) -> Any:
 
 
 @pytest.mark.parametrize("loop", [reading, remembering])
-def test_no_more_is_held_than_by_the_eager_loop(loop: Any, seen: None, blocks: None, monkeypatch: pytest.MonkeyPatch):
+def test_no_more_is_held_than_by_the_eager_loop(loop: Any, blocks: None, monkeypatch: pytest.MonkeyPatch):
     """Beside the numbers of slots; at the peak, a block more, and the log, which eager loops shorten as they go."""
     monkeypatch.setattr(segments, "AT_ONCE", 3)
     d = Inputs(steps=120, slots=60)
@@ -277,7 +277,7 @@ def test_no_more_is_held_than_by_the_eager_loop(loop: Any, seen: None, blocks: N
     assert most <= eager_most + (20 if loop is reading else 60) * element
 
 
-def test_bytes_are_linear_in_steps_and_slots(seen: None, blocks: None):
+def test_bytes_are_linear_in_steps_and_slots(blocks: None):
     def most(steps: int, slots: int) -> int:
         d = Inputs(steps=steps, slots=slots)
 

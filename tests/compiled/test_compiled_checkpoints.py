@@ -243,7 +243,7 @@ def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("k", [1, 4])
-def test_no_more_is_held_than_by_the_eager_loop(known: bool, k: int, seen: None) -> None:
+def test_no_more_is_held_than_by_the_eager_loop(known: bool, k: int) -> None:
     """Beside the numbers of a `fori_loop`'s steps; and at the peak, a block more: what is free."""
     carry = 64 * 4 * 8
     counts: Any = {}
@@ -260,7 +260,7 @@ def test_no_more_is_held_than_by_the_eager_loop(known: bool, k: int, seen: None)
     assert most <= eager_most + segments.FREE_BYTES
 
 
-def test_blocks_of_large_carries_are_short(seen: None) -> None:
+def test_blocks_of_large_carries_are_short() -> None:
     """Four steps of these take more than is free: then blocks take no more than carries do."""
     rows, carry = 2**15, 2**15 * 4 * 8
 
@@ -274,9 +274,7 @@ def test_blocks_of_large_carries_are_short(seen: None) -> None:
     assert most(1, 10, "strict") <= most(1, 10, False) + 2 * carry
 
 
-def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(
-    seen: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here both keep one carry a step. What is free is left out: this loop is a small one."""
     monkeypatch.setattr("tensorloop.loop.compiled.node.FREE_BYTES", 0)
     peaks = {}
@@ -287,7 +285,7 @@ def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(
 
 
 @pytest.mark.parametrize("budget", [20, 200])
-def test_a_budget_bounds_what_is_held_and_the_block(budget: int, seen: None, held: list[int]) -> None:
+def test_a_budget_bounds_what_is_held_and_the_block(budget: int, held: list[int]) -> None:
     """In carries: half for a block, of two a step, and half for those that are kept."""
     rows, carry = 2**12, 2**12 * 4 * 8
     plan = Checkpoints(budget=budget * carry)

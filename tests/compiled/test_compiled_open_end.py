@@ -76,7 +76,7 @@ def test_a_bound(most: int, counts: list[int]):
         check_equal([*found, *gradients(found, leaves)], [*expected, *gradients(expected, others)], 1e-11)
 
 
-def test_without_gradients_there_is_a_carry_and_no_more(counts: list[int], seen: None):
+def test_without_gradients_there_is_a_carry_and_no_more(counts: list[int]):
     with torch.no_grad():
         check_equal(turned(90, "strict")[0], turned(90, False)[0], 1e-11)
         few, many = (peak(lambda n=n: turned(n, "strict", rows=64)) for n in (50, 200))
@@ -115,7 +115,7 @@ def test_second_derivatives(counts: list[int]):
 
 
 @pytest.mark.parametrize("steps", [5, 100, 1000])
-def test_no_step_is_copied_and_few_are_left_empty(steps: int, seen: None, monkeypatch: pytest.MonkeyPatch):
+def test_no_step_is_copied_and_few_are_left_empty(steps: int, monkeypatch: pytest.MonkeyPatch):
     """Held and at the peak: what the eager loop has, a tenth more, what is spare, and the memory of backward."""
     monkeypatch.setattr("tensorloop.loop.compiled.node.FREE_BYTES", 2**16)
     rows, results = 64, {}

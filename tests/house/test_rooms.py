@@ -106,7 +106,10 @@ INNER_DOORS = {
         f"loop.checkpoint.{name}"
         for name in ("adjoint", "closures", "in_order", "leaving", "node", "options", "snapshots")
     ),
-    *(f"loop.compiled.{name}" for name in ("explain", "front", "in_graph", "lengths", "operations", "recurrence")),
+    *(
+        f"loop.compiled.{name}"
+        for name in ("around", "explain", "front", "in_graph", "lengths", "operations", "recurrence")
+    ),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("channels_first", "convolution", "padding", "pooling", "resampling")),
     *("packed.time.spectrum", "packed.time.statistics"),

@@ -15,7 +15,7 @@ from tensorloop.loop.compiled.carried_arrays import LONGER, STAND_IN, Template, 
 from tensorloop.loop.compiled.lengths import OTHERS, SYMBOLS, Sized, same_but_for_lengths
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.recorded import Recorded, filled_by, python_values
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.refused import NATIVE, Refused
 
 
 class ArrayPlan(Plan):
@@ -38,9 +38,14 @@ def looked(found: Recorded) -> Looks:
     """Runs a step with arrays in its carry again, with arrays of other lengths too."""
     groups = range(len(found.arrays.starts))
     if len(groups) > len(SYMBOLS):
-        raise Refused(f"arrays of more than {len(SYMBOLS)} different lengths are in the carry")
+        raise Refused(
+            f"arrays of more than {len(SYMBOLS)} different lengths are in the carry", "begin them with as many slots"
+        )
     if found.draws:
-        raise Refused("random numbers are drawn in a loop with a TensorArray in the carry")
+        raise Refused(
+            "random numbers are drawn in a loop with a TensorArray in the carry",
+            "draw before the loop and give them as xs",
+        )
     lengths = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
 
     def looks(*, lines: bool) -> list[Recorded]:
@@ -75,13 +80,16 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
         step, fakes = made(SYMBOLS)
         plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
         if plan.step is not step:  # their pairs would be no arguments of the step
-            raise Refused("complex numbers meet a TensorArray in the carry")
+            raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
         step, fakes = made(OTHERS)
         other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
     if not same_but_for_lengths(plan.traced.graph, other.graph):
-        raise Refused("what torch makes of its operations depends on the length of an array in the carry")
+        raise Refused(
+            "what torch makes of its operations depends on the length of an array in the carry",
+            "read slots that every length has, or set compile=False",
+        )
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
-        raise Refused(f"the loop's core backward lacks a native form, {lack.reason}")
+        raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
     plan.writes = logged(plan.traced)
     base.let_go()
@@ -128,7 +136,10 @@ def _try_each(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
     if not (sees or uses.spans or uses.reads):
         return
     if sees and steps is None:
-        raise Refused("the body sees how long an array in the carry is, in a loop of unknown length")
+        raise Refused(
+            "the body sees how long an array in the carry is, in a loop of unknown length",
+            "use scan or fori_loop, whose length is known, or a counter in the carry",
+        )
     values = python_values(found) if sees else ()
     ends = (2 if steps is None else steps) if (sees or uses.spans) and any(found.growth) else 1
     for t in range(ends):

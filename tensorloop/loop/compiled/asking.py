@@ -18,7 +18,7 @@ from tensorloop.loop import advice
 from tensorloop.loop.compiled import autocast, pairs
 from tensorloop.loop.compiled.key import code_of
 from tensorloop.loop.compiled.outside import Outside
-from tensorloop.loop.compiled.recorded import ROWS_STOP, Recorded
+from tensorloop.loop.compiled.recorded import CURE_OF_ROWS, ROWS_STOP, Recorded
 from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
@@ -45,7 +45,10 @@ class Asking:
 
     def __init__(self, loop: Loop) -> None:
         if modes() or autocast.state() is not None:
-            raise Refused("the condition is asked in Python, and autocast or another mode is on")
+            raise Refused(
+                "the condition is asked in Python, and autocast or another mode is on",
+                "let the condition give a tensor, by operations on the carry alone",
+            )
         self.loop, self.going = loop, True
         self.stepped = copy.copy(loop)  # the steps, which know of no condition
         self.stepped.cond = self.stepped.until = None
@@ -56,7 +59,10 @@ class Asking:
     def begin(self, found: Recorded, *, grad: bool) -> None:
         """Before the first step, which was recorded: it must have changed nothing in Python."""
         if found.draws:
-            raise Refused("random numbers are drawn in a loop of unknown length")
+            raise Refused(
+                "random numbers are drawn in a loop of unknown length",
+                "draw them before the loop and index them by the step",
+            )
         self._body.check()
         self._found, self._grad, self._like = found, grad, found.given()
 
@@ -78,9 +84,11 @@ class Asking:
                 f"give compile=False"
             )
         if own.changed() is not None:
-            raise Refused("the condition writes to the carry")
+            raise Refused("the condition writes to the carry", "write in the body")
         if self._grad and [sys.getrefcount(x) for x in parts] != held:
-            raise Refused("the condition keeps the carry elsewhere, where it has no gradient")
+            raise Refused(
+                "the condition keeps the carry elsewhere, where it has no gradient", "read it when the loop is over"
+            )
         if self._condition.changed():
             self._body.check()
         loop.taken += loop.until is not None
@@ -99,10 +107,10 @@ class Asking:
         try:
             answer = ask(tree, *loop.context_at(loop.taken))
             if what == "until" and not loop.taken and loop.stops_rows(answer, carry):
-                raise Refused(ROWS_STOP)
+                raise Refused(ROWS_STOP, CURE_OF_ROWS)
             answer = loop.truth(answer, what)
             if [written_state(x) for x in arrays] != before:
-                raise Refused("the condition writes to a TensorArray in the carry")
+                raise Refused("the condition writes to a TensorArray in the carry", "write in the body")
         except Refused:
             raise
         except BaseException as error:

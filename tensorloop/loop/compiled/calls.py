@@ -4,14 +4,25 @@ Around every look there is a mode of this kind, so that what a call does is know
 of the loop: a body may register a hook today and none tomorrow, and its operations are the same.
 """
 
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType
-from typing import Any
+import sys
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop._torch import transforms
+from tensorloop.loop.compiled.refused import VALUES, Refused
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})  # classes of tensors that are nothing else
 _READS = {
@@ -28,12 +39,24 @@ _READS = {
     "data_ptr": "asks where a tensor is in memory",
     "untyped_storage": "asks where a tensor is in memory",
 }
-_REFUSED = {
-    function: f"the body {what} ({name})" for name, what in _READS.items() if (function := getattr(Tensor, name, None))
+_AFTER = "do so with what the loop returns"
+_CURES = {"turns": VALUES, "hands": VALUES, "prints": _AFTER, "registers": _AFTER, "retains": _AFTER}
+_CURES |= {"asks": "use operations of torch", "runs": "torch.func.grad of a function compiles"}
+_REFUSED: dict[Any, tuple[str, str]] = {
+    function: (f"the body {what} ({name})", _CURES[what.partition(" ")[0]])
+    for name, what in _READS.items()
+    if (function := getattr(Tensor, name, None))
 }
+_REFUSED[torch.autograd.backward] = "the body runs a backward pass (torch.autograd.backward)", _CURES["runs"]
+_GRAD = "the body calls torch.autograd.grad", _CURES["runs"]
 # Attributes: a node of autograd's graph takes hooks, which no later step would have.
-_ATTRIBUTES = {"grad_fn": "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"}
+_GRAPH = "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"
+_ATTRIBUTES = {"grad_fn": (_GRAPH, _AFTER)}
+_SAID = {"item": ".item()", "__bool__": "a tensor as a condition (if, while, and, bool())"}
+_SAID |= {f"__{kind}__": f"{kind}() of a tensor" for kind in ("float", "int", "complex")}
+_SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a tensor", "tolist": ".tolist()"}
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
 
 
@@ -41,8 +64,19 @@ class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
     inside = False
+    call: Any = None  # the user's, while it runs
+    grad = True  # what it is made under
     asked_layout = False  # whether the body asked how a tensor lies in memory
     asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
+
+    def __enter__(self) -> Self:
+        """Begins to look."""
+        here.looks += 1
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        here.looks -= 1
+        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call."""
@@ -56,13 +90,32 @@ class CallWatch(TorchFunctionMode):
             name = getattr(func.__self__, "__name__", "")
             reason = _ATTRIBUTES.get(name)
             self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")
+        elif func is torch.autograd.grad and transforms.maybe_level() is None:  # torch.func.grad calls it, too
+            reason = _GRAD
         if reason is not None:
-            raise Refused(reason, user_place())
+            raise Refused(*reason, user_place())
         outer, self.inside = self.inside, True
+        if not outer:
+            self.call, self.grad = func, torch.is_grad_enabled()
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self.inside = outer
+
+    def said(self, operation: str) -> str:
+        """The call that does this operation, as a user writes it."""
+        name = getattr(self.call, "__name__", "") if self.inside else ""
+        if not name:
+            return operation
+        return _SAID.get(name) or (f"{name}()" if name.strip("_") == name else operation)
+
+
+def custom_function() -> str | None:
+    """The name of the `torch.autograd.Function` of a user's that runs here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["cls"].__name__
 
 
 def is_torchs(function: Any) -> bool:

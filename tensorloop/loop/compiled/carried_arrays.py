@@ -34,10 +34,10 @@ class Arrays:
         for i in self.places:
             array = self.first[i]
             if has_holes(array):
-                raise Refused("an array in the carry has holes")
+                raise Refused("an array in the carry has holes", "write its slots in order, or begin with zeros")
             shape, dtype, device = kind_of(array)
             if device is not None and device.type != "cpu":
-                raise Refused("only loops on the CPU are compiled")
+                raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
             if shape is not None:
                 self.kinds[i] = shape, dtype
 
@@ -69,10 +69,15 @@ class Arrays:
         """The tensor that a returned array stands for."""
         store = store_of(returned)
         if not isinstance(store, StandIn) or store.number != number:
-            raise Refused("an array in the carry is returned as another one")
+            raise Refused(
+                "an array in the carry is returned as another one", "return the array that the body was given"
+            )
         values = store.values
         if values is None:
-            raise Refused("the elements of an array in the carry are not known: nothing writes to it")
+            raise Refused(
+                "the elements of an array in the carry are not known: nothing writes to it",
+                "leave it out of the carry, or write to it",
+            )
         self.kinds[i] = values.shape[1:], values.dtype
         return values
 
@@ -93,7 +98,10 @@ class Arrays:
             k = self.groups[i]
             more = len(values) - self.lengths[k]
             if found.setdefault(k, more) != more:
-                raise Refused("arrays in the carry that begin with as many slots do not grow alike")
+                raise Refused(
+                    "arrays in the carry that begin with as many slots do not grow alike",
+                    "begin one of them with another length, or write to both in each step",
+                )
         return tuple(found[k] for k in range(len(self.starts)))
 
 
@@ -178,4 +186,8 @@ def _aligned(columns: Any) -> list[tuple[Any, ...]]:
 
 def length_matters(place: Any = None) -> Refused:
     """Why a body that takes another course for another length is not compiled."""
-    return Refused("what the body does depends on the length of an array in the carry", place)
+    return Refused(
+        "what the body does depends on the length of an array in the carry",
+        "read slots that every length has, or set compile=False",
+        place,
+    )

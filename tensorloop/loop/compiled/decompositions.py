@@ -96,7 +96,10 @@ def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int |
     whole = x.is_contiguous() and not x.storage_offset() and x.untyped_storage().nbytes() == x.nbytes
     last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if not whole or (last >= x.numel() and 0 not in size):
-        raise Refused("as_strided() of a tensor that is a part of its memory, or transposed in it")
+        raise Refused(
+            "as_strided() of a tensor that is a part of its memory, or transposed in it",
+            "index, or use unfold() or narrow()",
+        )
     places = torch.zeros(list(size), dtype=torch.int64)
     for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
         places = places + torch.arange(n).mul(step).reshape([n] + [1] * (len(size) - dim - 1))

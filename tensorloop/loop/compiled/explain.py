@@ -11,6 +11,7 @@ from tensorloop.loop.compiled.lengths import said
 from tensorloop.loop.compiled.operations import value_of, values_of
 from tensorloop.loop.compiled.plan import Plan
 from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.refused import Refused
 
 
 class Explanation:
@@ -46,10 +47,10 @@ def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
     return Explanation("\n".join(line for line in lines if line), True)
 
 
-def of_refusal(name: str, reason: str, place: tuple[str, int] | None) -> Explanation:
+def of_refusal(name: str, refusal: Refused) -> Explanation:
     """The explanation of a loop that stays eager."""
-    where = "" if place is None else f"\n  at {place[0]}:{place[1]}"
-    return Explanation(f"{name}: not compiled: {reason}{where}", False)
+    where = "" if refusal.place is None else "\n  at {}:{}".format(*refusal.place)
+    return Explanation(f"{name}: not compiled: {refusal.reason}{where}\n  cure: {refusal.cure}", False)
 
 
 def _program(name: str, program: Program) -> list[str]:
@@ -103,5 +104,5 @@ def asked(run: Callable[[Asked], Any]) -> Explanation:
     with suppress(Told):
         run(ask)
     if ask.found is None:
-        return Explanation("not compiled: there is no step to do, or a transform or another mode is around", False)
+        return Explanation("not compiled: there is no step to do", False)
     return ask.found

@@ -21,25 +21,36 @@ from torch import Tensor
 from tensorloop._common.user_line import Place, user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.loop.compiled import draws
-from tensorloop.loop.compiled.calls import PLAIN, CallWatch
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.calls import PLAIN, CallWatch, custom_function
+from tensorloop.loop.compiled.refused import FUNCTION, NATIVE, VALUES, Refused
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
 _aten = torch.ops.aten
 _READS = "reads a value in Python"
+_SHAPES = "has a result whose shape depends on values"
+_MEMORY = "replaces the memory of a tensor"
+_DRAWS = "draws random numbers"
+_OWN = "is an operation of its own, whose gradient a graph does not have"
+_CURES = {
+    _READS: VALUES,
+    _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
+    _MEMORY: "make another tensor",
+    _DRAWS: "draw before the loop and give the numbers as xs",
+    _OWN: "call it before or after the loop, or set compile=False",
+}
 # Operations that say something about a step which a graph of it would not.
 _REASONS = {
     _aten._local_scalar_dense.default: _READS,
     _aten.item.default: _READS,
     _aten.is_nonzero.default: _READS,
     _aten.equal.default: _READS,
-    _aten.nonzero.default: "has a result whose shape depends on values",
-    _aten.masked_select.default: "has a result whose shape depends on values",
-    _aten.unique_consecutive.default: "has a result whose shape depends on values",
-    _aten._unique2.default: "has a result whose shape depends on values",
-    _aten.set_.source_Storage: "replaces the memory of a tensor",
-    _aten.resize_.default: "replaces the memory of a tensor",
+    _aten.nonzero.default: _SHAPES,
+    _aten.masked_select.default: _SHAPES,
+    _aten.unique_consecutive.default: _SHAPES,
+    _aten._unique2.default: _SHAPES,
+    _aten.set_.source_Storage: _MEMORY,
+    _aten.resize_.default: _MEMORY,
 }
 _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
@@ -109,7 +120,7 @@ class Recorder(OperationMode):
         self._cut: set[int] = set()  # what detach() gave, and views of it
         self._empty: set[int] = set()  # memory that empty() gave
         self._instead: Tensor | None = None
-        self._fills = False  # whether the operation at hand fills what was empty
+        self._unread = False  # whether the operation at hand fills what was empty, or gives a part of it to be filled
 
     def __enter__(self) -> Self:
         """Begins to look, with the glance that is to be learnt."""
@@ -127,15 +138,15 @@ class Recorder(OperationMode):
         traits = _TRAITS.get(id(func)) or _traits(func)
         if traits.reason is not None and not draws.never(func, args, kwargs):
             if not (self.may_read and traits.reason == _READS):
-                raise Refused(f"{traits.name} {traits.reason}", user_place())
+                raise Refused(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason], user_place())
             self.reads = True
         if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
-            raise Refused(f"{traits.name} runs under another grad mode or in a custom Function", user_place())
+            self._other_grad_mode(traits.name)
         if not self.watch.inside:
             self._without_a_call(func, args)
         self.functions.append(func)
         self.starts.append(len(self.key))
-        self._fills = traits.fills or func is _aten.detach.default  # torch's factories detach what they made
+        self._unread = traits.fills or traits.view
         key, note = self.key, self._note
         key.append(id(func))  # what hashes quickly
         for x in args:
@@ -167,8 +178,22 @@ class Recorder(OperationMode):
                 self._follow(args, out)
             self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
         if len(self.functions) > MOST_OPERATIONS:
-            raise Refused(f"a step has more than {MOST_OPERATIONS} operations", user_place())
+            raise Refused(
+                f"a step has more than {MOST_OPERATIONS} operations",
+                "make it a loop of its own inside the step",
+                user_place(),
+            )
         return out
+
+    def _other_grad_mode(self, name: str) -> None:
+        """Refuses what a graph of operations does not show: gradients that are not those of the operations."""
+        if (function := custom_function()) is not None:
+            raise Refused(f"the body uses the custom Function {function}", FUNCTION, user_place())
+        said = self.watch.said(name)
+        if self.watch.inside and self.watch.grad is self.grad:
+            raise Refused(f"{said} computes a part of itself without gradients", NATIVE, user_place())
+        cure = "cut gradients off by detach(), and set grad modes around the loop"
+        raise Refused(f"{said} runs under another grad mode than the loop", cure, user_place())
 
     def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that no call of torch made: a script's, or one that hides itself.
@@ -178,7 +203,7 @@ class Recorder(OperationMode):
         """
         if func is _aten.detach.default and args[0].requires_grad:
             raise Refused(
-                "a scripted function computes its own gradient; call the function that was scripted", user_place()
+                "a scripted function computes its own gradient", "call the function that was scripted", user_place()
             )
         if self.glance is not None:
             self.glance.clear = False
@@ -186,10 +211,14 @@ class Recorder(OperationMode):
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
         if not self.may_draw:
-            raise Refused("random numbers are drawn in a loop of unknown length", user_place())
+            raise Refused(
+                "random numbers are drawn in a loop of unknown length",
+                "draw them before the loop and index them by the step",
+                user_place(),
+            )
         k = self.generators.index(kwargs.get("generator"))
         if self.generators.moved():
-            raise Refused("the body sets the state of a generator", user_place())
+            raise Refused("the body sets the state of a generator", "seed before the loop", user_place())
         out = func(*args, **kwargs)
         self.generators.drew(k)
         draw = draws.of(func, args, kwargs, out, len(self._tensors))
@@ -215,7 +244,11 @@ class Recorder(OperationMode):
         own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
         self.strided = True
         if offset is not None and _storage(args[0]) in own:
-            raise Refused("as_strided() with an offset into memory from outside of the step", user_place())
+            raise Refused(
+                "as_strided() with an offset into memory from outside of the step",
+                "index, or use unfold() or narrow()",
+                user_place(),
+            )
 
     def finish(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of what the step gave; checks what only shows at the end."""
@@ -224,7 +257,7 @@ class Recorder(OperationMode):
         if self.lines:
             own = {_storage(x) for x in self._tensors[: self._given]}
             if any(_storage(x) in own for x in self.captures.values()):
-                raise Refused("a tensor was taken out of its graph by .data or the like")
+                raise Refused("a tensor was taken out of its graph by .data or the like", "use detach()")
         return [self._numbers[id(x)] for x in tensors]
 
     def made(self, x: Tensor) -> bool:
@@ -251,7 +284,7 @@ class Recorder(OperationMode):
 
     def course(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The operations with their arguments that are no tensors, beside what autograd does for itself."""
-        ends = [*self.starts[1:], len(self.key)]
+        ends = [*self.starts[1:], len(self.key)][: len(self.starts)]
         found = []
         for func, start, end in zip(self.functions, self.starts, ends, strict=True):
             if func not in _OF_AUTOGRAD:
@@ -276,8 +309,12 @@ class Recorder(OperationMode):
             number = self._numbers.get(id(x))
             if number is None:
                 number = self._capture(x)
-            elif self._empty and not self._fills and _storage(x) in self._empty:
-                raise Refused("a tensor made by empty() is filled by no operation that torch sees", user_place())
+            elif self._empty and not self._unread and _storage(x) in self._empty:
+                raise Refused(
+                    "a tensor made by empty() is filled by no operation that torch sees",
+                    "make it with zeros()",
+                    user_place(),
+                )
             key.append(number)
         elif isinstance(x, (list, tuple)):
             key.append(len(x))
@@ -308,7 +345,11 @@ class Recorder(OperationMode):
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in PLAIN or x.layout is not torch.strided:
-            raise Refused(f"the body uses a tensor of class {type(x).__name__}, {x.layout}", user_place())
+            raise Refused(
+                f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
+                "give plain tensors: what is in it, or its values()",
+                user_place(),
+            )
         _check_device(x)
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
@@ -345,16 +386,28 @@ class Recorder(OperationMode):
     def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses masks as indices and writes to memory from outside."""
         if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
-            raise Refused(f"{traits.name} by a mask has a result whose shape depends on values", user_place())
+            raise Refused(
+                f"{traits.name} by a mask has a result whose shape depends on values",
+                "torch.where(mask, x, 0) and masked sums keep the shape",
+                user_place(),
+            )
         written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
         for x in written:
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
                     self.writes = True
                     if _storage(y) in self._foreign:
-                        raise Refused(f"{traits.name} writes to a tensor from outside of the body", user_place())
+                        raise Refused(
+                            f"{traits.name} writes to a tensor from outside of the body",
+                            "put it in the carry, or write to a clone()",
+                            user_place(),
+                        )
                     if self._numbers[id(y)] in self._cut:
-                        raise Refused(f"{traits.name} writes to a tensor that was detached before", user_place())
+                        raise Refused(
+                            f"{traits.name} writes to a tensor that was detached before",
+                            "write before detach(), or to a clone()",
+                            user_place(),
+                        )
                     if traits.fills:
                         self._empty.discard(_storage(y))
 
@@ -368,6 +421,7 @@ class _Traits:
     empty: bool
     masks: bool
     fills: bool
+    view: bool
     draws: bool
 
 
@@ -380,16 +434,19 @@ def _traits(func: Any) -> _Traits:
     reason = _REASONS.get(func)
     drawn = torch.Tag.nondeterministic_seeded in func.tags and draws.known(func)
     if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
-        reason = "draws random numbers"
+        reason = _DRAWS
     elif torch.Tag.data_dependent_output in func.tags:
         reason = _READS
     elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
-        reason = "has a result whose shape depends on values"
+        reason = _SHAPES
     elif func.namespace not in ("aten", "prims"):
-        reason = "is an operation of its own, whose gradient a graph does not have"
+        reason = _OWN
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
-    found = _Traits(schema.name.split("::")[1], reason, places, names, func in _EMPTY, func in _INDEXED, fills, drawn)
+    returned = [x.alias_info for x in schema.returns]
+    view = bool(returned) and all(x is not None and not x.is_write for x in returned)
+    flags = func in _EMPTY, func in _INDEXED, fills, view, drawn
+    found = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
     return _TRAITS.setdefault(id(func), found)
 
 
@@ -401,7 +458,11 @@ def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
 def _check_device(x: Tensor) -> None:
     """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
     if not x.is_cpu:
-        raise Refused(f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled", user_place())
+        raise Refused(
+            f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
+            "compile=False says that this is meant",
+            user_place(),
+        )
 
 
 def _storage(x: Tensor) -> int:
@@ -412,6 +473,8 @@ def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """The operation as it runs now: with this step's number."""
     if func.overloadpacket not in _NUMBERED:
         raise Refused(
-            f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number", user_place()
+            f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number",
+            "make it a tensor: torch.as_tensor(i), torch.select(table, 0, i)",
+            user_place(),
         )
     return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)

@@ -10,27 +10,25 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
-from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place, warn
-from tensorloop._torch import transforms
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
-from tensorloop._torch.tracing import dispatched, without_hooks
+from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import asking, rows_apart
+from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do
 from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
 from tensorloop.loop.compiled.fingerprint import Recorder
-from tensorloop.loop.compiled.glance import looking
 from tensorloop.loop.compiled.inspection import compare_flags, inspect
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import AnswersInPython, Recorded, recorded
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.refused import GAP, NATIVE, Refused, of_error
 from tensorloop.loop.compiled.results import Kept, run_plan, run_stretches
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
@@ -52,29 +50,36 @@ class NotCompiledWarning(UserWarning):
 
 
 class LeftToEager(Exception):
-    """An error that the eager loop meets too: it says in which step."""
+    """An error that the eager loop meets too, as a rule: it says in which step."""
 
 
-def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | None:
-    """(the loop as it ended, its carry), or None: what cannot be compiled is left to the caller."""
+def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | Refused | None:
+    """(the loop as it ended, its carry); else the caller runs it as an eager one.
+
+    Then what is returned is None, or an error that the look met: the eager loop meets it too, as a rule, and where it
+    does not, `tell` is to be called with that.
+    """
     check_compile(compile)
-    if not _surroundings(loop):
+    if nothing_to_do(loop):
         return None
     before, done = Outside(loop.functions), None
     try:
+        check_surroundings()
         if isinstance(checkpoints, Checkpoints) and checkpoints.check:
             raise Refused(
-                "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does"
+                "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does",
+                "compile without check=True, once it has passed",
             )
         done = _compiled(loop, checkpoints, compile, before)
     except Refused as refusal:
+        _say(loop, compile, refusal)
+        _forget(loop)
+    except LeftToEager as left:
+        met = of_error(left.__cause__ or left)
         if isinstance(compile, Asked):
-            compile.found = of_refusal(loop.name, refusal.reason, refusal.place)
-            raise Told from None
-        tell(loop.name, compile, refusal)
+            _say(loop, compile, met)
         _forget(loop)
-    except LeftToEager:
-        _forget(loop)
+        return met
     finally:
         if done is None:
             before.put_back()
@@ -87,17 +92,12 @@ def check_compile(compile: Any) -> None:
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
 
 
-def _surroundings(loop: Loop) -> bool:
-    """Whether where the loop runs lets it be compiled: not under transforms, which the eager loop is for."""
-    if (
-        loop.length == 0
-        or looking.depth
-        or transforms.maybe_level() is not None
-        or transforms.forward_mode()
-        or dispatched()
-    ):
-        return False
-    return here.recorder is None and here.nodes is None and not torch.is_inference_mode_enabled()
+def _say(loop: Loop, compile: Compile | Asked, refusal: Refused) -> None:
+    """Tells whoever asked why the loop is not compiled."""
+    if isinstance(compile, Asked):
+        compile.found = of_refusal(loop.name, refusal)
+        raise Told from None
+    tell(loop.name, compile, refusal)
 
 
 def tell(name: str, compile: Compile, refusal: Refused) -> None:
@@ -105,8 +105,8 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     file, line = place = refusal.place or user_place() or ("<unknown>", 0)
     text = f"not compiled: {refusal.reason} ({file}:{line})"
     if compile == "strict":
-        raise Misuse(f"{text}; with compile=True it would run as an eager loop")
-    warn(f"{name}: {text}; it runs as an eager loop", NotCompiledWarning, place)
+        raise Misuse(f"{text}; with compile=True it would run as an eager loop. Cure: {refusal.cure}")
+    warn(f"{name}: {text}; it runs as an eager loop. Cure: {refusal.cure}", NotCompiledWarning, place)
 
 
 def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
@@ -131,8 +131,11 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
     steps = loop.length if loop.cond is None else None
     if found.arrays.places:
         if ask is not None and found.arrays.uses.spans:
-            raise Refused("the body reads a part of an array in the carry, and the condition is asked in Python")
-        with _left_to_eager(loop):
+            raise Refused(
+                "the body reads a part of an array in the carry, and the condition is asked in Python",
+                "let the condition give a tensor",
+            )
+        with _left_to_eager(loop), without_modes():
             try_lengths(found, plan, steps)
     if isinstance(compile, Asked):
         compile.found = of_plan(loop.name, plan, _rows_said(found))
@@ -144,7 +147,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         else:
             ended, state = run_plan(found, plan, steps, checkpoints, ask)
             if steps is None and found.arrays.places:
-                with _left_to_eager(loop):
+                with _left_to_eager(loop), without_modes():
                     try_lengths(found, plan, found.loop.taken)
     except IndexError as error:
         if not found.arrays.places:
@@ -166,7 +169,7 @@ def _looked(
         check(found)
         plan = plan_of(found)
         if isinstance(plan, Refused):
-            raise Refused(plan.reason, plan.place)
+            raise plan.alone()
         _check_rows(found, plan)
     return found, plan
 
@@ -190,7 +193,10 @@ def _check_rows(found: Recorded, plan: Plan) -> None:
     loop = found.loop
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
         if found.draws:
-            raise Refused("random numbers are drawn in a loop over packed xs: of fewer rows, the more have ended")
+            raise Refused(
+                "random numbers are drawn in a loop over packed xs: of fewer rows, the more have ended",
+                "draw before the loop and give them as xs",
+            )
         rows = loop.entries.rows
         counts = sorted({n for n in loop.entries.packed.counts if n < rows})
     elif found.rows is not None and loop.compact and len(found.rows.steps) > 1:
@@ -232,7 +238,10 @@ def _first_answer(loop: ConditionalLoop, before: Outside) -> Tensor | bool | Non
         before.renew()  # what the condition did is done
         return loop.first
     if recorder.reads:
-        raise Refused("the condition reads a value in Python, and gives a bool for each row")
+        raise Refused(
+            "the condition reads a value in Python, and gives a bool for each row",
+            "keep the condition to operations on tensors",
+        )
     if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
         return None
     if answer.dim():
@@ -253,10 +262,13 @@ def plan_of(found: Recorded) -> Any:
     if plan is None:
         looks, loop = None, found.loop
         try:  # no lock is held here: the body runs, and may wait for other threads
-            again = inspect(found, lambda lines=True, **options: Recorded(loop, found.first, lines=lines, **options))
-            looks = looked(found) if found.arrays.places else None
+            with without_modes():
+                again = inspect(
+                    found, lambda lines=True, **options: Recorded(loop, found.first, lines=lines, **options)
+                )
+                looks = looked(found) if found.arrays.places else None
         except Refused as refusal:
-            again = Refused(refusal.reason, refusal.place)
+            again = refusal.alone()
         plan = plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, looks))
     found.learn(key)
     return plan
@@ -270,18 +282,21 @@ def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
     reverse = loop.slices is not None and loop.slices.reverse
     examples = [in_memory(x) for x in (*found.arguments, *drawn, *found.captures)]
     try:
-        with unseen(), without_autocast():
+        with unseen(), without_autocast(), without_modes():
             if looks is None:
                 plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
             else:
                 plan = planned(found, looks, examples, wants, reverse)
     except Refused as refusal:
-        return Refused(refusal.reason, refusal.place)  # it is kept, and holds no frames
+        return refusal.alone()
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
-        return Refused(f"its step does not become a graph, {type(error).__name__}: {text}")
+        return Refused(
+            f"its step does not become a graph, {type(error).__name__}: {text}",
+            GAP,
+        )
     if plan.lacking is not None and plan.forward.core is not None:
         node = plan.lacking.node
         place = None if node is None else place_of(node)
-        return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", place)
+        return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", NATIVE, place)
     return plan

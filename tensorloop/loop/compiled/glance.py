@@ -10,10 +10,9 @@ itself), a tensor that comes from nowhere (vmap), arguments that cannot be compa
 """
 
 import dataclasses
-import threading
 from collections.abc import Hashable, Sequence
 from types import MethodWrapperType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +28,6 @@ _QUERIES = {
 }
 _ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout})
 _ALIKE |= {torch.memory_format}
-
-
-class _Looking(threading.local):
-    """How many glances look at this thread."""
-
-    depth = 0
-
-
-looking = _Looking()  # loops in a step run as eager ones, whoever looks
 
 
 class Missed(BaseException):
@@ -64,15 +54,6 @@ class Glance(CallWatch):
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
-
-    def __enter__(self) -> Self:
-        """Begins to look."""
-        looking.depth += 1
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        looking.depth -= 1
-        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call, and notes or compares it before. In one piece: it is done at every call."""

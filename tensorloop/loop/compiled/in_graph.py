@@ -25,9 +25,10 @@ from tensorloop._torch.dynamo import (
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.capture import Step
+from tensorloop.loop.compiled.changing_floats import use_as_tensors
 from tensorloop.loop.compiled.fingerprint import Recorder, Ref
 from tensorloop.loop.compiled.operators import LOOP, prepared
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.refused import NATIVE, Refused
 from tensorloop.loop.compiled.written import Written, written
 from tensorloop.loop.outputs import place
 from tensorloop.packed.base import is_packed
@@ -60,17 +61,18 @@ def make(
     wants = [grad and x.requires_grad for x in (*examples, *captures)]
     try:
         _check(module, [*examples, *captures])
+        use_as_tensors(module)
         inputs = [_Like(x) if isinstance(x, Tensor) else int(x) for x in (*examples, *more)]
         found = undisturbed(lambda: _recorded(module, inputs, carry, len(examples), numbered))
         text = dataclasses.replace(found, reverse=reverse, k=k).text()
         plan = prepared(text, wants).plan
     except Refused as refusal:
-        raise NotInGraph(refusal.reason) from None
+        raise NotInGraph(f"{refusal.reason}; {refusal.cure}") from None
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         raise NotInGraph(f"its step does not become a graph, {type(error).__name__}: {text}") from None
     if plan.lacking is not None and plan.forward.core is not None:
-        raise NotInGraph(f"the loop's core lacks a native form, {plan.lacking.reason}")
+        raise NotInGraph(f"the loop's core lacks a native form, {plan.lacking.reason}; {NATIVE}")
     return LOOP, text
 
 
@@ -96,21 +98,25 @@ class _Recorder(Recorder):
             if given and given <= found:
                 results = {x.number for x in tree_leaves(o.results) if isinstance(x, Ref)}
                 if any(self._tensors[x].is_floating_point() for x in results):
-                    raise Refused("the body makes a float of i, the number of the step")
+                    raise Refused(
+                        "the body makes a float of i, the number of the step", "carry a float tensor that counts"
+                    )
                 found |= results
 
 
 def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
     if not tensors:
-        raise Refused("no tensor goes in")
+        raise Refused("no tensor goes in", "give the loop a tensor to carry")
     if any(x.device.type != "cpu" for x in tensors):
-        raise Refused("only loops on the CPU are compiled")
+        raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
     if torch.is_autocast_enabled("cpu"):
-        raise Refused("autocast is on")
+        raise Refused("autocast is on", "leave autocast before the loop, or compile no graph around it")
     if transforms.maybe_level() is not None or transforms.forward_mode():
-        raise Refused("a transform is around")
+        raise Refused("a transform is around", "call the transform inside of the loop, or outside of torch.compile")
     if operators := operators_of(module):
-        raise Refused(f"the body uses {operators[0]}")
+        raise Refused(
+            f"the body uses {operators[0]}", "write it without torch's own control flow: torch.where, tl.scan"
+        )
 
 
 def _recorded(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> Written:
@@ -126,7 +132,7 @@ def _recorded(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, num
             recorder.check_number(m - 1)
     carry = [(x.shape, x.dtype) for x in outputs[:n]]
     if carry != [(x.shape, x.dtype) for x in tensors[:n]]:
-        raise Refused("the body changes the shapes or dtypes of its carry")
+        raise Refused("the body changes the shapes or dtypes of its carry", "return the carry as it came")
     constants = list(recorder.captures)
     captures = [*range(m, len(tensors)), *constants]
     step = Step(recorder.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, recorder.writes)
@@ -148,12 +154,12 @@ def exports(traced: Callable[..., Any]) -> Callable[[_C], _C]:
             try:
                 return run_as_graph(traced, _refuse, *args, **options)
             except NotInGraph as reason:
-                refusal = Refused(str(reason))
+                refusal = Refused(str(reason), "compile=False says that this is meant")
             try:
                 front.tell(traced.__name__, compile, refusal)
             except Fact as fact:
                 raise fact.named(traced.__name__) from None
-            return function(*args, **options)
+            return function(*args, **{**options, "compile": False})
 
         marked: Any = call
         return marked

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tensorloop._torch import graph
 from tensorloop.loop.compiled.outside import Outside
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.refused import FUNCTION, Refused
 
 MOST_LAYOUTS = 4
 
@@ -31,10 +31,13 @@ def inspect(found: Any, again: Callable[..., Any]) -> Any:
     before = random.getstate(), _numpys_state()
     second = again()
     if (random.getstate(), _numpys_state()) != before:
-        raise Refused("the body draws random numbers of Python or NumPy")
+        raise Refused(
+            "the body draws random numbers of Python or NumPy",
+            "draw with torch, or before the loop and give them as xs",
+        )
     outside.check()
     if second.recorder.course() != found.recorder.course():
-        raise Refused("the body does not do the same at every step")
+        raise Refused("the body does not do the same at every step", "keep what changes in the carry, as tensors")
     _compare_captures(found, second, again)
     _compare_layouts(found, second, again)
     _find_functions(second)
@@ -50,7 +53,10 @@ def compare_flags(found: Any, again: Callable[..., Any]) -> None:
     """
     asked = found.known is None and found.recorder.watch.asked_grad and torch.is_grad_enabled()
     if asked and again().recorder.course() != found.recorder.course():
-        raise Refused("what the body does depends on whether a tensor requires a gradient")
+        raise Refused(
+            "what the body does depends on whether a tensor requires a gradient",
+            "decide before the loop, by an argument",
+        )
 
 
 def _numpys_state() -> Any:
@@ -68,12 +74,15 @@ def _compare_captures(first: Any, second: Any, again: Callable[..., Any]) -> Non
     """
     pairs = list(zip(first.captures, second.captures, strict=True))
     if any(a is not b and not _equal(a, b) for a, b in pairs):
-        raise Refused("the body makes a tensor that is another one at every step")
+        raise Refused(
+            "the body makes a tensor that is another one at every step",
+            "make it before the loop, or by operations on the carry and x",
+        )
     if any(a is not b for a, b in pairs):
         third = again(change=_moved)
         same = len(third.captures) == len(pairs)
         if not same or any(not _equal(a, c) for (a, _), c in zip(pairs, third.captures, strict=True)):
-            raise Refused("the body computes a tensor by what torch does not see")
+            raise Refused("the body computes a tensor by what torch does not see", "use operations of torch")
         _find_held(third)  # an attribute of the body holds what the last look made
 
 
@@ -95,7 +104,10 @@ def _compare_layouts(first: Any, second: Any, again: Callable[..., Any]) -> None
         met.add(kind)
         seen = again(lines=False, layout=layout)
         if r.strided or len(met) > MOST_LAYOUTS or seen.recorder.key != first.recorder.key:
-            raise Refused("what the body does depends on how a tensor in the carry or xs lies in memory")
+            raise Refused(
+                "what the body does depends on how a tensor in the carry or xs lies in memory",
+                "call contiguous() on what is written to or viewed",
+            )
         left += seen.layouts()
         _find_held(seen)
 
@@ -117,7 +129,7 @@ def _find_functions(recorded: Any) -> None:
     ends = [x.grad_fn for x in outputs if x.grad_fn not in stop]
     for node in graph.walk(ends, lambda edge: edge[0] not in stop):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            raise Refused(f"the body uses the custom Function {type(node).__name__.removesuffix('Backward')}")
+            raise Refused(f"the body uses the custom Function {type(node).__name__.removesuffix('Backward')}", FUNCTION)
 
 
 def _find_held(recorded: Any) -> None:
@@ -126,4 +138,4 @@ def _find_held(recorded: Any) -> None:
     if any(x() is not None for x in made):
         gc.collect()
         if any(x() is not None for x in made):
-            raise Refused("the body keeps a tensor of the step elsewhere; return it as a y")
+            raise Refused("the body keeps a tensor of the step elsewhere", "return it as a y")

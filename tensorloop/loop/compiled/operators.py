@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from tensorloop._torch.dynamo import below_autograd, undisturbed
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
-from tensorloop._torch.tracing import dispatched
+from tensorloop._torch.tracing import blind_modes
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.node import Looped, Run, apart
 from tensorloop.loop.compiled.operations import value_of
@@ -190,7 +190,7 @@ def _loop_autograd(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]
     if not any(wants) or not prepared(text, wants).plan.grad:
         with below_autograd():
             return torch.ops.tensorloop.loop(text, tensors, steps)
-    if all(type(x) in _PLAIN for x in tensors) and not dispatched() and steps:
+    if all(type(x) in _PLAIN for x in tensors) and not blind_modes() and steps:
         found = prepared(text, wants)
         return list(Looped.apply(found.run(steps), *found.inputs(tensors)))  # pyright: ignore[reportArgumentType]
     return list(_Traced.apply(text, steps, wants, *tensors))  # pyright: ignore[reportArgumentType]

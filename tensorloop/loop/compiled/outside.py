@@ -66,13 +66,27 @@ class Outside:
     def check(self) -> None:
         """Raises `Refused` where something is another now."""
         if self._iterators:
-            raise Refused(f"the body may take the next of {self._iterators[0]}, an iterator", self._place)
+            raise Refused(
+                f"the body may take the next of {self._iterators[0]}, an iterator",
+                "give what it iterates over as xs",
+                self._place,
+            )
         if any(not _same(x.read(), x.was) for x in self._states):
-            raise Refused("the body draws random numbers of Python or NumPy", self._place)
+            raise Refused(
+                "the body draws random numbers of Python or NumPy",
+                "draw with torch, or before the loop and give them as xs",
+                self._place,
+            )
         if any(_hooks_of(x) != n for x, n in self._tensors):
-            raise Refused("the body registers a hook", self._place)
+            raise Refused(
+                "the body registers a hook", "register it on what the loop returns, or on what it is given", self._place
+            )
         for name in self._changed():
-            raise Refused(f"the body changes {name}, a Python value outside of it", self._place)
+            raise Refused(
+                f"the body changes {name}, a Python value outside of it",
+                "carry it as a tensor, or let tl.carrying do so",
+                self._place,
+            )
 
     def changed(self) -> bool:
         """Whether a Python value is another now."""

@@ -107,7 +107,7 @@ class PaddedScan:
         self.loop, self.packed, self.counts = loop, packed, packed.counts
         self.lens = packed.ragged._lens
         if self.lens.device.type != "cpu":
-            raise Refused("only loops on the CPU are compiled")
+            raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
         self.stretches = [Stretch(0, len(self.counts), self.lens.nonzero().squeeze(1))]
         self.masked = self.counts[-1] < self.counts[0]
         self.outputs = _Outputs(packed, self.counts[0])

@@ -97,7 +97,11 @@ class _InPairs(fx.Interpreter):
         rule = rules().get(n.target)
         if rule is None:
             name = getattr(n.target, "_opname", str(n.target))
-            raise Refused(f"{name} of complex numbers has no form in real ones", place_of(n))
+            raise Refused(
+                f"{name} of complex numbers has no form in real ones",
+                "compute it on real and imaginary parts, or set compile=False",
+                place_of(n),
+            )
         with traceback.set_current_meta(n):
             _, kwargs = self.fetch_args_kwargs_from_env(n)
             return _fitted(rule(*args, **kwargs), n.meta.get("val"))
@@ -246,6 +250,8 @@ def _pow(a: Any, b: Any) -> Pair:
             for _ in range(abs(b) - 1):
                 found = _mul(found, a)
             return found if b > 0 else _div(1, found)
+    if not isinstance(a, (Pair, Tensor)):
+        a = Pair(torch.full_like(b.re, complex(a).real), torch.full_like(b.re, complex(a).imag))
     return _exp(_mul(_log(_pair(a)), b))
 
 

@@ -199,6 +199,8 @@ def _stored(
             n = n if n in asked else _base(n, available)
             if n not in outs:
                 outs.append(n)
+    if parts.going is not None and parts.going not in outs:
+        outs.append(parts.going)  # which may depend on nothing that moves
     states: dict[int, fx.Node] = {}
     for i, (c, new) in enumerate(zip(parts.carry, parts.next_carry, strict=True)):
         if c in outs and new is not None and new not in parts.carry and new not in states.values():

@@ -155,9 +155,12 @@ class Plan:
         found = [g for grads in t.found.values() for g in grads.values()] if self.grad else []
         needed = needed_for(found, self.saved)
         if any(grows(n) for n in new) or any(n in needed and n not in self.versions for n in self.arrays):
-            raise Refused("its backward needs slots of an array in the carry that are overwritten")
+            raise Refused(
+                "its backward needs slots of an array in the carry that are overwritten",
+                "read a slot before it is overwritten into the carry, or append",
+            )
         if any(grows(n) for n in t.ys):
-            raise Refused("a y has another size at each step")
+            raise Refused("a y has another size at each step", "return a slice of one size")
 
     def _versions(self) -> dict[fx.Node, int]:
         """What an array is in a step, where its slots are never overwritten, and its place in the carry."""

@@ -12,6 +12,7 @@ from tensorloop.loop.compiled.lengths import grows, growth_of
 from tensorloop.loop.compiled.operations import bytes_of, value_of
 from tensorloop.loop.compiled.partition import Parts, Split, outside, seen_by_discontinuous, split
 from tensorloop.loop.compiled.recurrence import Core, Unsupported
+from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.saving import needed_for
 from tensorloop.loop.compiled.sums import Sums
 from tensorloop.loop.compiled.verify import Promise, check_values, promise
@@ -38,6 +39,8 @@ class Program:
     """
 
     def __init__(self, graph: fx.Graph, parts: Parts, barred: Iterable[fx.Node] = ()) -> None:
+        if parts.going is not None and not parts.carry:
+            raise Refused("a condition ends a loop that carries no tensor", "put what the condition sees in the carry")
         self.parts, self.barred = parts, set(barred)
         self.order = list(graph.nodes)
         self.lacking: Unsupported | None = None  # why the loop is not native

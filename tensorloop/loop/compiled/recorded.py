@@ -37,6 +37,7 @@ class AnswersInPython(Exception):
     """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
 
 
+CURE_OF_ROWS = "while_loop stops rows in a compiled loop"
 ROWS_STOP = "until gives a bool for each row, and the ys of a compiled loop have one length"
 
 
@@ -183,10 +184,13 @@ class Recorded:
     def _check_draws(self, r: Recorder, new: list[Tensor]) -> None:
         """Refuses what would be drawn in another order, or again, at another step."""
         if r.generators.moved():
-            raise Refused("the body sets the state of a generator")
+            raise Refused("the body sets the state of a generator", "seed before the loop")
         rows = [x[0] for x in self.xs] if r.draws else []
         if r.draws and not all(torch.empty_like(x).is_contiguous() for x in (*self.carry, *new, *rows)):
-            raise Refused("the body draws random numbers, and a tensor in the carry or xs is transposed in memory")
+            raise Refused(
+                "the body draws random numbers, and a tensor in the carry or xs is transposed in memory",
+                "call contiguous() on init and xs",
+            )
 
     def _step(self, carry: list[Tensor], rows: list[Tensor]) -> tuple[list[Tensor], list[Any], list[Any], Any]:
         """(the next carry, the body's leaves, ys, the condition's answer)."""
@@ -247,7 +251,7 @@ class Recorded:
             self._watch.grad = False
             asked = self._asked(leaves)
             if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
-                raise Refused("the condition changes its shape")
+                raise Refused("the condition changes its shape", "give a bool for each row at every step")
             going = active & asked
             leaves = self._without_arrays(leaves)
             new = [*(leaves[i] for i in self.places), *lasts, going, taken + active]
@@ -277,7 +281,10 @@ class Recorded:
         leaves = list(loop.checked(returned, 0))
         self._check_others(leaves)
         if any(leaves[i] is not fed[i] and store_of(leaves[i]) is not store_of(fed[i]) for i in self.arrays.places):
-            raise Refused("an array in the carry is returned as another one where rows stop on their own")
+            raise Refused(
+                "an array in the carry is returned as another one where rows stop on their own",
+                "return the array that the body was given",
+            )
         with self._watch:
             given = [fed[i].detach() for i in self.held]
             for i in self.held:
@@ -295,11 +302,11 @@ class Recorded:
             if loop.until is not None and (isinstance(answer, bool) or self._watch.reads):
                 raise AnswersInPython
             if loop.until is not None and loop.stops_rows(answer, leaves):
-                raise Refused(ROWS_STOP)
+                raise Refused(ROWS_STOP, CURE_OF_ROWS)
             if not isinstance(answer, Tensor):
-                raise Refused(f"the condition gave {describe(answer)}, no tensor")
+                raise Refused(f"the condition gave {describe(answer)}, no tensor", "return a bool tensor")
             if answer.numel() != 1 or answer.dtype is not torch.bool:
-                raise Refused("the condition gives more than one bool")
+                raise Refused("the condition gives more than one bool", "reduce it, as with .any()")
             answer = answer.reshape(())
             return torch.logical_not(answer) if loop.until is not None else answer
 
@@ -316,7 +323,7 @@ class Recorded:
             same = old is new or (isinstance(old, _NUMBERS) and old == new)
             if not isinstance(old, (Tensor, TensorArray)) and not same:
                 path, kind = f"carry{loop.carry.tree.paths[i]}", type(old).__name__
-                raise Refused(f"{path} is a Python {kind} that changes; carry a tensor instead")
+                raise Refused(f"{path} is a Python {kind} that changes", "carry a tensor instead")
 
     def given(self) -> list[Tensor]:
         """The loop's carry before its first step."""
@@ -423,18 +430,24 @@ def recorded(loop: Loop, first: Tensor | None, missed: Callable[[], object]) -> 
     known = (Tensor, TensorArray, *_NUMBERS)
     wrong = [x for x in loop.init if not (x is None or isinstance(x, known))]
     if wrong:
-        raise Refused(f"the carry holds a {type(wrong[0]).__name__}")
+        raise Refused(
+            f"the carry holds a {type(wrong[0]).__name__}",
+            "carry tensors and TensorArrays; close over what does not change",
+        )
     arrays = [x for x in loop.init if isinstance(x, TensorArray)]
     if not torch.is_grad_enabled() and any((store := store_of(x)) is not None and store.requires_grad for x in arrays):
-        raise Refused("an array in the carry has a gradient, and is handed on without one under no_grad")
+        raise Refused(
+            "an array in the carry has a gradient, and is handed on without one under no_grad",
+            "detach() the array, or run it under enable_grad()",
+        )
     leave = _rows_leave(loop, first)
     if leave and not all(isinstance(x, Tensor) for x in loop.context.leaves):
         kinds = [describe(x) for x in loop.context.leaves if not isinstance(x, Tensor)]
-        raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}")
+        raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}", "give tensors as context")
     tensors = [x for x in loop.init if isinstance(x, Tensor)]
     tensors += [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
     if any(x.device.type != "cpu" for x in tensors):
-        raise Refused("only loops on the CPU are compiled")
+        raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
-        raise Refused("a tensor of another class is in the carry or in xs")
+        raise Refused("a tensor of another class is in the carry or in xs", "give plain tensors")
     return Recorded(loop, first, missed=missed)

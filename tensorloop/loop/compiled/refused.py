@@ -1,11 +1,32 @@
 """Why a loop is not compiled."""
 
-from tensorloop._common.user_line import Place
+import traceback
+
+from tensorloop._common.user_line import Place, is_ours
+
+# What cures several.
+VALUES = "keep values in tensors: torch.where chooses by them, and indexing takes them"
+NATIVE = "write it with other operations, or before or after the loop, or set compile=False"
+FUNCTION = "write what it gives as y + (s - s.detach()), which is y with the gradient of s, or set compile=False"
+GAP = "set compile=False, and report it: this is a gap, not a rule"
+CURE_OF_ERRORS = "set compile=False if the eager loop is right"
 
 
 class Refused(Exception):
-    """Why a body is not compiled, and the file and line that say so."""
+    """Why a body is not compiled, what a user can do about it, and the file and line that say so."""
 
-    def __init__(self, reason: str, place: Place | None = None) -> None:
+    def __init__(self, reason: str, cure: str, place: Place | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.place = reason, place
+        self.reason, self.cure, self.place = reason, cure, place
+
+    def alone(self) -> "Refused":
+        """The same without the frames it was raised in, to be kept, or raised again."""
+        return Refused(self.reason, self.cure, self.place)
+
+
+def of_error(error: BaseException) -> Refused:
+    """An error that the look at a step met, and the user's line that it comes from; it holds no frames."""
+    text = str(error).strip().partition("\n")[0]
+    frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if not is_ours(f)]
+    said = f"looking at its step raised {type(error).__name__}" + (f": {text}" if text else "")
+    return Refused(said, CURE_OF_ERRORS, frames[-1] if frames else None)

@@ -117,8 +117,8 @@ def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, 
         draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
-                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held; "
-                f"give checkpoints="
+                f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held",
+                "give checkpoints=",
             )
     if checkpoints is not None and plan.grad:
         blocks = blocks_of(plan, checkpoints, plan.traced.answer is None and ask is None)

@@ -56,7 +56,7 @@ def check(found: Recorded, plan: Plan, rows: int, counts: Iterable[int], few: Ca
     known = plan.apart.get(own)
     if known is None:
         if rows > 1 and _rows_meet(plan, rows, own):
-            raise Refused(_MIXES)
+            raise Refused(_MIXES, "keep rows apart, or set compile=False")
         whole = _Look(Recorded(found.loop, found.first, lines=True, live=False))
         known = plan.apart[own] = Known(whole, set())
     for n in counts:
@@ -97,7 +97,10 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
         try:
             return rows_meet(whole, rows, {*whole.sequences, *own_nodes})
         except Unsupported as lack:
-            raise Refused(f"rows leave the batch, and nobody knows whether they stay apart: {lack.reason}") from None
+            raise Refused(
+                f"rows leave the batch, and nobody knows whether they stay apart: {lack.reason}",
+                "set compact=False, or compile=False",
+            ) from None
 
 
 # -- numbers of rows
@@ -119,13 +122,13 @@ def _compare(found: Recorded, plan: Plan, whole: _Look, rows: int, loop: Loop, n
     first = None if found.first is None else found.first[:n]
     seen = Recorded(loop, first, lines=True, live=False)
     if not _same_captures(found.captures, seen.captures, own):
-        raise Refused(_COUNTS)
+        raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False")
     look = _Look(seen)
     place = _Same(whole, look, rows, n).difference()
     if place is None:
         return
     if n > 1 or not _same_values(found, plan, rows, loop, first, own):
-        raise Refused(_COUNTS, place[0])
+        raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False", place[0])
 
 
 def _same_captures(these: Sequence[Tensor], those: Sequence[Tensor], own: Sequence[int]) -> bool:

@@ -96,7 +96,10 @@ def _done_again(order: Sequence[fx.Node], moving: set[fx.Node], forward: set[fx.
             jumps = is_discontinuous(n) and not (meets_growing(n) and asks_for_infinity(n))
             if jumps and not alike:
                 if meets_growing(n):
-                    raise Refused("its backward would compare anew what is as long as an array in the carry")
+                    raise Refused(
+                        "its backward would compare anew what is as long as an array in the carry",
+                        "detach() what is compared, or compare before the loop",
+                    )
                 same.add(n)  # kept
                 continue
             again.add(n)

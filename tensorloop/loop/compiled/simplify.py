@@ -44,7 +44,7 @@ def _write_anew(graph: fx.Graph) -> None:
         alone = own and not any(_may_look(n) or place[n] > place[node] for n in written.users)
         anew = functional(target)
         if not alone or anew is None:
-            raise Refused(f"its gradient writes to a tensor in place ({name})")
+            raise Refused(f"its gradient writes to a tensor in place ({name})", "set compile=False")
         node.target = anew
 
 

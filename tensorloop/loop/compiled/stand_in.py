@@ -69,14 +69,22 @@ class StandIn(Store):
         self._become(torch.cat([self.values, values]))
 
     def pad(self, length: int) -> None:
-        raise Refused("an array in the carry has slots that are skipped, or written row by row", user_place())
+        raise Refused(
+            "an array in the carry has slots that are skipped, or written row by row",
+            "append, or write to slots that there are",
+            user_place(),
+        )
 
     def truncate(self, length: int) -> bool:
-        raise Refused("an array in the carry is cut short", user_place())
+        raise Refused("an array in the carry is cut short", "keep a number of valid slots in the carry", user_place())
 
     def put(self, key: Key, x: Tensor) -> None:
         if not isinstance(key, int):
-            raise Refused("an array in the carry is written row by row, or by scatter()", user_place())
+            raise Refused(
+                "an array in the carry is written row by row, or by scatter()",
+                "append whole slots, and mask rows with torch.where",
+                user_place(),
+            )
         self.uses.reads = True
         self._become(self._known().select_scatter(x, 0, key))
 
@@ -148,7 +156,9 @@ class StandIn(Store):
 
     def _known(self) -> Tensor:
         if self.values is None:
-            raise Refused("an array in the carry is read before its first write", user_place())
+            raise Refused(
+                "an array in the carry is read before its first write", "begin with a slot of zeros", user_place()
+            )
         return self.values
 
 

@@ -14,13 +14,16 @@ from torch import Tensor, fx
 
 from tensorloop.loop.compiled.lengths import Sized, actual, grows
 from tensorloop.loop.compiled.operations import value_of
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.refused import GAP, Refused
 
 _LENGTH = 19  # slots of an array in the carry, while its graph is tried
 
 
 class Broken(Refused):
     """Something does not give what its graph says."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, GAP)
 
 
 def check_graph(graph: fx.Graph, examples: Sequence[Tensor], lengths: int = 0) -> None:

@@ -49,7 +49,7 @@ class Written:
 def written(step: Step, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Written:
     """A step with what belongs to it; `inputs` are those of one step, but for the constants."""
     if any(x.numel() > MOST_CONSTANTS for x in constants):
-        raise Refused(f"the body makes a tensor of more than {MOST_CONSTANTS} numbers; make it outside")
+        raise Refused(f"the body makes a tensor of more than {MOST_CONSTANTS} numbers", "make it before the loop")
     return Written(step, [([*map(int, x.shape)], x.dtype) for x in inputs], list(constants))
 
 
@@ -90,7 +90,7 @@ def _put(x: Any) -> Any:
         return {name: str(x).removeprefix("torch.")}
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
-    raise Refused(f"its step has an argument of type {type(x).__name__}")
+    raise Refused(f"its step has an argument of type {type(x).__name__}", "set compile=False")
 
 
 def _get(x: Any) -> Any:

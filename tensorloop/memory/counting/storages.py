@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._torch.dispatch import OperationMode
+from tensorloop._torch.dispatch import MemoryMode
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop.memory.counting.nodes import direct, only_holders, storage_holders
 
@@ -43,7 +43,7 @@ class StorageRef(weakref.ref[torch.UntypedStorage]):
 
 
 @runs_eagerly
-class LiveStorages(OperationMode):
+class LiveStorages(MemoryMode):
     """The storages that operations make inside a `with` block, for as long as they are alive.
 
     The figures stay current after the block: drop an array, read `bytes` again. Storages that are older than
