@@ -7,9 +7,9 @@ from types import FrameType
 Place = tuple[str, int]  # a file and a line
 
 
-def user_place() -> Place | None:
-    """Where that line is."""
-    frame = _user_frame()
+def user_place(frame: FrameType | None = None) -> Place | None:
+    """Where that line is, among the callers of a frame."""
+    frame = _user_frame(frame)
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -22,8 +22,8 @@ def warn(text: str, kind: type[Warning] = UserWarning, place: Place | None = Non
     warnings.warn_explicit(text, kind, file, line, names.get("__name__"), registry)
 
 
-def _user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
+def _user_frame(frame: FrameType | None = None) -> FrameType | None:
+    frame = frame or sys._getframe(1)
     while frame is not None and is_ours(frame):
         frame = frame.f_back
     return frame

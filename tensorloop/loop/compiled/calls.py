@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._common.user_line import user_place
+from tensorloop._common.user_line import Place, user_place
 from tensorloop._torch import transforms
 from tensorloop.loop.compiled.refused import VALUES, Refused
 
@@ -110,12 +110,12 @@ class CallWatch(TorchFunctionMode):
         return _SAID.get(name) or (f"{name}()" if name.strip("_") == name else operation)
 
 
-def custom_function() -> str | None:
-    """The name of the `torch.autograd.Function` of a user's that runs here."""
+def custom_function() -> tuple[str, Place | None] | None:
+    """The name of the `torch.autograd.Function` that runs here, and the user's line that calls it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _APPLY:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["cls"].__name__
+    return None if frame is None else (frame.f_locals["cls"].__name__, user_place(frame.f_back))
 
 
 def is_torchs(function: Any) -> bool:

@@ -188,7 +188,7 @@ class Recorder(OperationMode):
     def _other_grad_mode(self, name: str) -> None:
         """Refuses what a graph of operations does not show: gradients that are not those of the operations."""
         if (function := custom_function()) is not None:
-            raise Refused(f"the body uses the custom Function {function}", FUNCTION, user_place())
+            raise Refused(f"the body uses the custom Function {function[0]}", FUNCTION, function[1])
         said = self.watch.said(name)
         if self.watch.inside and self.watch.grad is self.grad:
             raise Refused(f"{said} computes a part of itself without gradients", NATIVE, user_place())
