@@ -43,11 +43,6 @@ def in_forward_mode(compile: Any) -> Any:
         return forward_ad.unpack_dual(out).tangent
 
 
-def without_versions(compile: Any) -> Any:
-    with torch.inference_mode():
-        return loop(compile)
-
-
 def counted(compile: Any) -> Any:
     with FlopCounterMode(display=False):
         return loop(compile)
@@ -64,7 +59,6 @@ AROUND = [
     (under_vmap, r"a torch\.func transform \(grad, vmap, jvp \.\.\.\) is around the loop"),
     (under_grad, r"a torch\.func transform"),
     (in_forward_mode, "forward-mode differentiation is on"),
-    (without_versions, r"torch\.inference_mode\(\) is on"),
     (counted, "_FlopCounterMode is around the loop"),
     (in_a_step, "it runs in a step of an eager loop with checkpoints"),
 ]
@@ -82,17 +76,46 @@ def test_what_is_around_is_named(run: Callable[[Any], Any], reason: str):
 
 
 def test_explain_says_what_is_around():
-    with torch.inference_mode():
+    with forward_ad.dual_level():
         explanation = tl.explain(body, torch.zeros(3, dtype=D), XS)
     assert not explanation.compiled
-    assert "torch.inference_mode() is on" in str(explanation)
+    assert "forward-mode differentiation is on" in str(explanation)
+
+
+def grows(compile: Any, h: Tensor) -> Any:
+    def step(s: Any) -> Any:
+        return s[0] + h, s[1].append(s[0])
+
+    h, array = tl.while_loop(lambda s: s[0].sum() < 50, step, (h, tl.TensorArray()), compile=compile, max_steps=9)
+    return h, array.stack()
+
+
+def writes(compile: Any, h: Tensor) -> Any:
+    def step(h: Tensor, x: Tensor) -> Any:
+        h = h.clone()
+        h[0] = x[1]
+        return h * 2, h
+
+    return tl.scan(step, h, XS, compile=compile)
+
+
+@pytest.mark.parametrize("run", [lambda compile, h: loop(compile, XS * h), grows, writes])
+def test_inference_mode_takes_compiled_loops(run: Any):
+    with torch.inference_mode():
+        for h in (torch.ones(3, dtype=D).abs(), XS[0].detach()):  # an inference tensor, an ordinary one
+            expected = run(False, h)
+            for _ in range(2):
+                found = run("strict", h)
+                torch.testing.assert_close(found, expected)
+            assert torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("compile", [True, "strict"])
 def test_a_loop_without_steps_is_no_matter(compile: Any):
-    with torch.inference_mode():
+    with forward_ad.dual_level():
         h, ys = tl.scan(body, torch.zeros(3, dtype=D), XS[:0], compile=compile)
     assert ys.shape == (0, 3)
+    assert torch.equal(h, torch.zeros(3, dtype=D))
     h = tl.while_loop(lambda h: h.sum() > 0, lambda h: h - 1, torch.zeros(3), compile=compile)
     assert torch.equal(h, torch.zeros(3))
 

@@ -1,5 +1,6 @@
 """What is around a loop that asks to be compiled, and keeps it from that."""
 
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,16 @@ from tensorloop.loop.loop import Loop
 def nothing_to_do(loop: Loop) -> bool:
     """Whether there is no loop of its own to compile: it has no step, or is a part of a step that is looked at."""
     return loop.length == 0 or here.looks > 0
+
+
+def without_inference() -> AbstractContextManager[object]:
+    """Under `torch.inference_mode` a compiled loop runs as under `torch.no_grad`, and gives ordinary tensors."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    modes = ExitStack()
+    modes.enter_context(torch.inference_mode(False))
+    modes.enter_context(torch.no_grad())
+    return modes
 
 
 def check_inner(checkpoints: Any) -> None:
@@ -39,8 +50,6 @@ def check_surroundings() -> None:
         )
     if transforms.forward_mode():
         raise Refused("forward-mode differentiation is on", "backward() takes a compiled loop")
-    if torch.is_inference_mode_enabled():
-        raise Refused("torch.inference_mode() is on", "torch.no_grad() takes a compiled loop")
     if modes := blind_modes():
         raise Refused(
             f"{modes[-1]} is around the loop, and would see no operation of a compiled one", "leave it before"

@@ -17,7 +17,7 @@ from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled import asking, rows_apart
-from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do
+from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do, without_inference
 from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
 from tensorloop.loop.compiled.autocast import without_autocast
 from tensorloop.loop.compiled.capture import place_of
@@ -70,7 +70,8 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
                 "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does",
                 "compile without check=True, once it has passed",
             )
-        done = _compiled(loop, checkpoints, compile, before)
+        with without_inference():
+            done = _compiled(loop, checkpoints, compile, before)
     except Refused as refusal:
         _say(loop, compile, refusal)
         _forget(loop)
