@@ -110,6 +110,55 @@ def test_an_entry_that_others_can_write_is_not_loaded(tmp_path: Path, compiles: 
     assert len(compiles) == 2
 
 
+def test_what_was_opened_is_what_is_asked_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+    folder.put("a", b"code")
+    entry, real = tmp_path / "a.o", os.fstat
+
+    def exchanged(handle: int) -> os.stat_result:  # as somebody who may write the folder above could do at any time
+        entry.rename(tmp_path / "away")
+        entry.write_bytes(b"code of somebody else")
+        return real(handle)
+
+    monkeypatch.setattr(cache.os, "fstat", exchanged)
+    assert folder.get("a") == b"code"
+    monkeypatch.setattr(cache.os, "fstat", real)
+    assert folder.get("a") is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "two names", "folder"])
+def test_what_is_no_file_of_ones_own_is_not_read(kind: str, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cache")
+    folder.put("a", b"code")
+    entry = tmp_path / "cache" / "a.o"
+    if kind == "two names":
+        os.link(entry, tmp_path / "other")
+    else:
+        entry.rename(tmp_path / "real")
+        make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(tmp_path / "real"), "folder": os.mkdir}
+        make[kind](entry)
+    assert folder.get("a") is None  # and does not wait
+
+
+@pytest.mark.parametrize("name", ["", "relative", "./here", "~/cache"])
+def test_a_relative_folder_is_not_taken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cache.user_folder().path == tmp_path / ".cache" / "tensorloop"
+
+
+def test_without_a_home_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]) -> None:
+    monkeypatch.setattr(cache.os.path, "expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    cache._folder.cache_clear()
+    with pytest.warns(RuntimeWarning, match="is not absolute: there is no home folder"):
+        runs(None)
+    assert len(compiles) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.warns(RuntimeWarning, match="not yours alone"):

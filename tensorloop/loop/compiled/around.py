@@ -13,9 +13,18 @@ from tensorloop.loop.compiled.refused import NATIVE, Refused
 from tensorloop.loop.loop import Loop
 
 
+def in_a_step() -> bool:
+    """Whether the step of an eager loop with checkpoints runs here, or its replay."""
+    return here.recorder is not None or here.nodes is not None
+
+
 def nothing_to_do(loop: Loop) -> bool:
-    """Whether there is no loop of its own to compile: it has no step, or is a part of a step that is looked at."""
-    return loop.length == 0 or here.looks > 0
+    """Whether there is no loop of its own to compile: it has no step, or is a part of a step that is looked at.
+
+    What keeps a loop in a step of an eager one from being compiled was said as the step ran, and is not in its replay.
+    """
+    replayed = in_a_step() and transforms.graph_task() >= 0
+    return loop.length == 0 or here.looks > 0 or replayed
 
 
 def without_inference() -> AbstractContextManager[object]:
@@ -54,7 +63,7 @@ def check_surroundings() -> None:
         raise Refused(
             f"{modes[-1]} is around the loop, and would see no operation of a compiled one", "leave it before"
         )
-    if here.recorder is not None or here.nodes is not None:
+    if in_a_step():
         raise Refused(
             "it runs in a step of an eager loop with checkpoints",
             "give compile=True to that one, or take its checkpoints away",

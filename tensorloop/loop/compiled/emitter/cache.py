@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 MARK = b"tensorloop object 1\n"
+_WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 MOST = 2000  # entries, of some tens of kilobytes
 
 
@@ -24,11 +25,8 @@ class Folder:
         """An entry; None where there is none, or not what was put."""
         if not self._safe():
             return None
-        place = self.path / f"{key}.o"
         try:
-            if not _ours(place.lstat()):
-                return None
-            data = place.read_bytes()
+            data = _read(self.path / f"{key}.o")
         except OSError:
             return None
         head = len(MARK) + 32
@@ -65,6 +63,8 @@ class Folder:
         if self._usable is None:
             self._usable = True
             try:
+                if not self.path.is_absolute():
+                    return self._refuse("is not absolute: there is no home folder; name one in XDG_CACHE_HOME")
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 if not (_ours(self.path.lstat()) and self.path.is_dir()):
                     self._refuse("is not yours alone; `chmod 700` it or name another in XDG_CACHE_HOME")
@@ -72,9 +72,10 @@ class Folder:
                 self._refuse(f"cannot be made: {error}")
         return self._usable
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> bool:
         self._usable = False
         warnings.warn(f"compiled loops are not kept: the folder {self.path} {why}", RuntimeWarning, stacklevel=2)
+        return False
 
 
 def _ours(found: os.stat_result) -> bool:
@@ -85,9 +86,23 @@ def _ours(found: os.stat_result) -> bool:
     )
 
 
+def _read(place: Path) -> bytes:
+    """The bytes of a file that is the user's; none of another.
+
+    What was opened is asked whose it is, not the path, which may lead elsewhere a moment later. Opening does not wait:
+    that of a pipe would, for somebody to write.
+    """
+    handle = os.open(place, os.O_RDONLY | _WITHOUT_WAITING)
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        return file.read() if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and _ours(found) else b""
+
+
 def user_folder() -> Folder:
     """The user's: one object for each path, so that what is wrong with it is said once."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # which the specification has ignored: it would be another one in each folder
+        base = os.path.join(os.path.expanduser("~"), ".cache")
     return _folder(os.path.join(base, "tensorloop"))
 
 
