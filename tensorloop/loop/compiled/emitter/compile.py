@@ -56,6 +56,7 @@ class Loaded:
         self._engine.finalize_object()
         address, word = self._engine.get_function_address, ctypes.c_int64
         self.member = address("member")
+        self.alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.member)
         # calls through ctypes let other Python threads run
         self.prepare = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address("prepare"))
         self.run = ctypes.CFUNCTYPE(None, ctypes.c_void_p, word, word, word, ctypes.c_void_p, word)(address("run"))

@@ -1,6 +1,7 @@
 """A compiled recurrence as something to call."""
 
 import collections
+import time
 from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
 from tensorloop.loop.compiled.emitter.expand import expand
 from tensorloop.loop.compiled.emitter.function import Function, Text
 from tensorloop.loop.compiled.emitter.lowering import Step, lower
+from tensorloop.loop.compiled.emitter.pays import Pays
 from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
 from tensorloop.loop.compiled.emitter.target import Target, host
 from tensorloop.loop.compiled.lengths import stands_for_length
@@ -62,6 +64,7 @@ class NativeCall(NamedTuple):
     scratch: int
     lengths: Sequence[int]  # of arrays before the first step
     pack: bool  # whether panels are to be packed
+    team: bool  # whether threads do the parts
 
 
 class NativeCore:
@@ -77,6 +80,7 @@ class NativeCore:
         self._needed = [[_needed(one, len(step.growth)) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
+        self._pays: dict[tuple[int, ...], Pays] = {}  # by about how many steps, and lengths of arrays
 
     def __call__(
         self,
@@ -101,7 +105,16 @@ class NativeCore:
             parts = apart = threads.parts(text.rows, steps * text.work)
         memory = self._take(apart, self._growing(steps, lengths))
         laid = self._laid(invariants)
-        done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
+        pays, team = None, False
+        if parts > 1:
+            about = steps.bit_length(), *(n.bit_length() for n in lengths)
+            pays = self._pays.get(about) or self._pays.setdefault(about, Pays())
+            team = pays.team()
+        begun = time.perf_counter()
+        fixed = [*laid, *self._constants]
+        done = self._run(steps, parts, memory, fixed, sequences, carry, outs, sums, last, lengths, team=team)
+        if pays is not None:
+            pays.took(team, (time.perf_counter() - begun) / max(done, 1))
         self._idle.append(memory)
         return last, done
 
@@ -188,8 +201,12 @@ class NativeCore:
         lengths: Sequence[int],
         *,
         packed: bool = False,
+        team: bool = False,
     ) -> int:
-        """How many steps were done; with `packed` the panels are there from the call before."""
+        """How many steps were done; with `packed` the panels are there from the call before.
+
+        Parts are those of a `team`, or of this thread, one after the other.
+        """
         scratch, panels = memory
         status, totals = array("q", (0, 0)), list(sums)
         if parts > 1:
@@ -200,7 +217,8 @@ class NativeCore:
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))
         first = bool(panels) and not packed
-        self._enter(NativeCall(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first))
+        address = table.buffer_info()[0]
+        self._enter(NativeCall(address, tensors, steps, parts, scratch.data_ptr(), lengths, first, team))
         if parts > 1:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
@@ -212,16 +230,17 @@ class NativeCore:
 
     def _enter(self, call: "NativeCall") -> None:
         """Calls the native function."""
-        table, _, steps, parts, scratch, lengths, pack = call
+        table, _, steps, parts, scratch, lengths, pack, team = call
         if pack:
             self._loaded.prepare(table)
-        if parts == 1:
+        if parts == 1 or (self.text.barriers and not team):
             self._loaded.run(table, steps, 0, 1 if self.text.barriers else self.text.rows, scratch, 0)
         elif self.text.barriers:
             threads.run_together(self._loaded.member, table, steps, scratch, parts)
         else:
             each = self.text.scratch + self._growing(steps, lengths)
-            threads.run(self._loaded.member, table, steps, (scratch, each), self.text.rows, parts)
+            enter = threads.team(self._loaded.member, parts) if team else self._loaded.alone
+            threads.run(enter, table, steps, (scratch, each), self.text.rows, parts)
 
     def _take(self, parts: int, more: int) -> list:
         """[scratch for so many, panels] from an earlier call that is over, or new; `more` bytes behind each's."""

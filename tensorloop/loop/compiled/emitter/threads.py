@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,25 @@ def run_together(member: int, table: int, steps: int, scratch: int, count: int) 
     library.GOMP_parallel(member, place + 8 * skipped, count, 0)
 
 
-def run(member: int, table: int, steps: int, scratch: tuple[int, int], rows: int, count: int) -> None:
-    """Calls `member` on every thread of a team; parts are claimed, so that fewer threads do them all too.
+def team(member: int, count: int) -> Callable[[int], None]:
+    """Calls `member` with a job on every thread of a team of so many."""
+
+    def enter(job: int) -> None:
+        library = _library(os.getpid())
+        assert library is not None
+        library.GOMP_parallel(member, job, count, 0)
+
+    return enter
+
+
+def run(enter: Callable[[int], None], table: int, steps: int, scratch: tuple[int, int], rows: int, count: int) -> None:
+    """Calls what threads, or one, enter with a job of so many parts; these are claimed, so that any number does all.
 
     `scratch`: where it begins, and the bytes of each part.
     """
     bounds = [rows * n // count for n in range(count + 1)]
     job = (ctypes.c_int64 * (6 + len(bounds)))(0, count, table, steps, *scratch, *bounds)
-    library = _library(os.getpid())
-    assert library is not None
-    library.GOMP_parallel(member, ctypes.addressof(job), count, 0)
+    enter(ctypes.addressof(job))
 
 
 @functools.cache

@@ -1,0 +1,73 @@
+"""Whether a team of threads pays, noticed as a loop runs: on cores that others use too, it waits for whoever lost his.
+
+Each call of a loop that a team could do is timed, per step. Alone, one thread does the same pieces one after the other,
+so that results are the same bits, whatever the clock says. A loop begins with calls of both kinds in turns. While the
+team is ahead, every call is its own; what one thread would take is remembered. When the team falls behind that, one
+thread goes on, and three calls of the team are tried again after 8, 16, 32 ... calls.
+"""
+
+import math
+import threading
+
+FIRST = 6  # calls in turns, of which the first of each kind, which wakes threads and fills caches, does not count
+SLOWER, FASTER = 1.1, 0.9  # of the time of one thread: where the team is left, and where it is taken up again
+NEWEST = 0.25  # the share of the newest call in a mean
+MOST = 8.0  # times the mean, as which a call counts at most: one that was interrupted by something else proves little
+TRIED = 3  # calls of the team on trial
+GAP, LONGEST_GAP = 8, 256  # calls between trials
+
+
+class Pays:
+    """For calls of about as many steps. `team()` before a call, `took` after it; seconds are those of a step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._means: dict[bool, float] = {}  # by whether it was the team
+        self._on_trial: list[float] | None = None  # what the team's calls on trial took
+        self._team = True
+        self._gap, self._left = GAP, 0
+
+    def team(self) -> bool:
+        """Whether the team is to do the next call."""
+        with self._lock:
+            self._calls += 1
+            if self._calls <= FIRST:
+                return self._calls % 2 == 1
+            if self._team or self._on_trial is not None:
+                return True
+            self._left -= 1
+            if self._left > 0:
+                return False
+            self._on_trial = []
+            return True
+
+    def took(self, team: bool, seconds: float) -> None:
+        """A call of the team, or of one thread, is over."""
+        with self._lock:
+            if self._calls <= 2:  # where several Python threads call at once, it may be a later call: no matter
+                return
+            if self._on_trial is not None and team:
+                self._tried(seconds)
+                return
+            mean = self._means.get(team, seconds)
+            self._means[team] = mean + NEWEST * (min(seconds, MOST * mean) - mean)
+            bound = 1.0 if self._calls <= FIRST else SLOWER
+            behind = self._means.get(True, 0.0) > bound * self._means.get(False, math.inf)
+            if self._calls >= FIRST and self._team and behind:
+                self._alone(GAP)
+
+    def _tried(self, seconds: float) -> None:
+        """The team's call was a trial; the last one decides."""
+        assert self._on_trial is not None
+        self._on_trial.append(seconds)
+        if len(self._on_trial) < TRIED:
+            return
+        mean, self._on_trial = sum(self._on_trial) / TRIED, None
+        if mean < FASTER * self._means.get(False, 0.0):
+            self._team, self._means[True] = True, mean
+        else:
+            self._alone(min(2 * self._gap, LONGEST_GAP))
+
+    def _alone(self, gap: int) -> None:
+        self._team, self._gap, self._left = False, gap, gap
