@@ -114,7 +114,10 @@ class PackedOutputs(Outputs):
         return self.slices.part(ys, 0, t)
 
     def of_no_steps(self, ys: Any) -> Any:
-        return pytree.mapped(lambda y: PackedTensor(y.flatten(0, 1), self.slices.ragged) if y.dim() > 1 else y, ys)
+        ragged = self.slices.ragged
+        return pytree.mapped(
+            lambda y: PackedTensor(y.flatten(0, 1), ragged) if isinstance(y, Tensor) and y.dim() > 1 else y, ys
+        )
 
     def stack(self, reverse: bool) -> Any:
         assert self.tree is not None

@@ -203,19 +203,29 @@ def square(x: Tensor) -> Tensor:
 
 
 def _find_variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
-    """(variance, mean): NaN where a segment has no more than `correction` entries, or is empty."""
+    """(variance, mean), as torch has it where a segment has no more than `correction` entries.
+
+    The value is a division by 0 there, inf or NaN; the slope is divided by the number less the correction all the same.
+    """
+    if s.values.is_complex():  # that of the real parts and that of the imaginary ones, as in torch
+        parts = s._replace(values=torch.view_as_real(s.values.resolve_conj()))
+        var, mean = _find_variance(parts, correction)
+        return var.sum(-1), torch.view_as_complex(mean)
     mean = segments.mean(s.values, s.offsets)
-    centred = s.values - segments.spread(mean, s.offsets, len(s.values))
-    total = segments.sum(square(centred), s.offsets)
-    number = segments.count(s.offsets, total)
-    return total / torch.where(number > correction, number - correction, torch.nan), mean
+    number = segments.count(s.offsets, mean)
+    free = torch.where(number == 0, torch.nan, number - correction)
+    # Slopes that are infinite would meet in the mean as NaN, and they are of no importance there: their sum is 0.
+    middle = torch.where(free == 0, mean.detach(), mean)
+    total = segments.sum(square(s.values - segments.spread(middle, s.offsets, len(s.values))), s.offsets)
+    found = total / free
+    return torch.where(free < 0, found + (total / 0 - found).detach(), found), mean
 
 
 @handles("std", "var", "std_mean", "var_mean")
 def _std(
     func: Any, input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
-    """Over the entries there are: NaN where they are no more than the correction, which is 1."""
+    """Over the entries there are: inf or NaN where they are no more than the correction, which is 1."""
     name = func.__name__
     if isinstance(dim, bool):  # std(x, unbiased)
         dim, unbiased = None, dim

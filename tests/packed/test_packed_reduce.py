@@ -219,6 +219,30 @@ def test_deviation_of_equal_entries_has_slope_0():
     assert grad.count_nonzero() == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom is <= 0")  # torch's, of a row by itself
+@pytest.mark.parametrize("dim", [1, (1, 2)])
+@pytest.mark.parametrize("correction", [-1, 0, 1, 1.5, 2, 3, 5, 9])
+@pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_row_with_fewer_entries_than_the_correction_is_as_torch_has_it(
+    dtype: torch.dtype, name: str, correction: float, dim: Any
+):
+    """inf where the entries differ, NaN where they do not; the gradient is torch's, too."""
+    lens = [0, 1, 2, 3, 2, 5]
+    values = torch.randn(sum(lens), 2, dtype=dtype)
+    values[6:8] = 1  # equal ones
+    values.requires_grad_()
+    fn: Any = getattr(torch, name)
+    got = fn(PackedTensor(values, lens), dim=dim, correction=correction)
+    within = 0 if dim == 1 else (0, 1)
+    want = [fn(row, dim=within, correction=correction) for row in values.split(lens)]
+    pairs = [*zip(got, zip(*want, strict=True), strict=True)] if "_" in name else [(got, want)]
+    pairs = [(x, torch.stack(list(y))) for x, y in pairs]
+    torch.testing.assert_close(*zip(*pairs, strict=True), equal_nan=True)
+    grads = [torch.autograd.grad(x.sin().sum(), values)[0] for x in pairs[0]]
+    torch.testing.assert_close(*grads, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", ["std", "var", "norm", "mean"])
 def test_whole_numbers_are_refused_where_torch_does(name: str):
     p = PackedTensor(torch.ones(8, 2, dtype=torch.int64), MIXED)

@@ -138,6 +138,38 @@ def test_no_entries(rows: int, checkpoints: Any) -> None:
     assert [(y.values.shape, y.lens.tolist()) for y in ys] == [((0, F), lens), ((0,), lens)]
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.parametrize("lens", [[], [0], [0, 0, 0], [0, 2]])
+def test_no_entries_and_ys_that_are_none_or_numbers(
+    lens: list[int], checkpoints: Any, context: bool, reverse: bool, compile: bool
+) -> None:
+    h, xs = randn(len(lens), F), PackedTensor(randn(sum(lens), F, seed=1), lens)
+    options: Any = {"context": h} if context else {}
+    options |= {"reverse": reverse, "checkpoints": checkpoints, "compile": compile}
+    whole: Any = {"none": None, "pair": (None, None), "mixed": [None, h, 2], "number": 1.5}
+    for kind, y in whole.items():
+
+        def body(c: Tensor, x: Tensor, *context: Tensor, y: Any = y) -> Any:
+            return c + x, [None, c * x, 2] if isinstance(y, list) else y
+
+        carry, ys = tl.scan(body, h, xs, **options)
+        steps = max(lens, default=0)
+        if kind == "mixed":
+            assert ys[0] is None
+            assert ys[1].lens.tolist() == lens
+            torch.testing.assert_close(ys[2], torch.full((steps,), 2))
+        elif kind == "number":
+            torch.testing.assert_close(ys, torch.full((steps,), 1.5))
+        else:
+            assert ys == y
+        assert carry.shape == h.shape
+        if lens:
+            assert grad(carry.sum(), h)[0].eq(1).all()
+
+
 @pytest.mark.parametrize("name", ["grad", "vmap"])
 def test_under_transforms(name: str) -> None:
     values, w = randn(sum(LENS), F).detach(), randn(F, seed=2).detach()
