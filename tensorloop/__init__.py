@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tensorloop import compat as compat
     from tensorloop import cuda as cuda
     from tensorloop import hf as hf
+    from tensorloop import loop as loop
     from tensorloop import memory as memory
     from tensorloop import ordering as ordering
     from tensorloop import packed as packed
@@ -60,7 +61,7 @@ _LATER = {
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
     "tensor_array": ("TensorArray",),
 }
-_SUBMODULES = ("beam", "compat", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing")
+_SUBMODULES = ("beam", "compat", "cuda", "hf", "loop", "memory", "ordering", "packed", "risk", "schedule", "testing")
 
 
 class _Package(ModuleType):

@@ -86,7 +86,7 @@ def test_dir_shows_public_names_alone():
         "assert dir(tl) == before\n"
         "print(json.dumps([name for name in before if not name.startswith('__')]))"
     )
-    submodules = {"beam", "compat", "cuda", "hf", "memory", "ordering", "packed", "risk", "schedule", "testing"}
+    submodules = {"beam", "compat", "cuda", "hf", "loop", "memory", "ordering", "packed", "risk", "schedule", "testing"}
     assert set(fresh(code)) == {*tl.__all__, *submodules}
     assert "__version__" in dir(tl)
 
