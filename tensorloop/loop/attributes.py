@@ -62,6 +62,8 @@ class Attributes:
         self._before = [{key: x.values[key] for key in x.names()} for x in self._holders]
         self._places: dict[str, _Place] = {}
         self._aliases = Aliases({})
+        self._uncounted = set[str]()  # places that no step has written into as far as their versions tell
+        self._swapped = set[str]()  # those of them where a later step has put another object
         self.begun = False  # whether the first step is done
 
     def first(self, call: Callable[[], R], names: Sequence[str]) -> tuple[R, State]:
@@ -93,7 +95,13 @@ class Attributes:
             for path, place in places.items():
                 place.put(state[path])
             noted = self._aliases.note(state) if self._aliases else None
+            versions = {path: _version(state[path]) for path in self._uncounted}
             out, after = call(), {path: place.get() for path, place in places.items()}
+            for path, version in versions.items():
+                if after[path] is not state[path]:
+                    self._swapped.add(path)
+                elif _version(after[path]) != version:
+                    self._uncounted.discard(path)
             if noted is not None:
                 self._aliases.check(noted, after)
             return out, after
@@ -102,12 +110,15 @@ class Attributes:
                 place.put(value)
 
     def put_last(self, state: Mapping[str, Any]) -> None:
-        """After the last step: its state, in the tensors that were there where steps write into them."""
+        """After the last step: its state, in the tensors that were there where steps write into them.
+
+        What batch norm writes no version counts, as graphs that saved a buffer do not need its numbers: nor do we then.
+        """
         for path, place in self._places.items():
             value = state[path]
-            if place.in_place and _takes(place.before, value):
+            if place.in_place and path not in self._swapped and _takes(place.before, value):
                 with torch.no_grad():
-                    place.before.copy_(value)
+                    (place.before.data if path in self._uncounted else place.before).copy_(value)
                 value = place.before
             place.put(value)
 
@@ -141,10 +152,13 @@ class Attributes:
                 in_place = shown is not None and now is shown.value and isinstance(now, Tensor)
                 written |= in_place
                 self._places[holder.path_of(key)] = _Place(holder.values, key, before.get(key, _MISSING), in_place)
+                if in_place and shown is not None and not shown.has_changed(now):
+                    self._uncounted.add(holder.path_of(key))
         if written and holder.kind == "buffers":  # batch norm writes to buffers, and not all of them count it
             for key in holder.names():
-                if isinstance(before.get(key), Tensor):
-                    self._places.setdefault(holder.path_of(key), _Place(holder.values, key, before[key], True))
+                if isinstance(before.get(key), Tensor) and (path := holder.path_of(key)) not in self._places:
+                    self._places[path] = _Place(holder.values, key, before[key], True)
+                    self._uncounted.add(path)
 
     def _take(self) -> None:
         for place in self._places.values():
