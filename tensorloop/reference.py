@@ -76,9 +76,10 @@ def scan(
     n = next((x.shape[dim] for x in leaves if x is not None), length)
     steps = itertools.count() if n is None else reversed(range(n)) if reverse else range(n)
     ys: list[Any] = []
+    init = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, init)  # which a body may change in place
     for t in steps:
         init, y = body_fn(init, tree_unflatten([x if x is None else x.select(dim, t) for x in leaves], tree))
-        ys.append(y)
+        ys.append(tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, y))
         if until is not None and until(init):
             break
     return init, tree_map(lambda *y: _stacked(y, dim), *(ys[::-1] if reverse else ys))

@@ -130,8 +130,8 @@ def scan(
 
         ys = []
         for t in reversed(range(length)) if reverse else range(length):
-            init, y = body_fn(init, xs.select(dim, t))
-            ys.append(y)
+            init, y = body_fn(init, xs.select(dim, t))  # of a copy of init
+            ys.append(y.clone())
             if until is not None and until(init): break
         return init, torch.stack(ys, dim)  # in index order
 

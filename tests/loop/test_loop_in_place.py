@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import tensorloop as tl
+from tensorloop import reference
 from tests.support.loop_cases import compare, randn, rotate, with_and_without_checkpoints
 
 STEPS = 7
@@ -323,3 +324,33 @@ def test_a_batch_norm_in_eval_mode_may_be_asked(in_body: str) -> None:
         return grad(tl.while_loop(ask, body, (init, 0), checkpoints=checkpoints)[0].sin().sum(), init)[0]
 
     torch.testing.assert_close(gradient(2), gradient(None), equal_nan=True)
+
+
+@with_and_without_checkpoints
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"until": lambda c: c.sum() > 90}])
+def test_a_y_that_is_the_carry_is_what_it_was_when_its_step_returned_it(options: Any, checkpoints: Any) -> None:
+    """As in the definition; a list of what a Python loop's steps return would hold one tensor, in its last state."""
+
+    def body(c: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+        c += x
+        return c, {"carry": c, "view": c[:2]}
+
+    init, xs = torch.zeros(3), torch.arange(12.0).view(4, 3)
+    carry, ys = tl.scan(body, init, xs, checkpoints=checkpoints, **options)
+    true_carry, true_ys = reference.scan(body, init, xs, **options)
+    torch.testing.assert_close((carry, ys), (true_carry, true_ys))
+    assert not torch.equal(ys["carry"][0], ys["carry"][1])
+    assert init.count_nonzero() == 0
+
+
+@pytest.mark.eager_only("a compiled loop keeps ys where no step changes them")
+def test_a_y_that_waits_for_backward_may_not_change_at_a_later_step() -> None:
+    def body(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        c += x
+        return c, c
+
+    xs = randn(4, 3)
+    with pytest.raises(RuntimeError, match=r"y: the output of step 0 was changed in place .* return y\.clone\(\)"):
+        tl.scan(body, torch.zeros(3).double(), xs)
+    with_clones = tl.scan(lambda c, x: (body(c, x)[0], c.clone()), torch.zeros(3).double(), xs)[1]
+    torch.testing.assert_close(with_clones, reference.scan(body, torch.zeros(3).double(), xs)[1])
