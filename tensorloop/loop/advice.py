@@ -13,7 +13,7 @@ from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Fact, WrongType
 from tensorloop.loop.called import Called
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.slices import is_sequence, steps_or_leaves
+from tensorloop.loop.slices import Slices, is_sequence, steps_or_leaves
 from tensorloop.tensor_array.array import TensorArray
 
 
@@ -45,6 +45,8 @@ def refuse_arguments(functions: Sequence[Called], error: BaseException) -> None:
 
 def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
     text = str(error)
+    if not loop.taken and re.search(r"size|shape|batch|dimension|changed the carry", text, re.IGNORECASE):
+        yield from _batch_first(loop)
     if isinstance(error, TypeError | AttributeError | IndexError):
         if not loop.taken:
             yield from _foreign(loop)
@@ -66,6 +68,20 @@ def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
                 f"{loop.name}: {left[0]} of {left[1]} rows are left in the batch at this step; a tensor that the body "
                 f"closes over still has all of them: pass it as context=, which shrinks along"
             )
+
+
+def _batch_first(loop: Loop) -> Iterator[str]:
+    """On xs whose first dim is as long as the rows of init: then the steps may be along the second."""
+    rows = {x.shape[0] for x in loop.init if isinstance(x, Tensor) and x.dim() > 1}
+    if type(loop.slices) is not Slices or len(rows) != 1:  # packed xs have their rows in another way
+        return
+    for path, (x, dim) in zip(loop.slices.tree.paths, loop.slices.tensors, strict=False):
+        if x is not None and dim == 0 and x.dim() > 1 and {x.shape[0]} == rows != {x.shape[1]}:
+            yield (
+                f"{loop.name}: xs{path} {tuple(x.shape)} is run over along dim 0, so x is {tuple(x.shape[1:])}, and "
+                f"{x.shape[0]} is how many rows init has: if xs is batch first, give dim=1"
+            )
+            return
 
 
 def _foreign(loop: Loop) -> Iterator[str]:

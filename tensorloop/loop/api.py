@@ -15,7 +15,7 @@ from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
 from tensorloop.loop.associative import associative_scan
-from tensorloop.loop.called import Called, check_callable, pair_of
+from tensorloop.loop.called import Called, check_body, check_callable, pair_of
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.loop.compiled import in_graph
@@ -161,6 +161,7 @@ def scan(
         (tensor(6), tensor([0, 0, 2, 9]))
     """
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
+    check_body(body_fn)
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
     slices = _slices(xs, length, dim, reverse, until)

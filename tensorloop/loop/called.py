@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch.nn import Module
+from torch.nn import LSTMCell, Module, RNNBase, RNNCellBase
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType
@@ -56,3 +56,24 @@ def check_callable(**functions: Any) -> None:
     for what, function in functions.items():
         if not callable(function):
             raise WrongType(f"{what} must be callable, got {describe(function)}")
+
+
+def check_body(body_fn: Any) -> None:
+    """Raises where the body of a scan is one of torch's recurrent modules, which are called in another way."""
+    if not isinstance(body_fn, RNNCellBase | RNNBase) or not type(body_fn).forward.__module__.startswith("torch."):
+        return
+    name = type(body_fn).__name__
+    if isinstance(body_fn, RNNBase):
+        raise WrongType(
+            f"body_fn is an nn.{name}, which is a loop itself: call it on xs, `ys, h = {name.lower()}(xs, h)`; for "
+            f"steps of your own around it there is nn.{name}Cell"
+        )
+    step = (
+        "h, c = cell(x, state); return (h, c), h"
+        if isinstance(body_fn, LSTMCell)
+        else "h = cell(x, state); return h, h"
+    )
+    raise WrongType(
+        f"body_fn is an nn.{name}, which takes (x, state) and returns the state alone; a body takes (state, x) and "
+        f"returns (state, y): def step(state, x): {step}"
+    )

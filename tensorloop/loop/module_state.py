@@ -12,7 +12,7 @@ from tensorloop._common.slots import slots_of
 from tensorloop.loop import api
 from tensorloop.loop.advice import refuse_arguments
 from tensorloop.loop.attributes import Attributes, State
-from tensorloop.loop.called import Called, check_callable, name_of_carry, pair_of
+from tensorloop.loop.called import Called, check_body, check_callable, name_of_carry, pair_of
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.first_step import FirstOnly, first_only
 from tensorloop.packed.base import any_packed
@@ -79,6 +79,7 @@ class Carrying:
     ) -> tuple[Any, Any]:
         """`tl.scan`, whose body_fn and until find the state on the objects."""
         check_callable(body_fn=body_fn)
+        check_body(body_fn)
         called = Called("body_fn", body_fn, ("carry", "x", *_context_of(options)))
         return self._scan(called, lambda *args: pair_of(body_fn(*args)), init, xs, length, options)
 

@@ -235,3 +235,91 @@ def test_attributes_of_tensors() -> None:
     assert message == "'TensorArray' object has no attribute 'summe'"
     assert not hasattr(array, "__array__")
     assert torch.equal(torch.stack(list(array)), XS)
+
+
+# -- what newcomers meet first
+
+
+def _tanh(h: Any, x: Tensor) -> Any:
+    h = x.tanh() if h is None else (x + h).tanh()
+    return h, h
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"compile": True}, {"until": lambda c: c.sum() > 1e9}])
+@pytest.mark.parametrize("batch", [3, 1])
+def test_xs_with_the_batch_first(batch: int, options: Any) -> None:
+    xs, init = randn(batch, 5, 4), randn(batch, 4)
+    said = words(lambda: tl.scan(_tanh, init, {"x": xs}, **options), Exception)
+    assert "dim=1" not in said  # that error is Python's: it adds to a dict
+    said = words(lambda: tl.scan(_tanh, init, xs, **options), Exception)
+    where = f"scan: xs {tuple(xs.shape)} is run over along dim 0, so x is (5, 4), and {batch} is how many rows init has"
+    assert f"{where}: if xs is batch first, give dim=1" in said
+    tl.scan(_tanh, init, xs, **{**options, "dim": 1})
+
+
+def test_other_mistakes_of_shape_say_nothing_of_a_batch() -> None:
+    for init, xs in ((randn(3, 4), randn(5, 2, 4)), (randn(3, 4), randn(3, 3, 5)), (randn(4), randn(4, 3, 5))):
+        assert "dim=1" not in words(lambda init=init, xs=xs: tl.scan(_tanh, init, xs), Exception)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda: tl.scan(_tanh, None, XS),
+        lambda: tl.scan(_tanh, 0, XS),
+        lambda: tl.scan(_tanh, 0.0, XS),
+        lambda: tl.scan(_tanh, torch.tensor(0.0), XS),
+        lambda: tl.scan(lambda h, x: (torch.cat([h, x]), None), torch.zeros(0), XS),
+        lambda: tl.scan(lambda state, x: ((x, x), x), None, XS),
+        lambda: tl.scan(lambda state, x: ((x, x + state[1]), x), (None, 0), XS),
+        lambda: tl.fori_loop(0, 3, lambda i, c: XS[i] + c, 0),
+        lambda: tl.while_loop(lambda c: True, lambda c: XS[0], None, max_steps=2),
+    ],
+)
+def test_an_init_that_the_first_step_makes_a_state_of(loop: Any) -> None:
+    assert "makes a state of it, give tl.first_only(init)." in words(loop, TypeError)
+
+
+def test_a_state_that_changes_is_no_such_init() -> None:
+    def grows(c: Tensor, x: Tensor) -> Any:
+        return torch.cat([c, x]), None
+
+    assert "first_only" not in words(lambda: tl.scan(grows, torch.zeros(3), XS), TypeError)
+    late = lambda i, c: c if i < 2 else XS[0]  # noqa: E731
+    assert "first_only" not in words(lambda: tl.fori_loop(0, 4, late, 0), TypeError)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("LSTMCell", "returns (state, y): def step(state, x): h, c = cell(x, state); return (h, c), h"),
+        ("GRUCell", "returns (state, y): def step(state, x): h = cell(x, state); return h, h"),
+        ("RNNCell", "returns (state, y): def step(state, x): h = cell(x, state); return h, h"),
+        ("LSTM", "which is a loop itself: call it on xs, `ys, h = lstm(xs, h)`; for steps of your own around it there"),
+        (
+            "GRU",
+            "which is a loop itself: call it on xs, `ys, h = gru(xs, h)`; for steps of your own around it there is",
+        ),
+        (
+            "RNN",
+            "which is a loop itself: call it on xs, `ys, h = rnn(xs, h)`; for steps of your own around it there is",
+        ),
+    ],
+)
+def test_torch_s_recurrent_modules_are_no_bodies(name: str, how: str, carried: bool) -> None:
+    module = getattr(torch.nn, name)(3, 3)
+    loops = tl.carrying(module) if carried else tl
+    said = words(lambda: loops.scan(module, torch.zeros(2, 3), torch.zeros(5, 2, 3)), TypeError)
+    assert f"scan: body_fn is an nn.{name}, which" in said
+    assert how in said
+
+
+def test_a_cell_with_a_forward_of_its_own_is_one() -> None:
+    class Cell(torch.nn.GRUCell):
+        def forward(self, h: Any, x: Any) -> Any:
+            h = super().forward(x, h)
+            return h, h
+
+    h, hs = tl.scan(Cell(3, 3), torch.zeros(2, 3), torch.zeros(5, 2, 3))
+    torch.testing.assert_close(h, hs[-1])
