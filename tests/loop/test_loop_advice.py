@@ -317,7 +317,7 @@ def test_torch_s_recurrent_modules_are_no_bodies(name: str, how: str, carried: b
 
 def test_a_cell_with_a_forward_of_its_own_is_one() -> None:
     class Cell(torch.nn.GRUCell):
-        def forward(self, h: Any, x: Any) -> Any:
+        def forward(self, h: Any, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             h = super().forward(x, h)
             return h, h
 

@@ -1,5 +1,9 @@
 """The types of loops follow from init and xs: pyright holds `assert_type`, running it checks that the values agree."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple, assert_type
 
 import torch
@@ -71,3 +75,50 @@ def test_attention() -> None:
     keys = tl.TensorArray().append(x[:, 0])
     assert_type(tl.attention(x[:, 0], keys, keys), Tensor)
     assert type(tl.attention(p, p, p)) is tl.PackedTensor
+
+
+FORGOTTEN = """
+import torch
+from torch import Tensor
+import tensorloop as tl
+
+h, xs, cell = torch.zeros(3, 3), torch.zeros(5, 3, 3), torch.nn.GRUCell(3, 3)
+
+
+def typed(h: Tensor, x: Tensor) -> Tensor:
+    return h + x
+
+
+def bare(h, x):
+    return torch.tanh(h + x)
+
+
+def with_context(h: Tensor, x: Tensor, context: Tensor) -> Tensor:
+    return h + x + context
+
+
+tl.scan(typed, h, xs)
+tl.scan(bare, h, xs)
+tl.scan(lambda h, x: torch.tanh(h + x), h, xs, checkpoints=2)
+tl.scan(typed, h, xs, reverse=True, until=lambda c: c.sum() > 3)
+tl.scan(with_context, h, xs, context=h)
+tl.scan(typed, h, tl.TensorArray())
+tl.scan(typed, h, tl.pack_padded(xs, [1, 2]))
+tl.scan(lambda h, x: h + 1, h, length=3)
+"""
+
+
+def test_a_body_without_y_is_what_a_checker_blames(tmp_path: Path) -> None:
+    """And not xs, of which other overloads want other kinds."""
+    file = tmp_path / "forgotten.py"
+    file.write_text(FORGOTTEN)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(Path(tl.__file__).parents[1])]}))
+    code = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    found = json.loads(subprocess.run(code, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    lines = FORGOTTEN.splitlines()
+    calls = {i for i, line in enumerate(lines) if line.startswith("tl.scan")}
+    blamed = {x["range"]["start"]["line"]: x["message"] for x in found if x["rule"] == "reportArgumentType"}
+    assert blamed.keys() == calls
+    for line, message in blamed.items():
+        assert 'cannot be assigned to parameter "body_fn"' in message, lines[line]
+        assert '"Tensor" is not assignable to "tuple[Tensor, ' in message, lines[line]
