@@ -186,14 +186,15 @@ def _cut_rows(
     """The strips of the queries and keys between two numbers: a row of a packed tensor, or every batch entry."""
     table = BlockTable(blocks, of_k[1] - of_k[0])
     everything, shared, device = slice(None), q.shape[2] // k.shape[2], q.device
-    q_run, k_run = (
-        size if first % size == 0 else 1 for first, size in ((of_q[0], table.q_size), (of_k[0], table.k_size))
-    )
+    q_run = table.q_size if of_q[0] % table.q_size == 0 else 1
+    # The last block of keys is read beyond the row where this is no multiple of it: there are other rows' keys.
+    k_run = table.k_size if of_k[0] % table.k_size == of_k[1] % table.k_size == 0 else 1
     for b, h in product(range(table.batch) if row is None else [row if table.batch > 1 else 0], range(table.heads)):
         batch = slice(0, 1) if row is not None else everything if table.batch == 1 else slice(b, b + 1)
         heads = (everything,) * 2 if table.heads == 1 else (slice(h, h + 1), slice(h // shared, h // shared + 1))
         for some in table.groups(b, h, of_q[1] - of_q[0]):
-            queries = Gathered(batch, (some.queries + of_q[0]).to(device), heads[0], q_run)
+            run = q_run if some.queries.shape[1] == table.q_size else 1  # the last queries are less than a block
+            queries = Gathered(batch, (some.queries + of_q[0]).to(device), heads[0], run)
             keys = Gathered(batch, (some.keys + of_k[0]).to(device), heads[1], k_run)
             mask = None if some.sure.all() else partial(some.mask, table.mod, device)
             yield Strip(queries, keys, mask=mask, row=row, bases=(of_q[0], of_k[0]))
