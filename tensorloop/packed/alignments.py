@@ -1,7 +1,7 @@
 """Sums over the alignments of rows of frames with rows of tokens, by kernels that keep a number a state and frame.
 
 Where gradients must themselves be differentiated, and under transforms of `torch.func`, the recursion runs in ordinary
-operations over padded rows.
+operations: over a number for each entry and state (CTC), over padded rows of two numbers (RNN-T).
 
 Sources: Graves et al. 2006, equations 5 to 16 (CTC); Graves 2012, equations 16 to 20 (RNN-T).
 """
@@ -56,17 +56,19 @@ class _Ctc(torch.autograd.Function):
 
 
 def ctc_formula(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, blank: int) -> Tensor:
-    """The same in ordinary operations."""
+    """The same in ordinary operations, of a number for each entry and state of the longest targets; no row is padded."""
     lens, sizes = offsets.diff(), token_offsets.diff()
     frames, most = (int(x.max()) if len(x) else 0 for x in (lens, sizes))
-    padded = segments.pad(values, offsets, frames)
     labels = torch.full((len(lens), 2 * most + 1), blank, device=values.device)
     labels[:, 1::2] = segments.pad(tokens[:, None], token_offsets, most)[..., 0]
+    every = _of_labels(values, labels, lens)
     states = torch.arange(2 * most + 1, device=values.device)
     skips = (states % 2 == 1) & (states > 1) & (labels != labels.roll(2, 1))
     score = torch.full(labels.shape, _FAR, dtype=values.dtype, device=values.device).masked_fill(states == 0, 0)
     for t in range(frames):
-        own = padded[:, t].gather(1, labels).clamp(min=_FAR)
+        # What a row that has ended reads is not used: its last entry, or any where it is empty.
+        at = (offsets[:-1] + (lens - 1).clamp(0, t)).clamp(max=len(values) - 1)
+        own = every.index_select(0, at).clamp(min=_FAR)
         one, two = (torch.nn.functional.pad(score, (n, -n), value=_FAR) for n in (1, 2))
         ways = torch.stack([score, one.clamp(min=_FAR), torch.where(skips, two, _FAR)])
         if t == 0:  # only the first two states begin a path, the second from the first
@@ -77,6 +79,12 @@ def ctc_formula(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: 
     log = torch.where(lens == 0, torch.where(sizes == 0, 0, _FAR), ends.logsumexp(1))
     weights = segments.sum((values.exp() - values.detach().exp()).sum(1, keepdim=True), offsets)[:, 0]  # of value 0
     return torch.where(log < _FAR / 2, torch.inf, -log) + weights
+
+
+def _of_labels(values: Tensor, labels: Tensor, lens: Tensor) -> Tensor:
+    """(N, 2S + 1): of each entry the log-probabilities of its row's labels (B, 2S + 1)."""
+    rows = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=len(values))
+    return values.gather(1, labels.index_select(0, rows))
 
 
 @runs_kernels

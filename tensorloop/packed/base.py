@@ -43,6 +43,13 @@ class Packed(_Base):
         return self.values.dim() + 1
 
 
+_BOTH_SIDES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+OPERATORS = (
+    *(f"__{side}{name}__" for name in _BOTH_SIDES for side in ("", "r")),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__neg__", "__pos__", "__abs__", "__invert__"),
+)  # of Python, that views hand on
+
+
 class PackedView:
     """A name for a packed tensor whose dims stand in another order; nothing is moved."""
 

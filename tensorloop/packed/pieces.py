@@ -17,7 +17,7 @@ from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_featu
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import crop, slice_rows, split_rows
-from tensorloop.packed.pointwise import align, rewrap
+from tensorloop.packed.pointwise import align, check_partner, rewrap
 from tensorloop.packed.time.padding import pad_time
 
 
@@ -179,8 +179,7 @@ def _pick_steps(pick: Any, p: Packed, dim: Any, index: Any) -> Any:
 def _masked_select(func: Any, input: Any, mask: Any) -> Any:
     """The numbers where the mask is true, (M,), in the order of a padded tensor without its padding."""
     _needs_packed(input)
-    mask = _take_values(mask, input)
-    return input.values.masked_select(mask if mask.dim() == input.values.dim() else align(mask, input))
+    return input.values.masked_select(check_partner(input, mask).values if is_packed(mask) else align(mask, input))
 
 
 @handles("glu")

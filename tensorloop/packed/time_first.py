@@ -13,8 +13,12 @@ from torch import Tensor
 
 from tensorloop._common.errors import named
 from tensorloop._common.faces import late
-from tensorloop.packed.base import Packed, PackedView, refusal
+from tensorloop.packed.base import OPERATORS, Packed, PackedView, refusal
 from tensorloop.packed.dispatch import dispatch
+
+
+_WHY = "a packed tensor seen time first goes into attention layers and the CTC loss only"
+_INSTEAD_OF_ALL = "transpose it back: x.transpose(0, 1)"
 
 
 class TimeFirst(PackedView):
@@ -59,6 +63,12 @@ class TimeFirst(PackedView):
         """What it is a view of."""
         return f"TimeFirst({self.packed!r})"
 
+    def __getattr__(self, name: str) -> Any:
+        """Refused: what there is of the packed tensor has another order of dims here."""
+        if name.startswith("__") or name == "packed":
+            raise AttributeError(name)
+        raise AttributeError(f"{name}: {_WHY}; {_INSTEAD_OF_ALL}.{name}")
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,9 +76,21 @@ class TimeFirst(PackedView):
         """The functions that ask for time first."""
         name = getattr(func, "__name__", str(func))
         if name not in _TAKEN:
-            why = "a packed tensor seen time first goes into attention layers and the CTC loss only"
-            raise refusal(why, _INSTEAD.get(name, "transpose it back, or use .pad()")).named(name)
+            raise refusal(_WHY, _INSTEAD.get(name, _INSTEAD_OF_ALL)).named(name.strip("_"))
         return named(name)(_TAKEN[name])(func, *args, **(kwargs or {}))
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def run(self: TimeFirst, *others: Any) -> Any:
+        return TimeFirst.__torch_function__(getattr(Tensor, name), (), (self, *others))
+
+    run.__name__, run.__doc__ = name, "Refused: transpose it back."
+    return run
+
+
+for _name in OPERATORS:
+    setattr(TimeFirst, _name, _operator(_name))
+setattr(TimeFirst, "__hash__", object.__hash__)  # noqa: B010 - by identity, as a tensor's
 
 
 def _transpose(func: Any, input: TimeFirst, dim0: int, dim1: int) -> Packed:

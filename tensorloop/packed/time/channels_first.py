@@ -10,13 +10,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, named
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, Packed, PackedView, is_packed, refusal
+from tensorloop.packed.base import OPERATORS, Handler, Packed, PackedView, is_packed, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.pointwise import is_pointwise
@@ -40,7 +41,11 @@ _ALIKE = frozenset(
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
     }
 )
-_FACTS = ("dtype", "device", "requires_grad", "lens", "max_len", "is_cuda", "is_leaf", "grad_fn")
+_BESIDE = frozenset({"cosine_similarity", "diff"})  # of these, which take tensors (B, C, T) beside it
+_FACTS = (
+    *("dtype", "device", "requires_grad", "is_cuda", "is_leaf", "grad_fn", "numel"),
+    *("lens", "max_len", "offsets", "row_ids", "positions", "cu_seqlens"),
+)
 
 
 class ChannelsFirst(PackedView):
@@ -129,11 +134,13 @@ class ChannelsFirst(PackedView):
         if name in _FACTS:
             return getattr(self.packed, name)
         func = getattr(Tensor, name, None)
-        if func is None or not callable(func) or name.startswith("__"):
-            raise no_attribute(name, method=False)
-        if not _is_taken(name):
-            raise no_attribute(name, method=True)
-        return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+        if _is_taken(name) and callable(func) and not name.startswith("__"):
+            return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+        if name in dir(self.packed):
+            raise AttributeError(
+                f"a packed tensor seen channels first, (B, C, T*), has no {name!r}; write x.transpose(1, 2).{name}"
+            )
+        raise no_attribute(name, method=callable(func) and not name.startswith("__"))
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -146,14 +153,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in (
-    *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow") for side in ("", "r")),
-    *(
-        f"__{name}__"
-        for name in ("and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert")
-    ),
-    *("__matmul__", "__rmatmul__"),
-):
+for _name in OPERATORS:
     setattr(ChannelsFirst, _name, _operator(_name))
 setattr(ChannelsFirst, "__hash__", object.__hash__)  # noqa: B010 - by identity, as a tensor's
 
@@ -203,7 +203,15 @@ def _unwrap(x: Any) -> Any:
     """An argument, or a list of some, as packed tensors."""
     if isinstance(x, ChannelsFirst):
         return x.packed
+    _refuse_other_order(x)
     return type(x)(map(_unwrap, x)) if type(x) in (list, tuple) else x
+
+
+def _refuse_other_order(x: Any) -> None:
+    """Raises where `x` is packed with its channels last."""
+    if is_packed(x):
+        what = "transpose(1, 2) one of them" if x.ndim == 3 else "unsqueeze(1) the one without channels"
+        raise refusal(f"a packed tensor {x.shape} beside one channels first, (B, C, T*)", what)
 
 
 def turn_back(out: Any, over_rows: bool = False) -> Any:
@@ -212,6 +220,8 @@ def turn_back(out: Any, over_rows: bool = False) -> Any:
     What a reduction leaves of time and channels, (B, 1, C), or `over_rows` (T, C), is turned too.
     """
     if is_packed(out):
+        if out.ndim > 3:
+            raise refusal("what it adds a dim to is seen channels first, (B, C, T*)", "write x.transpose(1, 2) for x")
         return ChannelsFirst(out) if out.ndim == 3 else out
     if isinstance(out, Tensor):
         return out.mT if out.dim() == 3 or (out.dim() == 2 and over_rows) else out
@@ -225,9 +235,7 @@ def _turn(x: Any) -> Any:
     """An argument beside the values, (B, C, T) or what broadcasts to it, as (B, T, C)."""
     if isinstance(x, ChannelsFirst):
         return x.packed
-    if is_packed(x):
-        what = "transpose(1, 2) one of them" if x.ndim == 3 else "unsqueeze(1) the one without channels"
-        raise refusal(f"a packed tensor {x.shape} beside one channels first, (B, C, T*)", what)
+    _refuse_other_order(x)
     if not isinstance(x, Tensor) or not x.dim():
         return x
     return x.unsqueeze(-1) if x.dim() == 1 else x.mT
@@ -244,19 +252,26 @@ def _find_dim_parameter(name: str) -> tuple[int, str, Any]:
 
 def _run_along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place, name, default = _find_dim_parameter(func.__name__)
-    args, kwargs = _unwrap(args), {k: _unwrap(x) for k, x in kwargs.items()}
+    if func.__name__ in ("max", "min") and _is_of_two(args, kwargs):
+        return _dispatch(getattr(torch, f"{func.__name__}imum"), (*args, *kwargs.values()), {})
+    if func.__name__ in _BESIDE:
+        args, kwargs = tuple(map(_turn, args)), {k: _turn(x) for k, x in kwargs.items()}
+    else:
+        args, kwargs = _unwrap(args), {k: _unwrap(x) for k, x in kwargs.items()}
     for alias in ("axis", "dim", "dims"):
         if alias in kwargs and alias != name:
             kwargs[name] = kwargs.pop(alias)
     given = args[place] if len(args) > place else kwargs.get(name, default)
-    if is_packed(given):  # max(x, y)
-        return turn_back(dispatch(func, args, kwargs))
     dims = tuple(map(_exchange, given)) if isinstance(given, (tuple, list)) else _exchange(given)
     if len(args) > place:
         args = (*args[:place], dims, *args[place + 1 :])
     elif given is not inspect.Parameter.empty:
         kwargs[name] = dims
     return turn_back(dispatch(func, args, kwargs), dims in (0, (0,)))
+
+
+def _is_of_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return sum(isinstance(x, (Tensor, PackedView, Packed)) for x in (*args, *kwargs.values())) == 2
 
 
 def _exchange(dim: Any) -> Any:

@@ -10,6 +10,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed import segment_reduce, segments
 from tensorloop.packed.base import check_only_first
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.reduce import widen
 from tensorloop.packed.time.channels_first import takes_channels_first
 from tensorloop.packed.time.convolution import as_image, as_one, from_image
 from tensorloop.packed.time.windows import Windows, lay_out
@@ -65,13 +66,15 @@ def _avg_pool1d(
     check_only_first(input)
     windows = _make_windows(kernel_size, stride, padding, 1, ceil_mode)
     dim, layout = input._dim, lay_out(input._dim, windows)
-    image = as_image(layout.spread(input.values))
-    found = layout.pick(from_image(F.avg_pool2d(image, (1, windows.kernel), (1, windows.stride))))
-    if ceil_mode or (windows.left and not count_include_pad):
-        counted = bool(count_include_pad)
-        sizes = dim._kept(f"sizes {windows, counted}", lambda: _count_entries(dim, layout.dim, windows, counted))
-        found = found * (windows.kernel / sizes).to(found.dtype).unsqueeze(1)
-    return input._with(found, layout.dim)
+    settings = (1, windows.kernel), (1, windows.stride)
+    if not (ceil_mode or (windows.left and not count_include_pad)):
+        found = F.avg_pool2d(as_image(layout.spread(input.values)), *settings)
+        return input._with(layout.pick(from_image(found)), layout.dim)
+    counted = bool(count_include_pad)
+    sizes = dim._kept(f"sizes {windows, counted}", lambda: _count_entries(dim, layout.dim, windows, counted))
+    sums = F.avg_pool2d(as_image(layout.spread(widen(input.values))), *settings, divisor_override=1)
+    found = layout.pick(from_image(sums)) / sizes.unsqueeze(1)
+    return input._with(found.to(input.dtype), layout.dim)
 
 
 def _count_entries(dim: Dim, results: Dim, windows: Windows, with_padding: bool) -> Tensor:

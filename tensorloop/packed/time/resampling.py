@@ -10,6 +10,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_only_first, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.reduce import widen
 from tensorloop.packed.time.channels_first import takes_channels_first
 from tensorloop.packed.time.convolution import as_one
 
@@ -35,6 +36,8 @@ def _interpolate(
         raise WrongValue(f"align_corners goes with mode='linear', got mode {mode!r}")
     if (size is None) == (scale_factor is None):
         raise WrongValue("give one of size and scale_factor")
+    if recompute_scale_factor and size is not None:
+        raise WrongValue("recompute_scale_factor goes with scale_factor, got size")
     dim = input._dim
     number = as_one(size, "size") if scale_factor is None else _as_factor(scale_factor)
     results = dim._kept(f"resized {size is None, number}", lambda: _find_results(dim, number, size is None))
@@ -42,14 +45,18 @@ def _interpolate(
     given = number if size is None and not recompute_scale_factor else None
     exact = input.dtype if input.dtype is torch.float64 else torch.float32
     if mode != "linear":
-        scale = _find_scale(lens, results, given, torch.float32)
-        at = ((results._positions + (0.5 if mode == "nearest-exact" else 0)) * scale).floor()
+        scale = _find_scale(lens, results, given, exact)
+        places = results._positions.to(exact) + (0.5 if mode == "nearest-exact" else 0)
+        at = (places * scale).float().floor()  # torch rounds float64 to float32 before it takes the floor
         return input._with(_pick(input, results, torch.minimum(at.to(torch.int64), lens - 1)), results)
-    at = _find_source(lens, results, given, bool(align_corners), exact)
+    new = results._lens.index_select(0, results._row_ids)
+    at = _find_source(lens, new, results, given, bool(align_corners), exact)
     low = torch.minimum(at.to(torch.int64), lens - 1)
-    weight = (at - low).clamp(0, 1).to(input.dtype).unsqueeze(1)
-    high = _pick(input, results, torch.minimum(low + 1, lens - 1))
-    return input._with(_pick(input, results, low) * (1 - weight) + high * weight, results)
+    weight = (at - low).clamp(0, 1).unsqueeze(1)
+    wide = input._with(widen(input.values))
+    high = _pick(wide, results, torch.minimum(low + (lens != new), lens - 1))  # none where a row is copied
+    out = _pick(wide, results, low) * (1 - weight) + high * weight
+    return input._with(out.to(input.dtype), results)
 
 
 def _as_factor(given: Any) -> float:
@@ -74,12 +81,16 @@ def _find_scale(lens: Tensor, results: Dim, factor: float | None, exact: torch.d
     return lens.to(exact) / results._lens.index_select(0, results._row_ids)
 
 
-def _find_source(lens: Tensor, results: Dim, factor: float | None, corners: bool, exact: torch.dtype) -> Tensor:
+def _find_source(
+    lens: Tensor, new: Tensor, results: Dim, factor: float | None, corners: bool, exact: torch.dtype
+) -> Tensor:
+    """Where each entry of a row of `new` entries is among those of one of `lens`; what keeps its length is copied."""
     if corners:
-        steps = (results._lens.index_select(0, results._row_ids) - 1).clamp(min=1)
-        return (lens - 1).to(exact) / steps * results._positions
+        return (lens - 1).to(exact) / (new - 1).clamp(min=1) * results._positions
     scale = _find_scale(lens, results, factor, exact)
-    return ((results._positions + 0.5) * scale - 0.5).clamp(min=0)
+    # Rounded once, as by torch, whose product and sum are one instruction: half a unit of a place far on is a lot.
+    at = ((results._positions.double() + 0.5) * scale.double() - 0.5).to(exact).clamp(min=0)
+    return torch.where(lens == new, results._positions.to(exact), at)
 
 
 def _pick(p: Packed, results: Dim, at: Tensor) -> Tensor:

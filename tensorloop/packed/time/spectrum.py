@@ -46,8 +46,12 @@ def _stft(
     whole = pad_time(input, n_fft // 2, n_fft // 2, pad_mode, keep_empty=True) if center else input
     frames = unfold(whole, n_fft, hop)
     frames = frames._with(frames.values * _fit_window(input, window, size, n_fft))
-    transform = torch.fft.fft if input.values.is_complex() or onesided is False else torch.fft.rfft
-    found = transform(frames.values, norm="ortho" if normalized else "backward")
+    whole_circle = input.values.is_complex() or onesided is False
+    if frames.values.shape[0]:
+        transform = torch.fft.fft if whole_circle else torch.fft.rfft
+        found = transform(frames.values, norm="ortho" if normalized else "backward")
+    else:  # MKL knows no transform of nothing
+        found = frames.values[:, : n_fft if whole_circle else n_fft // 2 + 1].to(frames.dtype.to_complex())
     return ChannelsFirst(frames._with(found))
 
 

@@ -49,7 +49,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Packed:
-    """Each channel of each row by itself; running statistics are the means of those of the rows that are not empty."""
+    """Each channel of each row by itself; running statistics are the means of those of rows: of one entry no variance."""
     check_only_first(input, running_mean, running_var, weight, bias)
     if not use_input_stats:
         out = F.batch_norm(input.values, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -57,11 +57,12 @@ def _instance_norm(
     out, mean, var = _normalize(input, input.values.shape[1], eps)
     if running_mean is not None:
         lens = input._dim._lens.unsqueeze(1)
-        unbiased = var * (lens / (lens - 1))
+        unbiased = var * lens / (lens - 1)  # not var * (lens / (lens - 1)), whose factor is float32
         with torch.no_grad():
-            for running, found in ((running_mean, mean), (running_var, unbiased)):
-                now = torch.where(lens > 0, found, 0).sum(0) / (lens > 0).sum()
-                running.lerp_(now.to(running.dtype), momentum)
+            for running, found, counts in ((running_mean, mean, lens > 0), (running_var, unbiased, lens > 1)):
+                now = torch.where(counts, found, 0).sum(0) / counts.sum()
+                now = torch.where(counts.any(), now.to(running.dtype), running)  # no row has one: it stays
+                running.lerp_(now, momentum)
     return _scale(input, out, weight, bias)
 
 
