@@ -1,6 +1,7 @@
 """A BlockMask of torch's flex_attention in the new order, from the blocks that are not empty: never a dense N x N."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,13 +69,33 @@ def make_mask_mod(problem: Problem, orders: Orders, device: torch.device) -> Cal
         return graphs.mark_pairs(indptr, indices, queries, keys_of, graph.shape[1])
 
     mask_mod.sees = sees  # pyright: ignore[reportFunctionMemberAccess]
+    mask_mod._new_positions_of = orders  # pyright: ignore[reportFunctionMemberAccess]
     return mask_mod
 
 
-def move_mod(mod: Callable[..., Any], of_q: Tensor, of_kv: Tensor) -> Callable[..., Any]:
+def move_mod(mod: Callable[..., Any], of_q: Tensor, of_kv: Tensor, orders: Orders) -> Callable[..., Any]:
     """A function of (score,) batch entry, head, query and key that is asked of old positions instead of new ones."""
 
     def moved(*args: Any) -> Any:
         return mod(*args[:-2], of_q[args[-2]], of_kv[args[-1]])
 
+    moved._new_positions_of = orders  # pyright: ignore[reportFunctionMemberAccess]
     return moved
+
+
+def is_moved(mod: Any, orders: Orders, depth: int = 4) -> bool:
+    """Whether a function, or one that it closes over (as `and_masks` does), is of the new positions of these orders."""
+    made = getattr(mod, "_new_positions_of", None)
+    if isinstance(made, tuple) and len(made) == len(orders):
+        return all(torch.equal(a, b) for a, b in zip(made, orders, strict=True))
+    parts = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or () if _is_filled(cell)]
+    parts += [mod.func, *mod.args] if isinstance(mod, partial) else []
+    parts += [x for part in parts if isinstance(part, (tuple, list)) for x in part]
+    return depth > 0 and any(callable(x) and is_moved(x, orders, depth - 1) for x in parts)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that has no value yet
+        return False

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
-from tensorloop.ordering.block_masks import make_block_mask, move_mod
+from tensorloop.ordering.block_masks import is_moved, make_block_mask, move_mod
 from tensorloop.ordering.graph import Graph
 from tensorloop.ordering.permutation import Permutation
 from tensorloop.ordering.problem import Orders, Problem
@@ -92,7 +92,7 @@ class Ordering:
         """A BlockMask of torch's flex_attention in the new order, for `tl.attention` or `flex_attention`.
 
         `mask_mod`: the same mask as a function of old positions, asked in partial blocks; without one, the graph's
-        edges are looked up, and kept with the mask.
+        edges are looked up, and kept with the mask. One that `mask_mod` made is of new positions already: ValueError.
         Cost: O(E) time and bytes. Tables up to four million blocks are N / block_size wide as torch makes them, larger
         ones as wide as their longest row; `to_dense` takes the former alone.
 
@@ -108,10 +108,18 @@ class Ordering:
     def mask_mod(self, mask_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
         """A `mask_mod(b, h, q, kv)` of old positions as one of new positions, which are on `device`.
 
+        It is for torch's own functions, such as `create_block_mask`; `block_mask` moves what it is given itself.
+        Raises: TypeError (no function), ValueError (one that this ordering, or an equal one, moved already).
+
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
-            >>> mod = order.mask_mod(lambda b, h, q, kv: q >= kv)  # of the old positions
-            >>> order.block_mask(mod).shape
+            >>> near = lambda b, h, q, kv: ((q // 8 - kv // 8).abs() < 2) & ((q % 8 - kv % 8).abs() < 2)  # of the old
+            >>> moved = order.mask_mod(near)
+            >>> new = torch.arange(64)
+            >>> old = order.permutation
+            >>> torch.equal(moved(0, 0, new[:, None], new), near(0, 0, old[:, None], old))
+            True
+            >>> order.block_mask(near).shape  # which takes that of old positions, and moves it itself
             (1, 1, 64, 64)
         """
         return self._move(mask_mod, "mask_mod", torch.device(device))
@@ -130,7 +138,12 @@ class Ordering:
     def _move(self, mod: Callable[..., Any], what: str, device: torch.device) -> Callable[..., Any]:
         if not callable(mod):
             raise TypeError(f"{what}: expected a function of positions, got {arguments.describe(mod)}")
-        return move_mod(mod, self.queries.on(device)[0], self.keys.on(device)[0])
+        if is_moved(mod, self._orders):
+            raise ValueError(
+                f"{what}: the function is of new positions already, as this ordering's {what} makes it; give "
+                "the one of old positions"
+            )
+        return move_mod(mod, self.queries.on(device)[0], self.keys.on(device)[0], self._orders)
 
     def __repr__(self) -> str:
         n, m = self.graph.shape

@@ -16,7 +16,6 @@ from tensorloop._common.faces import late
 from tensorloop.packed.base import OPERATORS, Packed, PackedView, refusal
 from tensorloop.packed.dispatch import dispatch
 
-
 _WHY = "a packed tensor seen time first goes into attention layers and the CTC loss only"
 _INSTEAD_OF_ALL = "transpose it back: x.transpose(0, 1)"
 

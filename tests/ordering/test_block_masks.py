@@ -1,11 +1,13 @@
 """Block masks in the new order: torch's own class, its numbers, and attention that is the same in either order."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 import tensorloop as tl
 from tensorloop import reference
@@ -140,3 +142,44 @@ def test_what_is_no_function_is_refused():
         found.block_mask(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="score_mod: expected a function"):
         found.score_mod(None)  # pyright: ignore[reportArgumentType]
+
+
+def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q - kv).abs() < 5
+
+
+def far(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score - (q - kv).abs()
+
+
+def turned() -> Ordering:
+    return ordering.given(torch.ones(16, 16), torch.arange(15, -1, -1), block_size=4)
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        lambda found: found.block_mask(found.mask_mod(near)),
+        lambda found: found.block_mask(found.block_mask().mask_mod),
+        lambda found: found.block_mask(and_masks(found.mask_mod(near), near)),
+        lambda found: found.block_mask(functools.partial(found.mask_mod(near))),
+        lambda found: found.mask_mod(found.mask_mod(near)),
+        lambda found: found.mask_mod(turned().mask_mod(near)),
+        lambda found: found.score_mod(found.score_mod(far)),
+    ],
+)
+def test_functions_of_new_positions_are_not_moved_again(twice: Callable[[Any], Any]):
+    found = turned()
+    with pytest.raises(
+        ValueError, match=r"(mask|score)_mod: the function is of new positions already, as this ordering"
+    ):
+        twice(found)
+
+
+def test_an_ordering_of_what_another_one_moved_is_taken():
+    first = turned()
+    second = ordering.given(torch.ones(16, 16), torch.arange(16).roll(3), block_size=4)
+    new = torch.arange(16)
+    found = second.mask_mod(first.mask_mod(near))(new * 0, new * 0, new[:, None], new)
+    old = first.permutation[second.permutation]
+    assert torch.equal(found, near(new, new, old[:, None], old))

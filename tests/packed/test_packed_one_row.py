@@ -64,7 +64,8 @@ def run(case: Callable[[Any], Any], make: Callable[[Tensor], Any], values: Tenso
         try:
             grad = torch.autograd.grad(grads, x, seeds, create_graph=True, allow_unused=True)[0] if grads else None
         except RuntimeError as error:
-            assert "derivative for" in str(error), error
+            if "derivative for" not in str(error):
+                raise
             break
         if grad is None:
             break
@@ -170,7 +171,8 @@ def test_functions_of_static_shape(name: str, lens: list[int], dtype: torch.dtyp
         try:
             assert_rows_apart(case, static, lens, dtype, name)
         except (TypeError, AttributeError) as error:  # what the case needs besides is not there
-            assert re.search("static|is not there|depends on the lens", str(error)), error
+            if not re.search("static|is not there|depends on the lens", str(error)):
+                raise
         else:
             tried += 1
     assert tried

@@ -136,6 +136,8 @@ class ChannelsFirst(PackedView):
         func = getattr(Tensor, name, None)
         if _is_taken(name) and callable(func) and not name.startswith("__"):
             return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+        if name == "packed":  # a copy that is not filled yet
+            raise AttributeError(name)
         if name in dir(self.packed):
             raise AttributeError(
                 f"a packed tensor seen channels first, (B, C, T*), has no {name!r}; write x.transpose(1, 2).{name}"

@@ -47,11 +47,10 @@ def _interpolate(
     if mode != "linear":
         scale = _find_scale(lens, results, given, exact)
         places = results._positions.to(exact) + (0.5 if mode == "nearest-exact" else 0)
-        at = (places * scale).float().floor()  # torch rounds float64 to float32 before it takes the floor
-        return input._with(_pick(input, results, torch.minimum(at.to(torch.int64), lens - 1)), results)
+        return input._with(_pick(input, results, _floor(places * scale, lens)), results)
     new = results._lens.index_select(0, results._row_ids)
     at = _find_source(lens, new, results, given, bool(align_corners), exact)
-    low = torch.minimum(at.to(torch.int64), lens - 1)
+    low = _floor(at, lens)
     weight = (at - low).clamp(0, 1).unsqueeze(1)
     wide = input._with(widen(input.values))
     high = _pick(wide, results, torch.minimum(low + (lens != new), lens - 1))  # none where a row is copied
@@ -91,6 +90,11 @@ def _find_source(
     # Rounded once, as by torch, whose product and sum are one instruction: half a unit of a place far on is a lot.
     at = ((results._positions.double() + 0.5) * scale.double() - 0.5).to(exact).clamp(min=0)
     return torch.where(lens == new, results._positions.to(exact), at)
+
+
+def _floor(at: Tensor, lens: Tensor) -> Tensor:
+    """The entry at or before a place; torch rounds float64 to float32 before it takes the floor, so this does."""
+    return torch.minimum(at.float().floor().to(torch.int64), lens - 1)
 
 
 def _pick(p: Packed, results: Dim, at: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Packed:
-    """Each channel of each row by itself; running statistics are the means of those of rows: of one entry no variance."""
+    """Each channel of each row by itself; running statistics are the means of those of rows, one entry has no variance."""
     check_only_first(input, running_mean, running_var, weight, bias)
     if not use_input_stats:
         out = F.batch_norm(input.values, running_mean, running_var, weight, bias, False, momentum, eps)
