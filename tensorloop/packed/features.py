@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from tensorloop.packed.base import Packed, check_only_first, is_packed, is_tensor, refusal
+from tensorloop.packed.base import Packed, PackedView, check_only_first, is_packed, is_tensor, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.fallback import fall_back
 from tensorloop.packed.pointwise import align, check_partner, refuse_array
+from tensorloop.packed.refusals import BETWEEN
 
 
 @handles("linear")
@@ -74,6 +75,8 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
 
 
 def _needs_tensor(x: Any) -> None:
+    if isinstance(x, PackedView):
+        raise refusal("of entries with entries it has two ragged dims", BETWEEN)
     if not is_tensor(x):
         refuse_array(x)
         raise refusal(f"of a packed tensor and a {type(x).__name__}", "give it a tensor")
@@ -83,7 +86,7 @@ def _needs_matrix(p: Packed) -> None:
     if p.ndim < 4:
         raise refusal(
             f"the ragged dim of {p.shape} would be a dim of the matrices",
-            "use tensorloop.attention, or .pad()",
+            BETWEEN,
         )
 
 

@@ -106,7 +106,7 @@ def refuse_array(x: Any) -> None:
     """
     if isinstance(x, PackedView):
         why = "packed tensors whose dims stand in different orders, one of them channels or time first"
-        raise refusal(why, "transpose one of them; between the entries of a row use tensorloop.attention")
+        raise refusal(why, "transpose one of them back")
     if isinstance(x, StaticPacked):
         raise refusal("a packed tensor and a static one", "make both static, or .trim() the static one")
     if hasattr(x, "__array__") and hasattr(x, "__len__"):

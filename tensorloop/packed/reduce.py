@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed import segment_reduce, segments
-from tensorloop.packed.base import Packed, find_dim, find_dims, is_packed, refusal
+from tensorloop.packed.base import Packed, PackedView, find_dim, find_dims, is_packed, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.fallback import fall_back
@@ -143,7 +143,7 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs
     """(values, indices) over one dim, the first of equal entries; of two tensors the larger of each pair."""
     name = func.__name__
     dim = kwargs.pop("other", dim)
-    if is_packed(dim) or (is_packed(input) and isinstance(dim, Tensor)):  # of two tensors
+    if is_packed(dim) or (is_packed(input) and isinstance(dim, (Tensor, PackedView))):  # of two tensors
         return getattr(torch, f"{name}imum")(input, dim)
     if not is_packed(input):
         return getattr(torch, f"{name}imum")(input, dim)

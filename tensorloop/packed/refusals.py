@@ -5,20 +5,35 @@ from tensorloop.packed.base import refusal
 
 _VALUES = "give it .values and pack what comes: PackedTensor(y, p.lens)"
 _FLATTEN = "flatten first, as no entry is padding: {name}(x.flatten(0, 1), y.flatten(0, 1))"
-_PRODUCT = "use torch.matmul with ordinary weights; between the entries of a row tensorloop.attention, or p.pad()"
+# Products of two entries of a row have two ragged dims.
+BETWEEN = (
+    "between the entries of a row tensorloop.attention(q, k, v) makes scores, softmax and sums, "
+    "x, y = tensorloop.packed.pairs(a, b) puts every two side by side; or pad and mask: "
+    "torch.matmul(a.pad(), b.pad().mT)"
+)
+_PRODUCT = f"with ordinary weights torch.matmul(p, w); {BETWEEN}"
+_EINSUM = (
+    "with ordinary weights torch.matmul(p, w), or one letter in place of b and t: "
+    f"PackedTensor(torch.einsum('nd,df->nf', p.values, w), p.lens); {BETWEEN}"
+)
+_FEATURES = "give it .values, where feature dim d is d - 1, and pack what comes: PackedTensor(y, p.lens)"
 _WRITTEN = "a packed tensor is not written by index; use torch.where, or an index into .values"
 _ROWS = "do it row by row: PackedTensor.from_list([f(row) for row in p])"
+_WINDOWS = (
+    "it is not there; over whole rows use p.amax(1) or p.mean(1), over windows max_pool1d and avg_pool1d of "
+    "p.transpose(1, 2)"
+)
 _CONV = "its channels are dim 1: give it p.transpose(1, 2), (B, C, T*), and transpose what comes back"
 
 # By name, or by what a name begins or ends with; the first that fits. Each is a reason and what to write.
 _NAMES: dict[str, str] = {
     "multi_head_attention_forward": "make the layer with batch_first=True",
     "scaled_dot_product_attention": "use tensorloop.attention, which keeps rows apart",
-    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "interpolate", "dropout1d", "lp_pool1d"), _CONV),
+    **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "interpolate", "dropout1d"), _CONV),
     "local_response_norm": "its channels are dim 1; use layer_norm or rms_norm",
-    "einsum": "write it with matmul, or on .values without the letter of b",
+    "einsum": _EINSUM,
     "embedding_bag": "use F.embedding(p, weight), then .sum(1), .mean(1) or .amax(1)",
-    "mode": f"rows have no common length; {_ROWS}",
+    "mode": "do it row by row: torch.stack([row.mode(0).values for row in p])",
     "aminmax": "use amin and amax",
     "cdist": "distances between steps have no packed form; use p.pad() and a mask",
     "pairwise_distance": "use torch.linalg.vector_norm(x - y, dim=-1)",
@@ -35,23 +50,23 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(("baddbmm", "addmm", "addmv", "addbmm", "addr"), _PRODUCT),
     **dict.fromkeys(("unique", "unique_consecutive", "nonzero", "argwhere", "histc", "bincount"), "give it .values"),
     **dict.fromkeys(("gumbel_softmax", "multinomial", "searchsorted", "bucketize", "isin", "bilinear"), _VALUES),
-    **dict.fromkeys(("tril", "triu", "diagonal", "svd", "det", "logdet", "inverse", "renorm", "trace"), _VALUES),
+    **dict.fromkeys(("tril", "triu", "svd", "det", "logdet", "inverse"), _VALUES),
+    **dict.fromkeys(("diagonal", "renorm"), _FEATURES),
+    "trace": "use the sum of PackedTensor(p.values.diagonal(0, -2, -1), p.lens) over its last dim",
     **dict.fromkeys(("__setitem__", "index_put", "index_put_", "put", "put_", "masked_scatter"), _WRITTEN),
     **dict.fromkeys(("T", "H", "mH"), "batch and ragged dim stay where they are; .mT exchanges feature dims"),
 }
 _BEGINNINGS: dict[str, str] = {
-    **dict.fromkeys(("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_"), _CONV),
+    **dict.fromkeys(
+        ("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"), _CONV
+    ),
     "conv": "windows over time and a feature dim are not there; conv1d takes p.transpose(1, 2)",
     "scatter": _WRITTEN,
     "index_": _WRITTEN,
     "fft_": "over a feature dim give it .values; over the ragged dim padding would change every number: " + _ROWS,
     "istft": "rows get lengths of their own: " + _ROWS,
     "linalg_": "of matrices in the feature dims: " + _VALUES,
-    **dict.fromkeys(
-        ("max_pool", "avg_pool", "lp_pool", "fractional_"),
-        "it is not there; over whole rows use p.amax(1) or p.mean(1), over windows max_pool1d and avg_pool1d of "
-        "p.transpose(1, 2)",
-    ),
+    **dict.fromkeys(("max_pool", "avg_pool", "lp_pool", "fractional_", "adaptive_"), _WINDOWS),
 }
 
 

@@ -268,7 +268,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("a mask", lambda p, x: x * p.sum(2), TypeError, r"unsqueeze\(1\) the one without channels"),
     ("linear", lambda p, x: F.linear(x, torch.ones(4, 4)), TypeError, "linear: .*transpose it back"),
     ("layer norm", lambda p, x: nn.LayerNorm(4)(x), TypeError, "layer_norm: .*transpose it back"),
-    ("scores", lambda p, x: p @ x, TypeError, "use tensorloop.attention"),
+    ("scores", lambda p, x: p @ x, TypeError, "tensorloop.attention"),
     (
         "weight",
         lambda p, x: F.conv1d(x, torch.ones(3, 5, 1, dtype=D)),
@@ -342,3 +342,50 @@ def test_loops_take_what_they_give() -> None:
     h, ys = tl.scan(lambda h, x: ((h + x).sin(), h), torch.zeros(4, 4, dtype=D), y)
     assert ys.lens.tolist() == LENS
     assert h.shape == (4, 4)
+
+
+def test_tensors_beside_it_are_those_beside_a_padded_one() -> None:
+    """Also where there are as many channels as steps, so that the wrong order would go unnoticed."""
+    lens = [4, 4]
+    p = PackedTensor(torch.randn(8, 4, dtype=D), lens)
+    x: Any = p.transpose(1, 2)
+    plain = p.pad().mT
+    vector, each, whole = torch.randn(4, dtype=D), torch.randn(4, 1, dtype=D), torch.randn(2, 4, 4, dtype=D)
+    for other in (vector, each, whole):
+        assert torch.equal(torch.max(x, other).pad(), torch.max(plain, other))
+        assert torch.equal(torch.min(other, x).pad(), torch.min(other, plain))
+    assert torch.equal(torch.max(x, other=x).pad(), plain)
+    found: Any = F.cosine_similarity(x, whole, 1)
+    torch.testing.assert_close(found.pad(), F.cosine_similarity(plain, whole, 1))
+    assert torch.equal(x.diff(dim=2, prepend=whole).pad(), plain.diff(dim=2, prepend=whole))
+    assert torch.equal(x.diff(dim=1, append=whole).pad(), plain.diff(dim=1, append=whole))
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda x, p: torch.cat([x, p], 1),
+        lambda x, p: torch.max(x, p),
+        lambda x, p: torch.max(p, x),
+        lambda x, p: x.diff(dim=1, prepend=p),
+        lambda x, p: F.cosine_similarity(x, p),
+        lambda x, p: x + p,
+        lambda x, p: p + x,
+    ],
+)
+def test_packed_tensors_of_two_orders_do_not_go_together(mixed: Any) -> None:
+    p = PackedTensor(torch.randn(8, 4), [4, 4])
+    with pytest.raises(TypeError, match=r"beside one channels first|whose dims stand in different orders"):
+        mixed(p.transpose(1, 2), p)
+
+
+def test_what_adds_a_dim_is_refused() -> None:
+    p = PackedTensor(torch.randint(0, 3, (8, 4)), [5, 3])
+    assert F.one_hot(p, 3).shape == (2, None, 4, 3)
+    for x in (p.transpose(1, 2), PackedTensor(p.values[:, 0], [5, 3]).unsqueeze(1)):
+        with pytest.raises(
+            TypeError, match=r"^one_hot: what it adds a dim to is seen channels first.*x.transpose\(1, 2\)"
+        ):
+            F.one_hot(x, 3)
+    with pytest.raises(TypeError, match=r"^one_hot: .*time first.*x.transpose\(0, 1\)"):
+        F.one_hot(p.transpose(0, 1), 3)

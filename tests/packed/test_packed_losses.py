@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorloop as tl
 from tensorloop import reference
@@ -304,3 +305,39 @@ def test_the_formula_is_the_loss():
     ours, theirs = alignments.ctc(values, *rest), alignments.ctc_formula(values, *rest)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(x.sum(), values)[0] for x in (ours, theirs)))
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor has that is made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.size = max(self.size, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("order", [1, 2, "func"])
+def test_ctc_pads_no_row(order: Any) -> None:
+    """One long row among short ones: padded they would have thirty times as many numbers."""
+    lens, classes = [60] + [1] * 39, 50
+    values = torch.randn(sum(lens), classes, requires_grad=True)
+    targets = PackedTensor(torch.ones(40, dtype=torch.int64), [1] * 40)
+
+    def loss(values: Tensor) -> Tensor:
+        return F.ctc_loss(PackedTensor(values, lens).log_softmax(-1), targets, None, None, reduction="sum")  # pyright: ignore
+
+    with Largest() as seen:
+        if order == "func":
+            torch.func.grad(loss)(values.detach())
+        else:
+            (grad,) = torch.autograd.grad(loss(values), values, create_graph=order == 2)
+            if order == 2:
+                torch.autograd.grad(grad.square().sum(), values)
+    assert seen.size <= values.numel()
+    assert 40 * 60 * classes > 20 * values.numel()

@@ -275,3 +275,19 @@ def test_what_is_refused(call: Any, error: type[Exception], message: str) -> Non
     lens = [3, 0, 2, 3] if "index 2" in message else MIXED
     with pytest.raises(error, match=message):
         call(packed(lens, 3))
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (3,), (1, 3), (4, 1), (4, 3), (1, 4, 3), (3, 1, 1), (3, 1, 3), (3, 4, 1), (3, 4, 3)]
+)
+def test_masked_select_of_a_mask_that_broadcasts_to_the_padded_tensor(shape: tuple[int, ...]) -> None:
+    p = PackedTensor(torch.randn(7, 3), [4, 0, 3])
+    x, there = p.pad(), PackedTensor(torch.ones(7, 1, dtype=torch.bool), [4, 0, 3]).pad()
+    mask = torch.rand(shape) > 0.4
+    assert torch.equal(p.masked_select(mask), x[mask.expand(x.shape) & there])
+
+
+def test_masked_select_of_a_packed_mask_of_fewer_dims() -> None:
+    p = PackedTensor(torch.randn(7, 7), [4, 0, 3])
+    with pytest.raises(ValueError, match=r"^masked_select: packed tensors of 3 and 2 dims"):
+        p.masked_select(p[..., 0] > 0)

@@ -1,4 +1,4 @@
-"""Other rates and averages of packed rows beside torch on each row alone, in every dtype, to the digits of that dtype."""
+"""Other rates, averages and spectra of packed rows beside torch on each row alone, to the digits of every dtype."""
 
 import random
 from typing import Any

@@ -177,7 +177,8 @@ def _is_taken(name: str) -> bool:
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = called = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", str(func))
+    called = name[2:-2] if name.startswith("__") else name
     try:
         if name in _TABLE:
             # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
@@ -189,7 +190,6 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _run_along(func, args, kwargs)
         if not (name in _ALIKE or is_pointwise(name)):
             raise unsupported(name, "transpose it back: x.transpose(1, 2)")
-        called = name[2:-2] if name.endswith("__") else name
         out = dispatch(func, tuple(map(_turn, args)), {k: _turn(x) for k, x in kwargs.items()})
         return turn_back(out)
     except Fact as fact:
@@ -205,8 +205,13 @@ def _unwrap(x: Any) -> Any:
     """An argument, or a list of some, as packed tensors."""
     if isinstance(x, ChannelsFirst):
         return x.packed
-    _refuse_other_order(x)
     return type(x)(map(_unwrap, x)) if type(x) in (list, tuple) else x
+
+
+def _unwrap_all(x: Any) -> Any:
+    """The same where all that is packed must be seen channels first."""
+    _refuse_other_order(x)
+    return type(x)(map(_unwrap_all, x)) if type(x) in (list, tuple) else _unwrap(x)
 
 
 def _refuse_other_order(x: Any) -> None:
@@ -259,7 +264,7 @@ def _run_along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.__name__ in _BESIDE:
         args, kwargs = tuple(map(_turn, args)), {k: _turn(x) for k, x in kwargs.items()}
     else:
-        args, kwargs = _unwrap(args), {k: _unwrap(x) for k, x in kwargs.items()}
+        args, kwargs = _unwrap_all(args), {k: _unwrap_all(x) for k, x in kwargs.items()}
     for alias in ("axis", "dim", "dims"):
         if alias in kwargs and alias != name:
             kwargs[name] = kwargs.pop(alias)

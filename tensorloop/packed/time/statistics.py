@@ -10,6 +10,7 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_only_first, is_packed, refusal
 from tensorloop.packed.reduce import square, widen
+from tensorloop.packed.refusals import BETWEEN
 from tensorloop.packed.time.channels_first import takes_channels_first
 
 
@@ -49,7 +50,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Packed:
-    """Each channel of each row by itself; running statistics are the means of those of rows, one entry has no variance."""
+    """Each channel of each row by itself; running statistics are means over rows; one entry has no variance."""
     check_only_first(input, running_mean, running_var, weight, bias)
     if not use_input_stats:
         out = F.batch_norm(input.values, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -117,6 +118,6 @@ def _matmul(func: Any, input: Any, other: Any) -> Packed:
     if is_packed(input) or not isinstance(input, Tensor) or input.dim() != 2:
         raise refusal(
             "channels first, it takes a matrix (D, C) from the left",
-            "weights go after x.transpose(1, 2); between the entries of a row use tensorloop.attention",
+            f"with ordinary weights torch.matmul(x.transpose(1, 2), w); {BETWEEN}",
         )
     return other._with(F.linear(other.values, input))
