@@ -41,21 +41,18 @@ def _interpolate(
     dim = input._dim
     number = as_one(size, "size") if scale_factor is None else _as_factor(scale_factor)
     results = dim._kept(f"resized {size is None, number}", lambda: _find_results(dim, number, size is None))
-    lens = dim._lens.index_select(0, results._row_ids)
     given = number if size is None and not recompute_scale_factor else None
     exact = input.dtype if input.dtype is torch.float64 else torch.float32
     if mode != "linear":
-        scale = _find_scale(lens, results, given, exact)
-        places = results._positions.to(exact) + (0.5 if mode == "nearest-exact" else 0)
-        return input._with(_pick(input, results, _floor(places * scale, lens)), results)
-    new = results._lens.index_select(0, results._row_ids)
-    at = _find_source(lens, new, results, given, bool(align_corners), exact)
-    low = _floor(at, lens)
-    weight = (at - low).clamp(0, 1).unsqueeze(1)
-    wide = input._with(widen(input.values))
-    high = _pick(wide, results, torch.minimum(low + (lens != new), lens - 1))  # none where a row is copied
-    out = _pick(wide, results, low) * (1 - weight) + high * weight
-    return input._with(out.to(input.dtype), results)
+        shift = 0.5 if mode == "nearest-exact" else 0.0
+        name = f"nearest {size is None, number, given, shift, exact}"
+        index = dim._kept(name, lambda: _find_nearest(dim, results, given, shift, exact))
+        return input._with(segments.gather(input.values, index, in_order=True), results)
+    name = f"linear {size is None, number, given, bool(align_corners), exact}"
+    low, high, weight = dim._kept(name, lambda: _find_pair(dim, results, given, bool(align_corners), exact))
+    values = widen(input.values)
+    before, behind = (segments.gather(values, index, in_order=True) for index in (low, high))
+    return input._with((before * (1 - weight) + behind * weight).to(input.dtype), results)
 
 
 def _as_factor(given: Any) -> float:
@@ -73,31 +70,36 @@ def _find_results(dim: Dim, number: float, is_factor: bool) -> Dim:
     return Dim(dim.name, torch.where(lens > 0, wanted, 0))
 
 
-def _find_scale(lens: Tensor, results: Dim, factor: float | None, exact: torch.dtype) -> Tensor:
+def _find_nearest(dim: Dim, results: Dim, factor: float | None, shift: float, exact: torch.dtype) -> Tensor:
+    """The entry that each one of the result is; these do not decrease."""
+    lens, new, begins = (x.index_select(0, results._row_ids) for x in (dim._lens, results._lens, dim._offsets[:-1]))
+    return begins + _floor((results._positions.to(exact) + shift) * _find_scale(lens, new, factor, exact), lens)
+
+
+def _find_pair(
+    dim: Dim, results: Dim, factor: float | None, corners: bool, exact: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries before and behind each place, and the weight (N', 1) of the second; equal lengths are copied."""
+    lens, new, begins = (x.index_select(0, results._row_ids) for x in (dim._lens, results._lens, dim._offsets[:-1]))
+    places, same = results._positions, lens == new
+    if corners:
+        at = (lens - 1).to(exact) / (new - 1).clamp(min=1) * places
+    else:
+        # Rounded once, as by torch, whose product and sum are one instruction: half a unit of a far place is a lot.
+        scale = _find_scale(lens, new, factor, exact)
+        at = ((places.double() + 0.5) * scale.double() - 0.5).to(exact).clamp(min=0)
+    low = torch.where(same, places, _floor(at, lens))
+    weight = torch.where(same, 0, (at - low).clamp(0, 1)).unsqueeze(1)
+    return begins + low, begins + torch.where(same, low, torch.minimum(low + 1, lens - 1)), weight
+
+
+def _find_scale(lens: Tensor, new: Tensor, factor: float | None, exact: torch.dtype) -> Tensor:
     """How far apart the sources of neighbours are, for each entry of the result."""
     if factor is not None:
         return torch.full((), 1.0 / factor, dtype=exact, device=lens.device)
-    return lens.to(exact) / results._lens.index_select(0, results._row_ids)
-
-
-def _find_source(
-    lens: Tensor, new: Tensor, results: Dim, factor: float | None, corners: bool, exact: torch.dtype
-) -> Tensor:
-    """Where each entry of a row of `new` entries is among those of one of `lens`; what keeps its length is copied."""
-    if corners:
-        return (lens - 1).to(exact) / (new - 1).clamp(min=1) * results._positions
-    scale = _find_scale(lens, results, factor, exact)
-    # Rounded once, as by torch, whose product and sum are one instruction: half a unit of a place far on is a lot.
-    at = ((results._positions.double() + 0.5) * scale.double() - 0.5).to(exact).clamp(min=0)
-    return torch.where(lens == new, results._positions.to(exact), at)
+    return lens.to(exact) / new
 
 
 def _floor(at: Tensor, lens: Tensor) -> Tensor:
     """The entry at or before a place; torch rounds float64 to float32 before it takes the floor, so this does."""
     return torch.minimum(at.float().floor().to(torch.int64), lens - 1)
-
-
-def _pick(p: Packed, results: Dim, at: Tensor) -> Tensor:
-    """The entries at places of their rows, which do not decrease."""
-    begins = p._dim._offsets[:-1].index_select(0, results._row_ids)
-    return segments.gather(p.values, begins + at, in_order=True)
