@@ -79,7 +79,19 @@ def decomposes(h: Tensor, x: Tensor) -> Any:
     return h + torch.linalg.svdvals(x[None] * h[:, None]).sum(), None
 
 
+def normalises(h: Tensor, x: Tensor) -> Any:
+    return h + functional.batch_norm(x[:, None], MEANS, MEANS + 1, training=True).sum(1), None
+
+
+def normalises_each(h: Tensor, x: Tensor) -> Any:
+    return h + functional.instance_norm(x[None, None], running_mean=MEANS, running_var=MEANS + 1)[0, 0], None
+
+
+MEANS = torch.zeros(1, dtype=D)
+
 REASONS = [
+    (normalises, r"batch_norm\(\) updates its running statistics"),
+    (normalises_each, r"instance_norm\(\) updates its running statistics"),
     (reads, r"\.item\(\) reads a value in Python"),
     (makes_a_float, r"float\(\) of a tensor reads a value in Python"),
     (branches, r"a tensor as a condition \(if, while, and, bool\(\)\) reads a value in Python"),

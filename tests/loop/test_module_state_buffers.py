@@ -11,6 +11,7 @@ from torch.autograd import grad
 import tensorloop as tl
 from tests.support.loop_cases import randn
 
+pytestmark = pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.NotCompiledWarning")
 STEPS = 5
 Loop = Callable[[nn.Module, Tensor], Tensor]
 LOOPS: dict[str, Loop] = {

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
@@ -56,6 +57,8 @@ _SAID = {"item": ".item()", "__bool__": "a tensor as a condition (if, while, and
 _SAID |= {f"__{kind}__": f"{kind}() of a tensor" for kind in ("float", "int", "complex")}
 _SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a tensor", "tolist": ".tolist()"}
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
+# Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
+_NORMS = frozenset({functional.batch_norm, functional.instance_norm})
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
 
@@ -92,6 +95,11 @@ class CallWatch(TorchFunctionMode):
             self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")
         elif func is torch.autograd.grad and transforms.maybe_level() is None:  # torch.func.grad calls it, too
             reason = _GRAD
+        elif func in _NORMS and _updates(func, args, kwargs or {}):
+            reason = (
+                f"{func.__name__}() updates its running statistics",
+                "use eval(), or track_running_stats=False, or compile=False",
+            )
         if reason is not None:
             raise Refused(*reason, user_place())
         outer, self.inside = self.inside, True
@@ -108,6 +116,15 @@ class CallWatch(TorchFunctionMode):
         if not name:
             return operation
         return _SAID.get(name) or (f"{name}()" if name.strip("_") == name else operation)
+
+
+def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a norm writes to statistics: its sixth argument says so."""
+    given = (
+        dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
+    )
+    now = given.get("training", given.get("use_input_stats", norm is functional.instance_norm))
+    return bool(now) and given.get("running_mean") is not None
 
 
 def custom_function() -> tuple[str, Place | None] | None:
