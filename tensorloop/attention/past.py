@@ -17,7 +17,7 @@ from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop._torch.transforms import forward_ad, maybe_level
 from tensorloop.attention import engine
 from tensorloop.kernels import find
-from tensorloop.kernels.past import Sight, whole
+from tensorloop.kernels.past import Sight, drain, drain_grad, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
@@ -29,7 +29,7 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
     """Attention of q (B, t, heads, D) to the slots of two arrays from `start` on, as `sight` says.
 
     Elements are (*batch, heads_kv, D), with B entries in the batch. The last t slots are those of the queries.
-    Gradient: to q, to the bias and to what was written, any number of times.
+    Gradient: to q, to the bias, to the sinks and to what was written, any number of times.
     Cost: time of the slots seen; kept: q, the output, a number for each query and head.
     """
     k, v = store_of(keys), store_of(values)
@@ -38,7 +38,9 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
         return attend_slots(q, slots[0], slots[1], sight)
     if scope.here.recorder is None:
         return _attend_buffers(q, k, v, sight, start)
-    q = q.view_as(q)  # a use that the recorder sees
+    q, bias, sinks = (None if x is None else x.view_as(x) for x in (q, sight.bias, sight.sinks))  # uses that it sees
+    assert q is not None
+    sight = sight if bias is None and sinks is None else sight._replace(bias=bias, sinks=sinks)
     with scope.unrecorded():
         return _attend_buffers(q, k, v, sight, start)
 
@@ -46,12 +48,13 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
 def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tensor:
     if not torch.is_grad_enabled():
         return _compute(q, k.look(start), v.look(start), sight)[0]
-    bias = sight.bias
+    bias, sinks = sight.bias, sight.sinks
     (k_live, k_written), v_written = k.settle(), None
     try:
         v_live, v_written = v.settle()
-        call = Call((k_live, v_live), start, k.length, sight if bias is None else sight._replace(bias=None))
-        out, k.token, v.token = _Attend.apply(call, q, bias, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
+        bare = sight if bias is None and sinks is None else sight._replace(bias=None, sinks=None)
+        call = Call((k_live, v_live), start, k.length, bare)
+        out, k.token, v.token = _Attend.apply(call, q, bias, sinks, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
     except BaseException:  # the arrays stay, and so must the gradients of what was written
         for array, x in ((k, k_written), (v, v_written)):
             if x is not None:
@@ -64,7 +67,8 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """The same for slots k and v (n, B, heads_kv, D) of q's dtype, which are kept, too."""
     if transforms.maybe_level() is not None or transforms.forward_mode():
         return whole(q, k, v, sight)
-    return _AttendSlots.apply(sight._replace(bias=None), q, sight.bias, k, v)  # pyright: ignore[reportReturnType]
+    bare = sight._replace(bias=None, sinks=None)
+    return _AttendSlots.apply(bare, q, sight.bias, sight.sinks, k, v)  # pyright: ignore[reportReturnType]
 
 
 def _can_read(k: Any, v: Any) -> bool:
@@ -97,31 +101,37 @@ class Call(NamedTuple):
         k, v = self.live
         return k.slots(self.length, self.start), v.slots(self.length, self.start)
 
-    def biased(self, bias: Tensor | None) -> Sight:
-        """What queries see, with their bias."""
-        return self.sight if bias is None else self.sight._replace(bias=bias)
+    def full(self, bias: Tensor | None, sinks: Tensor | None) -> Sight:
+        """What queries see, with their bias and sinks."""
+        return self.sight if bias is None and sinks is None else self.sight._replace(bias=bias, sinks=sinks)
 
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores."""
     if k.dim() != 4:
         k, v = _as_rows(k, len(q)), _as_rows(v, len(q))
-    kernel = find("past_attend", q, k, v)
     if not autocast.is_on():  # a context costs more than to ask
-        return kernel(q, k, v, sight)
+        return _forward(q, k, v, sight)
     with engine.without_autocast(q):
+        return _forward(q, k, v, sight)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    kernel = find("past_attend", q, k, v)
+    if sight.sinks is None:
         return kernel(q, k, v, sight)
+    return drain(*kernel(q, k, v, sight._replace(sinks=None)), sight.sinks)
 
 
 class _Attend(torch.autograd.Function):
-    """(q, bias, tokens of the arrays, values that were written last) -> (output, the next tokens)."""
+    """(q, bias, sinks, tokens of the arrays, values that were written last) -> (output, the next tokens)."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: Call, q: Tensor, bias: Tensor | None, *given: Tensor | None
+        ctx: Any, call: Call, q: Tensor, bias: Tensor | None, sinks: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        out, lse = _compute(q, *call.slots(), call.biased(bias))
+        out, lse = _compute(q, *call.slots(), call.full(bias, sinks))
         ctx.call, ctx.before, ctx.leaves = call, [], []
         tokens: list[Tensor | None] = []
         for token, x, at in zip(given[:2], given[2:], call.live, strict=True):
@@ -129,26 +139,27 @@ class _Attend(torch.autograd.Function):
             ctx.leaves.append(None if x is None else x.is_leaf)
             touched, block = token is not None or x is not None, at.block
             tokens.append(block.zero.expand(call.length, *block.element_shape) if touched else None)
-        ctx.save_for_backward(q, bias, out, lse, *tokens)
+        ctx.save_for_backward(q, bias, sinks, out, lse, *tokens)
         return out, *tokens
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
-        of_q = of_bias = None
+        of_q = of_bias = of_sinks = None
         sums = list(grads)
         if grad is not None:
-            q, bias, out, lse, *tokens = ctx.saved_tensors
+            q, bias, sinks, out, lse, *tokens = ctx.saved_tensors
             if is_differentiated(grad, *grads):
-                of_q, of_bias, sums = _differentiate(call, q, bias, tokens, grad, grads)
+                of_q, of_bias, of_sinks, sums = _differentiate(call, (q, bias, sinks), tokens, grad, grads)
             else:
                 of_q, of_bias, sums = _reverse(call, (q, bias, out, lse), tokens, grad, grads)
+                of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
         before, written = [], []
         for total, length, leaf in zip(sums, ctx.before, ctx.leaves, strict=True):
             last = None if total is None or leaf is None else total[-1]
             written.append(last.clone() if leaf and last is not None else last)  # else .grad would hold all of it
             before.append(None if total is None or not length else total[:length])
-        return None, of_q, of_bias, *before, *written
+        return None, of_q, of_bias, of_sinks, *before, *written
 
 
 def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> tuple[Any, Any, list[Tensor | None]]:
@@ -165,12 +176,12 @@ def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> t
         read = [_as_rows(x, q.shape[0]) for x in read]
     k, of_k, v, of_v = read
     kernel = find("past_attend_grad", grad, q, *read)
-    of_q, of_bias = kernel(grad, q, k, v, out, lse, call.biased(bias), of_k, of_v)
+    of_q, of_bias = kernel(grad, q, k, v, out, lse, call.full(bias, None), of_k, of_v)
     k_token, v_token = tokens
     return of_q, of_bias, [None if k_token is None else sums[0], None if v_token is None else sums[1]]
 
 
-def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:
+def _differentiate(call: Call, given: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:
     """The same by autograd of the formula, as part of the graph where backward is recorded."""
     recorded = torch.is_grad_enabled()
     every = slice(call.start, call.length)
@@ -181,11 +192,11 @@ def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, gra
         for at, x, token in zip(call.live, call.slots(), tokens, strict=True)
     ]
 
-    def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+    def formula(q: Tensor, bias: Tensor | None, sinks: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
         k, v = (_as_rows(x, len(q)) for x in (k, v))
-        return whole(q, k, v, call.sight._replace(bias=bias))
+        return whole(q, k, v, call.full(bias, sinks))
 
-    of_q, of_bias, *found = differentiate(formula, (q, bias, *slots), grad)
+    of_q, of_bias, of_sinks, *found = differentiate(formula, (*given, *slots), grad)
     sums: list[Tensor | None] = []
     for new, old, token in zip(found, grads, tokens, strict=True):
         if token is None or new is None:
@@ -193,30 +204,31 @@ def _differentiate(call: Call, q: Any, bias: Any, tokens: Any, grad: Tensor, gra
             continue
         full = torch.cat([new.new_zeros(call.start, *new.shape[1:]), new]) if call.start else new
         sums.append(full if old is None else old + full)
-    return of_q, of_bias, sums
+    return of_q, of_bias, of_sinks, sums
 
 
 class _AttendSlots(torch.autograd.Function):
-    """(q, bias, k, v) -> output"""
+    """(q, bias, sinks, k, v) -> output"""
 
     @staticmethod
-    def forward(ctx: Any, sight: Sight, q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, sight: Sight, q: Tensor, bias: Any, sinks: Any, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with engine.without_autocast(q):
-            out, lse = find("past_attend", q, k, v)(q, k, v, sight._replace(bias=bias))
+            out, lse = _forward(q, k, v, sight._replace(bias=bias, sinks=sinks))
         ctx.sight = sight
-        ctx.save_for_backward(q, bias, k, v, out, lse)
+        ctx.save_for_backward(q, bias, sinks, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, bias, k, v, out, lse = ctx.saved_tensors
+        q, bias, sinks, k, v, out, lse = ctx.saved_tensors
         if is_differentiated(grad):
 
-            def formula(q: Tensor, bias: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
-                return whole(q, k, v, ctx.sight._replace(bias=bias))
+            def formula(q: Tensor, bias: Tensor | None, sinks: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
+                return whole(q, k, v, ctx.sight._replace(bias=bias, sinks=sinks))
 
-            return None, *differentiate(formula, (q, bias, k, v), grad)
+            return None, *differentiate(formula, (q, bias, sinks, k, v), grad)
         with engine.without_autocast(q):
             sums, sight = (torch.zeros_like(k), torch.zeros_like(v)), ctx.sight._replace(bias=bias)
             of_q, of_bias = find("past_attend_grad", grad, q, k, v)(grad, q, k, v, out, lse, sight, *sums)
-        return None, of_q, of_bias, *sums
+            of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
+        return None, of_q, of_bias, of_sinks, *sums

@@ -5,6 +5,7 @@ arrays; the attention function reads these. So a step keeps its queries and its 
 as the seed of a hash. A model that computes with keys after `update` meets NaN, not a wrong number.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,15 +15,20 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch.autocast import autocasts, is_on
 from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
 from tensorloop.hf.advice import ATTENTION
+from tensorloop.hf import known
+from tensorloop.hf.known import NOT_READ
 from tensorloop.tensor_array import TensorArray
 
-_ARRAYS = "_tensorloop_arrays"  # an attribute of stand-ins: (keys, values, the first slot seen, undo: see there)
+_ARRAYS = "_tensorloop_arrays"  # of stand-ins: (keys, values, the first slot seen, undo: see there, who comes as value)
 _READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
 _SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found out), once for all layers
+_FULL = "_tensorloop_full"  # of masks that say by numbers what queries see: (their version, the same as bools)
+_here = threading.local()  # handed: whether stand-ins wait to be attended to
 
 
 def stand_ins(
@@ -39,9 +45,11 @@ def stand_ins(
     count = len(arrays[0]) - start
     nothing = like[0].new_full((), torch.nan)
     keys = nothing.expand(rows, heads, count, width)
-    setattr(keys, _ARRAYS, (*arrays, start, undo))
     alike = (value[0], value[1], value[3]) == (rows, heads, width)
-    return keys, keys if alike else nothing.expand(value[0], value[1], count, value[3])
+    values = None if alike else nothing.expand(value[0], value[1], count, value[3])
+    setattr(keys, _ARRAYS, (*arrays, start, undo, values))
+    _here.handed = True
+    return keys, keys if values is None else values
 
 
 class Asked(NamedTuple):
@@ -74,66 +82,100 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights."""
-    if is_on():
-        query = autocast(query)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    reader = getattr(key, _READER, None)
-    if reader is not None:
-        out = reader.attend(Asked(module, query, attention_mask, dropout, scale, softcap, position_bias))
-        if out is not None:
-            return out, None
-        key, value = reader.gather()
+    """Attention of query (B, heads, t, D), as transformers asks for it: (B, t, heads, D), and no weights.
+
+    What it does not know is refused before anything is computed, and the tokens of this call are taken back.
+    """
     arrays = getattr(key, _ARRAYS, None)
-    if arrays is None and softcap is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **options
-        )
-    if arrays is None:
-        keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (key, value))
-        arrays = keys, values, 0, None
-    keys, values, start, undo = arrays
-    count, new = key.shape[2], query.shape[2]
-    bias = None if position_bias is None else position_bias[..., -count:]
-    first = seen = added = None
-    if attention_mask is not None:
-        try:
-            first, seen, added = _read_mask(attention_mask, query, count)
-            if added is not None:
-                bias = added if bias is None else bias + added
-        except BaseException:
-            if undo is not None:
-                undo()
-            raise
-    elif is_causal is None and new > 1:
-        is_causal = getattr(module, "is_causal", True)
-    sight = Sight(
-        scale,
-        causal=attention_mask is None and new > 1 and bool(is_causal),
-        first=first,
-        seen=seen,
+    try:
+        known.refuse_unknown(module, options)
+        if s_aux is not None and s_aux.shape != query.shape[1:2]:
+            raise WrongValue(f"s_aux must be a sink for each of {query.shape[1]} heads, got {tuple(s_aux.shape)}")
+        reader = getattr(key, _READER, None)
+        _check_handed(module, key, value, arrays, reader)
+        if is_on():
+            query = autocast(query)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if reader is not None:
+            asked = Asked(module, query, attention_mask, dropout, scale, softcap, position_bias)
+            out = None if s_aux is not None else reader.attend(asked)
+            if out is not None:
+                return out, None
+            key, value = reader.gather()
+            arrays = None
+        if attention_mask is None and is_causal is None and query.shape[2] > 1:
+            is_causal = known.is_causal(module)
+        if arrays is None and softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, position_bias, **options
+            )
+        if arrays is None:
+            keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (key, value))
+            arrays = keys, values, 0, None, None
+        sight = _see(query, key.shape[2], attention_mask, bool(is_causal), position_bias)
+    except BaseException:
+        if arrays is not None and arrays[3] is not None:
+            arrays[3]()
+        raise
+    sight = sight._replace(
+        scale=scale,
         softcap=softcap or 0.0,
-        bias=bias,
         dropout=dropout,
         seed=int(torch.randint(1 << 62, ())) if dropout else 0,
+        sinks=s_aux,
     )
-    return attend_past(query.transpose(1, 2), keys, values, sight, start), None
+    return attend_past(query.transpose(1, 2), arrays[0], arrays[1], sight, arrays[2]), None
+
+
+def _check_handed(module: Any, key: Tensor, value: Tensor, arrays: Any, reader: Any) -> None:
+    """Refuses keys and values that are not those which the cache handed over, or not both."""
+    if getattr(_here, "handed", False):
+        _here.handed = False
+        # It may be that a call failed between its cache and its attention: then these hold numbers.
+        if arrays is None and reader is None and bool(key.isnan().any() | value.isnan().any()):
+            raise _moved(module, "keys")
+    if arrays is not None:
+        if value is not (key if arrays[4] is None else arrays[4]):
+            raise _moved(module, "values")
+    elif reader is not None and value is not reader.own[1]:
+        raise _moved(module, "values")
+
+
+def _moved(module: Any, what: str) -> WrongValue:
+    return WrongValue(
+        f"{type(module).__name__} attends to {what} that it has changed since its cache handed them over, and "
+        f"{ATTENTION!r} reads the cache's own; {NOT_READ}"
+    )
+
+
+def _see(query: Tensor, count: int, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Sight:
+    """What queries see of `count` slots, and what is added to their scores."""
+    bias = None if bias is None else bias[..., -count:]
+    if mask is None:
+        return Sight(1.0, causal=query.shape[2] > 1 and causal, bias=bias)
+    first, seen, added = _read_mask(mask, query, count)
+    if added is not None:
+        bias = added if bias is None else bias + added
+    return Sight(1.0, causal=False, first=first, seen=seen, bias=bias)
 
 
 def _read_mask(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(first slot that each row sees, what each query sees, what is added to scores) of a mask (B, heads, t, n)."""
     wanted = (len(query), query.shape[1], query.shape[2])
+    if not isinstance(mask, Tensor):
+        raise WrongType(f"attention_mask must be a tensor (B, heads, t, n), got {type(mask).__name__}; {NOT_READ}")
     fits = mask.dim() == 4 and all(n in (1, m) for n, m in zip(mask.shape, wanted, strict=False))
     if not fits or mask.shape[3] < count:
-        raise ValueError(
+        raise WrongValue(
             f"attention_mask of shape {tuple(mask.shape)} does not fit: attention of {wanted[2]} tokens sees {count}, "
             f"so it must be {wanted} or 1 in each, and {count} at least"
         )
@@ -146,8 +188,13 @@ def _read_mask(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, 
 
 
 def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    full = getattr(mask, _FULL, None)
+    if full is not None and full[0] == version_of(mask):
+        mask = full[1]
     mask = mask[..., -count:]
     if mask.dtype is not torch.bool:
+        if bool(mask.isnan().any()):
+            raise WrongValue(f"attention_mask has NaN, as masks have that are made of keys or values; {NOT_READ}")
         return None, None, mask.to(query.dtype)
     if mask.shape[1] > 1:  # by head
         return None, None, torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
@@ -161,5 +208,17 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
     return None, seen.clone(), None  # backward reads it, and the caller may change his
 
 
+def mask(*args: Any, config: Any = None, dtype: Any = torch.float32, **options: Any) -> Tensor | None:
+    """The mask of a model: for one made for "sdpa" as there, for others numbers to be added, as for "eager"."""
+    if known.skips_masks(config):
+        return sdpa_mask(*args, config=config, dtype=dtype, **options)
+    seen = sdpa_mask(*args, config=config, dtype=dtype, **options | _IN_FULL)
+    assert seen is not None
+    added = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+    setattr(added, _FULL, (version_of(added), seen))
+    return added
+
+
+_IN_FULL = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, mask)

@@ -19,6 +19,7 @@ class Sight(NamedTuple):
     dropout: float = 0.0  # of the weights
     seed: int | None = 0  # for a hash of a weight's place; None lets torch draw, in the formula alone
     slots: int | None = None  # of which these n are a part that goes on: places are counted among them
+    sinks: Tensor | None = None  # (heads,): the score of a slot more, whose value is 0; kernels get none, see `drain`
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
@@ -42,7 +43,10 @@ def hide(products: Tensor, sight: Sight) -> Tensor:
 
 def weigh(scores: Tensor, sight: Sight) -> Tensor:
     """The weights of scores, 0 where a query sees nothing."""
-    if sight.first is None and sight.seen is None and sight.bias is None:  # its own slot it sees
+    if sight.sinks is not None:
+        sinks = sight.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    elif sight.first is None and sight.seen is None and sight.bias is None:  # its own slot it sees
         weights = scores.softmax(-1)
     else:
         some = (scores > float("-inf")).any(-1, keepdim=True)  # a softmax of none is NaN
@@ -63,6 +67,21 @@ def log_sums(scores: Tensor) -> Tensor:
     """The log-sum-exp of scores as (B, t, heads), 0 where a query sees nothing."""
     some = (scores > float("-inf")).any(-1)
     return torch.where(some, scores.masked_fill(~some[..., None], 0).logsumexp(-1), 0).transpose(1, 2)
+
+
+def drain(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp (B, t, heads) where a sink (heads,) takes its part of the weights.
+
+    With these two the gradients of all else are what they are without sinks, by the same kernels.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    return (out * (lse - total).exp()[..., None]).to(out.dtype), total
+
+
+def drain_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the sinks, from what `drain` gave."""
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
 
 
 def bent(products: Tensor, sight: Sight) -> tuple[Tensor, Tensor | float]:
