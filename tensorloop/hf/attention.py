@@ -121,14 +121,19 @@ def attend(
         if arrays is None:
             keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (key, value))
             arrays = keys, values, 0, None, None
-        sight = _see(query, key.shape[2], attention_mask, bool(is_causal), position_bias)
+        bias = None if position_bias is None else position_bias[..., -key.shape[2] :]
+        first, seen, added = (None,) * 3 if attention_mask is None else _read_mask(attention_mask, query, key.shape[2])
     except BaseException:
         if arrays is not None and arrays[3] is not None:
             arrays[3]()
         raise
-    sight = sight._replace(
-        scale=scale,
+    sight = Sight(
+        scale,
+        causal=attention_mask is None and query.shape[2] > 1 and bool(is_causal),
+        first=first,
+        seen=seen,
         softcap=softcap or 0.0,
+        bias=added if bias is None else bias if added is None else bias + added,
         dropout=dropout,
         seed=int(torch.randint(1 << 62, ())) if dropout else 0,
         sinks=s_aux,
@@ -155,17 +160,6 @@ def _moved(module: Any, what: str) -> WrongValue:
         f"{type(module).__name__} attends to {what} that it has changed since its cache handed them over, and "
         f"{ATTENTION!r} reads the cache's own; {NOT_READ}"
     )
-
-
-def _see(query: Tensor, count: int, mask: Tensor | None, causal: bool, bias: Tensor | None) -> Sight:
-    """What queries see of `count` slots, and what is added to their scores."""
-    bias = None if bias is None else bias[..., -count:]
-    if mask is None:
-        return Sight(1.0, causal=query.shape[2] > 1 and causal, bias=bias)
-    first, seen, added = _read_mask(mask, query, count)
-    if added is not None:
-        bias = added if bias is None else bias + added
-    return Sight(1.0, causal=False, first=first, seen=seen, bias=bias)
 
 
 def _read_mask(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

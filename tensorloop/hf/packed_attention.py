@@ -16,6 +16,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.attention import Sight, attention, whole
+from tensorloop.hf import known
+from tensorloop.hf.packed_masks import register, window_of
 from tensorloop.packed import Dim, PackedTensor
 
 NAME = "tensorloop_packed"
@@ -121,11 +123,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of query (1, heads, N, D) in its rows, as transformers asks for it: (1, N, heads, D), no weights."""
     rows: Rows = getattr(module.config, _ROWS)
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    if attention_mask is None and is_causal is False:
         raise WrongType(f"model must be decoder-only, but {type(module).__name__} sees later tokens")
-    for x, what in ((position_bias, "a bias by position"), (s_aux, "sinks")):
-        if x is not None:
-            raise WrongValue(f"model has attention with {what}, for which there is no packed form; pad the batch")
+    window = window_of(module, attention_mask, sliding_window)
+    known.refuse_unknown(module, options, "hf.packed_forward")
+    if position_bias is not None:
+        raise WrongValue("model has attention with a bias by position, for which there is no packed form; pad the batch")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise WrongValue(f"s_aux must be a sink for each of {query.shape[1]} heads, got {tuple(s_aux.shape)}")
     if query.shape[2] != rows.dim.total or key.shape[2] != rows.dim.total:
         raise WrongValue(
             f"model attends with {query.shape[2]} tokens to {key.shape[2]}, but ids has {rows.dim.total}: what it adds "
@@ -134,18 +139,18 @@ def attend(
     rows.calls += 1
     parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if dropout or softcap:
-        sight = Sight(scale, window=sliding_window or 0, softcap=softcap or 0.0, dropout=dropout, seed=None)
-        return _attend_by_length(rows, parts, sight)[None], None
+    if dropout or softcap or s_aux is not None:
+        sight = Sight(scale, window=window or 0, softcap=softcap or 0.0, dropout=dropout, seed=None)
+        return _attend_by_length(rows, parts, sight, s_aux)[None], None
     q, k, v = (PackedTensor(x, rows.dim) for x in parts)
-    if sliding_window is None or rows.dim.max_len <= sliding_window:
+    if window is None or rows.dim.max_len <= window:
         out = attention(q, k, v, causal=True, scale=scale)
     else:
-        out = attention(q, k, v, block_mask=rows.block_mask(sliding_window, query.device), scale=scale)
+        out = attention(q, k, v, block_mask=rows.block_mask(window, query.device), scale=scale)
     return out.values[None], None
 
 
-def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], sight: Sight) -> Tensor:
+def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], sight: Sight, sinks: Tensor | None) -> Tensor:
     """(N, heads, D): rows of about equal length at a time, padded at the end; backward makes their weights again.
 
     What stands behind an end is seen by nothing before it, and nobody reads what it sees.
@@ -155,9 +160,13 @@ def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], sight: Sight) -> Te
     found = [parts[0].new_zeros(0, *parts[0].shape[1:-1], parts[2].shape[-1])]
     for shape, *group in zip(shapes, *(x.index_select(0, tokens).split(sizes) for x in parts), strict=True):
         q, k, v = (x.unflatten(0, shape) for x in group)
-        out: Any = checkpoint(whole, q, k.transpose(0, 1), v.transpose(0, 1), sight, use_reentrant=False)
+        out: Any = checkpoint(_whole, q, k.transpose(0, 1), v.transpose(0, 1), sinks, sight, use_reentrant=False)
         found.append(out.flatten(0, 1))
     return torch.cat(found).index_select(0, places)
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sight: Sight) -> Tensor:
+    return whole(q, k, v, sight._replace(sinks=sinks))
 
 
 def _cut_window(window: int, length: int, device: torch.device) -> BlockMask:
@@ -180,3 +189,4 @@ def _cut_window(window: int, length: int, device: torch.device) -> BlockMask:
 
 
 AttentionInterface.register(NAME, attend)
+register(NAME)
