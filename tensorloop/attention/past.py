@@ -38,9 +38,10 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
         return attend_slots(q, slots[0], slots[1], sight)
     if scope.here.recorder is None:
         return _attend_buffers(q, k, v, sight, start)
-    q, bias, sinks = (None if x is None else x.view_as(x) for x in (q, sight.bias, sight.sinks))  # uses that it sees
-    assert q is not None
-    sight = sight if bias is None and sinks is None else sight._replace(bias=bias, sinks=sinks)
+    q = q.view_as(q)  # a use that the recorder sees, as it must of all that is given
+    if sight.bias is not None or sight.sinks is not None:
+        bias, sinks = (None if x is None else x.view_as(x) for x in (sight.bias, sight.sinks))
+        sight = sight._replace(bias=bias, sinks=sinks)
     with scope.unrecorded():
         return _attend_buffers(q, k, v, sight, start)
 
@@ -120,7 +121,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Ten
     kernel = find("past_attend", q, k, v)
     if sight.sinks is None:
         return kernel(q, k, v, sight)
-    return drain(*kernel(q, k, v, sight._replace(sinks=None)), sight.sinks)
+    out, lse = kernel(q, k, v, sight._replace(sinks=None))
+    return drain(out, lse, sight.sinks)
 
 
 class _Attend(torch.autograd.Function):

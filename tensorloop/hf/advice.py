@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop.hf import known
+
 ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _DROPOUT = ("attention_dropout", "attn_pdrop", "dropout_rate")  # of weights, in configs
 
@@ -26,12 +28,13 @@ class Advice:
 
 
 def warn(config: Any, what: str) -> None:
-    """One warning that ends with how to mend it."""
-    warnings.warn(
-        f"{what}: T tokens hold O(T²) bytes for backward; model.set_attn_implementation({ATTENTION!r}) makes it O(T), "
-        f"now it is {config._attn_implementation!r}",
-        stacklevel=2,
-    )
+    """One warning that ends with how to mend it: by our attention alone where it is known to serve the model."""
+    now = config._attn_implementation
+    if known.is_served(config):
+        cure = f"model.set_attn_implementation({ATTENTION!r}) makes it O(T), now it is {now!r}"
+    else:
+        cure = f"checkpoints= of a loop or a search keeps fewer steps; attention is by {now!r}"
+    warnings.warn(f"{what}: T tokens hold O(T²) bytes for backward; {cure}", stacklevel=2)
 
 
 def _find_squares(config: Any) -> str | None:

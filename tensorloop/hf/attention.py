@@ -15,12 +15,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.errors import Fact, WrongType, WrongValue
 from tensorloop._torch.autocast import autocasts, is_on
 from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
-from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf import known
+from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.known import NOT_READ
 from tensorloop.tensor_array import TensorArray
 
@@ -123,9 +123,11 @@ def attend(
             arrays = keys, values, 0, None, None
         bias = None if position_bias is None else position_bias[..., -key.shape[2] :]
         first, seen, added = (None,) * 3 if attention_mask is None else _read_mask(attention_mask, query, key.shape[2])
-    except BaseException:
+    except BaseException as error:
         if arrays is not None and arrays[3] is not None:
             arrays[3]()
+        if isinstance(error, Fact):
+            raise error.named(f"attn_implementation={ATTENTION!r}") from error.__cause__
         raise
     sight = Sight(
         scale,

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.hf import known
 from tensorloop.hf.attention import stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer
@@ -87,6 +88,13 @@ class _View(TrainCache):
     """
 
     def __init__(self, cache: TrainCache) -> None:
+        kinds = (layer.kind for layer in cache.layers if isinstance(layer, ArrayLayer))
+        if any(known.shares_keys(kind.config) and kind.reads_arrays for kind in kinds):
+            raise ValueError(
+                "hf.checkpoint_layers: model has layers that share the keys of others, which a layer that runs again "
+                "in backward would find longer than they were; use model.set_attn_implementation('sdpa'), or do not "
+                "checkpoint its layers"
+            )
         Cache.__init__(self, layers=cache.layers)
         self.cache: TrainCache | None = cache
         self.lengths = [layer.get_seq_length() if isinstance(layer, CacheLayerMixin) else 0 for layer in cache.layers]

@@ -23,11 +23,37 @@ _IDLE = frozenset(
         *("logits_to_keep", "max_length_q", "max_length_k", "layer_idx"),
     }
 )
+# Of PEFT's, those that change weights or what a layer makes of each token by itself.
+_ADAPTERS = frozenset(
+    {
+        *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "LN_TUNING", "VBLORA"),
+        *("RANDLORA", "SHIRA", "C3A", "MISS", "BONE", "ROAD", "TRAINABLE_TOKENS"),
+    }
+)
 _TELLS = {
     "cu_seq_lens_q": "which puts rows one after another; give rows, or use hf.packed_forward",
     "cu_seq_lens_k": "which puts rows one after another; give rows, or use hf.packed_forward",
     "seq_idx": "which puts rows one after another; give rows, or use hf.packed_forward",
 }
+
+
+# `model_type` of what was compared with "eager": without a cache, and with one in chunks and steps, padded and not.
+_COMPARED = (
+    "afmoe apertus arcee aria_text bart beam bert bigbird_pegasus bitnet blenderbot cohere cohere2 "
+    "cohere2_moe cwm electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 "
+    "gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
+    "granitemoe granitemoe_swa granitemoeshared helium hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 "
+    "kolibri1 laguna lfm2 llama m2m_100 marian mbart mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text "
+    "ministral3 mistral mixtral modernbert-decoder mt5 nanochat olmo olmo2 olmo3 olmoe opt pegasus phi phi3 "
+    "phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 t5 umt5 vaultgemma "
+    "whisper "
+)
+_SERVED = frozenset(_COMPARED.split())
+
+
+def is_served(config: Any) -> bool:
+    """Whether a model with this config (that of its decoder) is known to be served by "tensorloop"."""
+    return getattr(config, "model_type", None) in _SERVED
 
 
 def refuse_unknown(module: Any, options: dict[str, Any], name: str = "tensorloop") -> None:
@@ -36,6 +62,25 @@ def refuse_unknown(module: Any, options: dict[str, Any], name: str = "tensorloop
         if key not in _IDLE and x is not None:
             why = _TELLS.get(key, f"which {name!r} does not know; {NOT_READ}")
             raise WrongValue(f"{type(module).__name__} attends with {key}={arguments.describe(x)[:80]}, {why}")
+
+
+def refuse_peft(model: Any) -> None:
+    """Raises where PEFT adds to a model what is not of each token alone: tokens, keys, adapters that look at others."""
+    settings = getattr(model, "peft_config", None)
+    for given in settings.values() if isinstance(settings, dict) else ():
+        kind = str(getattr(given.peft_type, "value", given.peft_type))
+        if kind not in _ADAPTERS or getattr(given, "alora_invocation_tokens", None) is not None:
+            what = f"{kind} of PEFT" if kind not in _ADAPTERS else "LoRA of PEFT with alora_invocation_tokens"
+            raise WrongValue(
+                f"model has {what}, which adds more than each token's own work (a prompt, a prefix, a look at other "
+                "tokens); LoRA, IA3 and their like go. A prefix can be trained through a loop: "
+                "TrainCache.of(model.get_prompt(batch_size))"
+            )
+
+
+def shares_keys(config: Any) -> bool:
+    """Whether some layers attend to the keys of others and have none (Gemma 3n, Gemma 4)."""
+    return "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
 
 
 def skips_masks(config: Any) -> bool:
@@ -49,7 +94,7 @@ def skips_masks(config: Any) -> bool:
 def is_causal(module: Any) -> bool:
     """Whether queries of a module that is given no mask see no later slots."""
     says, config = getattr(module, "is_causal", None), getattr(module, "config", None)
-    if (says is None if config is None else says and not skips_masks(config)):
+    if says is None if config is None else says and not skips_masks(config):
         raise WrongValue(
             f"{type(module).__name__} attends without a mask, and nothing says whether it sees later tokens; {NOT_READ}"
         )
@@ -62,9 +107,9 @@ def _supports_sdpa(config: type) -> bool:
     models = [
         x
         for x in ([] if home is None else vars(home).values())
-        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == config.__module__.replace(
-            ".configuration_", ".modeling_"
-        )
+        if isinstance(x, type)
+        and issubclass(x, PreTrainedModel)
+        and x.__module__ == config.__module__.replace(".configuration_", ".modeling_")
     ]
     own = [x for x in models if x.config_class is config] or models
     return bool(own) and all(x._supports_sdpa for x in own)

@@ -12,7 +12,9 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.hf import known
 from tensorloop.hf.packed_attention import Rows, copy_for_rows
+from tensorloop.hf.positions import config_positions, is_rotary
 from tensorloop.packed import PackedTensor
 
 _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "use_cache", "labels")
@@ -133,6 +135,10 @@ def _check_model(model: Any) -> PreTrainedModel:
     inner = next((x for x in modules if isinstance(x, PreTrainedModel)), None)
     if inner is None:
         raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)[:80]}")
+    for x in model.modules():
+        known.refuse_peft(x)
+        if x is inner:
+            break
     config = inner.config.get_text_config(decoder=True)
     name = type(inner).__name__
     if inner.config.is_encoder_decoder:
@@ -140,6 +146,7 @@ def _check_model(model: Any) -> PreTrainedModel:
     kinds = set() if inner._is_stateful else {*get_layer_types_and_kwargs(config)[0]} - _KINDS
     if inner._is_stateful or kinds:
         has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
+        has = "layers that share the keys of others" if known.shares_keys(config) else has
         raise WrongType(f"model {name} has {has}, for which there is no packed form; pad the batch")
     if not inner._supports_attention_backend:
         raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")
@@ -167,6 +174,7 @@ def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any
     if devices != {ids.device}:
         where = " and ".join(sorted(map(str, devices)))
         raise WrongValue(f"ids is on {ids.device}, model on {where}; all must be on one device")
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and ids.max_len > most:
+    text = model.config.get_text_config(decoder=True)
+    most = config_positions(text)
+    if most is not None and ids.max_len > most and not is_rotary(model, text):
         raise WrongValue(f"ids has a row of {ids.max_len} tokens, but model has {most} positions")

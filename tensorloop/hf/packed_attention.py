@@ -128,7 +128,9 @@ def attend(
     window = window_of(module, attention_mask, sliding_window)
     known.refuse_unknown(module, options, "hf.packed_forward")
     if position_bias is not None:
-        raise WrongValue("model has attention with a bias by position, for which there is no packed form; pad the batch")
+        raise WrongValue(
+            "model has attention with a bias by position, for which there is no packed form; pad the batch"
+        )
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
         raise WrongValue(f"s_aux must be a sink for each of {query.shape[1]} heads, got {tuple(s_aux.shape)}")
     if query.shape[2] != rows.dim.total or key.shape[2] != rows.dim.total:

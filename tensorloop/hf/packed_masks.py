@@ -1,4 +1,4 @@
-"""What the masks say that models make for themselves, where a call is on packed rows: windows, or what is no such thing.
+"""What the masks of models say where a call is on packed rows: windows, or what cannot be packed.
 
 No mask of all tokens by all is made. A model that asks for one gets a stand-in of its shape, without numbers, which
 knows what was asked for. A mask that a model makes of its own, or changes, does not know that, and is refused.
@@ -25,7 +25,12 @@ class Says(NamedTuple):
 
 
 def make_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Any = None, attention_mask: Any = None, **options: Any
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any = None,
+    attention_mask: Any = None,
+    **options: Any,
 ) -> Tensor:
     """A stand-in (B, 1, t, n) that knows what `mask_function` says; called by models, as for any attention."""
     says = _read(mask_function)

@@ -11,8 +11,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.hf import known
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer
+from tensorloop.hf.positions import Positions, config_positions, find_positions, is_rotary
 
 
 class Prompt(NamedTuple):
@@ -35,15 +37,17 @@ class Source(NamedTuple):
     mask: Tensor | None
 
 
-def count_steps(given: Any, name: str, prompt: Prompt, limit: int | None) -> int | None:
+def count_steps(given: Any, name: str, prompt: Prompt, positions: Positions) -> int | None:
     """The most tokens to come: as many as asked for, or as there are positions for. The last one needs none."""
-    before = prompt.ids.shape[1]
+    before, (bound, most) = prompt.ids.shape[1], positions
     if given is None:
-        return None if limit is None else limit - before + 1
+        if bound is not None and before > bound:
+            raise WrongValue(f"the prompt has {before} tokens, more than the {bound} positions of model: give {name}=")
+        return None if bound is None else bound - before + 1
     if (steps := arguments.as_int(given, name)) < 1:
         raise WrongValue(f"{name} must be at least 1, got {steps}")
-    if limit is not None and before + steps - 1 > limit:
-        raise WrongValue(f"{name}={steps} after {before} tokens needs more positions than model has, {limit}")
+    if most is not None and before + steps - 1 > most:
+        raise WrongValue(f"{name}={steps} after {before} tokens needs more positions than model has, {most}")
     return steps
 
 
@@ -53,6 +57,7 @@ class Decoder:
     def __init__(self, model: Any) -> None:
         if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
             raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
+        known.refuse_peft(model)
         self.model: Any = model
         self.advised = False  # of O(T²): caches need not say so again
         self.config = self.model.config
@@ -67,11 +72,9 @@ class Decoder:
                 "model checkpoints its layers, and drops its cache for that; disable it and give checkpoints="
             )
 
-    @property
-    def limit(self) -> int | None:
-        """How many tokens the model has positions for."""
-        places = (getattr(self.text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
-        return next((x for x in places if x is not None), None)
+    def positions(self, prompt: Prompt) -> Positions:
+        """How many tokens the model has positions for, with this prompt."""
+        return find_positions(self.model, self.text, prompt.ids.shape[1], prompt.mask is not None)
 
     @property
     def embedding(self) -> Any:
@@ -86,9 +89,10 @@ class Decoder:
         cache = TrainCache(self.config)
         for i, layer in enumerate(cache.layers):
             if not isinstance(layer, ArrayLayer):
-                raise WrongValue(
-                    f"model has a layer {i} that is no attention, {type(layer).__name__}; it cannot branch"
-                )
+                what = f"a layer {i} that is no attention, {type(layer).__name__}"
+                if known.shares_keys(self.text):
+                    what = f"layers that share the keys of others (layer {i} has none of its own)"
+                raise WrongValue(f"model has {what}: it cannot branch, and goes with generate() alone")
             layer.kind.advice.given |= self.advised
         return cache
 
@@ -132,8 +136,9 @@ class Decoder:
             raise WrongValue(f"{name} is on {ids.device}, model is on {self.device}; move it with .to()")
 
     def _check_length(self, name: str, ids: Tensor) -> None:
-        if self.limit is not None and ids.shape[1] > self.limit:
-            raise WrongValue(f"{name} has {ids.shape[1]} tokens, model has {self.limit} positions")
+        most = config_positions(self.text)
+        if most is not None and ids.shape[1] > most and not is_rotary(self.model, self.text):
+            raise WrongValue(f"{name} has {ids.shape[1]} tokens, model has {most} positions")
 
     def begin(self, prompt: Prompt, source: Source | None, count: int) -> tuple[TrainCache, Cache | None]:
         """Runs the first `count` tokens: the cache that holds them, and that of the source."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.errors import Misuse, WrongType, WrongValue, named
 from tensorloop._common.keywords import hints
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.hypotheses import SourceLayer
@@ -53,11 +53,19 @@ class Rollout:
     tokens: PackedTensor  # (B, T*) int64, the end with them
     log_probs: PackedTensor  # (B, T*): of each token, under the distribution that it was drawn from
     ended: Tensor  # (B,) bool: whether an end came
+    policy_log_probs: PackedTensor  # (B, T*): of each token at this temperature, before top_k and top_p
 
     @property
     def lens(self) -> Tensor:
         """(B,) int64: tokens, the end counted."""
         return self.tokens.lens
+
+    @property
+    def without_end(self) -> PackedTensor:
+        """The tokens (B, T*) but for the end, as a search's hypotheses have them."""
+        lens = self.lens - self.ended.long()
+        inside = self.tokens.positions < lens[self.tokens.row_ids]
+        return PackedTensor(self.tokens.values[inside], lens)
 
 
 @named("hf.rollout", _KEYWORDS)
@@ -83,9 +91,11 @@ def rollout(
     Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
     are the source (of one that reads no tokens, as Whisper, its features), and the decoder begins with its start token
     or `decoder_input_ids` (B, P). A row ends with one of `eos_token_id`, by default the model's own, and leaves the
-    batch. `max_new_tokens` counts the end; without it rows go on until they end, or the model has no more positions.
+    batch. `max_new_tokens` counts the end; without it rows go on until they end, or to the last position that the
+    model's config names.
     `temperature`, `top_k` and `top_p`, one after the other, make the distribution that log_probs are of; `do_sample`
-    draws from it, without it the best token is taken.
+    draws from it, without it the best token is taken. `policy_log_probs` are of all tokens, at the temperature alone:
+    what `completion_logprobs(temperature=)` gives, and so the old ones of PPO's and GRPO's ratios.
     `feed` is what the next step sees: "tokens"; "straight_through", the token's embedding with the gradient of the
     expected one; "soft", the expected embedding itself.
     Gradient: of log_probs to the model, through the cache. With "tokens" it is what teacher forcing of the tokens has
@@ -93,8 +103,8 @@ def rollout(
     Cost: one step a token, of the rows that run. What is kept is O(T) with `attn_implementation="tensorloop"` or
     "sdpa" (see TrainCache); `checkpoints=K` keeps at most K steps and runs the others again in backward, with the same
     random numbers.
-    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than
-    positions, no end to come).
+    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than learned
+    positions, no end to come), RuntimeError (logits that are NaN: the row and the step).
     Sources: Williams 1992; Bengio et al. 2013 (1308.3432) for straight-through.
 
     Example:
@@ -117,7 +127,7 @@ def rollout(
     ends = decoder.read_ends(eos_token_id)
     if max_new_tokens is None and not ends:
         raise WrongValue("nothing says when to stop: give max_new_tokens= or eos_token_id=")
-    steps = count_steps(max_new_tokens, "max_new_tokens", prompt, decoder.limit)
+    steps = count_steps(max_new_tokens, "max_new_tokens", prompt, decoder.positions(prompt))
     run = _Rollouts(decoder, draw, feed, prompt, source, ends)
     carry, lens = while_loop(
         lambda carry, context: ~carry.ended,
@@ -131,7 +141,23 @@ def rollout(
         progress=progress,
     )
     tokens, log_probs = (pack_padded(x.stack().transpose(0, 1), lens) for x in (carry.tokens, carry.log_probs))
-    return Rollout(tokens, log_probs, carry.ended)
+    _refuse_nan(log_probs)
+    of_policy = log_probs
+    if carry.of_policy is not None:
+        of_policy = pack_padded(carry.of_policy.stack().transpose(0, 1), lens)
+    return Rollout(tokens, log_probs, carry.ended, of_policy)
+
+
+def _refuse_nan(log_probs: PackedTensor) -> None:
+    """One look at all steps: a row that is given NaN ends, and has it last."""
+    bad = log_probs.values.detach().isnan()
+    if bool(bad.any()):
+        i = int(bad.nonzero()[0, 0])
+        row, step = int(log_probs.row_ids[i]), int(log_probs.positions[i])
+        raise Misuse(
+            f"model gave NaN or infinite logits for row {row} at step {step}: look at its weights and its dtype "
+            "(float16 overflows), torch.autograd.set_detect_anomaly finds the operation"
+        )
 
 
 class _Draw(NamedTuple):
@@ -154,9 +180,17 @@ class _Draw(NamedTuple):
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise WrongType(f"generator must be a torch.Generator, got {arguments.describe(self.generator)}")
 
-    def distribution(self, logits: Tensor) -> Tensor:
-        """Log-probabilities (B, V)."""
-        scores = logits if self.temperature == 1 else logits / self.temperature
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
+
+    def scale(self, logits: Tensor) -> Tensor:
+        """Scores (B, V) at the temperature."""
+        return logits if self.temperature == 1 else logits / self.temperature
+
+    def cut(self, scores: Tensor) -> Tensor:
+        """Scores without the tokens that top_k and top_p leave out."""
         if self.top_k is not None and self.top_k < scores.shape[1]:
             least = scores.detach().topk(self.top_k, 1)[0][:, -1:]
             scores = scores.masked_fill(scores.detach() < least, -torch.inf)
@@ -165,14 +199,15 @@ class _Draw(NamedTuple):
             outside = values.cumsum(1) - values >= self.top_p
             out = torch.zeros_like(outside).scatter_(1, places, outside)
             scores = scores.masked_fill(out, -torch.inf)
-        return scores.log_softmax(1)
+        return scores
 
-    def choose(self, log_probs: Tensor) -> Tensor:
-        """Tokens (B,)."""
+    def choose(self, log_probs: Tensor, bad: Tensor) -> Tensor:
+        """Tokens (B,); any for rows that are `bad` (B,), as NaN would end the process on a device."""
         log_probs = log_probs.detach()
         if not self.sample:
             return log_probs.argmax(1)
-        return log_probs.exp().multinomial(1, generator=self.generator)[:, 0]
+        weights = log_probs.exp().masked_fill_(bad[:, None], 1)
+        return weights.multinomial(1, generator=self.generator)[:, 0]
 
 
 class _Carry(NamedTuple):
@@ -183,6 +218,7 @@ class _Carry(NamedTuple):
     tokens: TensorArray  # (B,) a step
     log_probs: TensorArray
     ended: Tensor  # (B,) bool
+    of_policy: TensorArray | None  # as log_probs, where those are of a part of the tokens alone
 
 
 class _Rollouts:
@@ -202,7 +238,7 @@ class _Rollouts:
             self.table = embed(every)  # what the module makes of weights, where it scales them
             last = embed(last)
         ended = torch.zeros(len(last), dtype=torch.bool, device=last.device)
-        self.init = _Carry(own, last, TensorArray(), TensorArray(), ended)
+        self.init = _Carry(own, last, TensorArray(), TensorArray(), ended, TensorArray() if draw.cuts else None)
         self.context: dict[str, Any] = {"prompt": prompt.ids}
         if prompt.mask is not None:
             self.context |= {"mask": prompt.mask, "last": prompt.mask.sum(1) - 1}
@@ -222,11 +258,15 @@ class _Rollouts:
             positions = (context["last"] + t)[:, None]
         cache, source = self._show(carry.cache, context)
         logits = self.decoder.logits(carry.last[:, None], mask, positions, cache, source)
-        log_probs = self.draw.distribution(logits)
-        token = self.draw.choose(log_probs)
+        scores = self.draw.scale(logits)
+        log_probs = self.draw.cut(scores).log_softmax(1)
+        bad = log_probs.detach()[:, 0].isnan()  # all of its row is, then
+        token = self.draw.choose(log_probs, bad)
         carry.tokens.append(token)
         carry.log_probs.append(log_probs.gather(1, token[:, None])[:, 0])
-        ended = (token[:, None] == self.ends).any(1)
+        if carry.of_policy is not None:
+            carry.of_policy.append(scores.gather(1, token[:, None])[:, 0] - scores.logsumexp(1))
+        ended = (token[:, None] == self.ends).any(1) | bad
         return carry._replace(last=self._feed(token, log_probs, carry.last), ended=ended)
 
     def _show(self, own: TrainCache, context: dict[str, Any]) -> tuple[Cache, Source | None]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessorList
 
 from tensorloop import beam
 from tensorloop._common import arguments
@@ -16,6 +15,7 @@ from tensorloop._common.keywords import hints
 from tensorloop.hf.advice import ATTENTION, warn
 from tensorloop.hf.hypotheses import Beams, clear_padding, show_cache
 from tensorloop.hf.layers import ArrayLayer
+from tensorloop.hf.processors import as_processor
 from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
 from tensorloop.loop import Checkpoints
 from tensorloop.schedule import Schedule
@@ -56,15 +56,17 @@ def beam_search(
     are the source, which is encoded once; of one that reads no tokens (Whisper) input_ids are its features (B, ...).
     Hypotheses begin with its decoder_start_token_id, or with `decoder_input_ids` (B, P), which have that themselves.
     `max_steps` is generate's max_new_tokens: the end counts, and what has not ended then ranks with what has. Without
-    it a search goes on as long as the model has positions. `eos_token_id`, `length_penalty`, `early_stopping` (True,
-    False or "never") and `logits_processor` (a list of them, on log-probabilities) are generate's; the model's own
-    settings are asked for eos_token_id alone. `hyps.final` is its sequences_scores; tokens have no prompt and no end.
+    it a search goes on to the last position that the model's config names. `eos_token_id`, `length_penalty`,
+    `early_stopping` (True, False or "never") and `logits_processor` (a list of them, on log-probabilities) are
+    generate's; the model's own settings are asked for eos_token_id alone. A processor that is not known to treat all
+    rows alike is given all rows at each step, as generate does: those that have ended then stay in the batch.
+    `hyps.final` is generate's sequences_scores; tokens have no prompt and no end, which is in `hyps.ends`.
     Gradient: of `scores`, `final` and `token_scores`, as teacher forcing of the same tokens has it, to the model.
     Cost: prompts are run once, for B rows, and never copied; a step runs B * beam_size rows. With
     `attn_implementation="tensorloop"` it keeps of attention the queries and its own keys, O(T) in all; other
     implementations are given keys that are gathered at each step, which is O(T²), and a UserWarning says so.
-    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than
-    positions).
+    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than learned
+    positions, processors that keep something of rows, NaN).
     Sources: transformers' `_beam_search` for what it finds; `tl.beam.beam_search` for how.
 
     Example:
@@ -84,17 +86,17 @@ def beam_search(
         raise WrongValue(f"early_stopping must be True, False or 'never', got {early_stopping!r}")
     if not isinstance(length_penalty, int | float):
         raise WrongType(f"length_penalty must be a number, got {arguments.describe(length_penalty)}")
-    logits_processor = _as_processor(logits_processor)
+    processor = as_processor(logits_processor)
     prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids)
     if torch.is_grad_enabled() and decoder.text._attn_implementation != ATTENTION:
         warn(decoder.text, "hf.beam_search: keys are gathered for each step")
         decoder.advised = True
-    steps = count_steps(max_steps, "max_steps", prompt, decoder.limit)
+    steps = count_steps(max_steps, "max_steps", prompt, decoder.positions(prompt))
     ends = decoder.read_ends(eos_token_id)
-    steps_of = _Steps(decoder, prompt, source, logits_processor, not ends)
+    steps_of = _Steps(decoder, prompt, source, processor and processor.run, not ends)
     length = beam.Power(length_penalty) if length_penalty else beam.Sum()
     found = _search(
-        steps_of.with_history if logits_processor else steps_of,
+        steps_of.with_history if processor else steps_of,
         steps_of.arrays,
         batch_size=len(prompt.ids),
         beam_size=size,
@@ -107,24 +109,13 @@ def beam_search(
         eos="top_k",
         capped="ranked",
         checkpoints=checkpoints,
-        compact=True,
+        compact=processor is None or not processor.all_rows,
         progress=progress,
     )
     return found if kept == size else _first(found, kept)
 
 
 _search = facts_of(beam.beam_search)
-
-
-def _as_processor(given: Any) -> Any:
-    """What changes log-probabilities: a function, or transformers' list of them."""
-    if given is None or callable(given):
-        return given
-    if isinstance(given, list | tuple) and all(callable(x) for x in given):
-        return LogitsProcessorList(given)
-    raise WrongType(
-        f"logits_processor must be a function of (ids, log_probs) or a list of them, got {arguments.describe(given)}"
-    )
 
 
 class _Steps:

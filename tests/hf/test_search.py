@@ -183,8 +183,6 @@ def test_what_is_refused() -> None:
         (model, (ids, 2 * mask), {}, "zeros and ones"),
         (model, (ids, right), {}, "0 after a 1 in row 1"),
         (source, (ids, 0 * mask), {}, "sees no token of row 0"),
-        (model, (ids.repeat(1, 11),), {}, "input_ids has 66 tokens, model has 64 positions"),
-        (model, (ids,), {"max_steps": 60}, "max_steps=60 after 6 tokens"),
         (model, (ids,), {"max_steps": 0}, "max_steps must be at least 1"),
         (model, (ids,), {"n_best": 4}, "n_best must be from 1 to beam_size, which is 3"),
         (model, (ids,), {"early_stopping": "sometimes"}, "early_stopping must be"),

@@ -1,0 +1,62 @@
+"""What changes the log-probabilities of a search: processors and functions, and which of them know rows."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import transformers
+from transformers import LogitsProcessorList
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
+
+# Of transformers' processors: what they make of a row's tokens does not depend on which row it is, nor on calls before.
+_ALIKE = (
+    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper"),
+    *("RepetitionPenaltyLogitsProcessor", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper"),
+    *("MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
+    *("NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor"),
+    *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor"),
+    *("ExponentialDecayLengthPenalty", "LogitNormalization", "SuppressTokensAtBeginLogitsProcessor"),
+    *("SuppressTokensLogitsProcessor", "WhisperTimeStampLogitsProcessor"),
+)
+# These keep something from call to call that belongs to a row, or add rows of their own.
+_KEEPING = (
+    *("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor"),
+    *("DiaClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor", "WhisperNoSpeechDetection"),
+    *("DiaEOSDelayPatternLogitsProcessor", "DiaEOSChannelFilterLogitsProcessor"),
+)
+
+
+class Processor(NamedTuple):
+    """(ids, log_probs) -> log_probs, and whether it must be given all rows, those that have stopped too."""
+
+    run: Callable[[Any, Any], Any]
+    all_rows: bool
+
+
+def as_processor(given: Any) -> Processor | None:
+    """What a user gave as `logits_processor`, None for nothing."""
+    if given is None:
+        return None
+    many = isinstance(given, list | tuple)  # as LogitsProcessorList is
+    parts = list(given) if many else [given]
+    if not all(callable(x) for x in parts):
+        raise WrongType(
+            "logits_processor must be a function of (ids, log_probs) or a list of them, got "
+            f"{arguments.describe(given)}"
+        )
+    if not parts:
+        return None
+    for x in parts:
+        if isinstance(x, _classes(_KEEPING)):
+            raise WrongValue(
+                f"logits_processor has {type(x).__name__}, which keeps something of each row from call to call, and "
+                "hypotheses change places; leave it out, or put the same into the model's forward"
+            )
+    alike = _classes(_ALIKE)
+    return Processor(LogitsProcessorList(parts) if many else given, not all(type(x) in alike for x in parts))
+
+
+def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
+    found = (getattr(transformers.generation.logits_process, name, None) for name in names)
+    return tuple(x for x in found if x is not None)
