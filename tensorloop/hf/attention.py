@@ -22,13 +22,15 @@ from tensorloop.attention import Sight, attend_past
 from tensorloop.hf import known
 from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.known import NOT_READ
+from tensorloop.hf.masks import read
 from tensorloop.tensor_array import TensorArray
 
 _ARRAYS = "_tensorloop_arrays"  # of stand-ins: (keys, values, the first slot seen, undo: see there, who comes as value)
 _READER = "_tensorloop_reader"  # of what hypotheses of a search get: who reads their arrays
 _SIGHT = "_tensorloop_sight"  # of masks: (their version and use, what was found out), once for all layers
 _FULL = "_tensorloop_full"  # of masks that say by numbers what queries see: (their version, the same as bools)
-_here = threading.local()  # handed: whether stand-ins wait to be attended to
+_PLAIN = "_tensorloop_plain"  # of masks that say of rows no more than padding and windows: their version
+_here = threading.local()  # handed: what takes the tokens back whose stand-ins wait to be attended to, or True
 
 
 def stand_ins(
@@ -48,7 +50,7 @@ def stand_ins(
     alike = (value[0], value[1], value[3]) == (rows, heads, width)
     values = None if alike else nothing.expand(value[0], value[1], count, value[3])
     setattr(keys, _ARRAYS, (*arrays, start, undo, values))
-    _here.handed = True
+    _here.handed = undo or True
     return keys, keys if values is None else values
 
 
@@ -96,12 +98,15 @@ def attend(
     What it does not know is refused before anything is computed, and the tokens of this call are taken back.
     """
     arrays = getattr(key, _ARRAYS, None)
+    handed, _here.handed = getattr(_here, "handed", None), None
     try:
         known.refuse_unknown(module, options)
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise WrongValue(f"s_aux must be a sink for each of {query.shape[1]} heads, got {tuple(s_aux.shape)}")
         reader = getattr(key, _READER, None)
-        _check_handed(module, key, value, arrays, reader)
+        if handed is not None and arrays is None and reader is None and _is_spoilt(key, value):
+            raise _moved(module, "keys")
+        _check_value(module, key, value, arrays, reader)
         if is_on():
             query = autocast(query)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -124,8 +129,11 @@ def attend(
         bias = None if position_bias is None else position_bias[..., -key.shape[2] :]
         first, seen, added = (None,) * 3 if attention_mask is None else _read_mask(attention_mask, query, key.shape[2])
     except BaseException as error:
-        if arrays is not None and arrays[3] is not None:
-            arrays[3]()
+        undo = None if arrays is None else arrays[3]
+        if arrays is None and handed is not None and _is_spoilt(key, value):
+            undo = handed
+        if callable(undo):
+            undo()
         if isinstance(error, Fact):
             raise error.named(f"attn_implementation={ATTENTION!r}") from error.__cause__
         raise
@@ -143,17 +151,18 @@ def attend(
     return attend_past(query.transpose(1, 2), arrays[0], arrays[1], sight, arrays[2]), None
 
 
-def _check_handed(module: Any, key: Tensor, value: Tensor, arrays: Any, reader: Any) -> None:
-    """Refuses keys and values that are not those which the cache handed over, or not both."""
-    if getattr(_here, "handed", False):
-        _here.handed = False
-        # It may be that a call failed between its cache and its attention: then these hold numbers.
-        if arrays is None and reader is None and bool(key.isnan().any() | value.isnan().any()):
-            raise _moved(module, "keys")
+def _is_spoilt(key: Tensor, value: Tensor) -> bool:
+    """Whether these were computed from stand-ins. It may be that a call failed after its cache: these are numbers."""
+    return bool(key.isnan().any() | value.isnan().any())
+
+
+def _check_value(module: Any, key: Tensor, value: Tensor, arrays: Any, reader: Any) -> None:
+    """Refuses values that are not those which the cache handed over with the keys."""
     if arrays is not None:
-        if value is not (key if arrays[4] is None else arrays[4]):
-            raise _moved(module, "values")
-    elif reader is not None and value is not reader.own[1]:
+        own = key if arrays[4] is None else arrays[4]
+    else:
+        own = value if reader is None else reader.own[1]
+    if value is not own:
         raise _moved(module, "values")
 
 
@@ -207,12 +216,21 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
 def mask(*args: Any, config: Any = None, dtype: Any = torch.float32, **options: Any) -> Tensor | None:
     """The mask of a model: for one made for "sdpa" as there, for others numbers to be added, as for "eager"."""
     if known.skips_masks(config):
-        return sdpa_mask(*args, config=config, dtype=dtype, **options)
-    seen = sdpa_mask(*args, config=config, dtype=dtype, **options | _IN_FULL)
-    assert seen is not None
-    added = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-    setattr(added, _FULL, (version_of(added), seen))
-    return added
+        made = sdpa_mask(*args, config=config, dtype=dtype, **options)
+    else:
+        seen = sdpa_mask(*args, config=config, dtype=dtype, **options | _IN_FULL)
+        assert seen is not None
+        made = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        setattr(made, _FULL, (version_of(made), seen))
+    if made is not None:
+        says = read(options.get("mask_function"))
+        setattr(made, _PLAIN, (says.causal and not says.unknown, version_of(made)))
+    return made
+
+
+def is_plain(mask: Tensor) -> bool:
+    """Whether a mask says only which slots are padding, and the windows."""
+    return getattr(mask, _PLAIN, None) == (True, version_of(mask))
 
 
 _IN_FULL = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -1,7 +1,8 @@
 """A cache for transformers whose gradients cost O(T): `TrainCache`."""
 
 import copy
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
@@ -128,24 +129,26 @@ class TrainCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, ArrayLayer):
             return layer.update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        undo = partial(self._take_back, layer_idx, len(layer.arrays[0]))
+        undo = partial(_take_back, weakref.ref(self), layer_idx, len(layer.arrays[0]))
         try:
             return layer.take_in(key_states, value_states, undo)
         except BaseException:
             undo()
             raise
 
-    def _take_back(self, layer_idx: int, length: int) -> None:
-        """Forgets what a call of the model wrote that fails in this layer, which had so many tokens."""
-        for layer in self.layers[: layer_idx + 1]:
-            if isinstance(layer, ArrayLayer) and layer.get_seq_length() > length:
-                layer.crop(length - layer.get_seq_length())
-
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainCache":
         return self.of_layers([copy.deepcopy(layer, memo) for layer in self.layers])
+
+
+def _take_back(cache: Callable[[], TrainCache | None], layer_idx: int, length: int) -> None:
+    """Forgets what a call of the model wrote that fails in this layer, which had so many tokens."""
+    held = cache()
+    for layer in [] if held is None else held.layers[: layer_idx + 1]:
+        if isinstance(layer, ArrayLayer) and layer.get_seq_length() > length:
+            layer.crop(length - layer.get_seq_length())
 
 
 def _layer_of(layer: Any, config: Any, advice: Advice) -> Any:

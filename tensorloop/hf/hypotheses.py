@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tensorloop._common.errors import Misuse
 from tensorloop._torch.autocast import is_on
 from tensorloop.attention import Rules, attention
-from tensorloop.hf.attention import Asked, handed_by, stand_ins
+from tensorloop.hf.attention import Asked, handed_by, is_plain, stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
@@ -60,7 +60,9 @@ class HypothesesLayer(ArrayLayer):
         return handed_by(self, keys), values
 
     def attend(self, asked: Asked) -> Tensor | None:
-        """(B * K, 1, heads, D) of a query (B * K, heads, 1, D)."""
+        """(B * K, 1, heads, D) of a query (B * K, heads, 1, D); None where its mask must be looked at."""
+        if asked.mask is not None and not is_plain(asked.mask):
+            return None
         rows, size, starts, _ = self.beams
         _, heads, _, width = asked.query.shape
         bias, starts = asked.bias, None if starts is None else starts[:, None]

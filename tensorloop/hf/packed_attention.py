@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.attention import Sight, attention, whole
 from tensorloop.hf import known
-from tensorloop.hf.packed_masks import register, window_of
+from tensorloop.hf.masks import register, window_of
 from tensorloop.packed import Dim, PackedTensor
 
 NAME = "tensorloop_packed"

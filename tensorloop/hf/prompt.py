@@ -92,7 +92,7 @@ class Decoder:
                 what = f"a layer {i} that is no attention, {type(layer).__name__}"
                 if known.shares_keys(self.text):
                     what = f"layers that share the keys of others (layer {i} has none of its own)"
-                raise WrongValue(f"model has {what}: it cannot branch, and goes with generate() alone")
+                raise WrongValue(f"model has {what}: it cannot branch; use model.generate()")
             layer.kind.advice.given |= self.advised
         return cache
 

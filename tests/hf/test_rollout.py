@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import tensorloop as tl
 from tensorloop import hf
 from tests.support.hf_prompts import ENDS, KINDS, build, force, prompts
 
@@ -94,6 +95,53 @@ def test_draws_come_from_the_distribution_that_warpers_make() -> None:
     torch.testing.assert_close(drawn.log_probs.values, wanted[drawn.tokens.values])
     counts = drawn.tokens.values.bincount(minlength=len(wanted)) / 400
     assert (counts - wanted.exp()).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_log_probs_of_the_policy_are_those_of_completions(checkpoints: int | None) -> None:
+    model = build("grouped")
+    ids = prompts(model, padded=False)[0]
+    cut: dict[str, Any] = {"temperature": 0.7, "top_k": 6, "top_p": 0.8}
+    for warp in (cut, {"temperature": 0.7}):
+        drawn = hf.rollout(
+            model, ids, max_new_tokens=6, eos_token_id=ENDS, do_sample=True, checkpoints=checkpoints,
+            generator=torch.Generator().manual_seed(2), **warp,
+        )  # fmt: skip
+        rows = tl.PackedTensor(ids.flatten(), [6, 6, 6])
+        forced = hf.completion_logprobs(model, rows, drawn.tokens, temperature=0.7)
+        torch.testing.assert_close(drawn.policy_log_probs.values, forced.values)
+        found, wanted = grads(model, drawn.policy_log_probs.values), grads(model, forced.values)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert (drawn.policy_log_probs.values < drawn.log_probs.values - 1e-3).any() == (warp is cut)
+
+
+def test_tokens_with_and_without_the_end() -> None:
+    model = build("grouped")
+    ids, mask = prompts(model, padded=True)
+    drawn = hf.rollout(model, ids, mask, max_new_tokens=7, eos_token_id=ENDS)
+    best = hf.beam_search(model, ids, mask, beam_size=1, max_steps=7, eos_token_id=ENDS)
+    assert drawn.ended.any()
+    assert torch.equal(drawn.without_end.pad(0), best.tokens.pad(0))
+    assert torch.equal(drawn.without_end.lens, drawn.lens - drawn.ended.long())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("sample", [False, True])
+def test_logits_that_are_no_numbers_are_refused(sample: bool, value: float) -> None:
+    model, count = build("grouped"), 0
+    ids, mask = prompts(model, padded=True)
+
+    def spoil(module: Any, args: Any, out: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return out if count != 4 else out.index_fill(0, torch.tensor([1]), value)
+
+    model.lm_head.register_forward_hook(spoil)
+    with pytest.raises(RuntimeError, match=r"hf.rollout: model gave NaN or infinite logits for row 1 at step 2: look"):
+        hf.rollout(model, ids, mask, max_new_tokens=6, eos_token_id=[], do_sample=sample)
+    count = 0
+    with pytest.raises(ValueError, match=r"beam_search: step_fn gave NaN log_probs at step 2, row 1"):
+        hf.beam_search(model, ids, mask, beam_size=1, max_steps=6, eos_token_id=[])
 
 
 def test_rows_that_stop_leave_the_batch() -> None:

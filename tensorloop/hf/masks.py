@@ -1,7 +1,7 @@
-"""What the masks of models say where a call is on packed rows: windows, or what cannot be packed.
+"""What the masks of models say: rows, their padding and windows, which is known otherwise, or more.
 
-No mask of all tokens by all is made. A model that asks for one gets a stand-in of its shape, without numbers, which
-knows what was asked for. A mask that a model makes of its own, or changes, does not know that, and is refused.
+On packed rows no mask of all tokens by all is made. A model that asks for one gets a stand-in of its shape, without
+numbers, which knows what was asked for. A mask that a model makes of its own, or changes, does not know that.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def make_mask(
     **options: Any,
 ) -> Tensor:
     """A stand-in (B, 1, t, n) that knows what `mask_function` says; called by models, as for any attention."""
-    says = _read(mask_function)
+    says = read(mask_function)
     if attention_mask is not None and not bool(attention_mask.all()):
         says = says._replace(unknown="padding")
     made = torch.ones((), dtype=torch.bool, device=options.get("device", "cpu"))
@@ -82,7 +82,7 @@ _ROWS = _sample("packed_sequence_mask_function", _NONE)  # rows are found by the
 _WITHIN = _sample("remap_positions_for_packed_sequence", _CAUSAL, _NONE)
 
 
-def _read(function: Any) -> Says:
+def read(function: Any) -> Says:
     """What a function of transformers says of (row, head, query, key), as far as it is one of those known here."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
@@ -98,10 +98,10 @@ def _read(function: Any) -> Says:
         window = cells.get("sliding_window")
         return Says(window=window) if isinstance(window, int) else unknown
     if code is _WITHIN:
-        return _read(cells.get("mask_function"))
+        return read(cells.get("mask_function"))
     if code is not _AND:
         return unknown
-    parts = [_read(x) for x in cells.get("mask_functions", (None,))]
+    parts = [read(x) for x in cells.get("mask_functions", (None,))]
     windows = [x.window for x in parts if x.window is not None]
     return Says(
         causal=any(x.causal for x in parts),
