@@ -102,7 +102,8 @@ def test_log_probs_of_the_policy_are_those_of_completions(checkpoints: int | Non
     model = build("grouped")
     ids = prompts(model, padded=False)[0]
     cut: dict[str, Any] = {"temperature": 0.7, "top_k": 6, "top_p": 0.8}
-    for warp in (cut, {"temperature": 0.7}):
+    mild: dict[str, Any] = {"temperature": 0.7}
+    for warp in (cut, mild):
         drawn = hf.rollout(
             model, ids, max_new_tokens=6, eos_token_id=ENDS, do_sample=True, checkpoints=checkpoints,
             generator=torch.Generator().manual_seed(2), **warp,

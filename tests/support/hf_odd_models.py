@@ -52,7 +52,7 @@ _MAKERS: dict[str, Any] = {
         **_SIZES, attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=24,
         layer_types=["chunked_attention", "full_attention"],
     ),
-    "gemma4": lambda: transformers.Gemma4TextConfig(**_SHARED, global_head_dim=4),
+    "gemma4": lambda: transformers.AutoConfig.for_model("gemma4_text", **_SHARED, global_head_dim=4),
     "gemma3n": lambda: transformers.Gemma3nTextConfig(**_SHARED, laurel_rank=4, activation_sparsity_pattern=None),
     "longrope": lambda: transformers.Phi3Config(
         **_SIZES, original_max_position_embeddings=10, rope_parameters=_TURN
