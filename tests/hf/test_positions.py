@@ -45,7 +45,7 @@ def test_learned_positions_are_refused() -> None:
     for name, run in (("max_steps", hf.beam_search), ("max_new_tokens", hf.rollout)):
         given: dict[str, Any] = {"beam_size": 2} if run is hf.beam_search else {}
         with pytest.raises(ValueError, match=rf"{name}=60 after 6 tokens needs more positions than model has, 64"):
-            run(model, ids, **given, **{name: 60})
+            run(model, ids, **(given | {name: 60}))
         with pytest.raises(ValueError, match="input_ids has 66 tokens, model has 64 positions"):
             run(model, ids.repeat(1, 11), **given)
     with pytest.raises(ValueError, match="packed_forward: ids has a row of 65 tokens, but model has 64 positions"):
