@@ -42,7 +42,8 @@ def test_rotary_positions_of_packed_rows() -> None:
 def test_learned_positions_are_refused() -> None:
     model = build("gpt2")
     ids = prompts(model, padded=False)[0]
-    for name, run in (("max_steps", hf.beam_search), ("max_new_tokens", hf.rollout)):
+    runs: list[tuple[str, Any]] = [("max_steps", hf.beam_search), ("max_new_tokens", hf.rollout)]
+    for name, run in runs:
         given: dict[str, Any] = {"beam_size": 2} if run is hf.beam_search else {}
         with pytest.raises(ValueError, match=rf"{name}=60 after 6 tokens needs more positions than model has, 64"):
             run(model, ids, **(given | {name: 60}))
