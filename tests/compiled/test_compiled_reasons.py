@@ -89,7 +89,14 @@ def normalises_each(h: Tensor, x: Tensor) -> Any:
 
 MEANS = torch.zeros(1, dtype=D)
 
+
+def looks_up(h: Tensor, x: Tensor) -> Any:
+    return h + TABLE[x.sum().long().clamp(0, 3)], None
+
+
+TABLE = torch.arange(4.0, dtype=D)
 REASONS = [
+    (looks_up, "indexing by a tensor of no dims reads a value in Python"),
     (normalises, r"batch_norm\(\) updates its running statistics"),
     (normalises_each, r"instance_norm\(\) updates its running statistics"),
     (reads, r"\.item\(\) reads a value in Python"),

@@ -53,8 +53,10 @@ _GRAD = "the body calls torch.autograd.grad", _CURES["runs"]
 # Attributes: a node of autograd's graph takes hooks, which no later step would have.
 _GRAPH = "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"
 _ATTRIBUTES = {"grad_fn": (_GRAPH, _AFTER)}
+_ITEMS = ("_local_scalar_dense", "item", "is_nonzero")
 _SAID = {"item": ".item()", "__bool__": "a tensor as a condition (if, while, and, bool())"}
 _SAID |= {f"__{kind}__": f"{kind}() of a tensor" for kind in ("float", "int", "complex")}
+_SAID |= {"__getitem__": "indexing by a tensor of no dims", "__setitem__": "indexing by a tensor of no dims"}
 _SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a tensor", "tolist": ".tolist()"}
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 # Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
@@ -113,9 +115,9 @@ class CallWatch(TorchFunctionMode):
     def said(self, operation: str) -> str:
         """The call that does this operation, as a user writes it."""
         name = getattr(self.call, "__name__", "") if self.inside else ""
-        if not name:
-            return operation
-        return _SAID.get(name) or (f"{name}()" if name.strip("_") == name else operation)
+        if operation in _ITEMS:
+            return _SAID.get(name) or (f"{name}()" if name else ".item()")
+        return f"{name}()" if name and name.strip("_") == name else operation
 
 
 def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:

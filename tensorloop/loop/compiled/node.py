@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,7 @@ from tensorloop.loop.compiled.plan import Missing, Plan
 from tensorloop.loop.compiled.totals import Coming, Totals
 from tensorloop.loop.compiled.verify import Broken
 
+R = TypeVar("R")
 FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
 
 
@@ -56,6 +57,19 @@ class Run:
             part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
             xs = [x[part] for x in xs]
         return last, apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
+
+    def timed(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """As `forward`, by a team of threads where that pays."""
+        return self._by_clock("forward", self.steps, lambda: self.forward(tensors))
+
+    def timed_backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
+        """As `backward`, by a team of threads where that pays."""
+        return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
+
+    def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
+        """Runs of about as many steps, of arrays about as long, have a clock of their own."""
+        about = what, type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
+        return self.plan.clock.run(about, call, lambda: self.done)
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
         """What was kept as it lies in memory: (of how many steps, that), the first steps first."""
@@ -184,7 +198,7 @@ class Looped(torch.autograd.Function):
         """Runs the loop."""
         ctx.set_materialize_grads(False)
         with unseen(), without_autocast():  # nor a default device, or other modes of the caller's
-            last, ys, saved = run.forward(tensors)
+            last, ys, saved = run.timed(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
         reached = run.plan.differentiable(run.done)
@@ -208,7 +222,7 @@ class Looped(torch.autograd.Function):
                 return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
         with unseen(), without_autocast():
             try:
-                return (None, *run.backward(grads, list(kept[:n]), list(kept[n:])))
+                return (None, *run.timed_backward(grads, list(kept[:n]), list(kept[n:])))
             except Broken as error:
                 warnings.warn(f"{error.reason}; the loop's gradient is computed step by step", stacklevel=2)
                 return (None, *run.differentiable(kept[:n], grads, False))

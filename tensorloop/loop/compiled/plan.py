@@ -16,6 +16,7 @@ from tensorloop.loop.compiled.capture import Step, Traced, functional, with_grad
 from tensorloop.loop.compiled.lengths import grows, versions
 from tensorloop.loop.compiled.operations import aten, bytes_of, value_of, with_parts
 from tensorloop.loop.compiled.partition import Parts
+from tensorloop.loop.compiled.pays import Clock
 from tensorloop.loop.compiled.program import Program
 from tensorloop.loop.compiled.recurrence import Unsupported
 from tensorloop.loop.compiled.refused import Refused
@@ -99,6 +100,7 @@ class Plan:
         self._reached_in: dict[tuple[Missing, int], Reached] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
+        self.clock = Clock()
         self.writes: list[Write] = []  # where checkpoints want to take them back
 
     @property

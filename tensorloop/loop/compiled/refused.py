@@ -5,7 +5,7 @@ import traceback
 from tensorloop._common.user_line import Place, is_ours
 
 # What cures several.
-VALUES = "keep values in tensors: torch.where chooses by them, and indexing takes them"
+VALUES = "keep values in tensors: torch.where chooses by them, table[i[None]][0] takes a row by one"
 NATIVE = "write it with other operations, or before or after the loop, or set compile=False"
 FUNCTION = "write what it gives as y + (s - s.detach()), which is y with the gradient of s, or set compile=False"
 GAP = "set compile=False, and report it: this is a gap, not a rule"

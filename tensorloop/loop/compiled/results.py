@@ -105,7 +105,7 @@ def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if run.plan.grad:
         return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
     with torch.no_grad(), unseen(), without_autocast():
-        last, ys, _ = run.forward([x.detach() for x in tensors])
+        last, ys, _ = run.timed([x.detach() for x in tensors])
     return [*last, *ys]
 
 

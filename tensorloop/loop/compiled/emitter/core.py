@@ -1,7 +1,6 @@
 """A compiled recurrence as something to call."""
 
 import collections
-import time
 from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from tensorloop.loop.compiled.emitter.compile import Loaded, machine_code
 from tensorloop.loop.compiled.emitter.expand import expand
 from tensorloop.loop.compiled.emitter.function import Function, Text
 from tensorloop.loop.compiled.emitter.lowering import Step, lower
-from tensorloop.loop.compiled.emitter.pays import Pays
 from tensorloop.loop.compiled.emitter.pointwise import HANDLERS
 from tensorloop.loop.compiled.emitter.target import Target, host
 from tensorloop.loop.compiled.lengths import stands_for_length
@@ -64,7 +62,6 @@ class NativeCall(NamedTuple):
     scratch: int
     lengths: Sequence[int]  # of arrays before the first step
     pack: bool  # whether panels are to be packed
-    team: bool  # whether threads do the parts
 
 
 class NativeCore:
@@ -80,7 +77,6 @@ class NativeCore:
         self._needed = [[_needed(one, len(step.growth)) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
-        self._pays: dict[tuple[int, ...], Pays] = {}  # by about how many steps, and lengths of arrays
 
     def __call__(
         self,
@@ -105,16 +101,7 @@ class NativeCore:
             parts = apart = threads.parts(text.rows, steps * text.work)
         memory = self._take(apart, self._growing(steps, lengths))
         laid = self._laid(invariants)
-        pays, team = None, False
-        if parts > 1:
-            about = steps.bit_length(), *(n.bit_length() for n in lengths)
-            pays = self._pays.get(about) or self._pays.setdefault(about, Pays())
-            team = pays.team()
-        begun = time.perf_counter()
-        fixed = [*laid, *self._constants]
-        done = self._run(steps, parts, memory, fixed, sequences, carry, outs, sums, last, lengths, team=team)
-        if pays is not None:
-            pays.took(team, (time.perf_counter() - begun) / max(done, 1))
+        done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
         self._idle.append(memory)
         return last, done
 
@@ -201,12 +188,8 @@ class NativeCore:
         lengths: Sequence[int],
         *,
         packed: bool = False,
-        team: bool = False,
     ) -> int:
-        """How many steps were done; with `packed` the panels are there from the call before.
-
-        Parts are those of a `team`, or of this thread, one after the other.
-        """
+        """How many steps were done; with `packed` the panels are there from the call before."""
         scratch, panels = memory
         status, totals = array("q", (0, 0)), list(sums)
         if parts > 1:
@@ -217,8 +200,7 @@ class NativeCore:
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))
         first = bool(panels) and not packed
-        address = table.buffer_info()[0]
-        self._enter(NativeCall(address, tensors, steps, parts, scratch.data_ptr(), lengths, first, team))
+        self._enter(NativeCall(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first))
         if parts > 1:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
@@ -230,7 +212,8 @@ class NativeCore:
 
     def _enter(self, call: "NativeCall") -> None:
         """Calls the native function."""
-        table, _, steps, parts, scratch, lengths, pack, team = call
+        table, _, steps, parts, scratch, lengths, pack = call
+        team = threads.here.team  # else this thread does the parts, one after the other: the same bits
         if pack:
             self._loaded.prepare(table)
         if parts == 1 or (self.text.barriers and not team):

@@ -116,7 +116,7 @@ class GuardedCore(NativeCore):
         return super()._growing(steps, lengths) + self._function.gap * len(self._function.growing)
 
     def _enter(self, call: NativeCall) -> None:
-        table, tensors, steps, parts, _, lengths, pack, _ = call
+        table, tensors, steps, parts, _, lengths, pack = call
         arena = Arena()
         copies = self._copies(arena, tensors, steps, lengths, pack)
         words = list((ctypes.c_int64 * (len(tensors) + 1 + 2 * len(lengths))).from_address(table))

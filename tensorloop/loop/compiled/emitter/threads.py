@@ -3,7 +3,9 @@
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,39 @@ BARRIER = 100_000  # operations between two barriers that a thread should have, 
 LINE = 64
 
 
+class _Here(threading.local):
+    count = 0  # of a team that there would be, where this thread works alone
+    team = True
+
+
+here = _Here()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """This thread does what a team would have done, and so do torch's operations, as far as they go by OpenMP.
+
+    Not `torch.set_num_threads`, which sets the number of threads that begin now in other places, too.
+    """
+    library = _library(os.getpid())
+    if library is None:
+        yield
+        return
+    before, outer = torch.get_num_threads(), (here.count, here.team)
+    here.count, here.team = here.count or before, False
+    library.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        library.omp_set_num_threads(before)
+        here.count, here.team = outer
+
+
 def parts(rows: int, work: int) -> int:
     """How many pieces rows are cut into."""
     if rows < 2 or work < 2 * LEAST:
         return 1
-    most = min(torch.get_num_threads(), rows, work // LEAST)
+    most = min(here.count or torch.get_num_threads(), rows, work // LEAST)
     return most if most > 1 and _library(os.getpid()) is not None else 1
 
 
@@ -79,7 +109,7 @@ def _library(process: int) -> Any:
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         try:
             found = ctypes.CDLL(str(path))
-            for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
+            for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_set_num_threads"):
                 getattr(found, name)
         except (OSError, AttributeError):
             continue

@@ -1,5 +1,6 @@
 """Whether a team of threads pays, by a clock of the test's own; and that results are the same bits either way."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled.emitter import core, pays, threads
-from tensorloop.loop.compiled.emitter.pays import FIRST, GAP, LONGEST_GAP, TRIED, Pays
+from tensorloop.loop.compiled import pays
+from tensorloop.loop.compiled.emitter import core, threads
+from tensorloop.loop.compiled.pays import FIRST, GAP, LONGEST_GAP, TRIED, Pays
 
 QUIET = {True: 0.6, False: 1.0}  # seconds of a step of the team, of one thread
 BUSY = {True: 1.8, False: 1.0}
@@ -129,7 +131,7 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(threads, "BARRIER", 1)
 
     def chosen(self: core.NativeCore, call: core.NativeCall) -> None:
-        did.append(call.team and call.parts > 1)
+        did.append(threads.here.team and call.parts > 1)
         enter(self, call)
 
     enter = core.NativeCore._enter
@@ -161,11 +163,11 @@ def test_a_loop_goes_by_the_clock(behind: bool, threaded: list[bool], monkeypatc
 
     def enter(self: core.NativeCore, call: core.NativeCall) -> None:
         before(self, call)
-        seconds[0] += (2.0 if behind else 0.5) if call.team else 1.0
+        seconds[0] += (2.0 if behind else 0.5) if threads.here.team else 1.0
 
     before = core.NativeCore._enter
     monkeypatch.setattr(core.NativeCore, "_enter", enter)
-    monkeypatch.setattr(core.time, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(pays.time, "perf_counter", lambda: seconds[0])
     loop = lstm()
     for _ in range(20):
         loop()
@@ -177,11 +179,78 @@ def test_a_loop_goes_by_the_clock(behind: bool, threaded: list[bool], monkeypatc
 @pytest.mark.usefixtures("fresh_plans")
 def test_a_loop_reads_the_clock_twice_a_call(threaded: list[bool], monkeypatch: pytest.MonkeyPatch):
     reads = []
-    clock = core.time.perf_counter
-    monkeypatch.setattr(core.time, "perf_counter", lambda: reads.append(0) or clock())
+    clock = pays.time.perf_counter
+    monkeypatch.setattr(pays.time, "perf_counter", lambda: reads.append(0) or clock())
     loop = lstm()
     for _ in range(10):
         reads.clear()
         threaded.clear()
         loop()
         assert len(reads) == 2 * len(threaded) == 4
+
+
+@pytest.mark.usefixtures("fresh_plans", "threaded")
+def test_torchs_operations_have_one_thread_too_and_only_there(monkeypatch: pytest.MonkeyPatch):
+    counts = []
+
+    def enter(self: core.NativeCore, call: core.NativeCall) -> None:
+        counts.append((threads.here.team, torch.get_num_threads()))
+        before(self, call)
+
+    before = core.NativeCore._enter
+    monkeypatch.setattr(core.NativeCore, "_enter", enter)
+    loop = lstm()
+    for team in (True, False):
+        monkeypatch.setattr(pays.Pays, "team", lambda self, team=team: team)
+        loop()
+        assert torch.get_num_threads() == 2
+    assert counts == [(True, 2)] * 2 + [(False, 1)] * 2
+
+
+@pytest.mark.usefixtures("fresh_plans", "threaded")
+def test_an_error_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pays.Pays, "team", lambda self: False)
+    table = torch.arange(4.0)
+
+    def body(h: Tensor, i: Tensor) -> Any:
+        return h + table.index_select(0, i[None])[0], None
+
+    with pytest.raises(IndexError):
+        tl.scan(body, torch.zeros(()), torch.tensor([1, 2, 9]), compile="strict")
+    assert torch.get_num_threads() == 2
+    assert threads.here.team
+
+
+@pytest.mark.usefixtures("fresh_plans")
+def test_other_python_threads_keep_their_number(threaded: list[bool], monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    def enter(self: core.NativeCore, call: core.NativeCall) -> None:
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        before(self, call)
+
+    before = core.NativeCore._enter
+    monkeypatch.setattr(core.NativeCore, "_enter", enter)
+    monkeypatch.setattr(pays.Pays, "team", lambda self: False)
+    lstm()()
+    assert seen == [2, 2]
+
+
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("how", ["deterministic", "one thread"])
+def test_where_nothing_is_to_be_decided_no_clock_is_read(
+    how: str, threaded: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pays.time, "perf_counter", lambda: pytest.fail("a clock was read"))
+    loop = lstm()
+    if how == "one thread":
+        torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(how == "deterministic")
+    try:
+        for _ in range(2):
+            loop()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(threaded) == {how == "deterministic"}

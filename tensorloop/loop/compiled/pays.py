@@ -1,13 +1,24 @@
 """Whether a team of threads pays, noticed as a loop runs: on cores that others use too, it waits for whoever lost his.
 
-Each call of a loop that a team could do is timed, per step. Alone, one thread does the same pieces one after the other,
-so that results are the same bits, whatever the clock says. A loop begins with calls of both kinds in turns. While the
+A run of a loop, forward or backward, is timed per step. Alone, one thread does the same pieces of the native loop one
+after the other, and torch's operations around it have one thread too: elementwise ones and products of matrices are
+the same bits then, as far as was seen, while a sum over all elements may be rounded otherwise. So the clock decides
+nothing under `torch.use_deterministic_algorithms(True)`. A loop begins with calls of both kinds in turns. While the
 team is ahead, every call is its own; what one thread would take is remembered. When the team falls behind that, one
 thread goes on, and three calls of the team are tried again after 8, 16, 32 ... calls.
 """
 
 import math
 import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+
+from tensorloop.loop.compiled import emitter
+
+R = TypeVar("R")
 
 FIRST = 6  # calls in turns, of which the first of each kind, which wakes threads and fills caches, does not count
 SLOWER, FASTER = 1.1, 0.9  # of the time of one thread: where the team is left, and where it is taken up again
@@ -71,3 +82,24 @@ class Pays:
 
     def _alone(self, gap: int) -> None:
         self._team, self._gap, self._left = False, gap, gap
+
+
+class Clock:
+    """A plan's runs, by what they are and about how many steps they have."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Pays] = {}
+
+    def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int]) -> R:
+        """What `call` gives, by a team or alone; `steps` are how many it took."""
+        if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
+            return call()
+        pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
+        team, begun = pays.team(), time.perf_counter()
+        if team:
+            found = call()
+        else:
+            with emitter.alone():
+                found = call()
+        pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
+        return found
