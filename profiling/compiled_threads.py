@@ -4,16 +4,19 @@
     python profiling/compiled_threads.py --only W2s gru
 
 Forward + backward in float32. Each loop is called 20 times on two threads, as long as it has to notice whether a team
-pays; then nine calls on two threads and nine on one are timed in turns. What is shown is the ratio of the medians: how
-much longer a loop takes than on one thread, with all that torch does around it.
+pays; then nine calls on two threads and nine on one are timed in turns. Shown is the ratio of the medians: how much
+longer a loop takes than on one thread, forward and backward. In the last column the loss around it has two threads as
+well: PyTorch's own operations, which then wait for each other, and whose threads look for work for a while.
 """
 
+import contextlib
 import statistics
 import subprocess
 import sys
 import time
 import warnings
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import compiled_report
@@ -23,7 +26,7 @@ import workloads
 from compiled_workloads import leaves, loss_of
 from script import Result, Script, Target, target_table
 
-from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled import front, node
 
 THREADS = 2
 NOTICED, TIMED = 20, 9  # calls
@@ -58,26 +61,56 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
 
 
 def turns(workload: str, T: int, noticed: int, timed: int) -> dict[str, list[float]]:
-    """Seconds of calls on two threads and on one, in turns."""
+    """Seconds of calls on one thread, of those whose loop has two, and of those that have two throughout."""
     d = leaves(workload, T)
     loss, inputs = loss_of(workload, "compiled", d, T), workloads.differentiated(d)
+    spent = [0.0]
 
-    def seconds(threads: int) -> float:
-        torch.set_num_threads(threads)
+    def seconds(around: int, inside: int) -> tuple[float, float]:
+        """Of the loop alone, and of all, on so many threads around the loop and in it."""
+        torch.set_num_threads(around)
+        spent[0], start = 0.0, time.perf_counter()
+        with on_threads(inside, front, "run", spent), on_threads(inside, node.Looped, "backward", spent):
+            torch.autograd.grad(loss(), inputs, allow_unused=True)
+        return spent[0], time.perf_counter() - start
+
+    found: dict[str, list[float]] = {"one": [], "one_all": [], "two": [], "two_all": []}
+    seconds(1, 1)
+    for around in (1, THREADS):  # a loss on two threads leaves them behind, looking for work: each has its turns
+        for _ in range(noticed):
+            seconds(around, THREADS)
+        for _ in range(timed):
+            two, one = seconds(around, THREADS), seconds(1, 1)
+            found["two" if around == 1 else "two_all"].append(two[around - 1])
+            found["one" if around == 1 else "one_all"].append(one[around - 1])
+    return {f"{name}_s": column for name, column in found.items()}
+
+
+@contextlib.contextmanager
+def on_threads(count: int, owner: Any, name: str, spent: list[float]) -> Iterator[None]:
+    """A function has so many threads of torch's, and adds up the seconds that it takes."""
+    plain, kept = getattr(owner, name), vars(owner)[name]
+
+    def timed(*args: Any, **options: Any) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
         start = time.perf_counter()
-        torch.autograd.grad(loss(), inputs, allow_unused=True)
-        return time.perf_counter() - start
+        try:
+            return plain(*args, **options)
+        finally:
+            spent[0] += time.perf_counter() - start
+            torch.set_num_threads(before)
 
-    seconds(1)
-    for _ in range(noticed):
-        seconds(THREADS)
-    found = [(seconds(THREADS), seconds(1)) for _ in range(timed)]
-    return {"two_s": [two for two, _ in found], "one_s": [one for _, one in found]}
+    setattr(owner, name, staticmethod(timed) if isinstance(kept, staticmethod) else timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
 
 
-def ratio(raw: list[dict[str, Any]]) -> float | None:
+def ratio(raw: list[dict[str, Any]], what: str = "") -> float | None:
     """The median of the rounds' ratios of medians."""
-    found = [statistics.median(r["two_s"]) / statistics.median(r["one_s"]) for r in raw if "two_s" in r]
+    found = [statistics.median(r[f"two{what}_s"]) / statistics.median(r[f"one{what}_s"]) for r in raw if "two_s" in r]
     return statistics.median(found) if found else None
 
 
@@ -94,10 +127,10 @@ def section(result: Result, picture: str) -> str:
     for w in dict.fromkeys(e["cell"]["workload"] for e in result["entries"]):
         of = {e["cell"]["variant"]: e["raw"] for e in result["entries"] if e["cell"]["workload"] == w}
         one = [statistics.median(r["one_s"]) * 1e3 for r in of["quiet"] if "one_s" in r]
-        quiet, busy = ratio(of["quiet"]), ratio(of["busy"])
-        words = ["-" if x is None else f"{x:.2f}" for x in (quiet, busy)]
+        ratios = ratio(of["quiet"]), ratio(of["busy"]), ratio(of["busy"], "_all")
+        words = ["-" if x is None else f"{x:.2f}" for x in ratios]
         rows.append([compiled_report.TITLES[w], f"{statistics.median(one):.1f}" if one else "-", *words])
-    head = ["loop", "ms on one thread", "two threads : one, quiet", "beside a busy program"]
+    head = ["loop", "ms on one thread", "two threads : one, quiet", "beside a busy program", "with the loss"]
     table = harness.table(head, rows)
     return f"{table}\n\n{target_table([Target(**target) for target in result['targets']])}"
 

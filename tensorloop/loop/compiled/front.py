@@ -26,6 +26,7 @@ from tensorloop.loop.compiled.fingerprint import Recorder
 from tensorloop.loop.compiled.inspection import compare_flags, inspect
 from tensorloop.loop.compiled.outside import Outside
 from tensorloop.loop.compiled.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
+from tensorloop.loop.compiled.pays import remember
 from tensorloop.loop.compiled.plan import Plan, plans
 from tensorloop.loop.compiled.recorded import AnswersInPython, Recorded, recorded
 from tensorloop.loop.compiled.refused import GAP, NATIVE, Refused, of_error
@@ -172,6 +173,7 @@ def _looked(
         if isinstance(plan, Refused):
             raise plan.alone()
         _check_rows(found, plan)
+        remember(found.root, plan.clock)
     return found, plan
 
 

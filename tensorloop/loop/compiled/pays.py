@@ -12,7 +12,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,6 +27,7 @@ SLOWER, FASTER = 1.1, 0.9  # of the time of one thread: where the team is left, 
 NEWEST = 0.25  # the share of the newest call in a mean
 MOST = 8.0  # times the mean, as which a call counts at most: one that was interrupted by something else proves little
 TRIED = 3  # calls of the team on trial
+SMALL = 100_000_000  # operations of a step
 GAP, LONGEST_GAP = 8, 256  # calls between trials
 
 
@@ -87,8 +90,10 @@ class Pays:
 class Clock:
     """A plan's runs, by what they are and about how many steps they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: int) -> None:
         self._found: dict[Hashable, Pays] = {}
+        self._small = work < SMALL
+        self._alone = False  # whether the last run was one thread's
 
     def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int]) -> R:
         """What `call` gives, by a team or alone; `steps` are how many it took."""
@@ -96,6 +101,7 @@ class Clock:
             return call()
         pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
         team, begun = pays.team(), time.perf_counter()
+        self._alone = not team
         if team:
             found = call()
         else:
@@ -103,3 +109,22 @@ class Clock:
                 found = call()
         pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
         return found
+
+    @property
+    def looks_alone(self) -> bool:
+        """Whether one thread looks at the first step: for small ones a second is only something to wait for."""
+        return self._small or self._alone
+
+
+_clocks: "WeakValueDictionary[Hashable, Clock]" = WeakValueDictionary()  # by what is known of a loop before its step
+
+
+def remember(root: Hashable, clock: Clock) -> None:
+    """Loops with this root run by this clock."""
+    _clocks[root] = clock
+
+
+def as_before(root: Hashable) -> AbstractContextManager[object]:
+    """For a look at the first step of a loop, whose numbers nobody sees."""
+    clock = _clocks.get(root)
+    return emitter.alone() if clock is not None and clock.looks_alone else nullcontext()

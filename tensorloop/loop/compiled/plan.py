@@ -100,7 +100,7 @@ class Plan:
         self._reached_in: dict[tuple[Missing, int], Reached] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
-        self.clock = Clock()
+        self.clock = Clock(getattr(self.forward.core, "work", 0))
         self.writes: list[Write] = []  # where checkpoints want to take them back
 
     @property

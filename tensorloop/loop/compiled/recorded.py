@@ -22,6 +22,7 @@ from tensorloop.loop.compiled.glance import Glance, Missed, paths
 from tensorloop.loop.compiled.key import Key, code_of
 from tensorloop.loop.compiled.layout import Layout, kind_of_layout, kind_of_strides, laid
 from tensorloop.loop.compiled.padded_rows import PaddedLoop
+from tensorloop.loop.compiled.pays import as_before
 from tensorloop.loop.compiled.refused import Refused
 from tensorloop.loop.compiled.sizes_seen import sizes_seen
 from tensorloop.loop.compiled.step_number import refuse_returned, symbol
@@ -85,8 +86,9 @@ class Recorded:
         self.root = self._root()
         self._glance: Glance | None = None
         self.draws: list[Draw] = []
-        if lines or not self._known_at_a_glance():
-            self._record(lines, live)
+        with as_before(self.root):
+            if lines or not self._known_at_a_glance():
+                self._record(lines, live)
 
     def _held(self) -> list[int]:
         """Places in the carry of what has rows, where some stop before others."""

@@ -26,9 +26,9 @@ here = _Here()
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """This thread does what a team would have done, and so do torch's operations, as far as they go by OpenMP.
+    """This thread does what a team would have done, and torch's operations have one thread too: here alone.
 
-    Not `torch.set_num_threads`, which sets the number of threads that begin now in other places, too.
+    `torch.set_num_threads` would also tell Python threads that begin meanwhile how many they have, for ever.
     """
     library = _library(os.getpid())
     if library is None:
@@ -37,9 +37,11 @@ def alone() -> Iterator[None]:
     before, outer = torch.get_num_threads(), (here.count, here.team)
     here.count, here.team = here.count or before, False
     library.omp_set_num_threads(1)
+    products = _of_products()(1)
     try:
         yield
     finally:
+        _of_products()(products)
         library.omp_set_num_threads(before)
         here.count, here.team = outer
 
@@ -117,6 +119,18 @@ def _library(process: int) -> Any:
         call.argtypes, call.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
         return found
     return None
+
+
+@functools.cache
+def _of_products() -> Callable[[int], int]:
+    """Sets how many threads of this one's MKL has, which torch's products of matrices go through; gives what was set."""
+    assert torch.__file__
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*.so*")):
+        try:
+            return ctypes.CDLL(str(path)).MKL_Set_Num_Threads_Local
+        except (OSError, AttributeError):  # a build with another library
+            continue
+    return lambda count: 0
 
 
 @functools.cache
