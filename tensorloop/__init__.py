@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"
 
 # Names that load their module when first touched, so that `import tensorloop` stays quick.
 _LATER = {

@@ -123,7 +123,7 @@ def _library(process: int) -> Any:
 
 @functools.cache
 def _of_products() -> Callable[[int], int]:
-    """Sets how many threads of this one's MKL has, which torch's products of matrices go through; gives what was set."""
+    """Sets how many threads MKL has here, which torch's products of matrices go through; gives what was set before."""
     assert torch.__file__
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu*.so*")):
         try:
