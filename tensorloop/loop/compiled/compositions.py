@@ -236,7 +236,7 @@ def _apart(x: Tensor, dim: int, stride: int) -> Tensor:
     return wide.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * stride + 1)
 
 
-def _rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
+def rounded_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Computes a composition of two-byte floats in float32 and rounds its results once, as torch's kernels do."""
 
     def wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -255,15 +255,15 @@ def _up(x: Any) -> Any:
 
 
 TABLE = {
-    _aten.var.correction: _rounded_once(var),
-    _aten.var_mean.correction: _rounded_once(var_mean),
-    _aten.std.correction: _rounded_once(std),
-    _aten.std_mean.correction: _rounded_once(std_mean),
-    _aten.native_group_norm.default: _rounded_once(group_norm),
-    _aten.native_batch_norm.default: _rounded_once(batch_norm),
-    _aten._safe_softmax.default: _rounded_once(safe_softmax),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _rounded_once(attention),
+    _aten.var.correction: rounded_once(var),
+    _aten.var_mean.correction: rounded_once(var_mean),
+    _aten.std.correction: rounded_once(std),
+    _aten.std_mean.correction: rounded_once(std_mean),
+    _aten.native_group_norm.default: rounded_once(group_norm),
+    _aten.native_batch_norm.default: rounded_once(batch_norm),
+    _aten._safe_softmax.default: rounded_once(safe_softmax),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: rounded_once(attention),
     _aten.max_pool2d_with_indices.default: max_pool,
-    _aten.avg_pool2d.default: _rounded_once(avg_pool),
+    _aten.avg_pool2d.default: rounded_once(avg_pool),
     _aten.convolution.default: convolution,
 }

@@ -26,15 +26,23 @@ def before_autograd() -> Table:
     """For the step as it was written down."""
     return {
         _aten.mv.default: _mv,
-        _aten.dot.default: lambda a, b: (a * b).sum(),
+        _aten.dot.default: compositions.rounded_once(lambda a, b: (a * b).sum()),
         _aten.vdot.default: lambda a, b: (a.conj() * b).sum(),
-        _aten.addmv.default: lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha),
-        _aten.addmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha),
-        _aten.addbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(
-            _aten.bmm.default(a, b).sum(0), x, beta, alpha
+        _aten.addmv.default: compositions.rounded_once(
+            lambda x, a, v, *, beta=1, alpha=1: _added(_mv(a, v), x, beta, alpha)
         ),
-        _aten.baddbmm.default: lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha),
-        _aten.addr.default: lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha),
+        _aten.addmm.default: compositions.rounded_once(
+            lambda x, a, b, *, beta=1, alpha=1: _added(torch.mm(a, b), x, beta, alpha)
+        ),
+        _aten.addbmm.default: compositions.rounded_once(
+            lambda x, a, b, *, beta=1, alpha=1: _added(_aten.bmm.default(a, b).sum(0), x, beta, alpha)
+        ),
+        _aten.baddbmm.default: compositions.rounded_once(
+            lambda x, a, b, *, beta=1, alpha=1: _added(torch.bmm(a, b), x, beta, alpha)
+        ),
+        _aten.addr.default: compositions.rounded_once(
+            lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha)
+        ),
         _aten.bmm.default: _bmm,
         _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
         _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
@@ -169,7 +177,7 @@ def after_autograd() -> Table:
     return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
         _aten.native_layer_norm_backward.default: _layer_norm_backward,  # torch's loads sympy
-        _aten.logsumexp.default: _logsumexp,
+        _aten.logsumexp.default: compositions.rounded_once(_logsumexp),
         _aten.mean.default: lambda x, *, dtype=None: _mean(x, None, False, dtype),
         _aten.mean.dim: lambda x, dim, keepdim=False, *, dtype=None: _mean(x, dim, keepdim, dtype),
         _aten.add.Tensor: lambda a, b, *, alpha=1: NotImplemented if alpha == 1 else a + b * alpha,
@@ -181,8 +189,8 @@ def after_autograd() -> Table:
         _aten.mm.default: lambda a, b: _in_float32(_aten.mm.default, a, b),
         _aten.bmm.default: lambda a, b: _in_float32(_aten.bmm.default, a, b),
         _aten.convolution.default: lambda *args: _in_float32(_aten.convolution.default, *args),
-        _aten.gelu.default: _gelu,
-        _aten.linalg_vector_norm.default: _vector_norm,
+        _aten.gelu.default: compositions.rounded_once(_gelu),
+        _aten.linalg_vector_norm.default: compositions.rounded_once(_vector_norm),
         _aten.square.default: lambda x: x * x,
         **_of_plain_dtypes(torchs, _aten.tanh_backward.default, lambda grad, y: grad * (1 - y * y)),
         **_of_plain_dtypes(torchs, _aten.sigmoid_backward.default, lambda grad, y: grad * (y * (1 - y))),

@@ -1,0 +1,103 @@
+"""Two-byte floats in compiled loops: an operation that is taken apart is computed in float32 and rounded once.
+
+What is compared is how far both loops are from float64, as eager kernels round in orders of their own. The user's own
+chain of operations is rounded after each of them, as in eager loops.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tensorloop as tl
+
+Rule = Callable[[Tensor], Tensor]
+CLASSES = torch.arange(8) % 16
+GROUPS: dict[str, dict[str, Rule]] = {
+    "activations": {
+        **{
+            name: getattr(F, name)
+            for name in (
+                *("celu", "elu", "gelu", "hardsigmoid", "hardswish", "leaky_relu", "logsigmoid", "mish", "relu6"),
+                *("selu", "silu", "softplus", "softshrink", "softsign", "tanhshrink", "glu"),
+            )
+        },
+        "gelu by tanh": lambda v: F.gelu(v, approximate="tanh"),
+    },
+    "norms": {
+        "2": lambda v: v.norm(dim=-1),
+        "1": lambda v: v.norm(1, dim=-1),
+        "3": lambda v: (v * 0.1).norm(3, dim=-1),
+        "inf": lambda v: v.norm(float("inf"), dim=-1),
+        "normalize": lambda v: F.normalize(v, dim=-1),
+        "layer": lambda v: F.layer_norm(v + 100, (16,)),
+        "group": lambda v: F.group_norm(v[None] + 100, 4),
+        "rms": lambda v: F.rms_norm(v, (16,)),
+        "distance": lambda v: F.pairwise_distance(v, v * 0.5),
+    },
+    "sums": {
+        "var": lambda v: (v + 100).var(-1),
+        "std": lambda v: (v + 100).std(-1),
+        "mean": lambda v: v.mean(-1),
+        "logsumexp": lambda v: v.logsumexp(-1),
+        "softmax": lambda v: v.softmax(-1),
+        "log_softmax": lambda v: v.log_softmax(-1),
+        "cumsum": lambda v: v.cumsum(-1),
+        "logcumsumexp": lambda v: v.logcumsumexp(-1),
+        "cross entropy": lambda v: F.cross_entropy(v, CLASSES),
+    },
+    "products": {
+        "addmm": lambda v: torch.addmm(v[:, :8], v, v.T, beta=0.5, alpha=0.3),
+        "baddbmm": lambda v: torch.baddbmm(v[None, :, :8], v[None], v.T[None], alpha=0.1),
+        "addbmm": lambda v: torch.addbmm(v[:, :8], v[None], v.T[None], alpha=0.1),
+        "addmv": lambda v: torch.addmv(v[:, 0], v, v[0], alpha=0.3),
+        "addr": lambda v: torch.addr(v, v[:, 0], v[0], alpha=0.3),
+        "dot": lambda v: torch.dot(v[0], v[1]),
+        "linear": lambda v: F.linear(v, v, v[:, 0]),
+        "attention": lambda v: F.scaled_dot_product_attention(v[None, None], v[None, None], v[None, None]),
+        "addcmul": lambda v: torch.addcmul(v, v, v * 0.1, value=0.3),
+        "addcdiv": lambda v: torch.addcdiv(v, v, v.abs() + 1, value=0.3),
+    },
+}
+
+
+@pytest.mark.parametrize("scale", [3, 30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_operation_is_rounded_once(group: str, dtype: torch.dtype, scale: int):
+    rules = GROUPS[group]
+    xs = (torch.randn(3, 8, 16) * scale).to(dtype)
+
+    def run(compile: bool | str) -> list[Tensor]:
+        def body(h: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            return h * 1, [rule(x + h) for rule in rules.values()]
+
+        return tl.scan(body, torch.zeros((), dtype=dtype), xs, compile=compile)[1]  # pyright: ignore[reportArgumentType]
+
+    found, eager = run("strict"), run(False)
+    for name, ours, theirs in zip(rules, found, eager, strict=True):
+        exact = torch.stack([rules[name](x.double()) for x in xs])
+        assert ours.dtype is dtype
+        assert ours.isfinite().all() or not theirs.isfinite().all(), name
+        apart = [(y.double() - exact).abs().nan_to_num(posinf=0).max().item() for y in (ours, theirs)]
+        assert apart[0] <= 1.3 * apart[1] + torch.finfo(dtype).eps * exact.abs().max().item() / 8, name
+
+
+def test_norms_of_large_numbers_are_finite():
+    xs = torch.full((2, 16), 200.0, dtype=torch.float16)
+    ys = tl.scan(lambda h, x: (h * 1, (x + h).norm()), torch.zeros((), dtype=torch.float16), xs, compile="strict")[1]
+    assert ys.tolist() == [800.0, 800.0]
+
+
+def test_a_chain_of_the_users_is_rounded_after_each_operation():
+    xs = torch.full((2, 16), 200.0, dtype=torch.float16)
+
+    def run(compile: bool | str) -> Tensor:
+        init = torch.zeros((), dtype=torch.float16)
+        body = lambda h, x: (h * 1, ((x + h) * (x + h)).sum().sqrt())  # noqa: E731
+        return tl.scan(body, init, xs, compile=compile)[1]  # pyright: ignore[reportArgumentType]
+
+    torch.testing.assert_close(run("strict"), run(False), rtol=0, atol=0)
+    assert run("strict").isinf().all()
