@@ -31,7 +31,7 @@ def run_loop(
             around.check_inner(plan)
             done = node.run(loop, plan, length, bar)
         if found is not None:  # an error of the look, which the eager loop did not meet
-            front.tell(loop.name, compile, found)
+            front.say(loop, compile, found)
         return done
 
 

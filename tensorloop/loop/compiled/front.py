@@ -58,7 +58,7 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
     """(the loop as it ended, its carry); else the caller runs it as an eager one.
 
     Then what is returned is None, or an error that the look met: the eager loop meets it too, as a rule, and where it
-    does not, `tell` is to be called with that.
+    does not, `say` is to be called with that.
     """
     check_compile(compile)
     if nothing_to_do(loop):
@@ -74,14 +74,11 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, 
         with without_inference():
             done = _compiled(loop, checkpoints, compile, before)
     except Refused as refusal:
-        _say(loop, compile, refusal)
+        say(loop, compile, refusal)
         _forget(loop)
     except LeftToEager as left:
-        met = of_error(left.__cause__ or left)
-        if isinstance(compile, Asked):
-            _say(loop, compile, met)
         _forget(loop)
-        return met
+        return of_error(left.__cause__ or left)
     finally:
         if done is None:
             before.put_back()
@@ -94,7 +91,7 @@ def check_compile(compile: Any) -> None:
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
 
 
-def _say(loop: Loop, compile: Compile | Asked, refusal: Refused) -> None:
+def say(loop: Loop, compile: Compile | Asked, refusal: Refused) -> None:
     """Tells whoever asked why the loop is not compiled."""
     if isinstance(compile, Asked):
         compile.found = of_refusal(loop.name, refusal)
