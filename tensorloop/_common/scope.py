@@ -37,6 +37,8 @@ class _Here(threading.local):
     nodes: Any = None
     # Whether operations are a loop's own, not its body's: the recorders of loops around it pass them by.
     in_library = False
+    # The public function that the loops of this library are called by, where that is another than theirs.
+    caller: str | None = None
     # How many looks at the bodies of compiled loops are on. Loops in a body are a part of its step; they do the same
     # with gradients and without, as the look sees one of the two.
     looks = 0
@@ -61,6 +63,16 @@ def observed(name: str) -> AbstractContextManager[object]:
 def newest_serial() -> int:
     """The serial of the loop begun last, in any thread."""
     return _latest[0]
+
+
+@contextmanager
+def called_as(caller: str | None) -> Iterator[None]:
+    """Loops that begin inside are called by this public function; None: by their own."""
+    outer, here.caller = here.caller, caller
+    try:
+        yield
+    finally:
+        here.caller = outer
 
 
 @contextmanager

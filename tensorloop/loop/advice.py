@@ -19,7 +19,7 @@ from tensorloop.tensor_array.array import TensorArray
 
 def explain(loop: Loop, error: BaseException) -> None:
     """Says in which step an error was raised, and adds advice; raises another where that says it better."""
-    error.add_note(f"raised in step {loop.taken} of {loop.name}")
+    error.add_note(f"raised in step {loop.taken} of {loop.title}")
     refuse_arguments(loop.functions, error)
     for note in _notes(loop, error):
         error.add_note(note)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType
+from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.called import Called, name_of_carry
@@ -46,6 +47,7 @@ class Loop:
         functions: tuple[Called, ...] = (),
     ) -> None:
         self.name, self.body, self.length, self.slices = name, body, length, slices
+        self.title = here.caller or name  # what the user called
         self.cond = cond  # asked before each step
         self.until = until  # asked after each step
         self.compact = compact  # whether rows that have stopped leave the batch

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType, named
+from tensorloop._common.scope import called_as, here
 from tensorloop._common.slots import slots_of
 from tensorloop.loop import api
 from tensorloop.loop.advice import refuse_arguments
@@ -81,15 +82,22 @@ class Carrying:
         check_callable(body_fn=body_fn)
         check_body(body_fn)
         called = Called("body_fn", body_fn, ("carry", "x", *_context_of(options)))
-        return self._scan(called, lambda *args: pair_of(body_fn(*args)), init, xs, length, options)
+        return self._scan("scan", called, lambda *args: pair_of(body_fn(*args)), init, xs, length, options)
 
     def _scan(
-        self, called: Called, step: Callable[..., tuple[Any, Any]], init: Any, xs: Any, length: Any, options: Any
+        self,
+        name: str,
+        called: Called,
+        step: Callable[..., tuple[Any, Any]],
+        init: Any,
+        xs: Any,
+        length: Any,
+        options: Any,
     ) -> tuple[Any, Any]:
         """A scan that does `step(carry, x)` of the user's function `called`."""
         if any_packed(xs):
             raise WrongType("xs is packed, where rows end at steps of their own; a state on modules has all rows")
-        run = self._begin(init, called)
+        run = self._begin(init, called, name)
 
         def body(carried: Carried, x: Any, *context: Any) -> tuple[Carried, Any]:
             return run.step(carried, lambda carry: step(carry, x, *context))
@@ -104,13 +112,13 @@ class Carrying:
         """`fn` of each slice of xs, one after the other, stacked: ys. Options are those of `tl.scan`."""
         check_callable(fn=fn)
         called = Called("fn", fn, ("x", *_context_of(options)))
-        return self._scan(called, lambda carry, *args: (carry, fn(*args)), None, xs, length, options)[1]
+        return self._scan("map", called, lambda carry, *args: (carry, fn(*args)), None, xs, length, options)[1]
 
     @named("carrying.while_loop")
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
         """`tl.while_loop` with a condition of one bool; both functions find the state on the objects."""
         check_callable(cond_fn=cond_fn, body_fn=body_fn)
-        run = self._begin(init, Called("body_fn", body_fn, ("carry",)))
+        run = self._begin(init, Called("body_fn", body_fn, ("carry",)), "while_loop")
 
         def body(carried: Carried, *context: Any) -> Carried:
             return run.step(carried, lambda carry: (body_fn(carry, *context), None))[0]
@@ -124,15 +132,15 @@ class Carrying:
     ) -> Any:
         """`tl.fori_loop`, whose body_fn finds the state on the objects."""
         check_callable(body_fn=body_fn)
-        run = self._begin(init, Called("body_fn", body_fn, ("i", "carry")))
+        run = self._begin(init, Called("body_fn", body_fn, ("i", "carry")), "fori_loop")
 
         def body(i: int, carried: Carried) -> Carried:
             return run.step(carried, lambda carry: (body_fn(i, carry), None))[0]
 
         return run.end(run.over(lambda start: api.facts_of_fori_loop(lower, upper, body, start, **options)))
 
-    def _begin(self, init: Any, called: Called) -> "_Run":
-        return _Run(Attributes(self._objects), self._names, init, called)
+    def _begin(self, init: Any, called: Called, name: str) -> "_Run":
+        return _Run(Attributes(self._objects), self._names, init, called, f"carrying.{name}")
 
 
 def _context_of(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -150,8 +158,8 @@ class Carried(NamedTuple):
 class _Run:
     """One loop."""
 
-    def __init__(self, attributes: Attributes, names: Sequence[str], init: Any, called: Called) -> None:
-        self.attributes, self.names, self.called = attributes, names, called
+    def __init__(self, attributes: Attributes, names: Sequence[str], init: Any, called: Called, title: str) -> None:
+        self.attributes, self.names, self.called, self.title = attributes, names, called, title
         if isinstance(init, FirstOnly):
             self.init, self.like = init.carry, None
         else:
@@ -160,7 +168,8 @@ class _Run:
     def over(self, loop: Callable[[Any], R]) -> R:
         """The loop, from its first carry on."""
         try:
-            found = loop(first_only(Carried(self.init, None)))
+            with called_as(self.title):
+                found = loop(first_only(Carried(self.init, None)))
             if (late := self.attributes.find_late()) is not None:
                 raise Misuse(late)
         except BaseException as error:
@@ -173,6 +182,7 @@ class _Run:
 
     def step(self, carried: Carried, call: Callable[[Any], tuple[Any, Any]]) -> tuple[Carried, Any]:
         """(the next carry, y) of one step."""
+        caller, here.caller = here.caller, None  # loops in the body have their own names
         try:
             if carried.state is not None:
                 (carry, y), state = self.attributes.around(carried.state, lambda: call(carried.carry))
@@ -181,6 +191,8 @@ class _Run:
         except TypeError as error:
             refuse_arguments([self.called], error)
             raise
+        finally:
+            here.caller = caller
         if carried.state is None and self.like is not None:
             self.like.check(carry, 0)
         return Carried(carry, state), y
@@ -189,10 +201,11 @@ class _Run:
         """A condition that finds the state where the body does."""
 
         def ask(carried: Carried, *context: Any) -> Any:
-            if carried.state is None:
-                answer = condition(carried.carry, *context)
-            else:
-                answer, _ = self.attributes.around(carried.state, lambda: condition(carried.carry, *context))
+            with called_as(None):
+                if carried.state is None:
+                    answer = condition(carried.carry, *context)
+                else:
+                    answer, _ = self.attributes.around(carried.state, lambda: condition(carried.carry, *context))
             if isinstance(answer, Tensor) and answer.numel() != 1:
                 raise WrongType(
                     f"{what} gave {describe(answer)}, but what is on modules has no rows of its own that could stop; "

@@ -261,3 +261,40 @@ def test_a_float_that_changes_and_is_no_factor_is_named():
     net.scale = 0.25
     with pytest.raises(Unsupported, match=r"a Python float that changes between calls goes into pow\(\)"):
         compiled(XS)
+
+
+class Counts(nn.Module):
+    """A body with its state on a module, which reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(4, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = self.total + x * x.sum().item()
+        return self.total
+
+
+@pytest.mark.parametrize("name", ["map", "scan"])
+def test_a_loop_of_carrying_is_called_by_its_name(name: str):
+    net = Counts()
+
+    def run(compile: Any) -> Any:
+        if name == "map":
+            return tl.carrying(net).map(net, XS, compile=compile)
+        return tl.carrying(net).scan(lambda c, x: (c, net(x)), 0.0, XS, compile=compile)
+
+    with pytest.warns(NotCompiledWarning, match=rf"^carrying\.{name}: not compiled: \.item\(\) reads"):
+        run(True)
+    with pytest.raises(RuntimeError, match=rf"^carrying\.{name}: not compiled"):
+        run("strict")
+
+
+def test_loops_in_a_body_of_carrying_have_their_own_names():
+    net = Counts()
+
+    def body(x: Tensor) -> Tensor:
+        return net(x) * tl.fori_loop(0, 2, lambda i, c: c * c.sum().item(), x, compile=True)
+
+    with pytest.warns(NotCompiledWarning, match=r"^fori_loop: not compiled: \.item\(\) reads"):
+        tl.carrying(net).map(body, XS)

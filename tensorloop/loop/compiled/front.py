@@ -94,9 +94,9 @@ def check_compile(compile: Any) -> None:
 def say(loop: Loop, compile: Compile | Asked, refusal: Refused) -> None:
     """Tells whoever asked why the loop is not compiled."""
     if isinstance(compile, Asked):
-        compile.found = of_refusal(loop.name, refusal)
+        compile.found = of_refusal(loop.title, refusal)
         raise Told from None
-    tell(loop.name, compile, refusal)
+    tell(loop.title, compile, refusal)
 
 
 def tell(name: str, compile: Compile, refusal: Refused) -> None:
@@ -137,7 +137,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
         with _left_to_eager(loop), without_modes():
             try_lengths(found, plan, steps)
     if isinstance(compile, Asked):
-        compile.found = of_plan(loop.name, plan, _rows_said(found))
+        compile.found = of_plan(loop.title, plan, _rows_said(found))
         raise Told
     try:
         if isinstance(whole, PaddedScan):
