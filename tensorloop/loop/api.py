@@ -18,7 +18,7 @@ from tensorloop.loop.associative import associative_scan
 from tensorloop.loop.called import Called, check_body, check_callable, pair_of
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.chunked_map import map_in_chunks
-from tensorloop.loop.compiled import in_graph
+from tensorloop.loop.compiled import around, in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.first_step import FirstOnly, FirstStep
@@ -190,6 +190,7 @@ def _slices(
     """What a scan runs over."""
     arguments.as_bool(reverse, "reverse")
     if any_packed(xs):
+        around.check_whole("scan over packed xs")
         if until is not None:
             raise WrongValue("until= and packed xs do not go together: each row ends where it ends")
         return PackedSlices(xs, length, dim, reverse)

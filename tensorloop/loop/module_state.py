@@ -15,6 +15,7 @@ from tensorloop.loop.advice import refuse_arguments
 from tensorloop.loop.attributes import Attributes, State
 from tensorloop.loop.called import Called, check_body, check_callable, name_of_carry, pair_of
 from tensorloop.loop.carry import Carry
+from tensorloop.loop.compiled import around
 from tensorloop.loop.first_step import FirstOnly, first_only
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
@@ -140,6 +141,7 @@ class Carrying:
         return run.end(run.over(lambda start: api.facts_of_fori_loop(lower, upper, body, start, **options)))
 
     def _begin(self, init: Any, called: Called, name: str) -> "_Run":
+        around.check_whole("carrying")
         return _Run(Attributes(self._objects), self._names, init, called, f"carrying.{name}")
 
 

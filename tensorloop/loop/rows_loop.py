@@ -63,10 +63,11 @@ class ConditionalLoop(Loop):
             return self.first
         with without_graph():
             answer = self.cond(self.tree_of(state), *self.context_at(t))
-        if not isinstance(answer, Tensor) or not answer.dim() or answer.numel() != 1 or answer.dtype is not torch.bool:
-            return answer
-        by_row = answer.dim() == 1 and not t and first_without_rows(state, 1) is None
-        return answer if by_row else answer.reshape(())
+            alone = isinstance(answer, Tensor) and answer.dim() and answer.numel() == 1
+            if not alone or answer.dtype is not torch.bool:
+                return answer
+            by_row = answer.dim() == 1 and not t and first_without_rows(state, 1) is None
+            return answer if by_row else answer.reshape(())
 
 
 class RowsLoop(Loop):

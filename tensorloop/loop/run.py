@@ -19,6 +19,7 @@ def run_loop(
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
+        around.check_inner_loop(loop)
         found = front.run(loop, compile, plan) if compile else None
         if isinstance(found, tuple):
             bar.update(found[0].taken)

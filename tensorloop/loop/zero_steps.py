@@ -9,8 +9,10 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.errors import WrongType
+from tensorloop._common.scope import looked_at
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.carry import describe, dtype_of_number
+from tensorloop.loop.compiled import around
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.packed.dim import Dim
@@ -23,7 +25,8 @@ def empty_outputs(loop: Loop) -> Any:
     assert loop.outputs is not None
     assert loop.slices is not None
     dim = loop.outputs.dim
-    with fake_tensors() as fake, torch.no_grad():
+    around.check_steps(loop.title)
+    with fake_tensors() as fake, torch.no_grad(), looked_at():
         state = [_fake(fake, x) for x in loop.init]
         row: list[Any] = []
         for x, d in loop.slices.tensors:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
-from tensorloop._common.scope import library_code, running
+from tensorloop._common.scope import here, library_code, running
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves
 from tensorloop.loop.checkpoint.substitutes import substitute
 from tensorloop.loop.checkpoint.sweep_result import SweepResult
@@ -49,10 +49,12 @@ class Replay:
                 f"place before backward; change it afterwards, or give the loop a clone()"
             )
         now = captures.rng_state() if swept.draws else None
+        here.replays += 1
         try:
             with library_code(), running(), self.steps.ambient.restored(), torch.enable_grad(), captures.as_then():
                 yield
         finally:
+            here.replays -= 1
             self.steps.loop.departed_rows = []
             if now is not None:
                 now.restore({})

@@ -11,6 +11,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.tracing import blind_modes
 from tensorloop.loop.compiled.refused import NATIVE, Refused
 from tensorloop.loop.loop import Loop
+from tensorloop.tensor_array.array import TensorArray
 
 
 def in_a_step() -> bool:
@@ -23,8 +24,7 @@ def nothing_to_do(loop: Loop) -> bool:
 
     What keeps a loop in a step of an eager one from being compiled was said as the step ran, and is not in its replay.
     """
-    replayed = in_a_step() and transforms.graph_task() >= 0
-    return loop.length == 0 or here.looks > 0 or replayed
+    return loop.length == 0 or here.looks > 0 or here.replays > 0
 
 
 def without_inference() -> AbstractContextManager[object]:
@@ -37,6 +37,23 @@ def without_inference() -> AbstractContextManager[object]:
     return modes
 
 
+def check_inner_loop(loop: Loop) -> None:
+    """Refuses what an inner loop may not do in a step that is looked at: its operations are to be a part of that."""
+    if not here.looks:
+        return
+    if loop.cond is not None or loop.until is not None:
+        cure = "scan and fori_loop of a fixed length are a part of the step: choose by torch.where"
+        raise Refused(f"the body runs {loop.title}, which ends by a condition", cure, user_place())
+    if any(isinstance(x, TensorArray) for x in loop.init):
+        raise Refused(f"the body runs {loop.title} with a TensorArray in its carry", "stack its ys", user_place())
+
+
+def check_steps(name: str) -> None:
+    """Refuses a loop of no steps with ys in a step that is looked at: their shapes are those of fake tensors."""
+    if here.looks:
+        raise Refused(f"the body runs {name} of no steps", "leave it out where there is nothing to do", user_place())
+
+
 def check_inner(checkpoints: Any) -> None:
     """Refuses checkpoints of a loop in a step that is looked at: a graph of its operations would keep all of them."""
     if here.looks and checkpoints is not None:
@@ -45,9 +62,9 @@ def check_inner(checkpoints: Any) -> None:
 
 
 def check_whole(name: str) -> None:
-    """Refuses a function of this library whose gradient is its own in a step that is looked at."""
+    """Refuses a function of this library that is more than its operations in a step that is looked at."""
     if here.looks:
-        raise Refused(f"the body calls tl.{name}, whose gradient is its own", NATIVE, user_place())
+        raise Refused(f"the body calls tl.{name}, which is more than its operations", NATIVE, user_place())
 
 
 def check_surroundings() -> None:
@@ -57,6 +74,8 @@ def check_surroundings() -> None:
             "a torch.func transform (grad, vmap, jvp ...) is around the loop",
             "torch.autograd.grad and a batch dim take a compiled one",
         )
+    if torch.jit.is_tracing():
+        raise Refused("torch.jit.trace is on, which writes down operations", "trace the loop with compile=False")
     if transforms.forward_mode():
         raise Refused("forward-mode differentiation is on", "backward() takes a compiled loop")
     if modes := blind_modes():
@@ -65,6 +84,6 @@ def check_surroundings() -> None:
         )
     if in_a_step():
         raise Refused(
-            "it runs in a step of an eager loop with checkpoints",
-            "give compile=True to that one, or take its checkpoints away",
+            "it runs in a step of tl.fixed_point, or of an eager loop with checkpoints",
+            "give compile=True to that loop, or take its checkpoints away",
         )

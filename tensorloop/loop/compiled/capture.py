@@ -70,6 +70,7 @@ def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return o.function(*args, **kwargs)
     if o.function is aten.select.int:
         x, dim, index = args
+        index = torch.where(index < 0, index + x.shape[dim], index)  # select() counts from the end, index_select() not
         return aten.index_select.default(x, dim, index.reshape(1)).squeeze(dim)
     if o.function is aten.scalar_tensor.default:
         return args[0].to(kwargs.get("dtype") or torch.get_default_dtype())

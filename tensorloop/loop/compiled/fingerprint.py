@@ -31,11 +31,13 @@ _READS = "reads a value in Python"
 _SHAPES = "has a result whose shape depends on values"
 _MEMORY = "replaces the memory of a tensor"
 _DRAWS = "draws random numbers"
+_CHECKS = "raises where a value is not as it should be"
 _OWN = "is an operation of its own, whose gradient a graph does not have"
 _CURES = {
     _READS: VALUES,
     _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
     _MEMORY: "make another tensor",
+    _CHECKS: "check before the loop, or what it returns",
     _DRAWS: "draw before the loop and give the numbers as xs",
     _OWN: "call it before or after the loop, or set compile=False",
 }
@@ -49,6 +51,8 @@ _REASONS = {
     _aten.masked_select.default: _SHAPES,
     _aten.unique_consecutive.default: _SHAPES,
     _aten._unique2.default: _SHAPES,
+    _aten._assert_async.default: _CHECKS,
+    _aten._assert_async.msg: _CHECKS,
     _aten.set_.source_Storage: _MEMORY,
     _aten.resize_.default: _MEMORY,
 }
@@ -362,6 +366,8 @@ class Recorder(OperationMode):
         if isinstance(out, Tensor):
             if id(out) not in self._numbers:  # an operation in place gives its argument
                 _check_device(out)
+                if out.layout is not torch.strided:
+                    raise Refused(f"a tensor of layout {out.layout} is made", "use dense tensors", user_place())
                 self._numbers[id(out)] = len(self._tensors)
                 self._tensors.append(out)
         elif isinstance(out, (list, tuple)):

@@ -237,7 +237,7 @@ def _first_answer(loop: ConditionalLoop, before: Outside) -> Tensor | bool | Non
         loop.first = loop.truth(answer, "cond_fn")
         before.renew()  # what the condition did is done
         return loop.first
-    if recorder.reads:
+    if recorder.reads and isinstance(answer, Tensor) and answer.dim():
         raise Refused(
             "the condition reads a value in Python, and gives a bool for each row",
             "keep the condition to operations on tensors",

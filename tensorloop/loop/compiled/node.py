@@ -69,7 +69,7 @@ class Run:
     def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
         """Runs of about as many steps, of arrays about as long, have a clock of their own."""
         about = what, type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
-        return self.plan.clock.run(about, call, lambda: self.done)
+        return self.plan.clock.run(about, call, lambda: self.done, self.ask is not None)
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
         """What was kept as it lies in memory: (of how many steps, that), the first steps first."""

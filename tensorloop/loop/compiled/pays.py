@@ -95,8 +95,8 @@ class Clock:
         self._small = work < SMALL
         self._alone = False  # whether the last run was one thread's
 
-    def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int]) -> R:
-        """What `call` gives, by a team or alone; `steps` are how many it took."""
+    def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
+        """What `call` gives, by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
         if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
             return call()
         pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
@@ -105,7 +105,7 @@ class Clock:
         if team:
             found = call()
         else:
-            with emitter.alone():
+            with emitter.alone(asks):
                 found = call()
         pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
         return found
@@ -127,4 +127,4 @@ def remember(root: Hashable, clock: Clock) -> None:
 def as_before(root: Hashable) -> AbstractContextManager[object]:
     """For a look at the first step of a loop, whose numbers nobody sees."""
     clock = _clocks.get(root)
-    return emitter.alone() if clock is not None and clock.looks_alone else nullcontext()
+    return emitter.alone(True) if clock is not None and clock.looks_alone else nullcontext()

@@ -88,6 +88,8 @@ def _results(
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
     xs, captures = ([in_memory(x) for x in pairs.split(some)] for some in (found.xs, found.captures))
     tensors = [*carried, *xs, *drawn, *captures]
+    if plan.grad:  # autograd keeps none that was made under inference mode
+        tensors = [x.clone() if x.is_inference() else x for x in tensors]
     outputs = pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
     return run.done, outputs
 

@@ -85,7 +85,9 @@ def ordered(kernel: Kernel) -> Kernel:
         return Point(kernel.name, kernel.function, tuple(map(turned, kernel.ins)), turned(kernel.out), kernel.piece)
     if isinstance(kernel, Gather):
         chosen = tuple(map(turned, kernel.indices))
-        return Gather(turned(kernel.source), chosen, kernel.steps, kernel.sizes, turned(kernel.out), kernel.piece)
+        return Gather(
+            turned(kernel.source), chosen, kernel.steps, kernel.sizes, turned(kernel.out), kernel.piece, kernel.wraps
+        )
     over = tuple(sorted(order.index(d) for d in kernel.over))
     return Reduce(kernel.how, turned(kernel.array), over, turned(kernel.out))
 
@@ -283,7 +285,7 @@ def indexed(low: Any, out: Array, index: Array, value: Array, add: bool) -> None
     source, one = low.reshape(low.copy(value, low.new(value.shape, value.dtype)), (index.numel, *out.shape[1:])), index
     one = low.reshape(low.dense(one), (index.numel,))
     strides = (one.strides[0], *[0] * (len(out.shape) - 1))
-    low.kernels.append(Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, 0, add))
+    low.kernels.append(Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, 0, add, True))
 
 
 _OWN = {"index_put": _put_at, "cat": _cat, "add": _add, "constant_pad_nd": _pad, "select_scatter": _put}

@@ -22,11 +22,14 @@ def index_select(call: Call, x: Array, *args: Any) -> Array:
         dim, index = 0, args[0]
     else:
         dim, index = args[0] % max(1, len(x.shape)), args[1]
-    return _index(call, x, {dim: index}, index.shape, dim)
+    return _index(call, x, {dim: index}, index.shape, dim, False)
 
 
-def _index(call: Call, x: Array, chosen: dict[int, Array], shape: Sequence[int], at: int) -> Array:
-    """x[chosen dims]: the dims of the indices, broadcast to `shape`, stand at `at` in the result."""
+def _index(call: Call, x: Array, chosen: dict[int, Array], shape: Sequence[int], at: int, wraps: bool) -> Array:
+    """x[chosen dims]: the dims of the indices, broadcast to `shape`, stand at `at` in the result.
+
+    Indexing counts from the end (`wraps`); other operations refuse indices below 0, as torch's do.
+    """
     rest = [dim for dim in range(len(x.shape)) if dim not in chosen]
     before, after = [d for d in rest if d < at], [d for d in rest if d >= at]
     full = (*(x.shape[d] for d in before), *shape, *(x.shape[d] for d in after))
@@ -37,7 +40,7 @@ def _index(call: Call, x: Array, chosen: dict[int, Array], shape: Sequence[int],
         wide = index.expand(shape)
         ones = (0,) * len(before), (0,) * len(after)
         indices.append(Array(wide.buffer, full, (*ones[0], *wide.strides, *ones[1]), wide.offset))
-    return call.low.gather(x, list(chosen), indices, full, free)
+    return call.low.gather(x, list(chosen), indices, full, free, wraps)
 
 
 @handles("index", "_unsafe_index")
@@ -49,7 +52,7 @@ def index(call: Call, x: Array, indices: Sequence[Array | None]) -> Array:
     dims = list(chosen)
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     shape = broadcast(*(one.shape for one in chosen.values()))
-    return _index(call, x, chosen, shape, dims[0] if adjacent else 0)
+    return _index(call, x, chosen, shape, dims[0] if adjacent else 0, True)
 
 
 @handles("gather")
@@ -106,7 +109,9 @@ def index_put(call: Call, x: Array, indices: Sequence[Array | None], values: Arr
     strides = tuple(one.strides[0] if n == dim else 0 for n in range(len(source.shape)))
     out = low.reshape(low.copy(x, low.new(x.shape, x.dtype)), (*before, math.prod(sizes), *after))
     if out.numel and source.numel:
-        low.kernels.append(Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, dim, accumulate))
+        low.kernels.append(
+            Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, dim, accumulate, True)
+        )
     return low.reshape(out, x.shape)
 
 

@@ -53,6 +53,7 @@ class Gather(_ToOut):
     sizes: tuple[int, ...]
     out: Array
     piece: object = None
+    wraps: bool = False  # whether an index below 0 counts from the end
 
     @property
     def space(self) -> tuple[int, ...]:
@@ -110,6 +111,7 @@ class Scatter(_ToOut):
     out: Array
     dim: int
     add: bool
+    wraps: bool = False  # whether an index below 0 counts from the end
 
     def reads(self) -> tuple[Array, ...]:
         """What it reads."""

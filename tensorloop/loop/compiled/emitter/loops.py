@@ -19,7 +19,7 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
             return
         size = code.number("i64", kernel.out.shape[kernel.dim], 1)
         raw = math.cast(memory.load(kernel.index, index, None, 1, None), "i64")
-        wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, size), raw)
+        wrapped = memory.wrapped(raw, size) if kernel.wraps else raw
         good = code.compare("ult", wrapped, size)
         memory.note(good)
         with code.when(good):

@@ -174,7 +174,13 @@ class Lowering:
         return Array(out.buffer, tuple(kept[n] for n in left), tuple(out.strides[n] for n in left))
 
     def gather(
-        self, source: Array, dims: Sequence[int], indices: Sequence[Array], shape: Sequence[int], free: Array
+        self,
+        source: Array,
+        dims: Sequence[int],
+        indices: Sequence[Array],
+        shape: Sequence[int],
+        free: Array,
+        wraps: bool = False,
     ) -> Array:
         """source at indices: `free` is source broadcast to `shape` with stride 0 at what `indices` choose."""
         if source.buffer.kind == "value":
@@ -186,7 +192,7 @@ class Lowering:
                 raise Unsupported("an index into a dim of no elements")
             clean = _squeezed(shape)
             chosen = tuple(clean(one.expand(shape)) for one in indices)
-            self.kernels.append(Gather(clean(free), chosen, steps, sizes, out.squeeze()))
+            self.kernels.append(Gather(clean(free), chosen, steps, sizes, out.squeeze(), wraps=wraps))
         return out
 
     def matmul(self, a: Array, b: Array) -> Array:

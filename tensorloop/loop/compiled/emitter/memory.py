@@ -116,7 +116,7 @@ class Memory:
         total: Value | None = None
         for value, step, length in zip(values, walk.steps, walk.sizes, strict=True):
             raw, size_of = math.cast(value, "i64"), code.number("i64", length, width)
-            wrapped = math.where(math.compare("lt", raw, math.like(raw, 0)), math.add(raw, size_of), raw)
+            wrapped = self.wrapped(raw, size_of) if walk.wraps else raw
             good = code.compare("ult", wrapped, size_of)
             self.note(good)
             wrapped = math.where(good, wrapped, math.like(wrapped, 0))
@@ -133,6 +133,11 @@ class Memory:
             total = math.add(total, code.lanes("i64", [n * stride for n in range(width)]))
         where = code.op(f"getelementptr i8, ptr {base}, {total.type} {total.text}", "ptr", width).text
         return self._from_memory(self.masked("gather", memory, width, where, size, mask), kind)
+
+    def wrapped(self, index: Value, size: Value) -> Value:
+        """An index, from the end where it is below 0."""
+        math = self.math
+        return math.where(math.compare("lt", index, math.like(index, 0)), math.add(index, size), index)
 
     def note(self, good: Value) -> None:
         """An index out of range: the call raises when the loop is over."""

@@ -43,6 +43,7 @@ def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
     if not call.dtype.is_floating_point:
         if rounding_mode is None:
             raise Unsupported(f"to {call.dtype}")
+        _refuse_zero(b)
         return call.low.compute(
             "div", lambda m, x, y: whole_quotient(m, x, y, rounding_mode), (a, b), call.dtype, call.shape
         )
@@ -58,8 +59,15 @@ def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
     return call.low.compute("div", cut, (a, b), call.dtype, call.shape)
 
 
+def _refuse_zero(b: Any) -> None:
+    """Refuses integers that may be 0, by which torch does not divide."""
+    number = b.buffer.value if isinstance(b, Array) and b.buffer.kind == "value" else b
+    if isinstance(number, Array) or not number:
+        raise Unsupported("of integers by what may be 0")
+
+
 def whole_quotient(m: Math, x: Value, y: Value, mode: str) -> Value:
-    """x / y of integers; by 0, 0 (the instruction would end the process)."""
+    """x / y of integers; by 0, which is refused before, the instruction would end the process."""
     zero, one = m.like(y, 0), m.like(y, 1)
     minus = m.compare("eq", y, m.like(y, -1)) if y.kind != "u8" else m.like(m.compare("eq", y, y), 0)
     safe = m.where(m.code.binary("or", m.compare("eq", y, zero), minus), one, y)
@@ -77,6 +85,9 @@ def whole_quotient(m: Math, x: Value, y: Value, mode: str) -> Value:
 def remainder(call: Call, a: Any, b: Any) -> Array:
     """What a division leaves: with the sign of b, or of a."""
     mode = "floor" if "remainder" in str(call.node.target) else "trunc"
+
+    if not call.dtype.is_floating_point:
+        _refuse_zero(b)
 
     def of(m: Math, x: Value, y: Value) -> Value:
         if not x.floating:
@@ -176,9 +187,9 @@ def threshold_backward(call: Call, grad: Array, x: Array, threshold: Any) -> Arr
 
 
 @handles("_to_copy", "to", "convert_element_type", "type_as", "prims.convert_element_type")
-def to(call: Call, x: Array, *args: Any, **kwargs: Any) -> Array:
-    """A cast; what stays as it is needs no copy, as nothing is changed in place."""
-    return call.low.cast(x, call.dtype)
+def to(call: Call, x: Any, *args: Any, **kwargs: Any) -> Array:
+    """A cast, of a number too; what stays as it is needs no copy, as nothing is changed in place."""
+    return call.low.cast(call.low.array(x, call.dtype), call.dtype)
 
 
 @handles("alias", "detach", "contiguous", "clone", "lift_fresh_copy", "positive")

@@ -58,13 +58,14 @@ def extreme(call: Call, x: Array, dim: Any = None, keepdim: bool = False) -> Any
         return low.compute(name, Math.maximum if name == "max" else Math.minimum, (x, dim), dtype, call.shape)
     if dim is None:
         return low.reduce("a" + name, x, _dims(x, None), False)
-    return low.reduce("a" + name, x, [dim], keepdim), low.reduce("arg" + name, x, [dim], keepdim)
+    wide = low.cast(x, computed_in(x.dtype))
+    return low.reduce("a" + name, x, [dim], keepdim), low.reduce("arg" + name, wide, [dim], keepdim)
 
 
 @handles("argmax", "argmin")
 def argmax(call: Call, x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
     """The first place of the largest; NaN is larger than all."""
-    low = call.low
+    low, x = call.low, call.low.cast(x, computed_in(x.dtype))
     if dim is not None:
         return low.reduce(_name(call), x, [dim], keepdim)
     place = low.reduce(_name(call), low.reshape(x, (x.numel,)), [0], False)

@@ -25,10 +25,12 @@ here = _Here()
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(users: bool = False) -> Iterator[None]:
     """This thread does what a team would have done, and torch's operations have one thread too: here alone.
 
-    `torch.set_num_threads` would also tell Python threads that begin meanwhile how many they have, for ever.
+    `torch.set_num_threads` would also tell Python threads that begin meanwhile how many they have, for ever. Where code
+    of `users` runs inside it may have set that itself: to another number, which stays, or back to the one thread that
+    it found, which must not.
     """
     library = _library(os.getpid())
     if library is None:
@@ -41,8 +43,12 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
+        if users:
+            found = torch.get_num_threads()
+            torch.set_num_threads(before if found == 1 else found)
+        else:
+            library.omp_set_num_threads(before)
         _of_products()(products)
-        library.omp_set_num_threads(before)
         here.count, here.team = outer
 
 
