@@ -60,7 +60,7 @@ AROUND = [
     (under_grad, r"a torch\.func transform"),
     (in_forward_mode, "forward-mode differentiation is on"),
     (counted, "_FlopCounterMode is around the loop"),
-    (in_a_step, "it runs in a step of an eager loop with checkpoints"),
+    (in_a_step, "it runs in a step of tl.fixed_point, or of an eager loop with checkpoints"),
 ]
 
 
