@@ -50,13 +50,13 @@ class Constants:
                 raise Misuse(
                     f"the {x.kind} {said}, which the body uses, was {was} in the forward pass and is {is_now} in "
                     f"backward, which runs steps again; bind it where the body is made "
-                    f"(`{how.format(x.names[-1], said)}`), or pass it in the carry or in xs"
+                    f"(`{how.format(x.name, said)}`), or pass it in the carry or in xs"
                 )
 
 
 def _is_bound_in(held: Held) -> bool:
     """Whether the code itself binds the name anew. Asked about suspects alone."""
-    binds = (_BINDS.get(held.kind), held.names[-1])
+    binds = (_BINDS.get(held.kind), held.name)
     return any((i.opname, i.argval) == binds for code in _codes_in(held.code) for i in dis.get_instructions(code))
 
 

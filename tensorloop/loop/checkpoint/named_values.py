@@ -38,8 +38,14 @@ class Held(NamedTuple):
     value: Any
     code: CodeType
 
+    @property
+    def name(self) -> str:
+        """The last of the names."""
+        return self.names[-1]
 
-# Something that code refers to: kind ("method" for what a class binds), names, what reads it, value, what code reads of it
+
+# Something that code refers to: kind, names, what reads it, value, what the code reads of it. The kind of an attribute
+# that a class binds to its object is "method".
 _Thing = tuple[str, tuple[str, ...], Callable[[], Any], Any, Reads]
 
 
