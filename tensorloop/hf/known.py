@@ -21,13 +21,16 @@ _IDLE = frozenset(
         *("sliding_window", "position_ids", "cache_position", "use_cache", "return_dict", "deterministic"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch"),
         *("logits_to_keep", "max_length_q", "max_length_k", "layer_idx"),
+        *("labels", "shift_labels", "ignore_index", "reduction"),
+        "token_type_ids",  # models that make a mask of these name them, and give attention the mask
     }
 )
 # Of PEFT's, those that change weights or what a layer makes of each token by itself.
 _ADAPTERS = frozenset(
     {
         *("LORA", "ADALORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "VERA", "FOURIERFT", "LN_TUNING", "VBLORA"),
-        *("RANDLORA", "SHIRA", "C3A", "MISS", "BONE", "ROAD", "TRAINABLE_TOKENS"),
+        *("RANDLORA", "SHIRA", "C3A", "MISS", "BONE", "ROAD", "TRAINABLE_TOKENS", "GRALORA", "DELORA", "OSF", "PSOFT"),
+        *("PVERA", "HIRA", "GLORA", "UNILORA", "TINYLORA", "FROD", "DEFT", "BEFT", "PEANUT", "SUPERTUNING", "WAVEFT"),
     }
 )
 _TELLS = {
@@ -64,17 +67,47 @@ def refuse_unknown(module: Any, options: dict[str, Any], name: str = "tensorloop
             raise WrongValue(f"{type(module).__name__} attends with {key}={arguments.describe(x)[:80]}, {why}")
 
 
+def is_disabled(model: Any) -> bool:
+    """Whether this is a PEFT model whose adapters are off, within `model.disable_adapter()`."""
+    return isinstance(getattr(model, "peft_config", None), dict) and getattr(model, "_adapters_disabled", False) is True
+
+
 def refuse_peft(model: Any) -> None:
-    """Raises where PEFT adds to a model what is not of each token alone: tokens, keys, adapters that look at others."""
+    """Raises where PEFT's active adapters are not known to work on each token by itself: prompts, keys, routers."""
     settings = getattr(model, "peft_config", None)
-    for given in settings.values() if isinstance(settings, dict) else ():
+    if not isinstance(settings, dict) or is_disabled(model):
+        return
+    for name in _active_of(model, settings):
+        given = settings[name]
         kind = str(getattr(given.peft_type, "value", given.peft_type))
         if kind not in _ADAPTERS or getattr(given, "alora_invocation_tokens", None) is not None:
             what = f"{kind} of PEFT" if kind not in _ADAPTERS else "LoRA of PEFT with alora_invocation_tokens"
             raise WrongValue(
-                f"model has {what}, which adds more than each token's own work (a prompt, a prefix, a look at other "
-                "tokens); LoRA, IA3 and their like go. A prefix can be trained through a loop: "
-                "TrainCache.of(model.get_prompt(batch_size))"
+                f"model has {what}, which is not known here to work on each token by itself; LoRA, IA3 and their like "
+                "go. A prefix can be trained through a loop: TrainCache.of(model.get_prompt(batch_size))"
+            )
+
+
+def _active_of(model: Any, settings: dict[str, Any]) -> list[str]:
+    """The adapters that are at work, all where that is not said."""
+    said = getattr(model, "active_adapters", None)
+    try:
+        said = said() if callable(said) else said  # a method in transformers, a property in PEFT
+    except ValueError:  # transformers' own, where adapters were put into the model from outside
+        said = None
+    said = [said] if isinstance(said, str) else said
+    if isinstance(said, list | tuple) and all(x in settings for x in said):
+        return list(said)
+    return list(settings)
+
+
+def refuse_capacity(model: Any) -> None:
+    """Raises where experts take a bounded number of tokens of a call, so that tokens leave others without one."""
+    for x in model.modules():
+        if hasattr(x, "expert_capacity"):
+            raise WrongValue(
+                f"model has {type(x).__name__}, whose experts take no more tokens of a call than its expert_capacity: "
+                "what a token is given depends on those beside it; use model.generate()"
             )
 
 
@@ -92,13 +125,13 @@ def skips_masks(config: Any) -> bool:
 
 
 def is_causal(module: Any) -> bool:
-    """Whether queries of a module that is given no mask see no later slots."""
+    """Whether queries of a module that is given no mask see no later slots. One that says nothing is as in "sdpa"."""
     says, config = getattr(module, "is_causal", None), getattr(module, "config", None)
-    if says is None if config is None else says and not skips_masks(config):
+    if config is not None and says and not skips_masks(config):
         raise WrongValue(
             f"{type(module).__name__} attends without a mask, and nothing says whether it sees later tokens; {NOT_READ}"
         )
-    return bool(says) if config is None or not skips_masks(config) else says is None or bool(says)
+    return says is None and (config is None or skips_masks(config)) or bool(says)
 
 
 @cache

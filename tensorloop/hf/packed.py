@@ -14,7 +14,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.hf import known
 from tensorloop.hf.packed_attention import Rows, copy_for_rows
-from tensorloop.hf.positions import config_positions, is_rotary
+from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.packed import PackedTensor
 
 _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "use_cache", "labels")
@@ -27,7 +27,7 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
 
     Shapes: ids (B, T*) int64 -> logits (B, T*, V); of a model without a head, its last hidden states. `model` is of
     transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any implementation, windows,
-    grouped heads, soft caps and dropout included. Each row has positions from 0. `options` go to the model's forward.
+    grouped heads, soft caps and dropout included. Each row has the positions that the model gives it alone. `options` go to the model's forward.
     Gradient: as that of the padded call. Layers may be checkpointed.
     Cost: what N = sum(lens) tokens cost, and in attention the pairs within rows. Bytes kept: O(N). Attention with soft
     caps, and with dropout of its weights in training, takes a quarter more, as rows of about equal length are padded.
@@ -96,7 +96,8 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
     """Packed logits, or those at `places` (M, V)."""
     inner = _check_model(model)
     _check_ids(ids, "ids")
-    _check_fit(inner, ids, options)
+    numbering = find_numbering(inner)
+    _check_fit(inner, ids, options, numbering)
     if not len(ids.values):  # models do not take nothing, and who shares their gradients must run them all the same
         one = PackedTensor(ids.values.new_zeros(1), [1])
         none = _forward(model, one, options, None).values[:0]
@@ -107,7 +108,8 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
     if chosen:
         options = {**options, "logits_to_keep": places}
     copied = copy_for_rows(model, rows)
-    out = copied(input_ids=ids.values[None], position_ids=ids.positions[None], use_cache=False, **options)
+    positions = number_rows(ids, numbering)[None]
+    out = copied(input_ids=ids.values[None], position_ids=positions, use_cache=False, **options)
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if rows.calls < layers and not getattr(inner.config, "layerdrop", 0):
         raise WrongValue(
@@ -136,9 +138,12 @@ def _check_model(model: Any) -> PreTrainedModel:
     if inner is None:
         raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)[:80]}")
     for x in model.modules():
+        if known.is_disabled(x):  # PEFT: what it wraps goes without what it adds
+            break
         known.refuse_peft(x)
         if x is inner:
             break
+    known.refuse_capacity(inner)
     config = inner.config.get_text_config(decoder=True)
     name = type(inner).__name__
     if inner.config.is_encoder_decoder:
@@ -166,7 +171,7 @@ def _check_ids(ids: Any, what: str) -> None:
         raise WrongValue(f"{what} must be (B, T*), got elements of shape {tuple(ids.values.shape[1:])}")
 
 
-def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any]) -> None:
+def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:
     for name in _OURS:
         if name in options:
             raise WrongValue(f"{name} cannot be given: the rows of ids say which tokens there are")
@@ -175,6 +180,4 @@ def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any
         where = " and ".join(sorted(map(str, devices)))
         raise WrongValue(f"ids is on {ids.device}, model on {where}; all must be on one device")
     text = model.config.get_text_config(decoder=True)
-    most = config_positions(text)
-    if most is not None and ids.max_len > most and not is_rotary(model, text):
-        raise WrongValue(f"ids has a row of {ids.max_len} tokens, but model has {most} positions")
+    check_rows(model, text, ids, numbering)

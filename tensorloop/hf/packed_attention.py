@@ -84,8 +84,8 @@ def _copy_module(module: nn.Module, rows: Rows, copies: dict[int, Any]) -> Any:
     for key, x in vars(module).items():
         if isinstance(x, PreTrainedConfig):
             x = _copy_config(x, rows, copies)
-        elif getattr(x, "__self__", None) is module and hasattr(x, "__func__"):  # a method put in place of one
-            x = x.__func__.__get__(made)
+        elif hasattr(x, "__func__") and any(x.__self__ is part for part in module.modules()):
+            x = x.__func__.__get__(_copy_module(x.__self__, rows, copies))  # put in place of a method
         elif key == "_modules":
             x = {name: None if part is None else _copy_module(part, rows, copies) for name, part in x.items()}
         elif key == "_buffers" or key.startswith("_forward"):  # a model may bind buffers and hook itself

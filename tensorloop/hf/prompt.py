@@ -14,7 +14,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.hf import known
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer
-from tensorloop.hf.positions import Positions, config_positions, find_positions, is_rotary
+from tensorloop.hf.positions import Positions, config_positions, find_numbering, find_positions, has_table, is_rotary
 
 
 class Prompt(NamedTuple):
@@ -51,6 +51,12 @@ def count_steps(given: Any, name: str, prompt: Prompt, positions: Positions) -> 
     return steps
 
 
+class _Encoded(BaseModelOutput):
+    """What an encoder makes, of which decoders read the states alone; those with experts pass on what chose these."""
+
+    router_logits = None
+
+
 class Decoder:
     """A model of transformers with a head for tokens."""
 
@@ -58,11 +64,13 @@ class Decoder:
         if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
             raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
         known.refuse_peft(model)
+        known.refuse_capacity(model)
         self.model: Any = model
         self.advised = False  # of O(T²): caches need not say so again
         self.config = self.model.config
         self.text = self.config.get_text_config(decoder=True)
         self.reads_source = bool(self.config.is_encoder_decoder)
+        self.numbering = find_numbering(model.get_decoder() if self.reads_source else model)
         base: Any = self.model.get_base_model() if hasattr(model, "get_base_model") else model
         self.takes = inspect.signature(base.forward).parameters
         if "past_key_values" not in self.takes or self.model.get_output_embeddings() is None:
@@ -74,11 +82,13 @@ class Decoder:
 
     def positions(self, prompt: Prompt) -> Positions:
         """How many tokens the model has positions for, with this prompt."""
-        return find_positions(self.model, self.text, prompt.ids.shape[1], prompt.mask is not None)
+        return find_positions(self.model, self.text, prompt.ids.shape[1], prompt.mask is not None, self.numbering)
 
     @property
     def embedding(self) -> Any:
         """What makes of tokens what the decoder is fed."""
+        if self.numbering is not None and self.numbering.forgets and "position_ids" not in self.takes:
+            raise WrongValue("model numbers embeddings from the first position whatever is in its cache: feed 'tokens'")
         if self.reads_source:
             decoder = self.model.get_decoder()
             return getattr(decoder, "embed_tokens", None) or decoder.get_input_embeddings()
@@ -107,6 +117,12 @@ class Decoder:
             if begun is not None:
                 raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
             _check_left(given)
+            self._check_numbered(given)
+            if given.mask is not None and "position_ids" not in self.takes and has_table(self.model):
+                raise WrongValue(
+                    "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
+                    "positions; give prompts of one length at a time"
+                )
             return given, None
         begun = self._begin(begun, len(given.ids))
         found = self.model.get_encoder()(**{name: given.ids, "attention_mask": given.mask, "return_dict": True})
@@ -135,8 +151,20 @@ class Decoder:
         if ids.device != self.device:
             raise WrongValue(f"{name} is on {ids.device}, model is on {self.device}; move it with .to()")
 
+    def _check_numbered(self, prompt: Prompt) -> None:
+        """Refuses padding that is not masked, which a model that has its own numbers for it would not count."""
+        if self.numbering is None:
+            return
+        found = prompt.ids == self.numbering.padding
+        found = found if prompt.mask is None else found & prompt.mask
+        if bool(found.any()):
+            raise WrongValue(
+                f"input_ids has the padding token {self.numbering.padding} in row {int(found.nonzero()[0, 0])}, which "
+                "model does not count as a position; give attention_mask, 0 for padding"
+            )
+
     def _check_length(self, name: str, ids: Tensor) -> None:
-        most = config_positions(self.text)
+        most = config_positions(self.text, self.numbering)
         if most is not None and ids.shape[1] > most and not is_rotary(self.model, self.text):
             raise WrongValue(f"{name} has {ids.shape[1]} tokens, model has {most} positions")
 
@@ -168,14 +196,23 @@ class Decoder:
         if "logits_to_keep" in self.takes:
             options["logits_to_keep"] = 1
         if source is not None:
-            encoded = BaseModelOutput(last_hidden_state=source.states)  # pyright: ignore[reportArgumentType]
+            encoded = _Encoded(last_hidden_state=source.states)  # pyright: ignore[reportArgumentType]
             options |= {f"decoder_{name}": tokens, "encoder_outputs": encoded, "attention_mask": source.mask}
         else:
             options |= {name: tokens, "attention_mask": mask}
-            if positions is not None and "position_ids" in self.takes:
+            if (positions := self._number(tokens, positions, cache)) is not None and "position_ids" in self.takes:
                 options["position_ids"] = positions
         found = self.model(**options).logits[:, -1]
         return found.to(torch.promote_types(found.dtype, torch.float32))
+
+    def _number(self, tokens: Tensor, positions: Tensor | None, cache: Cache) -> Tensor | None:
+        """What the model calls these positions, None where it finds them itself."""
+        if self.numbering is None:
+            return positions
+        if positions is None and tokens.dim() == 3 and self.numbering.forgets:
+            before = cache.get_seq_length()
+            positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)[None]
+        return None if positions is None else self.numbering.number(tokens, positions)
 
     def read_ends(self, given: Any) -> list[int]:
         """The tokens that end a row: as given, or the model's own."""

@@ -87,7 +87,8 @@ def is_moved(mod: Any, orders: Orders, depth: int = 4) -> bool:
     """Whether a function, or one that it closes over (as `and_masks` does), is of the new positions of these orders."""
     made = getattr(mod, "_new_positions_of", None)
     if isinstance(made, tuple) and len(made) == len(orders):
-        return all(torch.equal(a, b) for a, b in zip(made, orders, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(made, orders, strict=True))
+        return same and not all(torch.equal(a, torch.arange(len(a), device=a.device)) for a in made)
     parts = [cell.cell_contents for cell in getattr(mod, "__closure__", None) or () if _is_filled(cell)]
     parts += [mod.func, *mod.args] if isinstance(mod, partial) else []
     parts += [x for part in parts if isinstance(part, (tuple, list)) for x in part]

@@ -92,7 +92,8 @@ class Ordering:
         """A BlockMask of torch's flex_attention in the new order, for `tl.attention` or `flex_attention`.
 
         `mask_mod`: the same mask as a function of old positions, asked in partial blocks; without one, the graph's
-        edges are looked up, and kept with the mask. One that `mask_mod` made is of new positions already: ValueError.
+        edges are looked up, and kept with the mask. One that `mask_mod` made is of new positions already: ValueError,
+        unless they are the old ones.
         Cost: O(E) time and bytes. Tables up to four million blocks are N / block_size wide as torch makes them, larger
         ones as wide as their longest row; `to_dense` takes the former alone.
 
@@ -109,7 +110,8 @@ class Ordering:
         """A `mask_mod(b, h, q, kv)` of old positions as one of new positions, which are on `device`.
 
         It is for torch's own functions, such as `create_block_mask`; `block_mask` moves what it is given itself.
-        Raises: TypeError (no function), ValueError (one that this ordering, or an equal one, moved already).
+        Raises: TypeError (no function), ValueError (one that this ordering, or an equal one, moved already, unless it
+        moves nothing).
 
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tensorloop as tl
 from tensorloop import hf
@@ -15,6 +16,7 @@ from tests.support.hf_models import decode, gradients, model_of
 from tests.support.hf_odd_models import odd
 from tests.support.hf_prompts import build, prompts
 
+_TWO = ["q_proj", "v_proj"]
 SINKS = ["gpt_oss", "granite_swa", "mimo"]
 
 
@@ -117,8 +119,19 @@ def test_keywords_that_are_not_known_are_refused(given: dict[str, Any], said: st
             model(ids_of(), past_key_values=cache, use_cache=False, **given)
     with pytest.raises(ValueError, match=said.replace("'tensorloop'", "'hf.packed_forward'")):
         hf.packed_forward(model, rows, **given)
-    idle: dict[str, Any] = {"num_items_in_batch": 3, "sinks": None}
+    idle: dict[str, Any] = {"num_items_in_batch": 3, "sinks": None, "ignore_index": 5, "reduction": "sum"}
+    idle |= {"shift_labels": ids_of(), "labels": ids_of(), "token_type_ids": torch.zeros(2, 9, dtype=torch.int64)}
     torch.testing.assert_close(model(ids_of(), **idle).logits, model(ids_of()).logits)
+
+
+def test_a_module_that_says_nothing_is_causal_as_in_sdpa() -> None:
+    x = torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (
+        ALL_ATTENTION_FUNCTIONS[name](torch.nn.Identity(), x, x, x, None)[0] for name in (hf.ATTENTION, "sdpa")
+    )
+    torch.testing.assert_close(ours, theirs)
+    seen = ALL_ATTENTION_FUNCTIONS[hf.ATTENTION](torch.nn.Identity(), x[:, :, :3], x[:, :, :3], x[:, :, :3], None)[0]
+    torch.testing.assert_close(ours[:, :3], seen)
 
 
 def test_a_decoder_that_says_it_is_not_causal_sees_no_later_token() -> None:
@@ -202,8 +215,20 @@ def test_prompts_that_are_learned_are_refused(settings: Any, name: str) -> None:
         lambda: hf.beam_search(model, ids_of(), beam_size=2, max_steps=3),
         lambda: hf.packed_forward(model, packed(4, 5)),
     ):
-        with pytest.raises(ValueError, match=rf"hf.\w+: model has {name}.*LoRA, IA3 and their like go"):
+        with pytest.raises(ValueError, match=rf"hf.\w+: model has {name}.*not known here.*LoRA, IA3 and their like go"):
             run()
+    model.eval()
+    ids = ids_of()
+    with model.disable_adapter():
+        logits = hf.packed_forward(model, packed(4, 5)).values
+        alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in packed(4, 5).unbind()])
+        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+        theirs = model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=[2])
+        ours = hf.rollout(model, ids, max_new_tokens=3, eos_token_id=2).tokens.pad(0)
+        assert torch.equal(ours, theirs[:, 9:])
+        assert hf.beam_search(model, ids, beam_size=2, max_steps=3).scores.shape == (2, 2)
+    with pytest.raises(ValueError, match=f"hf.rollout: model has {name}"):
+        hf.rollout(model, ids, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -211,11 +236,35 @@ def test_prompts_that_are_learned_are_refused(settings: Any, name: str) -> None:
     [
         peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False),
         peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        peft.GraloraConfig(target_modules=_TWO, r=4, gralora_k=2),
+        peft.DeloraConfig(target_modules=_TWO, r=4),
+        peft.OSFConfig(target_modules=_TWO),
+        peft.PsoftConfig(target_modules=_TWO, r=4),
+        peft.PveraConfig(target_modules=["q_proj"], r=4),
+        peft.HiraConfig(target_modules=_TWO, r=4),
+        peft.GloraConfig(target_modules=_TWO, r=4),
+        peft.UniLoraConfig(target_modules=_TWO, r=4),
+        peft.TinyLoraConfig(target_modules=_TWO, r=4),
+        peft.FrodConfig(target_modules=["q_proj"]),
+        peft.DeftConfig(target_modules=_TWO, r=4),
+        peft.BeftConfig(target_modules=_TWO),
+        peft.PeanutConfig(target_modules=_TWO, r=4),
+        peft.SupertuningConfig(target_modules=_TWO),
+        peft.WaveFTConfig(target_modules=["q_proj"], n_frequency=20),
     ],
+    ids=lambda settings: settings.peft_type.value,
 )
 def test_adapters_of_single_tokens_go(settings: Any) -> None:
-    model: Any = peft.get_peft_model(build("grouped"), settings).double().eval()
+    torch.manual_seed(3)
+    model: Any = peft.get_peft_model(build("grouped"), settings)
+    for x in model.parameters():
+        if x.requires_grad:
+            x.data.add_(torch.randn_like(x), alpha=0.1)
+    model = model.double().eval()
     ids, mask = prompts(model, padded=False)
+    rows = packed(7, 1, 5)
+    alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows.unbind()])
+    torch.testing.assert_close(hf.packed_forward(model, rows).values, alone)
     drawn = hf.rollout(model, ids, mask, max_new_tokens=4, eos_token_id=[])
     every = torch.cat([ids, drawn.tokens.pad(0)], 1)
     scores = model(input_ids=every, use_cache=False).logits[:, 5:-1].log_softmax(-1)
@@ -248,6 +297,49 @@ def test_layers_that_share_keys(kind: str) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=r"hf.\w+: model .*has layers that share the keys of others"):
             run()
+
+
+@pytest.mark.parametrize("adapter", ["LILY", "a kind of tomorrow"])
+def test_adapters_that_are_not_known_are_refused(adapter: str) -> None:
+    model: Any = peft.get_peft_model(model_of("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    model.peft_config["default"].peft_type = adapter
+    with pytest.raises(ValueError, match=f"model has {adapter} of PEFT, which is not known here to work on each token"):
+        hf.rollout(model, ids_of(), max_new_tokens=3)
+
+
+def _experts(sparse: int) -> Any:
+    torch.manual_seed(1)
+    config = transformers.NllbMoeConfig(
+        vocab_size=41, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_experts=2, decoder_start_token_id=0,
+        max_position_embeddings=64, encoder_sparse_step=sparse, decoder_sparse_step=sparse,
+    )  # fmt: skip
+    return transformers.NllbMoeForConditionalGeneration(config).eval()
+
+
+def test_experts_that_are_full_for_others_are_refused() -> None:
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=41, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=4, num_experts=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, decoder_start_token_id=0,
+    )  # fmt: skip
+    for model in (transformers.SwitchTransformersForConditionalGeneration(config).eval(), _experts(2)):
+        for run in (
+            lambda: hf.rollout(model, ids_of(), max_new_tokens=3),  # noqa: B023
+            lambda: hf.beam_search(model, ids_of(), beam_size=2, max_steps=3),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=r"hf.\w+: model has \w+Router, whose experts take no more tokens"):
+                run()
+
+
+def test_a_model_made_for_experts_that_has_none_goes() -> None:
+    model, ids = _experts(4), ids_of()
+    for x in model.parameters():
+        if x.dim() > 1:
+            x.data.mul_(5)
+    theirs = model.generate(ids, max_new_tokens=5, num_beams=1, do_sample=False, eos_token_id=[2], pad_token_id=1)
+    ours = hf.rollout(model, ids, max_new_tokens=5, eos_token_id=2)
+    assert torch.equal(ours.tokens.pad(1), theirs[:, 1:])
+    assert hf.beam_search(model, ids, beam_size=2, max_steps=3, eos_token_id=2).scores.requires_grad
 
 
 # -- advice

@@ -185,3 +185,11 @@ def test_an_ordering_of_what_another_one_moved_is_taken():
     found = second.mask_mod(first.mask_mod(near))(new * 0, new * 0, new[:, None], new)
     old = first.permutation[second.permutation]
     assert torch.equal(found, near(new, new, old[:, None], old))
+
+
+def test_an_order_that_moves_nothing_takes_what_it_moved():
+    found = ordering.natural(torch.ones(16, 16), block_size=4)
+    new = torch.arange(16)
+    again = found.mask_mod(found.mask_mod(near))(new * 0, new * 0, new[:, None], new)
+    assert torch.equal(again, near(new, new, new[:, None], new))
+    assert torch.equal(found.block_mask(found.mask_mod(near)).to_dense(), found.block_mask(near).to_dense())
