@@ -131,7 +131,7 @@ def is_causal(module: Any) -> bool:
         raise WrongValue(
             f"{type(module).__name__} attends without a mask, and nothing says whether it sees later tokens; {NOT_READ}"
         )
-    return says is None and (config is None or skips_masks(config)) or bool(says)
+    return bool(says) if says is not None else config is None or skips_masks(config)
 
 
 @cache

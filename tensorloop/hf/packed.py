@@ -27,7 +27,8 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
 
     Shapes: ids (B, T*) int64 -> logits (B, T*, V); of a model without a head, its last hidden states. `model` is of
     transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any implementation, windows,
-    grouped heads, soft caps and dropout included. Each row has the positions that the model gives it alone. `options` go to the model's forward.
+    grouped heads, soft caps and dropout included. Each row has the positions that the model gives it alone. `options`
+    go to the model's forward.
     Gradient: as that of the padded call. Layers may be checkpointed.
     Cost: what N = sum(lens) tokens cost, and in attention the pairs within rows. Bytes kept: O(N). Attention with soft
     caps, and with dropout of its weights in training, takes a quarter more, as rows of about equal length are padded.

@@ -35,7 +35,7 @@ class Numbering(NamedTuple):
     forgets: bool  # embeddings have the first positions, whatever is in the cache
 
     def number(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The model's positions of `tokens` (B, t), or of embeddings (B, t, d), whose places in their rows are given."""
+        """The model's positions of `tokens` (B, t), or embeddings (B, t, d), at these places of their rows."""
         placed = positions + self.padding + 1
         return placed if tokens.dim() == 3 else torch.where(tokens == self.padding, self.padding, placed)
 
@@ -118,6 +118,6 @@ def check_rows(model: nn.Module, text: Any, ids: PackedTensor, numbering: Number
         changes = kind not in _FIXED and longest > turn
         if changes and (kind != "longrope" or bool(((ids.lens > 0) & (ids.lens <= turn)).any())):
             raise WrongValue(
-                f"ids has a row of {longest} tokens: past {turn} the angles of all positions of model ({kind!r}) change "
-                "with the longest row; give longer rows by themselves, to the model"
+                f"ids has a row of {longest} tokens: past {turn} all angles of the model ({kind!r}) change with the "
+                "longest row; give longer rows to the model itself, one by one"
             )

@@ -70,7 +70,7 @@ class Decoder:
         self.config = self.model.config
         self.text = self.config.get_text_config(decoder=True)
         self.reads_source = bool(self.config.is_encoder_decoder)
-        self.numbering = find_numbering(model.get_decoder() if self.reads_source else model)
+        self.numbering = find_numbering(self.model.get_decoder() if self.reads_source else model)
         base: Any = self.model.get_base_model() if hasattr(model, "get_base_model") else model
         self.takes = inspect.signature(base.forward).parameters
         if "past_key_values" not in self.takes or self.model.get_output_embeddings() is None:
