@@ -39,6 +39,8 @@ class _Here(threading.local):
     in_library = False
     # The public function that the loops of this library are called by, where that is another than theirs.
     caller: str | None = None
+    # How many loops of no steps learn the shapes of their outputs.
+    shapes = 0
     # How many replays of checkpointed loops run.
     replays = 0
     # How many looks at the bodies of compiled loops are on. Loops in a body are a part of its step; they do the same
@@ -78,13 +80,13 @@ def called_as(caller: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def looked_at() -> Iterator[None]:
-    """What runs inside is looked at, and its results are not kept: loops in it are a part of that."""
-    here.looks += 1
+def without_numbers() -> Iterator[None]:
+    """What runs inside has tensors without numbers, for their shapes alone."""
+    here.shapes += 1
     try:
         yield
     finally:
-        here.looks -= 1
+        here.shapes -= 1
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.errors import WrongType
-from tensorloop._common.scope import looked_at
+from tensorloop._common.scope import without_numbers
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.compiled import around
@@ -26,7 +26,7 @@ def empty_outputs(loop: Loop) -> Any:
     assert loop.slices is not None
     dim = loop.outputs.dim
     around.check_steps(loop.title)
-    with fake_tensors() as fake, torch.no_grad(), looked_at():
+    with fake_tensors() as fake, torch.no_grad(), without_numbers():
         state = [_fake(fake, x) for x in loop.init]
         row: list[Any] = []
         for x, d in loop.slices.tensors:

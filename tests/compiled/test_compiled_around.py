@@ -237,7 +237,8 @@ def differentiates_apart(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
 def differentiates_backward(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
     w = h.detach().requires_grad_()
     torch.autograd.backward([(w * x).square().sum()])
-    return h - 0.1 * w.grad, None  # pyright: ignore[reportOptionalOperand]
+    assert w.grad is not None
+    return h - 0.1 * w.grad, None
 
 
 @pytest.mark.parametrize("step", [differentiates, differentiates_apart, differentiates_backward])

@@ -85,7 +85,7 @@ def test_select_by_the_number_of_the_step_counts_from_the_end():
 
 def test_an_assertion_is_not_dropped():
     def body(h: Tensor, x: Tensor) -> Any:
-        torch._assert_async((h < 3).all())
+        torch._assert_async((h < 3).all())  # pyright: ignore[reportPrivateImportUsage]
         return h + x + 1, None
 
     with pytest.raises(RuntimeError, match="raises where a value is not as it should be"):
@@ -145,7 +145,8 @@ def test_tracing_unrolls_the_loop():
     def run(x: Tensor) -> Tensor:
         return tl.scan(lambda h, x: (h + x, None), H, x, compile=True)[0]
 
-    torch.testing.assert_close(torch.jit.trace(run, (XS,))(XS * 2), run(XS * 2))
+    traced: Any = torch.jit.trace(run, (XS,))
+    torch.testing.assert_close(traced(XS * 2), run(XS * 2))
 
 
 def test_a_first_run_within_a_backward_pass_is_no_replay():
@@ -200,7 +201,7 @@ def test_a_condition_that_gives_an_int_is_an_error(compile: Any):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TypeError, match=r"got int 1; wrap it with bool"):
-            tl.while_loop(lambda h: int(h.sum() < 9), lambda h: h + 1, H, compile=compile)
+            tl.while_loop(lambda h: int(h.sum() < 9), lambda h: h + 1, H, compile=compile)  # pyright: ignore
 
 
 # -- torch.set_num_threads in a body and in a condition

@@ -176,7 +176,6 @@ def test_a_global_function_may_be_defined_again_at_another_line() -> None:
     torch.testing.assert_close(grad(out, W)[0], true)
 
 
-@pytest.mark.eager_only("what is under test is the walk over names of a loop that is not compiled")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_modules_of_torch_jit_may_be_named() -> None:
     scripted: Any = torch.jit.script(nn.Linear(3, 3, dtype=W.dtype))

@@ -139,4 +139,4 @@ def _events(code: CodeType) -> Iterator[_Event]:
         else:
             is_none = i.opname == "LOAD_CONST" and i.argval is None
             does = "test" if is_none or i.opname.startswith(_TESTS) else "other"
-            yield _Event("super" if i.opname == "LOAD_SUPER_ATTR" else does, str(names[0]), i.is_jump_target)
+            yield _Event("super" if i.opname == "LOAD_SUPER_ATTR" else does, str(i.argval), i.is_jump_target)

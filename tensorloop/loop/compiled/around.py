@@ -24,7 +24,7 @@ def nothing_to_do(loop: Loop) -> bool:
 
     What keeps a loop in a step of an eager one from being compiled was said as the step ran, and is not in its replay.
     """
-    return loop.length == 0 or here.looks > 0 or here.replays > 0
+    return loop.length == 0 or here.looks > 0 or here.replays > 0 or here.shapes > 0
 
 
 def without_inference() -> AbstractContextManager[object]:
@@ -74,7 +74,7 @@ def check_surroundings() -> None:
             "a torch.func transform (grad, vmap, jvp ...) is around the loop",
             "torch.autograd.grad and a batch dim take a compiled one",
         )
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise Refused("torch.jit.trace is on, which writes down operations", "trace the loop with compile=False")
     if transforms.forward_mode():
         raise Refused("forward-mode differentiation is on", "backward() takes a compiled loop")

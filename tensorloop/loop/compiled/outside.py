@@ -216,7 +216,7 @@ class Outside:
             self._iterators.append(name)
         elif kind is random.Random:
             self._hold_state(name, x.getstate, x.setstate)
-        elif hasattr(x, "bit_generator"):
+        elif hasattr(type(x), "bit_generator"):
             numpys = x.bit_generator
             self._hold_state(name, lambda: numpys.state, partial(setattr, numpys, "state"))
         elif kind.__module__.partition(".")[0] not in _FOREIGN or kind.__module__ == "types":

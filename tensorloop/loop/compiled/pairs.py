@@ -251,12 +251,14 @@ def _pow(a: Any, b: Any) -> Pair:
                 found = _mul(found, a)
             return found if b > 0 else _div(1, found)
     if not isinstance(a, (Pair, Tensor)):
+        assert isinstance(b, Pair)
         a = Pair(torch.full_like(b.re, complex(a).real), torch.full_like(b.re, complex(a).imag))
     a = _pair(a)
     if not isinstance(b, (Pair, complex)):
         return _exp(_mul(_log(a), b))
     # 0 to the power of what has a positive real part is 0, whose logarithm would be turned by infinity.
-    zero = (a.re == 0) & (a.im == 0) & ((b.re if isinstance(b, Pair) else b.real) > 0)
+    up: Any = b.re if isinstance(b, Pair) else b.real
+    zero = (a.re == 0) & (a.im == 0) & (up > 0)
     found = _exp(_mul(_log(Pair(torch.where(zero, 1.0, a.re), a.im)), b))
     return Pair(torch.where(zero, 0.0, found.re), torch.where(zero, 0.0, found.im))
 
