@@ -28,6 +28,7 @@ NEWEST = 0.25  # the share of the newest call in a mean
 MOST = 8.0  # times the mean, as which a call counts at most: one that was interrupted by something else proves little
 TRIED = 3  # calls of the team on trial
 SMALL = 100_000_000  # operations of a step
+MANY = 16  # steps, of which one on one thread is little
 GAP, LONGEST_GAP = 8, 256  # calls between trials
 
 
@@ -110,10 +111,9 @@ class Clock:
         pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
         return found
 
-    @property
-    def looks_alone(self) -> bool:
-        """Whether one thread looks at the first step: for small ones a second is only something to wait for."""
-        return self._small or self._alone
+    def looks_alone(self, steps: int | None) -> bool:
+        """Whether one thread looks at the first of so many steps: a second one may be only something to wait for."""
+        return self._small or self._alone or steps is None or steps >= MANY
 
 
 _clocks: "WeakValueDictionary[Hashable, Clock]" = WeakValueDictionary()  # by what is known of a loop before its step
@@ -124,7 +124,7 @@ def remember(root: Hashable, clock: Clock) -> None:
     _clocks[root] = clock
 
 
-def as_before(root: Hashable) -> AbstractContextManager[object]:
-    """For a look at the first step of a loop, whose numbers nobody sees."""
+def as_before(root: Hashable, steps: int | None) -> AbstractContextManager[object]:
+    """For a look at the first of so many steps of a loop, whose numbers nobody sees."""
     clock = None if torch.get_num_threads() == 1 else _clocks.get(root)
-    return emitter.alone(True) if clock is not None and clock.looks_alone else nullcontext()
+    return emitter.alone(True) if clock is not None and clock.looks_alone(steps) else nullcontext()

@@ -86,7 +86,7 @@ class Recorded:
         self.root = self._root()
         self._glance: Glance | None = None
         self.draws: list[Draw] = []
-        with as_before(self.root):
+        with as_before(self.root, loop.length):
             if lines or not self._known_at_a_glance():
                 self._record(lines, live)
 
