@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import cache_utils
 
 from tensorloop import hf
 from tensorloop.hf import version
@@ -106,16 +105,16 @@ def test_use_cache_is_not_what_decides() -> None:
 def test_versions_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     version.check_version()
     with monkeypatch.context() as changed:
-        changed.setattr(transformers, "__version__", "4.57.1")
+        changed.setattr(version.transformers, "__version__", "4.57.1")
         with pytest.raises(ImportError, match=r"needs transformers 5.20 or newer, got 4.57.1: pip install -U"):
             version.check_version()
     with monkeypatch.context() as changed:
-        changed.delattr(cache_utils, "get_layer_types_and_kwargs")
+        changed.delattr(version.cache_utils, "get_layer_types_and_kwargs")
         with pytest.raises(ImportError, match=r"does not know the caches of transformers .* no get_layer_types_and"):
             version.check_version()
     with monkeypatch.context() as changed:
-        more = frozenset({*cache_utils.CacheLayerMixin.__abstractmethods__, "fold"})
-        changed.setattr(cache_utils.CacheLayerMixin, "__abstractmethods__", more)
+        more = frozenset({*version.cache_utils.CacheLayerMixin.__abstractmethods__, "fold"})
+        changed.setattr(version.cache_utils.CacheLayerMixin, "__abstractmethods__", more)
         with pytest.raises(ImportError, match=r"which has layers with fold: install a version from 5.20 to 5.23"):
             version.check_version()
 
