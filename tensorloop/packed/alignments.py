@@ -56,7 +56,7 @@ class _Ctc(torch.autograd.Function):
 
 
 def ctc_formula(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, blank: int) -> Tensor:
-    """The same in ordinary operations, of a number for each entry and state of the longest targets."""
+    """Alignments in ordinary operations, of a number for each entry and state of the longest targets."""
     lens, sizes = offsets.diff(), token_offsets.diff()
     frames, most = (int(x.max()) if len(x) else 0 for x in (lens, sizes))
     labels = torch.full((len(lens), 2 * most + 1), blank, device=values.device)

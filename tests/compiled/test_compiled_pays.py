@@ -86,6 +86,13 @@ def test_the_first_calls_which_wake_threads_do_not_count():
     assert all(chosen[FIRST:])
 
 
+@pytest.mark.parametrize(
+    ("work", "steps", "alone"), [(10**9, 8, False), (10**9, 16, True), (10**9, None, True), (9, 2, True)]
+)
+def test_one_thread_looks_at_small_steps_and_at_one_of_many(work: int, steps: int | None, alone: bool):
+    assert pays.Clock(work).looks_alone(steps) is alone
+
+
 # -- in loops
 
 D = torch.float32

@@ -74,7 +74,7 @@ class _Chains:
         self._places = 0
 
     def add(self, code: CodeType, outer: dict[str, _Root]) -> None:
-        """Those of a code and of the functions in it. `outer` has the variables around it."""
+        """Collects the chains of a code and of the functions in it. `outer` has the variables around it."""
         place, self._places = self._places, self._places + 1
         roots = {name: (name, place) for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars)}
         roots |= {name: outer[name] for name in code.co_freevars if name in outer}
@@ -106,7 +106,7 @@ class _Chains:
                 now = ((event.name, -1), ())
 
     def resolved(self, chain: _Chain) -> _Chain:
-        """The same by its first name."""
+        """A chain by the first name of what it begins with: `c.scale` as `self.config.scale`."""
         for _ in range(8):  # `b = a; a = b` would go round
             if self._stores[chain[0]] != 1 or chain[0] not in self._names:
                 break

@@ -59,11 +59,11 @@ class Run:
         return last, apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
 
     def timed(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """As `forward`, by a team of threads where that pays."""
+        """Runs the loop forward, by a team of threads where that pays."""
         return self._by_clock("forward", self.steps, lambda: self.forward(tensors))
 
     def timed_backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
-        """As `backward`, by a team of threads where that pays."""
+        """The gradients of the inputs, by a team of threads where that pays."""
         return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
 
     def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:

@@ -20,7 +20,7 @@ class Refused(Exception):
         self.reason, self.cure, self.place = reason, cure, place
 
     def alone(self) -> "Refused":
-        """The same without the frames it was raised in, to be kept, or raised again."""
+        """A copy of the refusal without the frames it was raised in, to be kept, or raised again."""
         return Refused(self.reason, self.cure, self.place)
 
 
