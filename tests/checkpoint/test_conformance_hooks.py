@@ -258,7 +258,7 @@ def test_loops_in_threads_share_their_weights(checkpoints: Any) -> None:
 
 @pytest.mark.parametrize("in_thread", [lambda c, w: (c * w).sin(), lambda c, w: c * w])
 def test_what_a_thread_of_the_body_makes_is_part_of_the_step(in_thread: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Where its numbers are ahead of those of the loop's own thread; where they are not: `docs/limits.md`."""
+    """Where its numbers are ahead of those of the loop's own thread; where they are not: `docs/api/loop.md`."""
     with ThreadPoolExecutor(1) as threads:
         ahead = torch.zeros(1, requires_grad=True)
         threads.submit(lambda: [ahead + 1 for _ in range(20_000)]).result()

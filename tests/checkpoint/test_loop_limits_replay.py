@@ -1,4 +1,4 @@
-"""What `docs/limits.md` says of checkpointed loops: what a replay refuses, and what it cannot see.
+"""The limits in `docs/api/loop.md`, of checkpointed loops: what a replay refuses, and what it cannot see.
 
 As long as that section: one test or more for each of its sentences.
 """

@@ -1,4 +1,4 @@
-"""What docs/limits.md says of compiled loops: what they may do otherwise than eager ones, and no more than that."""
+"""The limits in docs/api/loop.md, of compiled loops: how they may differ from eager ones, and no more than that."""
 
 from typing import Any
 

@@ -305,7 +305,7 @@ def test_changed_in_place_before_backward_raises_or_uses_the_forward_value(
 @with_and_without_checkpoints
 @pytest.mark.parametrize("kind", ["tensor", "result", "module", "array", "array of results"])
 def test_a_name_that_is_rebound_before_backward_raises_or_uses_the_forward_value(kind: str, checkpoints: Any) -> None:
-    """Never silently the new one. (A number that is rebound goes unseen: docs/limits.md.)"""
+    """Never silently the new one. (A number that is rebound goes unseen: docs/api/loop.md.)"""
     init = randn(2)
     linear = [nn.Linear(2, 2, dtype=torch.float64) for _ in range(2)]
     made: dict[str, Callable[[Tensor], Any]] = {
