@@ -14,7 +14,7 @@ from typing import Any
 
 import harness
 import torch
-from script import Result, Script, Target, target_table
+from script import Result, Script, Target
 from torch import Tensor
 
 import tensorloop as tl
@@ -218,9 +218,27 @@ def section(result: Result, picture: str) -> str:
             "float32, one thread. Bytes are counted, inputs left out. In brackets: relative to `tl.scan`, which keeps "
             "what a Python loop keeps.",
             harness.table(["program", "T", "code", *COLUMNS.values()], rows, text_columns=3),
-            target_table(targets(result)),
         ]
     )
+
+
+def summary(result: Result) -> list[str]:
+    """Our operators against a loop of `tl.scan`, which is the peer here."""
+    T = max(entry["cell"]["T"] for entry in result["entries"])
+
+    def times(way: str) -> dict[str, float]:
+        found = {PROGRAMS[program][0]: ratio(result, "total_s", program, T, way) for program in PROGRAMS}
+        return {title: x for title, x in found.items() if x}
+
+    text = []
+    for way in ("recurrence", "associative"):
+        if found := times(way):
+            parts = [f"{title} {harness.digits(x)}" for title, x in found.items()]
+            text.append(f"Time of `{WAYS[way]}`, times that of a loop by `tl.scan`: {', '.join(parts)}.")
+    slower = [title for title, x in times("associative").items() if x > 1]
+    if slower:
+        text.append(f"The loop is the faster one beside `tl.associative_scan` for: {', '.join(slower)}.")
+    return [" ".join(text)] if text else []
 
 
 def targets(result: Result) -> list[Target]:
@@ -240,6 +258,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 2},
     checks=checks,
     targets=targets,

@@ -112,6 +112,16 @@ def times(result: Result, step: str, way: str) -> tuple[float | None, float | No
     return (found * 1e3, found / plain) if found and plain else (None, None)
 
 
+def summary(result: Result) -> list[str]:
+    found = {way: [x for step in STEPS if (x := times(result, step, way)[1])] for way in BOUNDS}
+    if not all(found.values()):
+        return []
+    ranges = [
+        f"`{way}` makes a {BOUNDS[way][0]} {min(x):.2f} to {max(x):.2f} times as long" for way, x in found.items()
+    ]
+    return [f"{'; '.join(ranges)}. Operations that are tiny cost the most."]
+
+
 def section(result: Result, picture: str) -> str:
     rows = []
     for step, name in STEPS.items():
@@ -143,6 +153,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 3},
     targets=targets,
 )
