@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import harness
+import sentences
 import torch
 from script import Result, Script, Target
 from torch import Tensor
@@ -231,14 +232,11 @@ def summary(result: Result) -> list[str]:
         return {title: x for title, x in found.items() if x}
 
     text = []
-    for way in ("recurrence", "associative"):
-        if found := times(way):
-            parts = [f"{title} {harness.digits(x)}" for title, x in found.items()]
-            text.append(f"Time of `{WAYS[way]}`, times that of a loop by `tl.scan`: {', '.join(parts)}.")
-    slower = [title for title, x in times("associative").items() if x > 1]
-    if slower:
-        text.append(f"The loop is the faster one beside `tl.associative_scan` for: {', '.join(slower)}.")
-    return [" ".join(text)] if text else []
+    if found := times("recurrence"):
+        parts = [f"{sentences.speed(x, 'a `tl.scan`')} ({title})" for title, x in found.items()]
+        text.append(f"`tl.linear_recurrence` is {sentences.listed(parts)}.")
+    peers = {f"`tl.scan` beside `tl.associative_scan`, {title}": x for title, x in times("associative").items()}
+    return [*text, *sentences.winners(peers)]
 
 
 def targets(result: Result) -> list[Target]:

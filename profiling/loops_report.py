@@ -182,7 +182,8 @@ def summary(result: Result) -> list[str]:
         if kept and plain and slower:
             text.append(
                 f"{UNKNOWN}, {N:,} steps, peaks at {harness.digits(kept, 'MiB')} with 32 checkpoints and at "
-                f"{harness.digits(plain, 'MiB')} as a plain loop. It takes {sentences.times(slower)} times as long."
+                f"{harness.digits(plain, 'MiB')} as a plain loop. With checkpoints it takes "
+                f"{sentences.times(slower)} times as long."
             )
     found: list[str] = []
     for kind in tables.UNITS:

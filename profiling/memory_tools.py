@@ -24,6 +24,7 @@ from tensorloop._torch.dispatch import OperationMode
 from tensorloop.memory import saved_residuals, track
 
 BOUNDS = {"saved_residuals": ("forward", 3.0), "track": ("step", 1.5)}  # times what, at most
+WATCHED = {"saved_residuals": "forward pass", "track": "training step"}
 SHOWN = {"saved_residuals": "forward", "empty mode": "step", "track": "step"}
 RUNS = {"quick": 3, "short": 5, "usual": 9}
 WARM_UPS = 2
@@ -117,9 +118,9 @@ def summary(result: Result) -> list[str]:
     if not all(found.values()):
         return []
     ranges = [
-        f"`{way}` makes a {BOUNDS[way][0]} {min(x):.2f} to {max(x):.2f} times as long" for way, x in found.items()
+        f"`{way}` makes a {WATCHED[way]} take {min(x):.2f} to {max(x):.2f} times as long" for way, x in found.items()
     ]
-    return [f"{'; '.join(ranges)}. Operations that are tiny cost the most."]
+    return [f"{'; '.join(ranges)}. Loops of small operations pay the most."]
 
 
 def section(result: Result, picture: str) -> str:

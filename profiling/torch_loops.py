@@ -194,8 +194,9 @@ def summary(result: Result) -> list[str]:
         for name in names
     ]
     return [
-        f"tensorloop's gradients are those of a Python loop to {harness.digits(ours.value)}. torch's own operators are "
-        f"apart by: {'; '.join(theirs)}."
+        f"tensorloop's gradients agree with a Python loop's to {harness.digits(ours.value)}. Those of torch's own "
+        "operators are off by:",
+        "\n".join(f"- {text}" for text in theirs),
     ]
 
 
