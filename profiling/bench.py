@@ -18,6 +18,7 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import captions
 import harness
@@ -86,9 +87,11 @@ def read(path: Path) -> Result | None:
 def section(folder: Path, failed: Sequence[str]) -> str:
     """Of every script that has results of a short set: the figures of that, beside those of its usual run."""
     parts = [f"Not finished, so their figures are missing or older: {'; '.join(failed)}."] if failed else []
-    for name in SCRIPTS:
-        if short := read(folder / f"{name}.json"):
-            parts += [f"### {name}", *of_script(short, read(harness.results(name)))]
+    found = {name: short for name in SCRIPTS if (short := read(folder / f"{name}.json"))}
+    judged = [met for short in found.values() for given in short["targets"] if (met := Target(**given).met) is not None]
+    parts.append(f"In the short set {sum(judged)} of {len(judged)} targets are met. A column is one run.")
+    for name, short in found.items():
+        parts += [f"### {name}", *of_script(short, read(harness.results(name)))]
     return "\n\n".join(parts)
 
 
@@ -101,10 +104,15 @@ def of_script(short: Result, usual: Result | None) -> list[str]:
             other = before.get(what)
             rows.append([what, bound, f"{value} {holds}".strip(), other.row()[1] if other else "-"])
     command = f" Command: `{names.worded(short['about']['command'])}`."
-    beside = f" Beside it: `{names.worded(usual['about']['command'])}`, {usual['about']['date']}." if usual else ""
+    beside = f" Beside it: `{names.worded(usual['about']['command'])}`, {with_which(usual['about'])}." if usual else ""
     lines = [captions.line(short) + command + beside, harness.table(["", "bound", "short set", "usual run"], rows)]
     missing = harness.failures(short["entries"])
     return [*lines, *([f"No figure: {len(missing)} cells failed, see the file of results."] if missing else [])]
+
+
+def with_which(about: dict[str, Any]) -> str:
+    """Date, version and machine of the usual run, which need not be those of the short set."""
+    return f"{about['date']}, tensorloop {about['versions']['tensorloop']}, {about['machine']['processor']}"
 
 
 def arguments(given: Sequence[str] | None) -> Namespace:

@@ -1,4 +1,4 @@
-"""One command line and one course of events for the scripts here: check, measure, targets, tables, picture.
+"""What all scripts here share: a command line, then checks, measurements, targets, tables and picture, in this order.
 
 A script tells which cells there are, what a process does with one, and what the results say: a `Script`. The rest is
 here. First come the checks: where values or gradients differ, nothing is timed and the exit status is 1. Then every

@@ -189,7 +189,7 @@ def summary(result: Result) -> list[str]:
     if ours.value is None:
         return []
     theirs = [
-        f"{TITLES[loop]}, gradient of {name}: {text_of(result, loop, name, torch='this', way='torch')}"
+        f"{TITLES[loop]}, gradient of {name}: {text_of(result, loop, name, torch='this', way='torch').replace('error', 'it raises')}"
         for loop, names in WANTED.items()
         for name in names
     ]

@@ -77,7 +77,8 @@ def test_bench_shows_the_usual_figures_beside(modules: dict[str, Any]):
     about = modules["harness"].about(1, command="python profiling/x.py", date="2020-02-02")
     short = {"about": about, "entries": [], "targets": [target]}
     head, table = modules["bench"].of_script(short, {"about": about, "targets": [target | {"value": 0.125}]})
-    assert head.endswith("Beside it: `python profiling/x.py`, 2020-02-02.")
+    usual = f"2020-02-02, tensorloop {about['versions']['tensorloop']}, {about['machine']['processor']}."
+    assert head.endswith(f"Beside it: `python profiling/x.py`, {usual}")
     assert "| time | at most 0.5 |  0.25 met |     0.125 |" in table
 
 
