@@ -39,6 +39,11 @@ class Fact(NamedTuple):
         return self.ours / self.theirs if self.ours and self.theirs else None
 
 
+def beside(script: str, what: str, peer: str, figures: Sequence[float | None], unit: str) -> Fact:
+    ours, theirs = figures
+    return Fact(script, what, peer, ours, theirs, unit)
+
+
 def read(folder: Path, name: str) -> dict[str, Any]:
     path = folder / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else {"entries": []}
@@ -63,7 +68,7 @@ def compiled(folder: Path) -> list[Fact]:
         for way, name in peers.items()
     ]
     kept = [mib(results, kind="memory", workload="W2s", variant=way) for way in ("compiled_k32", "eqx_k32")]
-    return [*found, Fact("compiled", "memory of the compiled LSTM with 32 checkpoints", "Equinox", *kept, "MiB")]
+    return [*found, beside("compiled", "memory of the compiled LSTM with 32 checkpoints", "Equinox", kept, "MiB")]
 
 
 def mib(results: dict[str, Any], **cell: Any) -> float | None:
@@ -74,7 +79,7 @@ def mib(results: dict[str, Any], **cell: Any) -> float | None:
 def memory(folder: Path) -> list[Fact]:
     results = read(folder, "memory_curve")
     kept = [mib(results, workload="W3", T=1024, variant=way) for way in ("tensor_array", "cat")]
-    return [Fact("memory_curve", "memory of a decoder that attends to 1,024 past steps", "torch.cat", *kept, "MiB")]
+    return [beside("memory_curve", "memory of a decoder that attends to 1,024 past steps", "torch.cat", kept, "MiB")]
 
 
 def unknown_length(folder: Path) -> list[Fact]:
@@ -84,8 +89,8 @@ def unknown_length(folder: Path) -> list[Fact]:
     times = [harness.milliseconds(results, "total_s", kind="time", variant=way, **loop) for way in ways]
     what = "of a loop of unknown length, 10,000 steps, 32 checkpoints"
     return [
-        Fact("loops", f"memory {what}", "a plain loop", *kept, "MiB"),
-        Fact("loops", f"time {what}", "a plain loop", *times, "ms"),
+        beside("loops", f"memory {what}", "a plain loop", kept, "MiB"),
+        beside("loops", f"time {what}", "a plain loop", times, "ms"),
     ]
 
 
@@ -94,7 +99,7 @@ def search(folder: Path) -> list[Fact]:
     times = [harness.figure(results, "total_s", kind="speed", way=way, steps=256) for way in ("search", "HF")]
     speed = harness.figure(read(folder, "hf"), "ratio", kind="search", model="bart", prompt=8)
     return [
-        Fact("beam", "beam search, 256 tokens of a transformer", "`generate`", *times, "s"),
+        beside("beam", "beam search, 256 tokens of a transformer", "`generate`", times, "s"),
         Fact("hf", "beam search with BART after 8 tokens", "`generate`", speed and 1 / speed, 1.0, "times"),
     ]
 
@@ -109,8 +114,8 @@ def packed(folder: Path) -> list[Fact]:
         for way in ("packed", "padded sdpa")
     ]
     return [
-        Fact("packed", "a Conformer block on packed rows", "padded rows", *times, "ms"),
-        Fact("attention", "attention over packed rows of up to 16 tokens", "padded SDPA", *short, "ms"),
+        beside("packed", "a Conformer block on packed rows", "padded rows", times, "ms"),
+        beside("attention", "attention over packed rows of up to 16 tokens", "padded SDPA", short, "ms"),
     ]
 
 

@@ -188,15 +188,15 @@ def summary(result: Result) -> list[str]:
     (ours,) = targets(result)
     if ours.value is None:
         return []
-    theirs = [
-        f"{TITLES[loop]}, gradient of {name}: {text_of(result, loop, name, torch='this', way='torch').replace('error', 'it raises')}"
+    theirs = {
+        f"{TITLES[loop]}, gradient of {name}": text_of(result, loop, name, torch="this", way="torch")
         for loop, names in WANTED.items()
         for name in names
-    ]
+    }
     return [
         f"tensorloop's gradients agree with a Python loop's to {harness.digits(ours.value)}. Those of torch's own "
         "operators are off by:",
-        "\n".join(f"- {text}" for text in theirs),
+        "\n".join(f"- {what}: {text.replace('error', 'it raises')}" for what, text in theirs.items()),
     ]
 
 

@@ -34,7 +34,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run("--quick", "--rounds", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "no figure" not in done.stderr
-    assert "### Targets" in done.stdout
+    assert "**Targets.**" in done.stdout
     return out
 
 
