@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import harness
+import sentences
 import torch
-from script import Result, Script, Target, target_table
+from script import Result, Script, Target
 from torch import Tensor
 
 import tensorloop as tl
@@ -218,9 +219,24 @@ def section(result: Result, picture: str) -> str:
             "float32, one thread. Bytes are counted, inputs left out. In brackets: relative to `tl.scan`, which keeps "
             "what a Python loop keeps.",
             harness.table(["program", "T", "code", *COLUMNS.values()], rows, text_columns=3),
-            target_table(targets(result)),
         ]
     )
+
+
+def summary(result: Result) -> list[str]:
+    """Our operators against a loop of `tl.scan`, which is the peer here."""
+    T = max(entry["cell"]["T"] for entry in result["entries"])
+
+    def times(way: str) -> dict[str, float]:
+        found = {PROGRAMS[program][0]: ratio(result, "total_s", program, T, way) for program in PROGRAMS}
+        return {title: x for title, x in found.items() if x}
+
+    text = []
+    if found := times("recurrence"):
+        parts = [f"{sentences.speed(x, 'a `tl.scan`')} ({title})" for title, x in found.items()]
+        text.append(f"`tl.linear_recurrence` is {sentences.listed(parts)}.")
+    peers = {f"`tl.scan` beside `tl.associative_scan`, {title}": x for title, x in times("associative").items()}
+    return [*text, *sentences.winners(peers)]
 
 
 def targets(result: Result) -> list[Target]:
@@ -240,6 +256,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 2},
     checks=checks,
     targets=targets,

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import harness
 import plots
+import sentences
 import torch
-from script import Result, Script, Target, target_table
+from script import Result, Script, Target
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
@@ -253,7 +254,6 @@ def section(result: Result, picture: str) -> str:
             f"{HEADS} heads of {WIDTH}, float32, medians of {REPEATS} runs. Rows have lengths uniform in 1..T; the "
             "padded ways pad them to the longest. *Peak* is the growth of resident memory over forward and backward.",
             text(entries),
-            target_table(targets(result)),
             "\n".join(f"- {line}" for line in notes(entries)),
             f"![Time against the padded way]({picture})",
         ]
@@ -271,6 +271,25 @@ def targets(result: Result) -> list[Target]:
         (T, ratio(result["entries"], "encoder", T, "total_s")) for T in sizes(result["entries"]).get("encoder", [])
     ]
     return [Target(f"encoder layer, T={T}: time / padded", x, ENCODER) for T, x in found if x is not None]
+
+
+def summary(result: Result) -> list[str]:
+    """Packed rows beside padded ones, and where another way is faster."""
+    found, ratios = figures(result["entries"]), {}
+    for workload, variant, T in found:
+        ours = found.get((workload, VARIANTS[workload][0], T), {}).get("total_s")
+        other = found[workload, variant, T].get("total_s")
+        if variant != VARIANTS[workload][0] and ours and other:
+            ratios[f"{variant}, {TITLES[workload]}, T={T:,}"] = ours / other
+    text = []
+    for T in sizes(result["entries"]).get("encoder", [])[-1:]:
+        time, peak = (ratio(result["entries"], "encoder", T, key) for key in ("total_s", "peak_bytes"))
+        if time and peak:
+            text.append(
+                f"An encoder layer over packed rows of up to {T:,} tokens is {sentences.speed(time, 'a padded one')}, "
+                f"with {sentences.share(peak)} of its memory."
+            )
+    return [*text, *sentences.winners(ratios)]
 
 
 def notes(entries: Sequence[harness.Entry]) -> list[str]:
@@ -302,6 +321,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 1},
     checks=checks,
     targets=targets,

@@ -19,8 +19,9 @@ import beam_g2p
 import beam_models as models
 import harness
 import plots
+import sentences
 import torch
-from script import Peer, Place, Result, Script, Target, target_table
+from script import Peer, Place, Result, Script, Target
 
 from tensorloop import memory
 
@@ -185,10 +186,42 @@ def section(result: Result, picture: str) -> str:
         "own:",
         harness.table(["way", "forward", "forward + backward"], trained(result)),
         *on_a_model(result),
-        target_table(targets(result)),
         f"![Bytes held over T]({picture})",
     ]
     return "\n\n".join(tables)
+
+
+def summary(result: Result) -> list[str]:
+    """Against `generate`, and what checkpoints leave of the bytes; where another way is faster."""
+    text, ratios = [], {}
+    for steps in sizes(result, "steps"):
+        ours, theirs = (
+            harness.figure(result, "total_s", kind="speed", way=way, steps=steps) for way in ("search", "HF")
+        )
+        if ours and theirs:
+            ratios[f"`generate` for {steps} tokens"] = ours / theirs
+    if ratios:
+        name, ratio = list(ratios.items())[-1]
+        text.append(f"`beam_search` is {sentences.speed(ratio, name)}, with the same model and the same tokens.")
+    for decoder, title in DECODERS.items():
+        for T in sizes(result, "T"):
+            ours, theirs, kept = (
+                harness.figure(result, key, kind="held", decoder=decoder, way=way, T=T)
+                for key, way in (("total_s", "search"), ("total_s", "copies"), ("held_bytes", "search"))
+            )
+            if ours and theirs:
+                ratios[f"training {title} by a loop that copies, T={T}"] = ours / theirs
+    for T in sizes(result, "T")[-1:]:
+        kept, copied = (
+            harness.figure(result, "held_bytes", kind="held", decoder="attends", way=way, T=T)
+            for way in ("search", "copies")
+        )
+        if kept and copied:
+            text.append(
+                f"Training a decoder that attends to its past through {T} steps of search holds "
+                f"{sentences.share(kept / copied)} of what a loop with copies holds."
+            )
+    return [*([" ".join(text)] if text else []), *sentences.winners(ratios)]
 
 
 def sizes(result: Result, key: str) -> list[int]:
@@ -327,6 +360,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 3},
     checks=checks,
     targets=targets,

@@ -3,6 +3,7 @@
     python profiling/bench.py                         # all, and docs/benchmarks/short.md
     python profiling/bench.py --only regroup packed   # these alone; the others keep the figures of their last run
     python profiling/bench.py --jax-python PYTHON     # with the peers of peers/README.md
+    python profiling/bench.py --report                # measures nothing: the page again, from the results
 
 Results go to profiling/results/short/, beside those of the usual runs and never in their place. The page has
 what was to be reached, with the figures of both. A script that fails is listed at the end, the others run all the
@@ -17,8 +18,11 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import captions
 import harness
+import names
 from script import Result, Target
 
 FOLDER = Path(__file__).resolve().parent
@@ -53,26 +57,26 @@ class Stopped(Exception):
     """By Ctrl-C; what is still to be run is its argument."""
 
 
-def run(name: str, out: Path) -> int:
-    """The exit status of a script's short set; its progress bar is on our standard error."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--short"]
-    if out != harness.results(name, short=True):
+def run(name: str, out: Path, report: bool = False) -> int:
+    """The exit status of a script's short set, or of its report; its progress bar is on our standard error."""
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--report" if report else "--short"]
+    if report or out != harness.results(name, short=True):
         command += ["--out", str(out)]
     return subprocess.run(command, stdout=subprocess.DEVNULL).returncode
 
 
-def run_all(names: Sequence[str], folder: Path) -> list[str]:
+def run_all(scripts: Sequence[str], folder: Path, report: bool = False) -> list[str]:
     """Runs them, and gives a line for each that failed."""
     failed, start = [], time.monotonic()
-    for number, name in enumerate(names, 1):
-        print(f"[{number}/{len(names)}] {name}, after {time.monotonic() - start:.0f} s", file=sys.stderr)
+    for number, name in enumerate(scripts, 1):
+        print(f"[{number}/{len(scripts)}] {name}, after {time.monotonic() - start:.0f} s", file=sys.stderr)
         try:
-            status = run(name, folder / f"{name}.json")
+            status = run(name, folder / f"{name}.json", report)
         except KeyboardInterrupt as error:
-            raise Stopped(names[number - 1 :]) from error
+            raise Stopped(scripts[number - 1 :]) from error
         if status:
             failed.append(f"{name}: exit status {status}")
-    print(f"{len(names)} scripts in {time.monotonic() - start:.0f} s", file=sys.stderr)
+    print(f"{len(scripts)} scripts in {time.monotonic() - start:.0f} s", file=sys.stderr)
     return failed
 
 
@@ -83,9 +87,11 @@ def read(path: Path) -> Result | None:
 def section(folder: Path, failed: Sequence[str]) -> str:
     """Of every script that has results of a short set: the figures of that, beside those of its usual run."""
     parts = [f"Not finished, so their figures are missing or older: {'; '.join(failed)}."] if failed else []
-    for name in SCRIPTS:
-        if short := read(folder / f"{name}.json"):
-            parts += [f"### {name}", *of_script(short, read(harness.results(name)))]
+    found = {name: short for name in SCRIPTS if (short := read(folder / f"{name}.json"))}
+    judged = [met for short in found.values() for given in short["targets"] if (met := Target(**given).met) is not None]
+    parts.append(f"In the short set {sum(judged)} of {len(judged)} targets are met. A column is one run.")
+    for name, short in found.items():
+        parts += [f"### {name}", *of_script(short, read(harness.results(name)))]
     return "\n\n".join(parts)
 
 
@@ -97,15 +103,22 @@ def of_script(short: Result, usual: Result | None) -> list[str]:
         if target.value is not None:
             other = before.get(what)
             rows.append([what, bound, f"{value} {holds}".strip(), other.row()[1] if other else "-"])
-    beside = f" Beside it: `{usual['about']['command']}`, {usual['about']['date']}." if usual else ""
-    lines = [harness.circumstances(short) + beside, harness.table(["", "bound", "short set", "usual run"], rows)]
+    command = f" Command: `{names.worded(short['about']['command'])}`."
+    beside = f" Beside it: `{names.worded(usual['about']['command'])}`, {with_which(usual['about'])}." if usual else ""
+    lines = [captions.line(short) + command + beside, harness.table(["", "bound", "short set", "usual run"], rows)]
     missing = harness.failures(short["entries"])
     return [*lines, *([f"No figure: {len(missing)} cells failed, see the file of results."] if missing else [])]
+
+
+def with_which(about: dict[str, Any]) -> str:
+    """Date, version and machine of the usual run, which need not be those of the short set."""
+    return f"{about['date']}, tensorloop {about['versions']['tensorloop']}, {about['machine']['processor']}"
 
 
 def arguments(given: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, help="scripts to run")
+    parser.add_argument("--report", action="store_true", help="measure nothing: targets and page from the results")
     parser.add_argument("--out", type=Path, help="a folder for all results, tables and pictures; no document changes")
     for name, packages in PEERS.items():
         parser.add_argument(f"--{name}-python", help=f"a Python with {packages}; or set {name.upper()}_PYTHON")
@@ -119,8 +132,9 @@ def main(given: Sequence[str] | None = None) -> int:
             os.environ[f"{name.upper()}_PYTHON"] = python  # the scripts inherit it
     folder = args.out.resolve() if args.out else harness.results("", short=True).parent
     folder.mkdir(parents=True, exist_ok=True)
+    chosen = [name for name in args.only if not args.report or (folder / f"{name}.json").is_file()]
     try:
-        failed = run_all(args.only, folder)
+        failed = run_all(chosen, folder, args.report)
     except Stopped as stopped:
         (left,) = stopped.args
         print(f"stopped; the documents are as they were. To go on: --only {' '.join(left)}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
     python profiling/compiled.py                       # 3 rounds, about half an hour
     python profiling/compiled.py --jax-python PYTHON   # a Python that has JAX and Equinox: see peers/README.md
-    python profiling/compiled.py --only W2s crf        # these workloads anew, the others stay as they are
+    python profiling/compiled.py --only lstm_small crf # these workloads anew, the others stay as they are
 
 Forward + backward in float32. Values and gradients come first, in float64: where a compiled loop's or a peer's differ
 from the eager loop's, nothing is timed.
@@ -21,9 +21,10 @@ from typing import Any
 import compiled_report as report
 import harness
 import loop_peers
+import names
 import torch
 import workloads
-from compiled_workloads import SCANS, leaves, loss_of
+from compiled_workloads import leaves, loss_of
 from script import Peer, Script
 from torch import Tensor
 
@@ -243,10 +244,7 @@ def plan_cell(cell: harness.Cell) -> dict[str, Any]:
 
 
 def options(parser: ArgumentParser) -> None:
-    names = ", ".join(SCANS)
-    parser.add_argument(
-        "--only", nargs="+", choices=list(report.TITLES), metavar="NAME", help=f"these alone: {names}, W4, ode"
-    )
+    names.add_only(parser, report.TITLES)
 
 
 SCRIPT = Script(
@@ -263,8 +261,11 @@ SCRIPT = Script(
     peers=[JAX],
     options=options,
     group=lambda cell: cell["workload"],
+    titles=report.TITLES,
+    summary=report.summary,
     settings=lambda args: {"runs": RUNS[args.set]},
-    # W4 contracts: its gradients fade into denormal numbers, which are many times slower. XLA has none either.
+    # The loop of unknown length contracts: its gradients fade into denormal numbers, which are many times slower.
+    # XLA has none either.
     prepare=lambda: torch.set_flush_denormal(True),
 )
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import harness
 import plots
-from script import Result, Target, target_table
+import sentences
+from script import Result, Target
 
 PEER = Path(__file__).resolve().parent / "peers" / "jax_compiled.py"
 TITLES = {
@@ -12,9 +13,9 @@ TITLES = {
     "W2": "LSTM, B=32, H=256",
     "RNNs": "tanh RNN + where, B=4, H=32",
     "RNN": "tanh RNN + where, B=32, H=256",
-    "W1": "W1, slice by slice",
-    "W3": "W3, a cache that trains",
-    "W4": "W4, unknown length",
+    "W1": "slice by slice, 10 x 5 numbers",
+    "W3": "decoder that attends to its past, B=8, D=64",
+    "W4": "loop of unknown length, B=64, D=256",
     "rk4": "Runge-Kutta",
     "ln_rnn": "LayerNorm RNN",
     "memory": "attention over a memory",
@@ -146,10 +147,32 @@ def section(result: Result, picture: str) -> str:
         "loop. lax.scan is jitted, and computes x W in the loop, as the body is written.",
         harness.table(["", *WAYS.values()], table),
         f"![Forward + backward, beside lax.scan]({picture})",
-        target_table(targets(result)),
         *_parts(result),
     ]
     return "\n\n".join(parts)
+
+
+def summary(result: Result) -> list[str]:
+    """The small LSTM beside everything, then where a peer is faster, or needs less memory."""
+    lstm, ratios = ("W2s", 1024, 1), {}
+    ours, eager, jax, module = (time_of(result, lstm, way) for way in ("compiled", "eager", "lax_scan", "nn_lstm"))
+    text = []
+    if ours and eager and jax and module:
+        text.append(
+            f"A compiled LSTM (B=4, H=32, T=1,024) takes {harness.digits(ours)} ms forward and backward on the CPU. "
+            f"The eager loop takes {harness.digits(eager)} ms, lax.scan {harness.digits(jax)} ms, nn.LSTM "
+            f"{harness.digits(module)} ms."
+        )
+    for row in rows(result):
+        for way in ("eager", "lax_scan", "nn_lstm", "nn_gru", "torch_scan"):
+            ratios[f"{WAYS[way]}, {title(row)}"] = ratio(time_of(result, row, "compiled"), time_of(result, row, way))
+        checkpointed = (time_of(result, row, way) for way in ("compiled_k32", "eqx_k32"))
+        ratios[f"{WAYS['eqx_k32']}, {title(row)}"] = ratio(*checkpointed)
+    memory = {}
+    for w in ("W2s", "W2", "W4"):
+        peaks = [harness.figure(result, "peak_bytes", kind="memory", workload=w, variant=v) for v in MEMORY_WAYS]
+        memory[f"eager, {TITLES[w]}"], memory[f"Equinox, K=32, {TITLES[w]}"] = ratio(*peaks[::2]), ratio(*peaks[1::2])
+    return [*text, *sentences.winners(ratios), *sentences.winners(memory, "memory")]
 
 
 def _shown(result: Result, row: tuple[str, int, int], way: str) -> str:

@@ -1,7 +1,7 @@
 """Compiled loops on two threads beside one, on quiet cores and beside a program that keeps one of two cores busy.
 
     python profiling/compiled_threads.py               # about five minutes on two cores
-    python profiling/compiled_threads.py --only W2s gru
+    python profiling/compiled_threads.py --only lstm_small gru
 
 Forward + backward in float32. Each loop is called 20 times on two threads, as long as it has to notice whether a team
 pays; then nine calls on two threads and nine on one are timed in turns. Shown is the ratio of the medians: how much
@@ -21,10 +21,11 @@ from typing import Any
 
 import compiled_report
 import harness
+import names
 import torch
 import workloads
 from compiled_workloads import leaves, loss_of
-from script import Result, Script, Target, target_table
+from script import Result, Script, Target
 
 from tensorloop.loop.compiled import front, node
 
@@ -122,6 +123,19 @@ def targets(result: Result) -> list[Target]:
     ]
 
 
+def summary(result: Result) -> list[str]:
+    of = {side: [e for e in result["entries"] if e["cell"]["variant"] == side] for side in ("quiet", "busy")}
+    found = {side: [x for e in entries if (x := ratio(e["raw"]))] for side, entries in of.items()}
+    if not all(found.values()):
+        return []
+    (quiet, busy), n = found.values(), len(found["quiet"])
+    return [
+        f"On quiet cores a second thread shortens {sum(x < 0.95 for x in quiet)} of {n} loops, to "
+        f"{min(quiet):.2f} of the time at best. Beside a busy program two threads take at most {max(busy):.2f} times "
+        "as long as one."
+    ]
+
+
 def section(result: Result, picture: str) -> str:
     rows = []
     for w in dict.fromkeys(e["cell"]["workload"] for e in result["entries"]):
@@ -131,13 +145,11 @@ def section(result: Result, picture: str) -> str:
         words = ["-" if x is None else f"{x:.2f}" for x in ratios]
         rows.append([compiled_report.TITLES[w], f"{statistics.median(one):.1f}" if one else "-", *words])
     head = ["loop", "ms on one thread", "two threads : one, quiet", "beside a busy program", "with the loss"]
-    table = harness.table(head, rows)
-    return f"{table}\n\n{target_table([Target(**target) for target in result['targets']])}"
+    return harness.table(head, rows)
 
 
 def options(parser: ArgumentParser) -> None:
-    names = ", ".join(compiled_report.TITLES)
-    parser.add_argument("--only", nargs="+", choices=list(compiled_report.TITLES), metavar="NAME", help=names)
+    names.add_only(parser, compiled_report.TITLES)
 
 
 SCRIPT = Script(
@@ -151,6 +163,8 @@ SCRIPT = Script(
     targets=targets,
     options=options,
     group=lambda cell: cell["workload"],
+    titles=compiled_report.TITLES,
+    summary=summary,
     settings=lambda args: {"noticed": NOTICED, "timed": TIMED},
     prepare=lambda: torch.set_flush_denormal(True),
 )

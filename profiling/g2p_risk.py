@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import captions
 import harness
 import torch
 from tqdm import tqdm
@@ -132,7 +133,7 @@ def page(result: dict[str, Any]) -> str:
             harness.table(["% of wrong phones or words", "seeds", "minutes", *chosen], rows),
             "Mean ± standard deviation of one run; minutes of the processor. Highest learning rate "
             f"{about['rate']:g} of the first training's; cross entropy beside the risk weighted by "
-            f"{about['entropy']:g}. {harness.circumstances(result)}",
+            f"{about['entropy']:g}. {captions.line(result)} Command: `{about['command']}`.",
         ]
     )
 

@@ -269,43 +269,6 @@ def why_not(result: dict[str, Any], **cell: Any) -> str:
     return "-"
 
 
-def circumstances(result: dict[str, Any]) -> str:
-    """By which command, when, where and with what the results were made, and which rows by another one."""
-    about = result["about"]
-    text = (
-        f"Made by `{about['command']}`. {about['date']}, {where(about)}. {with_what(about)}. "
-        f"Rounds: {about['rounds']}; load of the machine at the start: {about['load_at_start']}."
-    )
-    if stopped := result.get("partial"):
-        text += f" **A run that was stopped**: {stopped} figures."
-    if (parts := about.get("parts", 1)) > 1:
-        text += f" In {parts} parts, as it was stopped and went on."
-    if about.get("set") == "short":
-        text += " This is the short set: few sizes, measured once."
-    if missing := [name for name, peer in about.get("peers", {}).items() if not peer]:
-        text += f" Not installed: {', '.join(missing)}."
-    groups: dict[str, list[str]] = {}  # what was measured again, by what is said of it
-    for group, later in result.get("again", {}).items():
-        said = f"made by `{later['command']}`, {later['date']}, rounds: {later['rounds']}"
-        others = [say(later) for say in (where, with_what) if say(later) != say(about)]
-        groups.setdefault(", ".join([said, *others]), []).append(group)
-    text += "".join(f" {', '.join(names)}: {said}." for said, names in groups.items())
-    return text
-
-
-def where(about: dict[str, Any]) -> str:
-    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
-    return f"on {about['machine']['processor']}, {about['machine']['cores']} cores, {threads}"
-
-
-def with_what(about: dict[str, Any]) -> str:
-    """The versions, those of peers too."""
-    versions = {name: about["versions"][name] for name in ("torch", "python", "tensorloop")}
-    for peer in about.get("peers", {}).values():
-        versions |= peer
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
 def write_json(path: Path, value: object) -> None:
     """All of it or nothing: killed at any moment, the file holds what it held, or the new value."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ import harness
 import hf_packed
 import hf_search
 import plots
-from script import Result, Script, Target, target_table
+import sentences
+from script import Result, Script, Target
 
 MIB = 2**20
 MODELS = ("GPT-2", "Llama", "grouped heads")
@@ -259,7 +260,28 @@ def section(result: Result, picture: str) -> str:
     parts.append(_turns(result))
     crops = [[way, *(_crop(result, way))] for way in WAYS]
     parts.append(harness.table(["draft three, take back two", "MiB", "s"], crops))
-    return "\n\n".join([*parts, target_table(targets(result)), f"![Bytes held by the number of steps]({picture})"])
+    return "\n\n".join([*parts, f"![Bytes held by the number of steps]({picture})"])
+
+
+def summary(result: Result) -> list[str]:
+    """Bytes beside DynamicCache, and where transformers' own ways are faster."""
+    text, ratios = [], {}
+    longest = max(lengths_of(result))
+    held = [_value(result, "bytes", kind="decode", model="GPT-2", way=way, steps=longest) for way in (WAYS[2], WAYS[0])]
+    if held[0] and held[1]:
+        ours, theirs = (harness.digits(x / MIB, "MiB") for x in held if x)
+        text.append(
+            f"Decoding {longest} tokens of GPT-2 with gradients keeps {sentences.share(held[0] / held[1])} of the "
+            f"bytes of `DynamicCache`: {ours} for {theirs}."
+        )
+    for cell in cells_of(result, "turns"):
+        ratios[f"`DynamicCache`, {cell['model']}, {cell['steps']} steps"] = _value(result, "seconds ratio", **cell)
+    for cell in cells_of(result, "search"):
+        speed = _value(result, "ratio", **cell)
+        ratios[f"`generate`, {cell['model']} after {cell['prompt']} tokens"] = 1 / speed if speed else None
+    for cell in cells_of(result, "packed"):
+        ratios[f"padded rows, {cell['model']}"] = _value(result, "ratio", **cell)
+    return [*text, *sentences.winners(ratios)]
 
 
 def _turns(result: Result) -> str:
@@ -311,6 +333,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 1},
     targets=targets,
     draw=draw,

@@ -19,7 +19,7 @@ from typing import Any
 
 import harness
 import plots
-from script import Result, Script, Target, target_table
+from script import Result, Script, Target
 
 BUDGET_MS = 100
 HOW = ("kept", "compiled anew")
@@ -78,6 +78,16 @@ def targets(result: Result) -> list[Target]:
     return [Target(f"`{IMPORT}`, compiled anew", spent, BUDGET_MS, unit="ms")]
 
 
+def summary(result: Result) -> list[str]:
+    kept, anew = (harness.milliseconds(result, "seconds", statement=IMPORT, how=how) for how in HOW)
+    if kept is None or anew is None:
+        return []
+    return [
+        f"After `import torch`, `{IMPORT}` takes {kept:.1f} ms of processor time, or {anew:.1f} ms when Python has to "
+        "compile the files first. The first use of a name loads the rest."
+    ]
+
+
 def section(result: Result, picture: str) -> str:
     rows = []
     for statement in statements(result):
@@ -90,7 +100,6 @@ def section(result: Result, picture: str) -> str:
             "Processor time, medians. *Modules* are files of tensorloop, *others* those of anybody else that torch had "
             "not loaded.",
             harness.table(["after `import torch`", *HOW, "modules", "others"], rows),
-            target_table(targets(result)),
             f"![Milliseconds of the import and of the first touch of a name]({picture})",
         ]
     )
@@ -121,6 +130,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 3},
     targets=targets,
     draw=draw,

@@ -208,6 +208,19 @@ def cell_text(result: Result, loop: str, T: int, keeps: str, way: str) -> str:
     return f"{ours:.1f} ({over:.1f})"
 
 
+def summary(result: Result) -> list[str]:
+    """A step of ours beside the same body in a bare Python loop, which is faster by that much."""
+    T = sizes(result)[-1]
+    plain, kept = (figure(result, "scan", T, keeps, "both", "over") for keeps in ("all", "checkpoints"))
+    if plain is None or kept is None:
+        return []
+    return [
+        f"A step of `tl.scan` takes {plain:.1f} us longer, forward and backward, than the same body in a bare Python "
+        f"loop, and {kept:.0f} us longer with {K} checkpoints. The bare loop always wins here; the difference matters "
+        "where a body takes tens of microseconds."
+    ]
+
+
 def section(result: Result, picture: str) -> str:
     Ts = sizes(result)
     rows = [
@@ -257,6 +270,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 3},
     checks=checks,
     targets=targets,

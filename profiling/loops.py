@@ -2,7 +2,7 @@
 
     python profiling/loops.py                      # about 12 minutes on two cores
     python profiling/loops.py --jax-python PYTHON  # with the peers of peers/README.md, run by that Python
-    python profiling/loops.py --only W5 W2         # these workloads anew, the others stay as they are
+    python profiling/loops.py --only lstm decoder  # these workloads anew, the others stay as they are
 
 Gradients come first: if one variant's differ from the plain loop's, nothing is timed and the exit status is 1.
 """
@@ -17,6 +17,7 @@ import loop_overhead
 import loop_peers
 import loop_workloads as workloads
 import loops_report as report
+import names
 import tables
 import torch
 from script import Script
@@ -144,7 +145,7 @@ def bare_cell(cell: harness.Cell) -> dict[str, Any]:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=[*workloads.VARIANTS], help="workloads to measure anew")
+    names.add_only(parser, workloads.VARIANTS)
 
 
 SCRIPT = Script(
@@ -161,8 +162,11 @@ SCRIPT = Script(
     peers=[loop_peers.JAX],
     options=options,
     group=lambda cell: cell["workload"],
+    titles=report.TITLES,
+    summary=report.summary,
     settings=lambda args: {"repeats": REPEATS[args.set]},
-    # W4 contracts: its gradients fade into denormal numbers, which are many times slower. XLA has none either.
+    # The loop of unknown length contracts: its gradients fade into denormal numbers, which are many times slower.
+    # XLA has none either.
     prepare=lambda: torch.set_flush_denormal(True),
 )
 

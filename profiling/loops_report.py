@@ -4,9 +4,11 @@ from pathlib import Path
 
 import harness
 import loop_workloads as workloads
+import names
 import plots
+import sentences
 import tables
-from script import Result, Target, target_table
+from script import Result, Target
 
 LABELS = {
     "W2": {
@@ -38,12 +40,8 @@ LABELS = {
         "sorted": "plain loop, rows sorted, told lengths",
     },
 }
-TITLES = {
-    "W4": "W4: a loop of unknown length",
-    "W2": "W2: an LSTM",
-    "W3": "W3: a cache that trains",
-    "W5": "W5: rows that stop on their own",
-}
+TITLES = {key: names.heading(key) for key in ("W4", "W2", "W3", "W5")}
+UNKNOWN, LSTM, DECODER, ROWS = (TITLES[key].split(", B=")[0] for key in TITLES)  # in targets
 # Curves of the picture, with their colours and markers; Equinox's other K lie where ours do.
 CURVES = {
     "while_loop": ("tl.while_loop", 0),
@@ -53,6 +51,16 @@ CURVES = {
     "segments": ("plain, √N segments", 3),
     "eqx_32": ("Equinox, K=32", 4),
     "lax_scan": ("lax.scan, told N", 6),
+}
+# Ways that keep the same: every step, or as many checkpoints.
+RIVALS = {
+    "W2": {"scan": ("list_unbind", "list_index", "lax_scan"), "scan_sqrt": ("eqx_scan",)},
+    "W3": {"scan": ("cat",), "scan_32": ("eqx_buffers",)},
+    "W4": {
+        "while_loop": ("plain", "lax_scan"),
+        **{f"while_loop_{K}": (f"eqx_{K}",) for K in workloads.CHECKPOINTS},
+    },
+    "W5": {"while_loop_compact": ("masked", "sorted")},
 }
 GRADIENTS_AGREE = 1e-10  # relative, float64; frameworks round differently
 MB = 1e6
@@ -114,23 +122,23 @@ def targets(result: Result) -> list[Target]:
         growth = tables.value(result, "memory", "W4", N, "while_loop_32")
         megabytes = None if growth is None else growth * 2**20 / MB
         most = (40, 1.2) if N == 10000 else (None, None)
-        found.append(Target(f"W4, N={N}, K=32: peak memory", megabytes, most[0], unit="MB"))
-        found.append(Target(f"W4, N={N}, K=32: time / budget", over_budget(result, N, 32), most[1]))
-        found.append(Target("W4: body calls beyond the schedule's, any N and K", miscounted(result), 0))
+        found.append(Target(f"{UNKNOWN}, N={N:,}, K=32: peak memory", megabytes, most[0], unit="MB"))
+        found.append(Target(f"{UNKNOWN}, N={N:,}, K=32: time / budget", over_budget(result, N, 32), most[1]))
+        found.append(Target(f"{UNKNOWN}: body calls beyond the schedule's, any N and K", miscounted(result), 0))
     plain = "list_unbind", "list_index"
     for T in tables.sizes(result, "W2"):
         for kind, bound in (("time", 1.05), ("memory", 1.01)):
-            what = f"W2, T={T}: {SHORT_NAMES[kind]} / best plain loop"
+            what = f"{LSTM}, T={T:,}: {SHORT_NAMES[kind]} / best plain loop"
             found.append(Target(what, against(result, kind, "W2", T, "scan", *plain), bound))
     for check in (entry["raw"][0] for entry in result["checks"] if entry["cell"]["workload"] == "W3"):
         for variant in ("scan", "scan_32"):
-            what = f"W3, {LABELS['W3'][variant]}: gradients from torch.cat's, float64"
+            what = f"{DECODER}, {LABELS['W3'][variant]}: gradients from torch.cat's, float64"
             found.append(Target(what, check.get(variant, {}).get("gradient"), GRADIENTS_AGREE))
     return [*found, *targets_of_rows(result)]
 
 
 def targets_of_rows(result: Result) -> list[Target]:
-    """Those of W5."""
+    """Those of rows that stop on their own."""
     found, Ts = [], tables.sizes(result, "W5")
     for T in Ts[-1:]:
         most = (1, 0.75) if T == 4096 else (None, None)
@@ -138,12 +146,12 @@ def targets_of_rows(result: Result) -> list[Target]:
             label = LABELS["W5"][variant]
             if Ts[0] < T:
                 long, short = (tables.value(result, "memory", "W5", t, variant) for t in (T, Ts[0]))
-                what = f"W5, {label}: peak memory at T={T} / at T={Ts[0]}"
+                what = f"{ROWS}, {label}: peak memory at T={T:,} / at T={Ts[0]:,}"
                 found.append(Target(what, tables.ratio(long, short), 1.1 * T / Ts[0]))
             memory = against(result, "memory", "W5", T, variant, "masked")
-            found.append(Target(f"W5, T={T}, {label}: peak memory / plain loop", memory, most[0]))
+            found.append(Target(f"{ROWS}, T={T:,}, {label}: peak memory / plain loop", memory, most[0]))
         time = against(result, "time", "W5", T, "while_loop_compact", "masked")
-        found.append(Target(f"W5, T={T}, compact: time / plain loop", time, most[1]))
+        found.append(Target(f"{ROWS}, T={T:,}, compact: time / plain loop", time, most[1]))
     return found
 
 
@@ -162,11 +170,36 @@ def budget_table(result: Result) -> str:
                 tables.with_ratio(time, budget_ms(result, N, K), "ms"),
             ]
             rows.append([f"N={N:,}, K={K}", *figures])
-    return harness.table(["W4", "plain advances", "body calls", "budget", "measured"], rows)
+    return harness.table(["", "plain advances", "body calls", "budget", "measured"], rows)
+
+
+def summary(result: Result) -> list[str]:
+    """What 32 checkpoints hold of the longest loop, then where a peer is faster or smaller."""
+    text: list[str] = []
+    for N in tables.sizes(result, "W4")[-1:]:
+        kept, plain = (tables.value(result, "memory", "W4", N, way) for way in ("while_loop_32", "plain"))
+        slower = against(result, "time", "W4", N, "while_loop_32", "plain")
+        if kept and plain and slower:
+            text.append(
+                f"{UNKNOWN}, {N:,} steps, peaks at {harness.digits(kept, 'MiB')} with 32 checkpoints and at "
+                f"{harness.digits(plain, 'MiB')} as a plain loop. With checkpoints it takes "
+                f"{sentences.times(slower)} times as long."
+            )
+    found: list[str] = []
+    for kind in tables.UNITS:
+        ratios = {}
+        for workload, ways in RIVALS.items():
+            for T in tables.sizes(result, workload)[-1:]:
+                for way, peers in ways.items():
+                    for peer in peers:
+                        name = f"{LABELS[workload][peer]} beside {LABELS[workload][way]}, {tables.title(workload)}"
+                        ratios[name] = against(result, kind, workload, T, way, peer)
+        found += sentences.winners(ratios, kind)
+    return [*text, *found]
 
 
 def section(result: Result, picture: str) -> str:
-    parts = [f"![Time and peak memory of loops]({picture})", "### Loops: targets", target_table(targets(result))]
+    parts = [f"![Time and peak memory of loops]({picture})"]
     for workload in measured(result):
         plain = workloads.PLAIN[workload]
         parts += [f"### {TITLES[workload]}", f"In brackets: relative to {LABELS[workload][plain]}."]
@@ -179,7 +212,7 @@ def section(result: Result, picture: str) -> str:
                 budget_table(result),
             ]
     parts += [
-        "### Loops: losses and gradients",
+        "### Losses and gradients",
         "Relative differences from the plain loop that the ratios are taken against, in float64.",
         tables.checked(result, LABELS),
     ]
@@ -194,7 +227,7 @@ def measured(result: Result) -> list[str]:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Above, W4's time and memory over N; below, how the other loops compare with the plain one."""
+    """Above, time and memory of the loop of unknown length; below, the other loops beside plain ones."""
     with plots.drawing(path, (14, 10.5)) as drawn:
         upper, lower = drawn.subfigures(2, 1, squeeze=False, hspace=0.06)[:, 0]
         for axes, (kind, (_, _, unit)) in zip(upper.subplots(1, 2), tables.UNITS.items(), strict=True):

@@ -2,7 +2,7 @@
 
     python profiling/memory_curve.py                                             # some 15 minutes
     python profiling/memory_curve.py --jax-python PYTHON --tf-python PYTHON      # with the peers of peers/README.md
-    python profiling/memory_curve.py --only W3                                   # a loop anew, the others stay
+    python profiling/memory_curve.py --only decoder                              # a loop anew, the others stay
 
 The figure is the growth of resident memory over one warm forward and backward, at its highest. Its *exponent* is the
 slope of a line through log bytes over log T: 1 is linear. What memory is there in any case, a MiB or two, makes small
@@ -22,11 +22,13 @@ import loop_workloads
 import loops
 import loops_report
 import plots
+import sentences
 import tables
 import tensor_array_report
 import torch
 import workloads
-from script import Result, Script, Target, target_table
+from names import add_only
+from script import Result, Script, Target
 from workloads import Loop
 
 WAYS: dict[str, dict[str, Loop]] = {
@@ -71,7 +73,9 @@ LARGEST = {
     ("W3", "tf_gather"): 512,
     ("W3", "tf_stack"): 512,
 }
-LINEAR = 1.2  # the exponent, at most; W3's body keeps its attention weights, T numbers in step T, beside the arrays
+LINEAR = (
+    1.2  # the exponent, at most; the decoder's body keeps its attention weights, T numbers in step T, beside the arrays
+)
 FLAT = 0.1
 AGREE = 1e-10  # relative, float64; frameworks round differently
 
@@ -164,11 +168,31 @@ def measured(result: Result) -> list[str]:
 
 
 def section(result: Result, picture: str) -> str:
-    parts = [f"![Peak memory over T]({picture})", target_table(targets(result))]
+    parts = [f"![Peak memory over T]({picture})"]
     for workload in measured(result):
         note = f"In brackets: relative to {LABELS[workload][PLAIN[workload]]}."
-        parts += [f"### Memory: {TITLES[workload]}", note, over_T(result, workload)]
+        parts += [f"### {TITLES[workload]}", note, over_T(result, workload)]
     return "\n\n".join([*parts, "Losses and gradients agree, in float64:", tables.checked(result, LABELS)])
+
+
+def summary(result: Result) -> list[str]:
+    """The decoder beside torch.cat, then every way of ours beside every peer, at the longest size of both."""
+    text, ratios = [], {}
+    for T in tables.sizes(result, "W3")[-1:]:
+        ours, cat = (tables.value(result, "memory", "W3", T, way) for way in ("tensor_array", "cat"))
+        if ours and cat:
+            peaks = [harness.digits(x, "MiB") for x in (ours, cat)]
+            title = loops_report.DECODER
+            text.append(f"{title}, T={T:,}, peaks at {peaks[0]} with a TensorArray and at {peaks[1]} with torch.cat.")
+    for workload in measured(result):
+        way = OURS[workload]
+        for peer in tables.variants(result, workload):
+            sizes = [T for T in tables.sizes(result, workload) if tables.value(result, "memory", workload, T, peer)]
+            if sizes and not is_ours(peer):
+                values = [tables.value(result, "memory", workload, sizes[-1], name) for name in (way, peer)]
+                name = f"{LABELS[workload][peer]} beside {LABELS[workload][way]}, {tables.title(workload)}"
+                ratios[name] = tables.ratio(*values)
+    return [*text, *sentences.winners(ratios, "memory")]
 
 
 def targets(result: Result) -> list[Target]:
@@ -177,7 +201,7 @@ def targets(result: Result) -> list[Target]:
     for workload in measured(result):
         variant = OURS[workload]
         power, bound = exponent(result, workload, variant), FLAT if workload == "W4" else LINEAR
-        found.append(Target(f"{workload}, {LABELS[workload][variant]}: exponent of peak memory", power, bound))
+        found.append(Target(f"{TITLES[workload]}, {LABELS[workload][variant]}: exponent of peak memory", power, bound))
     return found
 
 
@@ -201,7 +225,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def options(parser: ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=[*WAYS], help="loops to measure anew")
+    add_only(parser, WAYS)
 
 
 SCRIPT = Script(
@@ -218,6 +242,8 @@ SCRIPT = Script(
     peers=loop_peers.PEERS,
     options=options,
     group=lambda cell: cell["workload"],
+    titles=TITLES,
+    summary=summary,
     prepare=lambda: torch.set_flush_denormal(True),
 )
 

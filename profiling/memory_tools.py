@@ -24,6 +24,7 @@ from tensorloop._torch.dispatch import OperationMode
 from tensorloop.memory import saved_residuals, track
 
 BOUNDS = {"saved_residuals": ("forward", 3.0), "track": ("step", 1.5)}  # times what, at most
+WATCHED = {"saved_residuals": "forward pass", "track": "training step"}
 SHOWN = {"saved_residuals": "forward", "empty mode": "step", "track": "step"}
 RUNS = {"quick": 3, "short": 5, "usual": 9}
 WARM_UPS = 2
@@ -112,6 +113,16 @@ def times(result: Result, step: str, way: str) -> tuple[float | None, float | No
     return (found * 1e3, found / plain) if found and plain else (None, None)
 
 
+def summary(result: Result) -> list[str]:
+    found = {way: [x for step in STEPS if (x := times(result, step, way)[1])] for way in BOUNDS}
+    if not all(found.values()):
+        return []
+    ranges = [
+        f"`{way}` makes a {WATCHED[way]} take {min(x):.2f} to {max(x):.2f} times as long" for way, x in found.items()
+    ]
+    return [f"{'; '.join(ranges)}. Loops of small operations pay the most."]
+
+
 def section(result: Result, picture: str) -> str:
     rows = []
     for step, name in STEPS.items():
@@ -143,6 +154,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 3},
     targets=targets,
 )

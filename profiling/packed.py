@@ -20,9 +20,10 @@ import harness
 import packed_models
 import packed_ways
 import plots
+import sentences
 import torch
 from packed_ways import FEATURES, PERMUTED, ROWS
-from script import Peer, Result, Script, Target, target_table
+from script import Peer, Result, Script, Target
 from torch import Tensor
 
 from tensorloop import memory
@@ -144,10 +145,25 @@ def section(result: Result, picture: str) -> str:
             f"{packed_models.MOST} frames, of attention {packed_models.ROWS['dropout']}, of width "
             f"{packed_models.WIDTH}, {packed_models.HEADS} heads; CTC has {packed_models.LABELS} labels.",
             harness.table(["", "way", "fresh", "kept", "/ ours"], rows(result), text_columns=2),
-            target_table(targets(result)),
             f"![forward + backward beside the fastest peer]({picture})",
         ]
     )
+
+
+def summary(result: Result) -> list[str]:
+    """The block that people train, then each case against its fastest peer."""
+    text, ratios = [], {}
+    ours, padded = (
+        harness.milliseconds(result, "total_s", kind="kept", case="conformer", way=way) for way in ("packed", "padded")
+    )
+    if ours and padded:
+        text.append(f"A Conformer block on packed rows is {sentences.speed(ours / padded, 'on padded ones')}.")
+    for case in CASES:
+        for kind in memories(case):
+            own, peer = ours_of(result, case, kind), fastest_peer(result, case, kind)
+            if own and peer:
+                ratios[f"{peer[0]}, {TITLES.get(case, f'{case} over rows')}, {kind} memory"] = own / peer[1]
+    return [*text, *sentences.winners(ratios)]
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -244,6 +260,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 1, "full": 3},
     targets=targets,
     draw=draw,

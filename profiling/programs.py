@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import harness
 import plots
+import sentences
 import torch
-from script import Peer, Result, Script, Target, target_table
+from script import Peer, Result, Script, Target
 from torch import Tensor
 
 from docs.examples.recipes import act, ode, rnnt
@@ -229,10 +230,23 @@ def section(result: Result, picture: str) -> str:
             "The solver beside torchdiffeq's `odeint` with direct backpropagation, of the same tolerance and with one "
             "step size for the batch; the error of the gradient is relative to that at a tolerance of 1e-11, float64.",
             beside_torchdiffeq(result),
-            target_table(targets(result)),
             f"![What is held and the time after porting, beside before]({picture})",
         ]
     )
+
+
+def summary(result: Result) -> list[str]:
+    """What porting does to bytes and time, and which programs are slower for it."""
+    found = {program: figures(result, program) for program in PORTS if figures(result, program)[0]}
+    times = {PORTS[program].title: quotient(after, before) for program, (before, after, *_) in found.items()}
+    held = [x for _, _, before, after in found.values() if (x := quotient(after, before))]
+    if not held:
+        return []
+    return [
+        f"With their loops ported, {len(held)} programs hold {sentences.share(min(held))} to "
+        f"{sentences.share(max(held))} of the memory that they held before.",
+        *sentences.winners({f"{name}, as it was": x for name, x in times.items()}),
+    ]
 
 
 def by_hand(result: Result) -> str:
@@ -299,6 +313,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 1},
     checks=checks,
     targets=targets,

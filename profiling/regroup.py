@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import harness
 import numpy as np
 import plots
+import sentences
 import torch
-from script import Peer, Result, Script, Target, target_table
+from script import Peer, Result, Script, Target
 from torch import Tensor
 
 from tensorloop.kernels.cpu import regroup as cpu_moves
@@ -178,10 +179,21 @@ def section(result: Result, picture: str) -> str:
             "runs. The last line is the kernel without autograd into memory that is there, and the share of a copy's "
             "bandwidth that it reaches.",
             harness.table(header, [*rows, kernel]),
-            target_table(targets(result)),
             f"![forward + backward beside the fastest peer]({picture})",
         ]
     )
+
+
+def summary(result: Result) -> list[str]:
+    ratios = {}
+    for name, case in measured(result).items():
+        ours, peer = harness.milliseconds(result, "total_s", case=name, way="RegroupPlan"), fastest_peer(result, name)
+        if ours and peer:
+            ratios[f"{peer[0]}, {case.title}"] = ours / peer[1]
+    if not ratios:
+        return []
+    parts = sentences.listed([sentences.speed(x, f"the fastest peer ({name})") for name, x in ratios.items()])
+    return [f"`RegroupPlan` is {parts}.", *sentences.winners(ratios)]
 
 
 def both(result: Result, case: str, way: str) -> str:
@@ -233,6 +245,7 @@ SCRIPT = Script(
     cells=cells,
     run_cell=run_cell,
     section=section,
+    summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 5},
     targets=targets,
     draw=draw,

@@ -1,4 +1,4 @@
-"""One command line and one course of events for the scripts here: check, measure, targets, tables, picture.
+"""What all scripts here share: a command line, then checks, measurements, targets, tables and picture, in this order.
 
 A script tells which cells there are, what a process does with one, and what the results say: a `Script`. The rest is
 here. First come the checks: where values or gradients differ, nothing is timed and the exit status is 1. Then every
@@ -8,6 +8,7 @@ Each script has sets of sizes: `quick` to see that it runs, `short` for `make be
 short set has files of its own, so that its few figures never replace those of a usual run.
 
 What a run has measured is in a file as soon as it is there (`partial.py`), never in the documents before all of it is.
+A table is of one machine and one version (`captions.py`).
 """
 
 import json
@@ -20,10 +21,11 @@ import sys
 import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import captions
 import harness
 from harness import Cell, Entry
 from partial import CannotResume, Partial
@@ -148,8 +150,18 @@ class Target(NamedTuple):
         return [self.what, value, bound, {True: "met", False: "**missed**", None: "not measured"}[self.met]]
 
 
-def target_table(targets: Sequence[Target]) -> str:
-    return harness.table(["target", "measured", "bound", ""], [target.row() for target in targets])
+class OtherRun(Exception):
+    """The results that a run would join are of another machine or another version."""
+
+
+def target_text(targets: Sequence[Target]) -> list[str]:
+    """How many are met, and a table; nothing where no figure has a bound."""
+    if not any(target.bound is not None for target in targets):
+        return []
+    judged = [target.met for target in targets if target.met is not None]
+    table = harness.table(["target", "measured", "bound", ""], [target.row() for target in targets])
+    said = f" {sum(judged)} of {len(judged)} are met." if judged else ""
+    return [f"**Targets.**{said}", table]
 
 
 def differing(checks: Sequence[Entry]) -> list[str]:
@@ -182,13 +194,15 @@ class Script:
     run_cell: Callable[[Cell], Answer]
     """What a process of its own does."""
     section: Text
-    """What stands in the document, below the line that tells how it was made."""
+    """Tables and picture, as the document has them."""
     rounds: Mapping[str, int]
     """How often each set of sizes is measured: quick, short, usual, and full where there is one."""
     checks: Callable[[Namespace], list[Cell]] = lambda args: []
     disagreements: Callable[[list[Entry]], list[str]] = differing
     targets: Callable[[Result], list[Target]] = lambda result: []
     draw: Callable[[Result, Path], None] | None = None
+    summary: Callable[[Result], list[str]] = lambda result: []
+    """What the figures say, where a peer wins: a few sentences, which come first."""
     page: tuple[str, str] | None = None
     """The document and its markers, where it is not the script's own in docs/benchmarks."""
     peers: Sequence[Peer] = ()
@@ -196,6 +210,8 @@ class Script:
     options: Callable[[ArgumentParser], object] = lambda parser: None
     group: Callable[[Cell], Hashable] = lambda cell: ""
     """Cells of one group are measured anew together; a run that leaves out others keeps what they had."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """What groups are called in captions, where that is not what they are called here."""
     settings: Callable[[Namespace], dict[str, Any]] = lambda args: {}
     """What else the results are to tell."""
     prepare: Callable[[], object] = lambda: None
@@ -215,7 +231,7 @@ class Script:
             return 0
         try:
             return self.run(args, given)
-        except CannotResume as error:
+        except (CannotResume, OtherRun) as error:
             print(error, file=sys.stderr)
             return 2
         finally:
@@ -226,7 +242,7 @@ class Script:
         result = json.loads(args.out.read_text()) if args.set == "report" else self.measure(args, given)
         if not isinstance(result, dict):
             return result
-        result["targets"] = [target._asdict() for target in self.targets(result)]
+        result["targets"] = [target._asdict() for part in self.parts(result) for target in self.targets_of(part)]
         harness.write_json(args.out, result)
         if args.set != "report":
             args.out.with_suffix(".partial.json").unlink(missing_ok=True)
@@ -274,8 +290,11 @@ class Script:
         about = harness.about(rounds, command=self.command(given), set=args.set, peers=versions, **self.settings(args))
         if about["load_at_start"] > 1:
             print(f"the machine's load is {about['load_at_start']}: somebody else is at work on it", file=sys.stderr)
+        cells, file = self.cells(args), Path(self.file).resolve()
+        old = json.loads(args.out.read_text()) if args.out.is_file() else {}
+        self.refuse_to_mix(old, about, cells, args.out)
         partial = Partial(args.out, about, rounds)
-        entries, file = partial.begin(self.cells(args), args.resume), Path(self.file).resolve()
+        entries = partial.begin(cells, args.resume)
         if not entries:
             print("nothing to measure: what the options ask for needs others, see --help", file=sys.stderr)
             return 2
@@ -290,12 +309,21 @@ class Script:
             where = f"; what was measured is in {partial.path}, and --resume goes on from there" if kept else ""
             print(f"stopped{where}", file=sys.stderr)
             return 130
-        old = json.loads(args.out.read_text()) if args.out.is_file() else {}
         if lost := newly_failing(old, entries):
             print("no figure where there was one, so results and documents stay:", *lost, sep="\n  ", file=sys.stderr)
             print(f"{partial.path} has what was measured; --resume tries those again", file=sys.stderr)
             return 1
         return self.renewed(old, {"about": partial.about, "again": {}, "checks": checks, "entries": entries})
+
+    def refuse_to_mix(self, old: Result, about: dict[str, Any], cells: Sequence[Cell], out: Path) -> None:
+        """Raises OtherRun where rows would stay that another machine or another version has made."""
+        if found := captions.strangers(old, about, cells, self.group):
+            rows = ", ".join(self.titles.get(name, name) for name in found)
+            differs = "; ".join(sorted({text for texts in found.values() for text in texts}))
+            raise OtherRun(
+                f"{out} has rows of another machine or version that this run leaves out: {rows} ({differs}). A page is "
+                "of one machine and one version: measure these rows too, or name another file by --out"
+            )
 
     def renewed(self, old: Result, new: Result) -> Result:
         """The new results, and the old ones of groups that were not measured anew."""
@@ -335,15 +363,36 @@ class Script:
         found = [f"{option} {stands}" for option, stands, variable in places if os.environ.get(variable)]
         return " ".join([shlex.join(["python", f"profiling/{self.name}.py", *own]), *found])
 
+    def parts(self, result: Result) -> list[Result]:
+        """The results of each machine and version by themselves; there is one, but for files of older days."""
+        return captions.runs(result, self.group)
+
+    def targets_of(self, part: Result) -> list[Target]:
+        """Where only some rows were measured, the targets that have figures."""
+        found = self.targets(part)
+        return found if part.get("whole", True) else [target for target in found if target.value is not None]
+
     def whole_section(self, result: Result, picture: str) -> str:
-        return f"{harness.circumstances(result)}\n\n{self.section(result, picture)}"
+        """What the figures say, the tables, the targets, how it was measured; then the same of other runs."""
+        first, *others = self.parts(result)
+        text = [*self.summary(result), *self.tables_of(first, picture)]
+        for part in others:
+            tables = [block for block in self.tables_of(part, picture) if not block.startswith("![")]
+            text += ["### Rows of another run", *tables]
+        return "\n\n".join(text)
+
+    def tables_of(self, part: Result, picture: str) -> list[str]:
+        """The blocks of one run."""
+        tables = self.section(part, picture).split("\n\n")
+        how = ["**How it was measured.**", captions.details(part, self.titles)]
+        return [captions.line(part), *tables, *target_text(self.targets_of(part)), *how]
 
     def publish(self, result: Result, out: Path) -> None:
         document, marker = self.page or (f"docs/benchmarks/{self.name}.md", self.name)
-        draw = self.draw
+        draw, first = self.draw, self.parts(result)[0]
         harness.publish(
             self.name,
             out,
-            None if draw is None else lambda path: draw(result, path),
+            None if draw is None else lambda path: draw(first, path),
             [(document, marker, lambda picture: self.whole_section(result, picture))],
         )

@@ -6,6 +6,7 @@ A cell of such a script has kind, workload, T and variant; labels are by workloa
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import harness
+import names
 import plots
 from script import Result
 
@@ -77,12 +78,17 @@ def over_T(result: Result, kind: str, workload: str, labels: Labels, peer: str, 
 def checked(result: Result, labels: Labels) -> str:
     """How far losses and gradients were apart."""
     rows = [
-        [f"{cell['workload']}, T={cell['T']}", labels[cell["workload"]][variant], *figures]
+        [f"{title(cell['workload'])}, T={cell['T']:,}", labels[cell["workload"]][variant], *figures]
         for cell, answers in ((entry["cell"], entry["raw"][0]) for entry in result["checks"])
         for variant, apart in answers.items()
         for figures in [[harness.digits(apart[x]) if x in apart else _why(apart) for x in ("loss", "gradient")]]
     ]
     return harness.table(["loop", "code", "loss", "gradient"], rows, text_columns=2)
+
+
+def title(workload: str) -> str:
+    """Without its sizes."""
+    return names.TITLES[workload].split(", B=")[0]
 
 
 def _why(answer: Mapping[str, object]) -> str:
@@ -94,7 +100,7 @@ def disagreements(checks: Sequence[harness.Entry], labels: Labels, bound: float)
     wrong = []
     for entry in checks:
         workload, answers = entry["cell"]["workload"], entry["raw"][0]
-        where = f"{workload}, T={entry['cell']['T']}"
+        where = f"{title(workload)}, T={entry['cell']['T']:,}"
         if "error" in answers:
             wrong.append(f"{where}: {answers['error']}")
             continue

@@ -98,6 +98,7 @@ SCRIPT = Script(
     disagreements=lambda entries: tables.disagreements(entries, report.LABELS_OF, report.GRADIENTS_AGREE),
     targets=report.targets,
     draw=report.draw,
+    summary=report.summary,
     settings=lambda args: dict(zip(("warmups", "repeats"), RUNS[args.set], strict=True)),
 )
 

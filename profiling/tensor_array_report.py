@@ -4,10 +4,12 @@ from pathlib import Path
 
 import harness
 import micro
+import names
 import plots
+import sentences
 import tables
 import workloads
-from script import Result, Target, target_table
+from script import Result, Target
 
 LABELS = {
     "tensor_array": "TensorArray",
@@ -38,11 +40,8 @@ STYLES = {
     "inplace_unbind": 5,
     "cat_batch_first": 5,
 }
-TITLES = {
-    "W1": "W1: slice by slice",
-    "W3": "W3: a cache that trains",
-    "ring": "ring: a memory of 64 slots",
-}
+TITLES = {key: names.heading(key) for key in ("W1", "W3", "ring")}
+SLICES, DECODER = "Slice by slice", TITLES["W3"].split(", B=")[0]  # in targets
 GRADIENTS_AGREE = 1e-12  # relative, float64
 LABELS_OF = dict.fromkeys(TITLES, LABELS)
 
@@ -71,11 +70,11 @@ def targets(result: Result) -> list[Target]:
     )
     growth = tables.ratio(ours("time", "W1", 10000), ours("time", "W1", 1000))
     return [
-        Target("W3, T=1024: peak memory / torch.cat", against("memory", "W3", 1024, "cat"), 1 / 20),
-        Target("W3, T=1024: time / torch.cat", against("time", "W3", 1024, "cat"), 0.7),
-        Target("W3, T=1024: gradients from torch.cat's, relative, float64", apart, GRADIENTS_AGREE),
-        Target("W1: time at T=10000 / at T=1000", growth, 12),
-        Target("W1, T=10000: time / list + stack + unbind", against("time", "W1", 10000, "list_unbind"), 1.25),
+        Target(f"{DECODER}, T=1,024: peak memory / torch.cat", against("memory", "W3", 1024, "cat"), 1 / 20),
+        Target(f"{DECODER}, T=1,024: time / torch.cat", against("time", "W3", 1024, "cat"), 0.7),
+        Target(f"{DECODER}, T=1,024: gradients from torch.cat's, relative, float64", apart, GRADIENTS_AGREE),
+        Target(f"{SLICES}: time at T=10,000 / at T=1,000", growth, 12),
+        Target(f"{SLICES}, T=10,000: time / list + stack + unbind", against("time", "W1", 10000, "list_unbind"), 1.25),
     ]
 
 
@@ -128,8 +127,33 @@ def breakdown_table(result: Result) -> str:
     return harness.table(["us", "measured", *micro.GROUPS, "rest"], rows)
 
 
+def summary(result: Result) -> list[str]:
+    """The decoder beside torch.cat, then where a peer is faster or smaller at the longest size that both have."""
+    text: list[str] = []
+    for T in tables.sizes(result, "W3")[-1:]:
+        (time, cat), (memory, copies) = (
+            [tables.value(result, kind, "W3", T, way) for way in ("tensor_array", "cat")] for kind in ("time", "memory")
+        )
+        if time and cat and memory and copies:
+            text.append(
+                f"{DECODER}, T={T:,}, is {sentences.speed(time / cat, 'torch.cat')} with a TensorArray, and takes "
+                f"{sentences.share(memory / copies)} of its peak memory."
+            )
+    found: list[str] = []
+    for kind in tables.UNITS:
+        ratios = {}
+        for workload in measured_workloads(result):
+            for peer in tables.variants(result, workload)[1:]:
+                sizes = [T for T in tables.sizes(result, workload) if tables.value(result, kind, workload, T, peer)]
+                if sizes:
+                    pair = (tables.value(result, kind, workload, sizes[-1], way) for way in ("tensor_array", peer))
+                    ratios[f"{LABELS[peer]}, {tables.title(workload)}"] = tables.ratio(*pair)
+        found += sentences.winners(ratios, kind)
+    return [*text, *found]
+
+
 def section(result: Result, picture: str) -> str:
-    parts = [f"![Time and peak memory over T]({picture})", "### Targets", target_table(targets(result))]
+    parts = [f"![Time and peak memory over T]({picture})"]
     for workload in measured_workloads(result):
         peer = workloads.peer_of(workload)
         parts += [f"### {TITLES[workload]}", f"In brackets: relative to {LABELS[peer]}."]

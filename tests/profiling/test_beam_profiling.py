@@ -15,7 +15,19 @@ import torch
 from tests.examples.test_g2p_runs import SETTINGS, toy_trainer, write_lexicon
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("beam", "beam_g2p", "beam_models", "harness", "partial", "plots", "resident", "script")
+NAMES = (
+    "beam",
+    "beam_g2p",
+    "beam_models",
+    "captions",
+    "harness",
+    "names",
+    "partial",
+    "plots",
+    "resident",
+    "script",
+    "sentences",
+)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,19 @@ import torch
 from tests.examples.test_g2p_runs import write_lexicon
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("g2p_compiled", "g2p_padded", "g2p_phonetisaurus", "g2p_padding", "harness", "partial", "resident", "script")
+NAMES = (
+    "captions",
+    "g2p_compiled",
+    "g2p_padded",
+    "g2p_padding",
+    "g2p_phonetisaurus",
+    "harness",
+    "names",
+    "partial",
+    "resident",
+    "script",
+    "sentences",
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("harness", "import_time", "partial", "plots", "resident", "script")
+NAMES = ("captions", "harness", "import_time", "names", "partial", "plots", "resident", "script", "sentences")
 
 
 @pytest.fixture(scope="module")

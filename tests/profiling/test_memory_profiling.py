@@ -10,7 +10,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("harness", "memory_tools", "partial", "resident", "script")
+NAMES = ("captions", "harness", "memory_tools", "names", "partial", "resident", "script", "sentences")
 
 
 @pytest.fixture

@@ -12,7 +12,20 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "profiling"
-NAMES = ("attention", "harness", "packed", "packed_models", "packed_ways", "partial", "plots", "resident", "script")
+NAMES = (
+    "attention",
+    "captions",
+    "harness",
+    "names",
+    "packed",
+    "packed_models",
+    "packed_ways",
+    "partial",
+    "plots",
+    "resident",
+    "script",
+    "sentences",
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +81,9 @@ def test_a_run_without_fbgemm(scripts: dict[str, Any], tmp_path: Path, monkeypat
     assert len(again["entries"]) == len(entries)
     assert list(again["again"]) == ["permute"]
     assert "--only" not in again["about"]["command"]  # the caption of the whole run, and beside it that of one row
-    caption = out.with_suffix(".md").read_text().splitlines()[0]
-    assert caption.startswith(f"Made by `python profiling/packed.py --quick --out {out}`. ")
-    assert f" permute: made by `python profiling/packed.py --quick --only permute --out {out}`, " in caption
+    page = out.with_suffix(".md").read_text()
+    assert f"- Command: `python profiling/packed.py --quick --out {out}`." in page
+    assert f"their own: permute (`python profiling/packed.py --quick --only permute --out {out}`, " in page
 
 
 def test_a_way_that_is_wrong_has_no_figure(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

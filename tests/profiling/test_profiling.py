@@ -34,7 +34,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run("--quick", "--rounds", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert "no figure" not in done.stderr
-    assert "### Targets" in done.stdout
+    assert "**Targets.**" in done.stdout
     return out
 
 
@@ -123,10 +123,10 @@ def test_a_wrong_gradient_is_reported(scripts: dict[str, Any]):
         return scripts["tables"].disagreements([{"cell": {"workload": "W1", "T": 4}, "raw": [answers]}], labels, 1e-12)
 
     wrong, failed = lines(workloads.compare(loops, workloads.gradients(workloads.w1_list_unbind, d), d))
-    assert wrong.startswith("W1, T=4, torch.cat: gradient off by")
-    assert failed == "W1, T=4, list + stack, xs[t]: KeyError: 'none'"
+    assert wrong.startswith("ys[t] = xs[t] * sqrt(t), slice by slice, T=4, torch.cat: gradient off by")
+    assert failed == "ys[t] = xs[t] * sqrt(t), slice by slice, T=4, list + stack, xs[t]: KeyError: 'none'"
     assert len(lines({"cat": {"loss": 0.0, "gradient": float("nan")}})) == 1
-    assert lines({"error": "RuntimeError: no"}) == ["W1, T=4: RuntimeError: no"]
+    assert lines({"error": "RuntimeError: no"}) == ["ys[t] = xs[t] * sqrt(t), slice by slice, T=4: RuntimeError: no"]
     assert lines({"cat": {"absent": "not installed"}}) == []
 
 

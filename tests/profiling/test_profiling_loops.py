@@ -107,9 +107,9 @@ def test_the_budget_is_advances_and_steps(scripts: dict[str, Any]):
     assert report.budget_ms(result, 10000, 32) == pytest.approx(6500)
     found = {t.what: (t.value, t.met) for t in report.targets(result)}
     assert found == {
-        "W4, N=10000, K=32: time / budget": (pytest.approx(1.2), True),
-        "W4, N=10000, K=32: peak memory": (pytest.approx(40), True),
-        "W4: body calls beyond the schedule's, any N and K": (1, False),
+        "A loop of unknown length, N=10,000, K=32: time / budget": (pytest.approx(1.2), True),
+        "A loop of unknown length, N=10,000, K=32: peak memory": (pytest.approx(40), True),
+        "A loop of unknown length: body calls beyond the schedule's, any N and K": (1, False),
     }
 
 

@@ -1,4 +1,4 @@
-"""What all profiling scripts share: their command line, the order of events, peers, targets; and `make bench`.
+"""What all profiling scripts share: their command line, the order of events, peers, targets.
 
 One file: all of it runs the same script of two sums, which takes no time.
 """
@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "profiling"
-NAMES = ("bench", "harness", "partial", "resident", "script")
+NAMES = ("bench", "captions", "harness", "names", "partial", "resident", "script", "sentences")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,8 @@ def sums(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
         rounds={"quick": 1, "short": 1, "usual": 2},
         checks=lambda args: [{"kind": "check", "case": case, "at_most": 0.5} for case in args.only],
         targets=lambda result: [script.Target("the first sum", float(result["entries"][0]["raw"][0]["total"]), 15)],
+        summary=lambda result: [f"The sums are {len(result['entries'])}."],
+        titles={"2": "the second sum"},
         options=lambda parser: parser.add_argument("--only", nargs="+", type=int, default=[1, 2]),
         group=lambda cell: str(cell["case"]),
     )
@@ -64,8 +67,15 @@ def test_a_run_writes_results_targets_and_section(sums: Any, tmp_path: Path, cap
         {"what": "the first sum", "value": 10.0, "bound": 15, "least": False, "unit": ""},
     ]
     text = out.with_suffix(".md").read_text()
-    assert text.startswith(f"Made by `python profiling/sums.py --out {out}`")
-    assert text.endswith("2 sums, sums.png\n")
+    first, line, sums_, targets, table, how, command = text.split("\n\n")
+    assert first == "The sums are 2."  # what the figures say comes first, and how it was measured comes last
+    assert re.match(
+        r"Measured on [\d-]+ with tensorloop \S+ and torch \S+\. Processor: .+, \d+ cores; 2 threads\.", line
+    )
+    assert (sums_, targets) == ("2 sums, sums.png", "**Targets.** 1 of 1 are met.")
+    assert "| the first sum |       10 | at most 15 | met |" in table
+    assert how == "**How it was measured.**"
+    assert command.startswith(f"- Command: `python profiling/sums.py --out {out}`.\n- Versions: tensorloop ")
     assert capsys.readouterr().out == text
     out.with_suffix(".md").unlink()
     assert sums.main(["--report", "--out", str(out)]) == 0
@@ -80,28 +90,102 @@ def test_what_is_not_measured_anew_stays_and_says_so(sums: Any, tmp_path: Path):
     assert {entry["cell"]["case"]: len(entry["raw"]) for entry in result["entries"]} == {1: 2, 2: 1}
     assert len(result["checks"]) == 2
     assert (result["about"]["rounds"], result["again"]["2"]["rounds"]) == (2, 1)
-    assert "2: made by `python profiling/sums.py --only 2 --rounds 1" in out.with_suffix(".md").read_text()
+    said = "- Measured in a run of their own: the second sum (`python profiling/sums.py --only 2 --rounds 1"
+    assert said in out.with_suffix(".md").read_text()
     assert sums.main(["--out", str(out)]) == 0
     assert json.loads(out.read_text())["again"] == {}
 
 
-def test_the_caption_speaks_of_the_rows_that_there_are(sums: Any, modules: dict[str, Any], tmp_path: Path):
+def of_an_older_torch(out: Path, groups: tuple[str, ...]) -> dict[str, Any]:
+    """Changes a file of results: some groups are of another torch. Gives the results."""
+    result = json.loads(out.read_text())
+    older = result["about"] | {"versions": result["about"]["versions"] | {"torch": "1.0"}, "date": "2020-02-02"}
+    if len(groups) == 2:
+        result["about"] = older
+    else:
+        result["again"] = dict.fromkeys(groups, older)
+    out.write_text(json.dumps(result))
+    return result
+
+
+@pytest.mark.parametrize("groups", [("1", "2"), ("1",)])
+def test_a_part_of_another_version_is_refused_before_it_is_measured(
+    sums: Any,
+    modules: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    groups: tuple[str, ...],
+):
     out = tmp_path / "sums.json"
-    given = ["--out", str(out), "--only"]
-    assert sums.main([*given, "1", "2"]) == 0
-    whole = json.loads(out.read_text())["about"]
-    whole["versions"]["torch"] = "1.0"
-    out.write_text(json.dumps(json.loads(out.read_text()) | {"about": whole}))
-    assert sums.main([*given, "2"]) == 0
-    result = json.loads(out.read_text())
-    assert (result["about"], list(result["again"])) == (whole, ["2"])
-    text = modules["harness"].circumstances(result)
-    assert text.count("torch 1.0, python") == 1
-    assert re.search(r"2: made by `[^`]+--only 2`, [\d-]+, rounds: 2, torch 2[^ ]+, python", text)  # with another torch
-    assert sums.main([*given, "1"]) == 0  # nothing of the whole run is left
-    result = json.loads(out.read_text())
-    assert result["about"]["command"].endswith("--only 1")
-    assert {group: about["command"][-1] for group, about in result["again"].items()} == {"2": "2"}
+    assert sums.main(["--out", str(out)]) == 0
+    of_an_older_torch(out, groups)
+    before, page = out.read_text(), out.with_suffix(".md").read_text()
+    spawn = Stopping(None)
+    monkeypatch.setattr(modules["harness"], "spawn", spawn)
+    assert sums.main(["--only", "2", "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f"{out} has rows of another machine or version that this run leaves out: 1 (torch: 1.0 and " in said
+    assert "measure these rows too, or name another file by --out" in said
+    assert (out.read_text(), out.with_suffix(".md").read_text(), spawn.seen) == (before, page, [])
+    assert sums.main(["--only", "2", "--out", str(tmp_path / "beside.json")]) == 0
+    assert sums.main(["--out", str(out)]) == 0  # the whole replaces it all
+    assert json.loads(out.read_text())["again"] == {}
+    assert "1.0" not in out.with_suffix(".md").read_text()
+
+
+def test_rows_of_another_version_stand_in_a_table_of_their_own(sums: Any, tmp_path: Path):
+    out = tmp_path / "sums.json"
+    assert sums.main(["--out", str(out)]) == 0
+    of_an_older_torch(out, ("2",))
+    assert sums.main(["--report", "--out", str(out)]) == 0
+    first, other = out.with_suffix(".md").read_text().split("\n### Rows of another run\n")
+    assert ("1 sums, sums.png" in first, "1 sums, sums.png" in other) == (True, True)
+    assert ("torch 1.0" in first, "torch 1.0" in other) == (False, True)
+    assert ("2020-02-02" in first, other.strip().startswith("Measured on 2020-02-02 with")) == (False, True)
+    assert [target["value"] for target in json.loads(out.read_text())["targets"]] == [10.0, 20.0]
+
+
+def test_another_machine_is_another_run(modules: dict[str, Any]):
+    captions, about = modules["captions"], modules["harness"].about(1)
+    there = about | {"machine": about["machine"] | {"processor": "another"}}
+    assert captions.differences(about, about | {"load_at_start": 9, "date": "later", "rounds": 7}) == []
+    assert captions.differences(there, about) == [f"processor: another and {about['machine']['processor']}"]
+    with_peer = about | {"peers": {"jax": {"jax": "0.1"}}}
+    assert captions.differences(with_peer, about) == captions.differences(about, with_peer) == []
+    newer = about | {"peers": {"jax": {"jax": "0.2"}}}
+    assert captions.differences(with_peer, newer) == ["jax: 0.1 and 0.2"]
+
+
+def test_workloads_are_known_by_words_and_by_the_keys_of_older_days(
+    modules: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    names, parser = modules["names"], ArgumentParser()
+    names.add_only(parser, ["W2", "W4", "crf"])
+    assert parser.parse_args(["--only", "unknown_length", "W2", "crf"]).only == ["W4", "W2", "crf"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--only", "W9"])
+    assert "there is no 'W9'; expected one of lstm, unknown_length, crf" in capsys.readouterr().err
+    assert names.worded("python profiling/compiled.py --only W2s W4 crf") == (
+        "python profiling/compiled.py --only lstm_small unknown_length crf"
+    )
+    assert names.heading("W4").startswith("A loop of unknown length")
+
+
+def test_sentences_are_true_whoever_wins(modules: dict[str, Any]):
+    words = modules["sentences"]
+    assert words.speed(0.02, "x") == "50 times as fast as x"
+    assert words.speed(2.0, "x") == "0.5 times as fast as x"
+    assert words.speed(1.04, "x") == "about as fast as x"
+    assert (words.share(0.034), words.share(1.49)) == ("3.4 %", "1.5 times")
+    assert words.winners({"a": 0.5, "b": 1.04, "c": None}) == ["No peer wins by more than 5 % in time (2 comparisons)."]
+    assert words.winners({"a": 0.5, "b": 1.5, "c": 12.0}, "memory") == [
+        "Where peers win by more than 5 % in memory (2 of 3 comparisons):",
+        "- c: ours needs 12 times as much memory\n- b: ours needs 1.5 times as much memory",
+    ]
+    assert words.winners({}) == []
+    many = words.winners({str(n): 1.0 + n for n in range(1, 9)})
+    assert many[1].endswith("- and 3 more: see the tables")
 
 
 def test_quick_leaves_nothing_behind(
@@ -150,7 +234,7 @@ def test_a_run_that_is_stopped_keeps_its_figures(sums: Any, stopped: tuple[list[
     assert result["partial"] == "3 of 4"
     assert [len(entry["raw"]) for entry in result["entries"]] == [1, 2]
     assert sums.main(["--report", "--out", str(partial)]) == 0
-    assert "**A run that was stopped**: 3 of 4 figures." in partial.with_suffix(".md").read_text()
+    assert "**The run was stopped**: 3 of 4 figures." in partial.with_suffix(".md").read_text()
 
 
 def test_a_run_that_was_stopped_goes_on(
@@ -382,81 +466,3 @@ def test_targets_in_words(modules: dict[str, Any]):
     assert Target("speed", 1.5, 1.6, least=True, unit="x").row() == ["speed", "1.5 x", "at least 1.6 x", "**missed**"]
     assert Target("time", None, 0.6).row() == ["time", "-", "at most 0.6", "not measured"]
     assert Target("step", 8.0, unit="us").row() == ["step", "8 us", "-", ""]
-
-
-# ---- make bench ----
-
-PROGRAM = """
-import json, pathlib, sys
-sys.path[:0] = [{folder!r}]
-import harness
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-assert sys.argv[1] == "--short"
-about = harness.about(1, command="python profiling/{name}.py --short", set="short")
-entries = [{{"cell": {{"kind": "time"}}, "raw": [{{"error": "no"}}]}}]
-targets = [{{"what": "time", "value": 0.25, "bound": 0.5, "least": False, "unit": "ms"}}]
-targets += [{{"what": "much", "value": None, "bound": 0.5, "least": False, "unit": ""}}]
-out.write_text(json.dumps({{"about": about, "entries": entries, "targets": targets}}))
-"""
-
-
-def test_bench_goes_on_after_a_script_that_fails(
-    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    bench = modules["bench"]
-    scripts, out = tmp_path / "scripts", tmp_path / "out"
-    scripts.mkdir()
-    for name in ("first", "last"):
-        (scripts / f"{name}.py").write_text(PROGRAM.format(folder=str(FOLDER), name=name))
-    (scripts / "broken.py").write_text("raise SystemExit(3)")
-    monkeypatch.setattr(bench, "FOLDER", scripts)
-    monkeypatch.setattr(bench, "SCRIPTS", ("first", "broken", "last"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert bench.main(["--only", "first", "broken", "last", "--out", str(out)]) == 1
-    said = capsys.readouterr()
-    assert "[3/3] last" in said.err
-    assert "failed: broken: exit status 3" in said.err
-    text = (out / "bench.md").read_text()
-    assert text.startswith("Not finished, so their figures are missing or older: broken: exit status 3.")
-    assert text.count("| time | at most 0.5 ms | 0.25 ms met | ") == 2
-    assert "much" not in text
-    assert text.count("This is the short set") == text.count("No figure: 1 cells failed") == 2
-    assert bench.main(["--only", "last", "--out", str(out)]) == 0
-    assert "### first" in (out / "bench.md").read_text()
-
-
-def test_bench_that_is_stopped_changes_no_document(
-    modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    bench = modules["bench"]
-
-    def run(name: str, out: Path) -> int:
-        if name == "regroup":
-            raise KeyboardInterrupt
-        return 0
-
-    monkeypatch.setattr(bench, "run", run)
-    page = tmp_path / "docs.md"
-    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    monkeypatch.setattr(bench, "PAGE", str(page))
-    assert bench.main(["--only", "packed", "regroup", "beam"]) == 130
-    assert page.read_text() == "<!-- bench:begin -->\n<!-- bench:end -->\n"
-    assert "To go on: --only regroup beam" in capsys.readouterr().err
-
-
-def test_bench_shows_the_usual_figures_beside(modules: dict[str, Any]):
-    target = {"what": "time", "value": 0.25, "bound": 0.5, "least": False, "unit": ""}
-    about = modules["harness"].about(1, command="python profiling/x.py", date="2020-02-02")
-    short = {"about": about, "entries": [], "targets": [target]}
-    head, table = modules["bench"].of_script(short, {"about": about, "targets": [target | {"value": 0.125}]})
-    assert head.endswith("Beside it: `python profiling/x.py`, 2020-02-02.")
-    assert "| time | at most 0.5 |  0.25 met |     0.125 |" in table
-
-
-def test_bench_names_scripts_that_there_are(modules: dict[str, Any]):
-    for name in modules["bench"].SCRIPTS:
-        assert '"short"' in (FOLDER / f"{name}.py").read_text()
-    pages = {f"docs/benchmarks/{name}.md": name for name in modules["bench"].SCRIPTS}
-    for page, name in (pages | {modules["bench"].PAGE: modules["bench"].MARKER}).items():
-        text = (ROOT / page).read_text()
-        assert 0 < text.index(f"<!-- {name}:begin -->") < text.index(f"<!-- {name}:end -->")
