@@ -1,7 +1,8 @@
 """Two tutorials as notebooks, with what their cells show: `python -m docs.notebooks` writes them anew.
 
-A paragraph becomes a text cell, a Python block a code cell, and `<!-- notebook: expression -->`, which no page shows, a
-cell that shows the expression as notebooks do. A test holds that the cells are those of the tutorials, and runs them.
+A paragraph becomes a text cell and a Python block a code cell, whose output comes from this run and not from the page.
+`<!-- notebook: expression -->`, which no page shows, becomes a cell that shows the expression as notebooks do. A test
+holds that the cells are those of the tutorials, and runs them.
 """
 
 import re
@@ -14,7 +15,7 @@ from docs.site import SOURCE
 HERE = Path(__file__).parent
 FOLDER = HERE / "notebooks"
 TUTORIALS = ("decoder", "search")
-_PART = re.compile(r"^```python\n(?P<code>.*?)^```$|^<!-- notebook: (?P<shown>.*?) -->$", re.MULTILINE | re.DOTALL)
+_PART = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n+```output\n.*?^```$)?|^<!-- notebook: (?P<shown>.*?) -->$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!\w+://|#)([^)#\s]+)")
 
 

@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("pages", metavar="PAGE", nargs="*", type=Path, help="Markdown files; all where none is given")
     parser.add_argument("--check", action="store_true", help="compare and change nothing")
     options, wrong = parser.parse_args(), []
+    torch.set_num_threads(1)  # as in the tests
     for page in options.pages or DOCUMENTS:
         if options.check:
             wrong += differences(page)
