@@ -38,7 +38,7 @@ def is_ours(frame: FrameType) -> bool:
 def cell_name(file: str) -> str | None:
     """`cell 3` for a notebook's cell, numbered as the notebook numbers it; None for any other file.
 
-    A kernel compiles a cell under a name that nobody knows again: `/tmp/ipykernel_29652/3477379381.py`.
+    A kernel compiles a cell under a name that nobody knows again, such as `ipykernel_29652/3477379381.py`.
     """
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()  # not imported: it may not be there
     named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
