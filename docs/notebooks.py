@@ -1,9 +1,11 @@
 """Two tutorials as notebooks, with what their cells show: `python -m docs.notebooks` writes them anew.
 
-A paragraph becomes a text cell, a Python block a code cell, and `<!-- notebook: expression -->`, which no page shows, a
-cell that shows the expression as notebooks do. A test holds that the cells are those of the tutorials, and runs them.
+A paragraph becomes a text cell and a Python block a code cell, whose output comes from this run and not from the page.
+`<!-- notebook: expression -->`, which no page shows, becomes a cell that shows the expression as notebooks do. A test
+holds that the cells are those of the tutorials, and runs them.
 """
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -14,7 +16,10 @@ from docs.site import SOURCE
 HERE = Path(__file__).parent
 FOLDER = HERE / "notebooks"
 TUTORIALS = ("decoder", "search")
-_PART = re.compile(r"^```python\n(?P<code>.*?)^```$|^<!-- notebook: (?P<shown>.*?) -->$", re.MULTILINE | re.DOTALL)
+_PART = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n+```output\n.*?^```$)?|^<!-- notebook: (?P<shown>.*?) -->$",
+    re.MULTILINE | re.DOTALL,
+)
 _LINK = re.compile(r"\]\((?!\w+://|#)([^)#\s]+)")
 
 
@@ -55,7 +60,8 @@ def run(made: Any) -> Any:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # of event loops, by what it is built on
-        NotebookClient(made, timeout=300, resources={"metadata": {"path": str(HERE.parent)}}).execute()
+        client = NotebookClient(made, timeout=300, resources={"metadata": {"path": str(HERE.parent)}})
+        client.execute(env={**os.environ, "OMP_NUM_THREADS": "1"})  # as in the tests: two would wait for each other
     for cell in made.cells:
         cell.metadata.pop("execution", None)  # when, to the microsecond
     made.metadata.pop("language_info", None)  # which Python

@@ -1,5 +1,6 @@
 """The user's line that runs now: the innermost one that is neither torch's nor this library's. Warnings stand there."""
 
+import re
 import sys
 import warnings
 from types import FrameType
@@ -32,3 +33,14 @@ def _user_frame(frame: FrameType | None = None) -> FrameType | None:
 def is_ours(frame: FrameType) -> bool:
     """Whether code of torch's or this library's runs there."""
     return frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop")
+
+
+def cell_name(file: str) -> str | None:
+    """`cell 3` for a notebook's cell, numbered as the notebook numbers it; None for any other file.
+
+    A kernel compiles a cell under a name that nobody knows again, such as `ipykernel_29652/3477379381.py`.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()  # not imported: it may not be there
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    number = named and re.search(r"In\[(\d+)\]", named[1])
+    return f"cell {number[1]}" if number else None

@@ -1,16 +1,12 @@
-"""Every Python block in the documents runs, one namespace a file, in order; every relative link resolves."""
+"""Every Python block in the documents runs and prints what the page shows; every relative link resolves."""
 
 import re
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "profiling").rglob("*.md")])
+from docs.outputs import DOCUMENTS, ROOT, difference, fenced_blocks, python_blocks, run
 
-FENCE = re.compile(r"^(?P<indent> *)(?P<mark>`{3,}|~{3,})(?P<info>[^`]*)$")
 INLINE_LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 REFERENCE_LINK = re.compile(r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)", re.MULTILINE)
 REPOSITORY = "https://github.com/tensorloop/tensorloop"
@@ -20,47 +16,11 @@ HERE = re.compile(
 OUTSIDE = ("http://", "https://", "mailto:")
 
 
-def fenced_blocks(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line number of the first code line, what follows the opening fence, code) of each fenced block."""
-    opened, start, body = None, 0, []
-    for number, line in enumerate(text.splitlines(), 1):
-        fence = FENCE.match(line)
-        if opened is None:
-            if fence:
-                opened, start, body = fence, number + 1, []
-        elif fence and fence["mark"].startswith(opened["mark"]) and not fence["info"].strip():
-            yield start, opened["info"].strip(), textwrap.dedent("\n".join(body)) + "\n"
-            opened = None
-        else:
-            body.append(line)
-    if opened is not None:
-        raise ValueError(f"the fence opened on line {start - 1} is never closed")
-
-
-def python_blocks(text: str) -> Iterator[tuple[int, str]]:
-    """The blocks marked `python`; spellings that would escape being run are refused."""
-    for line, info, code in fenced_blocks(text):
-        if info == "python":
-            yield line, code
-        elif info.lower().startswith("py"):
-            raise ValueError(f"line {line - 1}: the block is marked {info!r}; write 'python', so that it runs")
-
-
-def run_blocks(text: str, name: str) -> int:
-    """Run all Python blocks in one namespace, with line numbers of the document; give how many there were."""
-    namespace = {"__name__": "__document__"}
-    count = 0
-    for line, code in python_blocks(text):
-        exec(compile("\n" * (line - 1) + code, name, "exec"), namespace)
-        count += 1
-    return count
-
-
 def prose(text: str) -> str:
     """The text without code: what looks like a link or a heading in there is none."""
     lines = text.splitlines()
-    for start, _, code in fenced_blocks(text):
-        lines[start - 1 : start - 1 + code.count("\n")] = [""] * code.count("\n")
+    for block in fenced_blocks(text):
+        lines[block.line - 1 : block.end - 1] = [""] * (block.end - block.line)
     return "\n".join(lines)
 
 
@@ -100,9 +60,12 @@ def test_the_readme_shows_code_that_runs():
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_examples_run(path: Path):
-    text = path.read_text()
-    assert run_blocks(text, str(path)) == text.count("```python\n")
+def test_examples_run_and_print_what_is_shown(path: Path):
+    text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+    ran = run(text, name)
+    assert len(ran) == text.count("```python\n")
+    wrong = [found for one in ran if (found := difference(one))]
+    assert not wrong, f"{name}: `python -m docs.outputs {name}` writes what is printed\n" + "\n\n".join(wrong)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -111,24 +74,24 @@ def test_links_resolve(path: Path):
 
 
 def test_blocks_share_a_namespace():
-    run_blocks("```python\na = 1\n```\ntext\n```python\nassert a == 1\n```\n", "doc.md")
+    run("```python\na = 1\n```\ntext\n```python\nassert a == 1\n```\n", "doc.md")
 
 
 def test_a_failing_block_fails_at_its_line():
     with pytest.raises(ZeroDivisionError) as caught:
-        run_blocks("# title\n\n```python\na = 0\n1 / a\n```\n", "doc.md")
+        run("# title\n\n```python\na = 0\n1 / a\n```\n", "doc.md")
     assert f"{caught.traceback[-1].path}:{caught.traceback[-1].lineno + 1}".endswith("doc.md:5")
 
 
 @pytest.mark.parametrize("info", ["py", "python3", "Python", "python notest", "pycon"])
 def test_a_block_cannot_escape(info: str):
     with pytest.raises(ValueError, match="write 'python', so that it runs"):
-        run_blocks(f"```{info}\n1 / 0\n```\n", "doc.md")
+        run(f"```{info}\n1 / 0\n```\n", "doc.md")
 
 
 def test_an_open_fence_is_refused():
     with pytest.raises(ValueError, match="opened on line 2 is never closed"):
-        run_blocks("text\n```python\na = 1\n", "doc.md")
+        run("text\n```python\na = 1\n", "doc.md")
 
 
 def test_broken_links_are_found(tmp_path: Path):

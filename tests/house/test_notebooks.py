@@ -32,12 +32,17 @@ def test_a_notebook_is_its_tutorial(name: str):
     assert [(cell.cell_type, cell.source) for cell in kept.cells] == cells(name), "python -m docs.notebooks"
     assert shown(kept)
     assert not errors(kept)
+    assert "ipykernel" not in shown(kept)  # lines are named by their cell
+
+
+def test_outputs_of_the_page_are_in_no_cell():
+    assert not [source for _, source in cells("decoder") if "```" in source]
 
 
 @pytest.mark.filterwarnings("ignore")  # of sockets and event loops, by what notebooks are built on
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("decoder", ("torch.cat", "<b>TensorArray</b>")), ("search", ("<b>PackedTensor</b>", "coverage"))],
+    [("decoder", ("torch.cat", "cell 1:", "<b>TensorArray</b>")), ("search", ("<b>PackedTensor</b>", "coverage"))],
 )
 def test_a_notebook_runs_and_shows(name: str, wanted: tuple[str, ...]):
     page = shown(run(notebook(name)))

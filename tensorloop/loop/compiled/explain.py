@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from tensorloop._common.user_line import cell_name
 from tensorloop.loop.compiled.lengths import said
 from tensorloop.loop.compiled.operations import value_of, values_of
 from tensorloop.loop.compiled.plan import Plan
@@ -49,7 +50,8 @@ def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
 
 def of_refusal(name: str, refusal: Refused) -> Explanation:
     """The explanation of a loop that stays eager."""
-    where = "" if refusal.place is None else "\n  at {}:{}".format(*refusal.place)
+    file, line = refusal.place or ("", 0)
+    where = f"\n  at {cell_name(file) or file}:{line}" if refusal.place else ""
     return Explanation(f"{name}: not compiled: {refusal.reason}{where}\n  cure: {refusal.cure}", False)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tensorloop._common.user_line import cell_name
+
 PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Parts of a path below which installed packages lie."""
 ROWS = 60
@@ -17,6 +19,8 @@ ROWS = 60
 @dataclass(frozen=True)
 class Site:
     """A line of source. `str()` gives `path.py:12`, the path relative to the working directory where it is below it.
+
+    A line of a notebook's cell is `cell 3:12`, by the number beside the cell.
 
     Where a line of the user's calls an installed package or a module with parts, `library` and `module` say what in it
     made the bytes: `train.py:12 (encoder.layers.3.self_attn) via package/model.py:40`.
@@ -49,7 +53,9 @@ class Site:
 
     @property
     def path(self) -> str:
-        """The file as `str()` shows it; of an installed package, from the package on."""
+        """The file as `str()` shows it: `cell 3` in a notebook; of an installed package, from the package on."""
+        if cell := cell_name(self.file):
+            return cell
         if self.file.startswith("<"):
             return self.file
         for folder in PACKAGES:
