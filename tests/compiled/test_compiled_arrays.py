@@ -193,3 +193,22 @@ def test_explain_names_lengths():
 
     text = str(tl.explain(body, (d.h, TensorArray()), d.xs))
     assert "cat [n + 1, 3, 5]" in text
+
+
+def test_an_empty_array_beside_operations_that_ask_how_tensors_lie():
+    # gru_cell asks for strides; an array without slots has no dims of elements yet
+    torch.manual_seed(0)
+    cell = torch.nn.GRUCell(D, D).double()
+    xs, h = torch.randn(T, B, D, dtype=torch.float64), torch.zeros(B, D, dtype=torch.float64)
+
+    def body(state: Any, x: Tensor) -> Any:
+        h, a = state
+        a.append(h[:, None])
+        return (cell(x + tl.attention(h[:, None], a, a)[:, 0], h), a), h
+
+    def run(compile: Any) -> Sequence[Tensor]:
+        ys = tl.scan(body, (h, TensorArray()), xs, compile=compile)[1]
+        return ys, *torch.autograd.grad(ys.square().sum(), list(cell.parameters()))
+
+    for found, expected in zip(run("strict"), run(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

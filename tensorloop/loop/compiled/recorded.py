@@ -167,7 +167,10 @@ class Recorded:
     def layouts(self) -> list[Layout]:
         """How the carry and the rows of xs lie in memory before the eager loop's first step, and before its second."""
         rows = tuple(x.stride()[1:] for x in self.xs)
-        return [(tuple(x.stride() for x in tensors), rows) for tensors in (self.carry, self.new)]
+        arrays = {k for k, i in enumerate(self.places) if i in self.arrays.first}  # contiguous; what a first look gives
+        # an empty one has no dims of elements yet, so its layout in `new` would not fit
+        new = [old if k in arrays else x for k, (old, x) in enumerate(zip(self.carry, self.new, strict=True))]
+        return [(tuple(x.stride() for x in tensors), rows) for tensors in (self.carry, new)]
 
     def kind_of(self, layout: Layout) -> Any:
         """A layout, but for how far apart things lie."""
