@@ -81,7 +81,7 @@ WORDS = {
     "memory.md": "memory profiler leak",
     "huggingface.md": "hugging face transformers generate kv cache",
     "beam.md": "beam search decode generate",
-    "coming_from.md": "jax lax.scan equinox tensorflow keras raggedtensor torch.compile",
+    "coming_from.md": "jax lax.scan equinox tensorflow keras torch.compile",
 }
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
@@ -189,7 +189,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """MkDocs: a page before it is rendered."""
+    """MkDocs: a page before it is rendered. The home page has the width of the window for its cards."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
     return linked(text, page.file.src_uri)
 
 
