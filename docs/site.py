@@ -216,6 +216,11 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace(' data-md-component="source"', "")
 
 
+def on_post_template(output: str, **_: Any) -> str:
+    """MkDocs: what is made from no page, as the one for addresses that are not there."""
+    return on_post_page(output)
+
+
 def on_post_build(config: Any) -> None:
     """MkDocs: when all is written, the index of the search, too."""
     path = Path(config.site_dir) / "search" / "search_index.json"

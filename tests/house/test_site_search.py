@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from docs.site import WEIGHTS, WORDS, markdown, on_post_page, ranked, weight
+from docs.site import WEIGHTS, WORDS, markdown, on_post_page, on_post_template, ranked, weight
 
 DOCS = Path(__file__).parents[2] / "docs"
 FIRST = {  # what is typed -> the page that should answer
@@ -138,5 +139,6 @@ def test_words_are_given_to_pages_and_not_to_each_of_their_sections():
     assert other == {"location": "api/index.html", "boost": weight("api/README.md")}
 
 
-def test_the_link_to_the_repository_asks_for_nothing():
-    assert on_post_page('<a href="x" class="md-source" data-md-component="source">') == '<a href="x" class="md-source">'
+@pytest.mark.parametrize("written", [on_post_page, on_post_template])
+def test_the_link_to_the_repository_asks_for_nothing(written: Callable[[str], str]):
+    assert written('<a href="x" class="md-source" data-md-component="source">') == '<a href="x" class="md-source">'
