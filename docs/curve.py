@@ -1,4 +1,4 @@
-"""Bytes that the README's loop keeps for backward, and those of the same loop with `torch.cat`: `python -m docs.curve`.
+"""Bytes that the home page's loop keeps for backward, and those of the same loop with `torch.cat`: `python -m docs.curve`.
 
 The bytes are counted, so they are the same on any day; the picture is `docs/images/readme_curve.svg`.
 """
@@ -22,7 +22,7 @@ Point = tuple[int, int]
 
 
 def with_array(cell: torch.nn.GRUCell, xs: Tensor) -> Tensor:
-    """The loop of the README."""
+    """The loop of docs/README.md."""
     h, states = xs.new_zeros(8, 16), tl.TensorArray()
     for x in xs:
         states.append(h[:, None])

@@ -1,9 +1,10 @@
-"""What the site needs beyond MkDocs: links that leave docs/, anchors as on GitHub, docstrings as Markdown.
+"""What the site needs beyond MkDocs: links that leave docs/, anchors as on GitHub, docstrings as Markdown, search.
 
 MkDocs loads this file as a hook, griffe as an extension (`mkdocs.yml`); both are there when a site is built, and the
-tests of this file use `slug` and `markdown` alone.
+tests of this file need neither.
 """
 
+import json
 import posixpath
 import re
 from functools import cache
@@ -43,6 +44,45 @@ SECTIONS = (
     "Attributes",
     "Returns",
 )
+
+# Search: what a page's score is multiplied by. The longest beginning of its path counts.
+WEIGHTS = {
+    "": 2.0,  # guides and first steps: what stands in docs/ itself
+    "howto/": 3.0,
+    "tutorials/": 3.0,
+    "api/": 1.0,
+    "examples/": 1.0,
+    "glossary.md": 1.0,
+    "how_": 0.5,
+    "limits.md": 0.5,
+    "tested.md": 0.2,
+    "pages.md": 0.1,  # a list of the others
+    "benchmarks/": 0.1,
+    "decisions/": 0.05,
+}
+# What people type, for a page whose title says it in other words.
+WORDS = {
+    "install.md": "citation cite bibtex licence license pip wheel requirements versions uninstall setup",
+    "mixed_precision.md": "amp autocast bfloat16 float16 half precision gradscaler",
+    "gpu.md": "gpu cuda nvidia device",
+    "howto/slow_lstm.md": "custom lstm rnn gru cell slow loop speed layernorm jit",
+    "howto/kv_cache.md": "kv cache decoder transformer torch.cat append",
+    "howto/recurrent_ppo.md": "recurrent ppo gae lstm reinforcement learning advantage done reset rl",
+    "howto/out_of_memory.md": "out of memory oom cuda memory leak loop grows",
+    "howto/spiking.md": "spiking snn surrogate lif neuron norse snntorch",
+    "howto/neural_ode.md": "neural ode odeint adjoint solver",
+    "howto/kalman.md": "kalman filter state space smoother",
+    "howto/ragged_batches.md": "ragged batch nested tensor jagged padding variable length pack_padded_sequence",
+    "packed.md": "ragged jagged nested tensor padding variable length",
+    "loops.md": "scan while_loop fori_loop for loop checkpoint",
+    "schedules.md": "checkpoint checkpoints checkpointing gradient revolve",
+    "compiled.md": "torch.compile compile slow loop jit numba",
+    "arrays.md": "tensorarray torch.cat append list stack buffer",
+    "memory.md": "memory profiler leak",
+    "huggingface.md": "hugging face transformers generate kv cache",
+    "beam.md": "beam search decode generate",
+    "coming_from.md": "jax lax.scan equinox tensorflow keras torch.compile",
+}
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _FENCED = re.compile(r"^( *```.*?^ *```[^\n]*$)", re.MULTILINE | re.DOTALL)
@@ -149,8 +189,44 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """MkDocs: a page before it is rendered."""
+    """MkDocs: a page before it is rendered. The home page has the width of the window for its cards."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
     return linked(text, page.file.src_uri)
+
+
+def weight(page: str) -> float:
+    """What the search multiplies the score of a page by."""
+    return WEIGHTS[max((start for start in WEIGHTS if page.startswith(start)), key=len)]
+
+
+def ranked(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of the search index, a page's first one before those of its sections, with weights and words."""
+    for entry in found:
+        path, _, section = entry["location"].partition("#")
+        page = re.sub(r"(^|/)index\.html$", r"\1README.md", path).replace(".html", ".md")
+        entry["boost"] = weight(page)
+        if page in WORDS and not section:
+            entry["tags"] = WORDS[page].split()
+    return found
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """MkDocs: a page as it is written. The theme's script asks github.com for stars where it finds this attribute."""
+    return output.replace(' data-md-component="source"', "")
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """MkDocs: what is made from no page, as the one for addresses that are not there."""
+    return on_post_page(output)
+
+
+def on_post_build(config: Any) -> None:
+    """MkDocs: when all is written, the index of the search, too."""
+    path = Path(config.site_dir) / "search" / "search_index.json"
+    index = json.loads(path.read_text())
+    index["docs"] = ranked(index["docs"])
+    path.write_text(json.dumps(index, separators=(",", ":")))
 
 
 class Docstrings(Extension):

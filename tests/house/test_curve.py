@@ -1,4 +1,4 @@
-"""The picture of the README: its two loops are one loop, and their bytes grow as it says."""
+"""The picture of the home page: its two loops are one loop, and their bytes grow as it says."""
 
 import re
 from pathlib import Path
@@ -31,6 +31,6 @@ def test_the_picture_is_drawn_from_points():
     assert re.findall(r">([^<]*T\^[^<]*)<", drawn) == ["torch.cat, T^2.00", "TensorArray, T^1.00"]
 
 
-def test_the_readme_has_the_loop_that_is_counted():
-    assert "past = tl.attention(h[:, None], states, states)" in (ROOT / "README.md").read_text()
+def test_the_home_page_has_the_loop_that_is_counted():
+    assert "past = tl.attention(h[:, None], states, states)" in (ROOT / "docs" / "README.md").read_text()
     assert "tl.attention(h[:, None], states, states)[:, 0]" in Path(curve.__file__).read_text()

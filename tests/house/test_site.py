@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import yaml
 
 import tensorloop as tl
 from docs.site import SOURCE, api_names, entries, linked, markdown, slug
-from tests.house.test_docs import DOCUMENTS, anchors, prose
+from tests.house.test_docs import DOCUMENTS, INLINE_LINK, anchors, prose
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -102,6 +103,38 @@ def test_what_is_listed_in_a_docstring_is_a_list():
         "Adds.\n\n\n**Args:**\n\n- `a, b`: (\\*F), a &lt; b\n  and more.\n\n\n**Returns:**\n\n`c`.\n\n\n"
         "**Cost:** little."
     )
+
+
+def loaded_from_elsewhere(text: str) -> list[str]:
+    """Addresses that a browser asks when it shows this: pictures, scripts, styles, fonts."""
+    return re.findall(r"(?:!\[[^\]]*\]\(|\bsrc=[\"']?|url\([\"']?|@import [\"']?)((?:https?:)?//[^\s)\"'>]+)", text)
+
+
+@pytest.mark.parametrize("path", sorted([*DOCS.rglob("*.md"), DOCS / "site.css"]), ids=lambda path: path.name)
+def test_pages_load_nothing_from_elsewhere(path: Path):
+    assert loaded_from_elsewhere(prose(path.read_text())) == []
+
+
+def test_what_loads_something_is_found():
+    assert loaded_from_elsewhere('![a](https://a.org/b.png) <img src="//c.org/d"> [e](https://f.org) ![g](h.png)') == [
+        "https://a.org/b.png",
+        "//c.org/d",
+    ]
+
+
+def test_the_list_of_pages_has_them_all():
+    listed = set(INLINE_LINK.findall((DOCS / "pages.md").read_text()))
+    pages = {path.relative_to(DOCS).as_posix() for path in [*DOCS.glob("*.md"), *DOCS.glob("*/README.md")]}
+    assert sorted(pages - listed - {"README.md", "pages.md"}) == []
+
+
+def test_the_page_on_installing_is_up_to_date():
+    """The version to cite, and the names of the extras."""
+    text = (DOCS / "install.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"version = {{{tl.__version__}}}" in text
+    table = text[text.index("| extra |") : text.index("Error messages")]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(project["optional-dependencies"])
 
 
 def swallowed_lists(text: str) -> list[str]:
