@@ -50,7 +50,10 @@ class Backward:
 
 
 Forward = Advance | Snapshot | Drop
+"""An action of the forward pass: what `tl.schedule.Schedule.sweep` yields."""
+
 Action = Forward | Restore | Backward
+"""An action of either pass: what `tl.schedule.Schedule.reverse` yields."""
 
 
 def as_count(x: Any, least: int, name: str, what: str) -> int:
