@@ -58,7 +58,8 @@ def fori_loop(
     Returns:
         The last carry, a tree like init.
 
-    Gradient, cost: as `tl.scan`.
+    Gradient: as `tl.scan`.
+    Cost: as `tl.scan`.
 
     Raises:
         TypeError: a bound that is no integer; a step changes the carry's structure, shapes or dtypes.
