@@ -140,15 +140,15 @@ def scan(
         body_fn: one step: `body_fn(carry, x)`, or `body_fn(carry, x, context)` with `context`. It returns (carry, y); y
             is a tree of tensors and numbers, or None where there is no output.
         init: the first carry: a tree (nested tuples, lists, dicts, dataclasses) of tensors, TensorArrays, numbers and
-            None. It is copied, never changed. Every step keeps its structure, shapes, dtypes and Python types; with
-            `tl.first_only(init)`, from the first step on.
+            None. It is copied, never changed. Every step must return the same structure, shapes, dtypes and Python
+            types; where the first step alone makes another carry out of init, write `tl.first_only(init)`.
         xs: what steps get: a tree of tensors with one length T along `dim`; body_fn sees them without that dim. A
             TensorArray gives its slots, a range its numbers. Packed tensors: see below. None (default): x is None.
         length: int, the number of steps where xs is None. With xs it is only compared with T.
         dim: int, the dim of xs to run over; default 0. Packed xs run over their ragged dim.
         reverse: bool, default False. True begins with the last slice; ys are still in the order of xs.
         until: `until(carry)`, or `until(carry, context)`, asked after each step: a `tl.loop.Condition`, True to stop.
-            It gets no gradient. None (default) runs all steps.
+            No gradient goes through it. None (default) runs all steps.
         context: a tree that body_fn and until get as last argument; None (default): they get none. Where rows leave the
             batch, it has B leading rows, and loses the same ones.
         compact: bool, default False. True takes rows that have stopped out of the batch, to save their work; needs
@@ -182,7 +182,7 @@ def scan(
         RuntimeError: a tensor that backward needs was changed in place; a write to an array made outside; what
             `compile="strict"` cannot compile.
 
-    Source: jax.lax.scan for the surface.
+    Source: the interface is that of jax.lax.scan.
 
     Example:
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
@@ -379,7 +379,7 @@ def while_loop(
         ValueError: a leaf of the carry has not B rows; max_steps below 0.
         RuntimeError: as `tl.scan`.
 
-    Source: jax.lax.while_loop for the surface; Equinox for checkpoints in a loop of unknown length.
+    Source: the interface is that of jax.lax.while_loop; Equinox has checkpoints in loops of unknown length.
 
     Example:
         >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor(1))

@@ -72,7 +72,8 @@ def associative_scan(
     Cost: at most 2 log2(T) calls of fn, on less than 2 T pairs in all. Kept for backward are what fn itself computes
     and saves for these pairs, and of its arguments at most 2 T elements a leaf beside xs (4 T for a leaf without
     gradient that fn saves; T more with `reverse`). With K chunks: 2 K log2(T / K) calls forward, and as many more in
-    backward; saved are the pairs of one chunk at a time. Rounding differs from that of a loop.
+    backward; saved are the pairs of one chunk at a time. Elements are combined in another order than in a loop, so
+    results differ by rounding.
     Note: with checkpoints fn must be a function of its arguments inside a chunk, as the body of a checkpointed loop;
     under `torch.func` everything is kept.
 

@@ -57,8 +57,8 @@ def linear_recurrence(
     Gradient: by formula to a, b and init, complex ones too; any order, forward mode, `torch.func`.
     Cost: O(T) operations: one pass of a kernel on the CPU in float32 and float64, else 2 log2(T) rounds of operations
     on whole slabs, with a working memory of some 3 T elements. Kept for backward: a in its own shape and h, that is the
-    result itself; a alone where it needs no gradient; nothing where it is a number. In the rounds rounding differs from
-    that of a loop. Inside `torch.compile` it is traced as an associative scan.
+    result itself; a alone where it needs no gradient; nothing where it is a number. The rounds add in another order
+    than a loop, so results differ by rounding. Inside `torch.compile` it is traced as an associative scan.
 
     Raises:
         TypeError: an argument that is no tensor or number; packed b.

@@ -70,7 +70,7 @@ class TensorArray(Core):
         RuntimeError: a tensor that waits to be written, or a view, was changed in place; a tensor of a `torch.func`
             transform is written into an array made outside of it; a loop's body writes to an array made outside.
 
-    Source: TensorFlow's TensorArray for the surface; for the rest see `docs/how_it_works.md`.
+    Source: the interface follows TensorFlow's TensorArray; `docs/how_it_works.md` says how it works.
 
     Example:
         >>> array = tl.TensorArray().append(torch.tensor(1.0)).append(torch.tensor(2.0))
