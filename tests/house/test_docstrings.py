@@ -6,7 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_overloads
 
 import pytest
 import torch
@@ -66,6 +66,27 @@ SHOWN = dict(shown())
 @pytest.mark.parametrize("name", SHOWN)
 def test_every_parameter_and_result_is_described(name: str) -> None:
     assert complaints(SHOWN[name]) == []
+
+
+def calls(thing: Any) -> list[str]:
+    """The lines of code before `Args:` that call a function."""
+    before = (inspect.getdoc(thing) or "").partition("\nArgs:\n")[0]
+    return re.findall(rf"^ {{4}}.*\b{thing.__name__}\(.*$", before, re.MULTILINE)
+
+
+OVERLOADED = {name: thing for name, thing in SHOWN.items() if get_overloads(inspect.unwrap(thing))}
+
+
+@pytest.mark.parametrize("name", OVERLOADED)
+def test_what_has_overloads_shows_how_it_is_called(name: str) -> None:
+    """The pages hide overloads: two lines of code or more, before the parameters, stand for them."""
+    assert len(calls(OVERLOADED[name])) >= 2
+
+
+def test_calls_are_counted() -> None:
+    assert "tensorloop.scan" in OVERLOADED
+    assert "tensorloop.fori_loop" not in OVERLOADED
+    assert calls(scale) == []
 
 
 def test_what_the_pages_show_is_found() -> None:
