@@ -26,7 +26,7 @@ from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
-from tensorloop.tensor_array import checks, many_slots
+from tensorloop.tensor_array import checks, core
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.core import PLAIN, Core
 from tensorloop.tensor_array.holes import Holes
@@ -242,7 +242,7 @@ class TensorArray(Core):
             tensor([[7., 0., 9.],
                     [0., 8., 0.]])
         """
-        many_slots.write_rows(self, pos, x, where, check)
+        core.write_rows(self, pos, x, where, check)
         return self
 
     @named("TensorArray.scatter")
@@ -264,7 +264,7 @@ class TensorArray(Core):
             >>> tl.TensorArray.unstack(torch.zeros(4)).scatter([3, 0], torch.tensor([7.0, 8.0])).stack()
             tensor([8., 0., 0., 7.])
         """
-        many_slots.scatter(self, indices, values, check)
+        core.scatter(self, indices, values, check)
         return self
 
     @named("TensorArray.truncate")
@@ -285,7 +285,7 @@ class TensorArray(Core):
             >>> tl.TensorArray.unstack(torch.arange(5)).truncate(2).stack()
             tensor([0, 1])
         """
-        many_slots.truncate(self, length)
+        core.truncate(self, length)
         return self
 
     def __setitem__(self, i: SupportsIndex, x: Tensor) -> None:
@@ -362,7 +362,7 @@ class TensorArray(Core):
             tensor([[0, 4],
                     [2, 2]])
         """
-        return many_slots.gather(self, indices, check)
+        return core.gather(self, indices, check)
 
     @named("TensorArray.stack")
     def stack(self) -> Tensor:
