@@ -36,14 +36,29 @@ _associative_scan: Callable[..., Any] = inspect.unwrap(loop.associative_scan)
 def torch_scan(
     combine_fn: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, dim: int = 0, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """torch's `scan`, eagerly: `combine_fn(carry, x) -> (carry, y)` over slices of xs along `dim`: (carry, ys).
+    """Runs torch's `scan` eagerly: `combine_fn(carry, x) -> (carry, y)` over slices of xs.
 
-    Shapes: as torch's. A negative `dim` counts from the end of the first leaf of xs. A y leaf (*F) becomes (T, *F) with
-    T at `dim`, or first where y has fewer dims (`tl.scan`: last). xs without any leaf gives (init, []). Beyond torch: T
-    may be 0, xs and y may hold None, the carry None and numbers, each of one type, and what comes in may be given out.
+    Args:
+        combine_fn: one step, `combine_fn(carry, x)`. It returns (carry, y).
+        init: the first carry, a tree of tensors, numbers and None.
+        xs: a tree of tensors of one length T along `dim`. Without any leaf the result is (init, []).
+        dim: int, default 0. A negative one counts from the end of the first leaf of xs.
+        reverse: bool, default False. True begins with the last slice.
+
+    Returns:
+        carry: the last one.
+        ys: the outputs, stacked: a y leaf (*F) becomes (T, *F) with T at `dim`, or first where y has fewer dims
+            (`tl.scan`: last).
+
+    Beyond torch's own: T may be 0, xs and y may hold None, the carry None and numbers, each of one type, and what comes
+    in may be given out.
     Gradient: as the Python loop's, to init, xs and whatever tensors combine_fn closes over, of any order.
     Cost: as `tl.scan` without checkpoints. `torch.compile` breaks the graph here.
-    Raises: as `tl.scan`, where torch has RuntimeError: TypeError (structure, dtype), ValueError (lengths, dims).
+
+    Raises:
+        TypeError: as `tl.scan` (structure, dtype), where torch has RuntimeError.
+        ValueError: as `tl.scan` (lengths, dims).
+
     Source: `torch._higher_order_ops.scan`, PyTorch 2.13.
 
     Example:
@@ -67,15 +82,26 @@ def torch_scan(
 def torch_while_loop(
     cond_fn: Callable[..., bool | Tensor], body_fn: Callable[..., Any], carried_inputs: tuple[Any, ...] | list[Any]
 ) -> tuple[Any, ...]:
-    """torch's `while_loop`, eagerly: `carried = body_fn(*carried)` while `cond_fn(*carried)`, from carried_inputs.
+    """Runs torch's `while_loop` eagerly: `carried = body_fn(*carried)` while `cond_fn(*carried)`.
 
-    cond_fn gives a bool or a bool tensor of one element. carried_inputs and what body_fn returns are a tuple or a list
-    of as many trees; a tuple comes back. Tensors keep shape and dtype, numbers their Python type: an int stays an int,
-    of a value that is known (inside of torch's own it is a symbol). Beyond torch: floats, None, inputs given out.
-    No tensor that comes back is one that was given: without a step, and where body_fn hands one on, it is a copy.
+    Args:
+        cond_fn: takes the entries of the carry as arguments. It returns a bool or a bool tensor of one element.
+        body_fn: takes the same arguments. It returns a tuple or a list of as many.
+        carried_inputs: tuple or list of trees, the first carry. Tensors keep shape and dtype, numbers their Python
+            type: an int stays an int, whose value is known (inside of torch's own it is a symbol).
+
+    Returns:
+        The last carry, a tuple. No tensor in it is one that was given: without a step, and where body_fn hands one on,
+            it
+        is a copy.
+
+    Beyond torch's own: the carry may hold floats and None, and inputs may be given out.
     Gradient: as the Python loop's, to the inputs and whatever tensors body_fn closes over, of any order.
     Cost: as `tl.while_loop` without checkpoints; a sync a step on a device. `torch.compile` breaks the graph here.
-    Raises: TypeError (no tuple or list, another structure or dtype, a condition of more than one element).
+
+    Raises:
+        TypeError: no tuple or list, another structure or dtype, a condition of more than one element.
+
     Source: `torch._higher_order_ops.while_loop`, PyTorch 2.13.
 
     Example:
@@ -109,16 +135,27 @@ def torch_while_loop(
 def torch_associative_scan(
     combine_fn: Callable[[Xs, Xs], Xs], xs: Xs, dim: int, reverse: bool = False, combine_mode: str = "pointwise"
 ) -> Xs:
-    """torch's `associative_scan` on any device: ys[t] = combine_fn(ys[t - 1], xs[t]) along `dim`, in O(log T) calls.
+    """Runs torch's `associative_scan` on any device: ys[t] = combine_fn(ys[t - 1], xs[t]), in O(log T) calls.
 
-    combine_fn sees one element, without `dim`, in both modes: it runs under `torch.func.vmap` over the pairs of a slab,
-    as torch's does in "generic". "pointwise" promises that it is pointwise, and nothing here depends on that.
-    Shapes: as `tl.associative_scan`; a negative `dim` counts from the end of the first leaf of xs. Leaves may differ in
-    rank. Beyond torch: T may be 0.
+    Args:
+        combine_fn: `combine_fn(a, b)`, associative. It sees one element, without `dim`, in both modes: it runs under
+            `torch.func.vmap` over the pairs of a slab, as torch's does in "generic".
+        xs: a tree of tensors of one length T along `dim`. Leaves may differ in rank. Beyond torch's own, T may be 0.
+        dim: int. A negative one counts from the end of the first leaf of xs.
+        reverse: bool, default False. True begins with the last element.
+        combine_mode: "pointwise" (default) or "generic"; the result is the same.
+
+    Returns:
+        A tree like xs, with all partial results.
+
     Gradient: by autograd through combine_fn, to xs and what it closes over, of any order.
     Cost: as `tl.associative_scan`, whose function sees slabs and needs no vmap: use it where calls are what takes time.
-    Raises: as `tl.associative_scan`; ValueError (combine_mode); what `torch.func.vmap` refuses, such as branches on
-    values and random numbers.
+
+    Raises:
+        TypeError: as `tl.associative_scan`.
+        ValueError: as `tl.associative_scan`; another combine_mode.
+        RuntimeError: what `torch.func.vmap` refuses, such as branches on values and random numbers.
+
     Source: `torch._higher_order_ops.associative_scan`, PyTorch 2.13.
 
     Example:

@@ -12,7 +12,12 @@ PACKAGE = "tensorloop_cuda"
 
 
 def available() -> bool:
-    """Whether kernels can run here. The first call loads numba and compiles an empty kernel, a second or two.
+    """Says whether tensorloop's kernels can run on a GPU here.
+
+    Returns:
+        bool.
+
+    Cost: the first call loads numba and compiles an empty kernel, a second or two.
 
     Example:
         >>> isinstance(tl.cuda.available(), bool)
@@ -23,7 +28,10 @@ def available() -> bool:
 
 @cache
 def why_not() -> str:
-    """What is missing, in one line: empty where kernels can run. Without them torch operations do the work.
+    """Says what is missing for kernels on a GPU, in one line. Without them torch operations do the work.
+
+    Returns:
+        str, empty where kernels can run.
 
     Example:
         >>> (tl.cuda.why_not() == "") == tl.cuda.available()
@@ -42,7 +50,16 @@ def why_not() -> str:
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
-    """A kernel by the name of its operation, as in `tensorloop.kernels`. Raises: RuntimeError where none can run.
+    """Returns a CUDA kernel by the name of its operation.
+
+    Args:
+        name: str, as in `tensorloop.kernels`, such as "pad_rows".
+
+    Returns:
+        The function that launches it.
+
+    Raises:
+        RuntimeError: no kernel can run here; it says why.
 
     Example:
         >>> pad = tl.cuda.kernel("pad_rows") if tl.cuda.available() else None

@@ -21,7 +21,19 @@ from tensorloop.packed.base import is_packed
 def assert_saved_bytes(
     fn: Callable[..., Any], *args: Any, at_most: int | None = None, exactly: int | None = None
 ) -> Saved:
-    """`fn(*args)` keeps at most, or exactly, so many bytes for backward (`memory.saved(fn, *args).bytes`).
+    """Asserts how many bytes `fn(*args)` keeps for its backward pass.
+
+        tl.testing.assert_saved_bytes(fn, x, at_most=10_000)
+        tl.testing.assert_saved_bytes(fn, x, exactly=16)
+
+    Args:
+        fn: gives tensors, in any nested lists, tuples and dicts. It is called once, as by `tl.memory.saved`.
+        args: passed to fn.
+        at_most: int, bytes. Default None: no such bound.
+        exactly: int, bytes. Default None: no such bound.
+
+    Returns:
+        What was measured, a `tl.memory.Saved`.
 
     Raises:
         AssertionError: with all figures measured.
@@ -54,13 +66,23 @@ def assert_growth(
     subtract: Callable[[int], int] | None = None,
     measure: Callable[[Callable[[], Any]], int] = saved_bytes,
 ) -> Growth:
-    """The bytes of `make_fn(T)()` grow as T to the power `exponent`.
+    """Asserts that the bytes of `make_fn(T)()` grow as T to the power `exponent`.
 
-    The other arguments are those of `memory.growth`. Both of its exponents must be within `tolerance`: the
-    one fitted over all sizes, and the marginal one, behind which no constant term can hide growth.
+    Args:
+        make_fn: `make_fn(T)` returns a function of no arguments; its bytes are measured.
+        Ts: sequence of int, two or more rising sizes, such as (32, 64, 128).
+        exponent: float, the power of T: 1 is linear, 2 is quadratic.
+        tolerance: float, default 0.1: how far both exponents measured may be from it: the one fitted over all sizes,
+            and that of the last three, in which no constant term can hide growth.
+        subtract: `subtract(T)` gives bytes to take off before fitting, such as an input's. Default None: none.
+        measure: gives the bytes of such a function; default `tl.memory.saved_bytes`, those kept for backward.
+
+    Returns:
+        What was measured, a `tl.memory.Growth`.
 
     Raises:
         AssertionError: with the table of what was measured.
+        ValueError: Ts are not two or more rising sizes.
 
     Example:
         >>> w = torch.ones(4, requires_grad=True)
@@ -82,12 +104,21 @@ def assert_linear_memory(
     subtract: Callable[[int], int] | None = None,
     measure: Callable[[Callable[[], Any]], int] = saved_bytes,
 ) -> Growth:
-    """The bytes of `make_fn(T)()` grow with T and no faster; growing slower is fine.
+    """Asserts that the bytes of `make_fn(T)()` grow with T and no faster; growing slower is fine.
 
-    As `assert_growth` with exponent 1, but one-sided: neither exponent may be over 1 + tolerance.
+    Args:
+        make_fn: `make_fn(T)` returns a function of no arguments; its bytes are measured.
+        Ts: sequence of int, two or more rising sizes, such as (32, 64, 128).
+        tolerance: float, default 0.1: neither exponent measured may be over 1 + tolerance.
+        subtract: `subtract(T)` gives bytes to take off before fitting, such as an input's. Default None: none.
+        measure: gives the bytes of such a function; default `tl.memory.saved_bytes`, those kept for backward.
+
+    Returns:
+        What was measured, a `tl.memory.Growth`.
 
     Raises:
         AssertionError: with the table of what was measured.
+        ValueError: Ts are not two or more rising sizes.
 
     Example:
         >>> w = torch.ones(4, requires_grad=True)
@@ -101,11 +132,14 @@ def assert_linear_memory(
 
 
 def assert_no_leak(fn: Callable[..., Any], *args: Any) -> None:
-    """All that the operations of `fn(*args)` make is freed when its results are dropped, at once.
+    """Asserts that all that `fn(*args)` makes is freed as soon as its results are dropped.
 
-    At once means without the garbage collector, which is off meanwhile: a reference cycle that holds a tensor
-    is a leak. So is what stays in a cache or in the `.grad` of an older leaf; call `fn` once before, or use
-    `torch.autograd.grad`.
+    That is without the garbage collector, which is off meanwhile: a reference cycle that holds a tensor is a leak. So
+    is what stays in a cache or in the `.grad` of an older leaf; call fn once before, or use `torch.autograd.grad`.
+
+    Args:
+        fn: what to call, once.
+        args: passed to fn.
 
     Raises:
         AssertionError: with the number of storages and bytes, and how much of it sits in reference cycles.
@@ -134,17 +168,19 @@ def assert_matches_reference(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """`fn(*args)` gives what `reference(*args)` gives: structure, values, and gradients of every input.
+    """Asserts that `fn(*args)` gives what `reference(*args)` gives: structure, values, and gradients of every input.
 
     Args:
-        fn, reference: give tensors in any nested lists, tuples and dicts; other leaves are compared by ==.
-        args: the inputs, nested likewise. Gradients are compared for each float or complex tensor in them
-            that requires one. Pass weights here, too: what a function closes over is not compared.
-        rtol, atol: as in `torch.testing.assert_close`, whose tolerances for the dtype are the default; the
-            one not given beside the other is 0.
+        fn, reference: functions that give tensors in any nested lists, tuples and dicts; other leaves are compared by
+            ==.
+        args: the inputs, nested likewise. Gradients are compared for each float or complex tensor in them that requires
+            one. Pass weights here, too: what a function closes over is not compared.
+        rtol: float, relative tolerance. Default None: that of `torch.testing.assert_close` for the dtype, or 0 where
+            atol is given.
+        atol: float, absolute tolerance. Default None: as rtol.
 
-    Gradient: that of the outputs against fixed random cotangents, the same for both. No gradient (None) and a
-    gradient of zeros are equal. NaN equals NaN. Shape, dtype and device must be equal; strides need not.
+    Gradient: that of the outputs against fixed random cotangents, the same for both. No gradient (None) and a gradient
+    of zeros are equal. NaN equals NaN. Shape, dtype and device must be equal; strides need not.
 
     Raises:
         AssertionError: naming the output or the input, and the largest difference.
@@ -179,13 +215,14 @@ def assert_matches_reference(
 
 
 def assert_close(actual: Any, expected: Any, **options: Any) -> None:
-    """`torch.testing.assert_close` for what it takes and for packed tensors, alone or in nested lists, tuples, dicts.
+    """Asserts that two results are close: `torch.testing.assert_close`, which also takes packed tensors.
 
-    Packed tensors are close where their lens are equal and their values close. torch's own function takes no tensors
-    but its own class, and says "No comparison pair was able to handle inputs of type PackedTensor".
+    They may stand alone or in nested lists, tuples and dicts. Packed tensors are close where their lens are equal and
+    their values close. torch's own function refuses them: "No comparison pair was able to handle inputs of type
+    PackedTensor".
 
     Args:
-        actual, expected: of one structure.
+        actual, expected: tensors, packed tensors, numbers, or trees of these, of one structure.
         options: those of `torch.testing.assert_close` (rtol, atol, equal_nan, check_dtype, msg, ...).
 
     Raises:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
+    from tensorloop.attention.api import ScoreMod as ScoreMod
     from tensorloop.attention.api import attention as attention
     from tensorloop.attention.arrays import Rules as Rules
     from tensorloop.attention.past import attend_past as attend_past
@@ -15,7 +16,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
         __name__,
         {
-            "attention.api": ("attention",),
+            "attention.api": ("ScoreMod", "attention"),
             "attention.arrays": ("Rules",),
             "attention.past": ("Sight", "attend_past", "whole"),
         },

@@ -25,6 +25,13 @@ from tensorloop.tensor_array.array import TensorArray
 
 P = TypeVar("P", bound=Packed)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""What `score_mod=` of `tl.attention` takes: a function of a score and its place, as in torch's FlexAttention.
+
+`score_mod(score, b, h, q, k)` gets 0-d tensors: the score, and its row b, head h, query q and key k, and returns the
+score to use. It runs under `torch.func.vmap`, so it must not branch on them. In annotations:
+`from tensorloop.attention import ScoreMod`.
+"""
+
 # What scaled_dot_product_attention and MultiheadAttention call it.
 _KEYWORDS = hints(
     (

@@ -6,33 +6,41 @@ from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
     from tensorloop.loop.api import explain as explain
-    from tensorloop.loop.api import fori_loop as fori_loop
-    from tensorloop.loop.api import map as map
     from tensorloop.loop.api import scan as scan
     from tensorloop.loop.api import while_loop as while_loop
     from tensorloop.loop.associative import associative_scan as associative_scan
     from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning as NotConvergedWarning
     from tensorloop.loop.checkpoint.leaving import HeldTensorWarning as HeldTensorWarning
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
+    from tensorloop.loop.compiled.explain import Explanation as Explanation
+    from tensorloop.loop.compiled.front import Compile as Compile
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
+    from tensorloop.loop.counted import fori_loop as fori_loop
+    from tensorloop.loop.counted import map as map
     from tensorloop.loop.first_step import first_only as first_only
     from tensorloop.loop.implicit import fixed_point as fixed_point
     from tensorloop.loop.linear import linear_recurrence as linear_recurrence
+    from tensorloop.loop.module_state import Carrying as Carrying
     from tensorloop.loop.module_state import carrying as carrying
+    from tensorloop.loop.options import Condition as Condition
+    from tensorloop.loop.options import Plan as Plan
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
         __name__,
         {
-            "loop.api": ("explain", "fori_loop", "map", "scan", "while_loop"),
+            "loop.api": ("explain", "scan", "while_loop"),
+            "loop.counted": ("fori_loop", "map"),
             "loop.checkpoint.adjoint": ("NotConvergedWarning",),
             "loop.implicit": ("fixed_point",),
             "loop.checkpoint.leaving": ("HeldTensorWarning",),
             "loop.checkpoint.options": ("Checkpoints",),
-            "loop.compiled.front": ("NotCompiledWarning",),
+            "loop.compiled.front": ("Compile", "NotCompiledWarning"),
+            "loop.compiled.explain": ("Explanation",),
             "loop.associative": ("associative_scan",),
             "loop.linear": ("linear_recurrence",),
             "loop.first_step": ("first_only",),
-            "loop.module_state": ("carrying",),
+            "loop.module_state": ("Carrying", "carrying"),
+            "loop.options": ("Condition", "Plan"),
         },
     )

@@ -1,7 +1,7 @@
-"""Loops with the gradients of a Python loop: `scan`, `while_loop`, `fori_loop`, `map`, and `explain`.
+"""Loops with the gradients of a Python loop: `scan`, `while_loop`, and `explain`. `fori_loop`, `map`: `counted`.
 
 Each function here checks its arguments, says what its functions are (`Called`), and has a `Loop` run (`run`). Long by
-its overloads and docstrings: the face of loops is one file.
+its overloads and docstrings.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,13 @@ from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
 from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
-from tensorloop.loop.associative import associative_scan
 from tensorloop.loop.called import Called, check_body, check_callable, pair_of
-from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.loop.compiled import around, in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
-from tensorloop.loop.first_step import FirstOnly, FirstStep
+from tensorloop.loop.first_step import FirstOnly
 from tensorloop.loop.loop import Loop
+from tensorloop.loop.options import Condition, Plan
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.rows_scan import UntilLoop
@@ -31,17 +29,14 @@ from tensorloop.loop.slices import Slices
 from tensorloop.packed.base import any_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
-from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 
-__all__ = ["Checkpoints", "associative_scan", "explain", "fori_loop", "map", "scan", "while_loop"]
+__all__ = ["explain", "scan", "while_loop"]
 
 C = TypeVar("C")
 X = TypeVar("X")
 Y = TypeVar("Y")
 Context = TypeVar("Context")
-Plan = int | Schedule | Checkpoints | None
-Condition = bool | Tensor
 
 
 @overload
@@ -126,7 +121,13 @@ def scan(
     compile: Compile = False,
     progress: bool = False,
 ) -> tuple[Any, Any]:
-    """A fold over slices that also stacks an output of each step: (carry, ys).
+    """Runs body_fn on one slice of xs after another, with a carry from step to step, and stacks the outputs.
+
+        carry, ys = tl.scan(body_fn, init, xs)  # body_fn(carry, x) -> (carry, y)
+        carry, ys = tl.scan(body_fn, init, length=100)  # no inputs: x is None
+        carry, ys = tl.scan(body_fn, init, xs, until=done)  # stops after the first step where done(carry)
+
+    Values and gradients are those of this loop:
 
         ys = []
         for t in reversed(range(length)) if reverse else range(length):
@@ -135,26 +136,53 @@ def scan(
             if until is not None and until(init): break
         return init, torch.stack(ys, dim)  # in index order
 
-    Shapes: xs leaves have one length T along `dim` (a TensorArray gives its slots, a range its numbers, None stays
-    None); without xs, x is None and `length` or `until` says when to stop. The carry keeps structure, shapes, dtypes
-    and Python types (`first_only`: from the first step on). A y leaf (*F) becomes (T, *F) with T at `dim`, or last
-    where y has fewer dims; numbers become (T,); None stays None. With `until`, ys have the steps taken. With `context`,
-    body_fn and until take it as last argument.
-    Where `until` gives a (B,) bool tensor, each row stops on its own after the first step that meets it, as in
-    `while_loop`, and ys are packed: of y (B, *F) row b has the steps that it took. The carry, slices of xs, and with
-    `compact` the context, have B leading rows or are 0-d and shared; `compact` drops rows that have stopped.
-    Over packed xs (all of one `Dim`) the carry has B leading rows; step t gets the n rows that have an entry t: x is
-    (n, *F), and carry, context and y have n rows. ys are packed; under `reverse` every row begins at its own end.
+    Args:
+        body_fn: one step: `body_fn(carry, x)`, or `body_fn(carry, x, context)` with `context`. It returns (carry, y); y
+            is a tree of tensors and numbers, or None where there is no output.
+        init: the first carry: a tree (nested tuples, lists, dicts, dataclasses) of tensors, TensorArrays, numbers and
+            None. It is copied, never changed. Every step must return the same structure, shapes, dtypes and Python
+            types; where the first step alone makes another carry out of init, write `tl.first_only(init)`.
+        xs: what steps get: a tree of tensors with one length T along `dim`; body_fn sees them without that dim. A
+            TensorArray gives its slots, a range its numbers. Packed tensors: see below. None (default): x is None.
+        length: int, the number of steps where xs is None. With xs it is only compared with T.
+        dim: int, the dim of xs to run over; default 0. Packed xs run over their ragged dim.
+        reverse: bool, default False. True begins with the last slice; ys are still in the order of xs.
+        until: `until(carry)`, or `until(carry, context)`, asked after each step: a `tl.loop.Condition`, True to stop.
+            No gradient goes through it. None (default) runs all steps.
+        context: a tree that body_fn and until get as last argument; None (default): they get none. Where rows leave the
+            batch, it has B leading rows, and loses the same ones.
+        compact: bool, default False. True takes rows that have stopped out of the batch, to save their work; needs
+            `until`.
+        checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward. K keeps at most K
+            carries and runs the steps between them again in backward.
+        compile: a `tl.loop.Compile`. True compiles the loop to machine code, on the CPU only; results are the same up
+            to rounding, and `tl.explain` says what became of it. False (default) runs eagerly.
+        progress: bool, default False. True shows a bar of steps; needs tqdm.
+
+    Returns:
+        carry: the last one, a tree like init.
+        ys: a tree like y, in which a tensor (*F) is (T, *F) with T at `dim`, or last where it has fewer dims. A number
+            becomes (T,), None stays None. With `until`, T is the number of steps taken.
+
+    Rows that stop: where `until` gives a (B,) bool tensor, each row stops on its own, as in `tl.while_loop`. ys are
+    then packed: row b has the steps that it took. Carry and slices of xs have B leading rows, or are 0-d and shared.
+
+    Packed xs, all of one `tl.Dim`: step t gets the n rows that have an entry t. The carry has B leading rows; in
+    body_fn x, carry, context and y have n. ys are packed. With `reverse` every row begins at its own end.
+
     Gradient: as the Python loop's, to init, xs, context and whatever tensors body_fn closes over.
-    Cost: `checkpoints=None` keeps what body_fn's operations save for each step. `checkpoints=K` keeps at most K carries
-    and recomputes the steps between them in backward (`tensorloop.schedule` has the counts); TensorArrays in the carry
-    take O(1) for each. No device sync of its own, one a step with `until` on a device.
-    `compile=True` looks at one step and runs the loop as native code, with the same results up to rounding; what cannot
-    be compiled runs as without it, with one warning, or raises under `compile="strict"` (`tl.explain`, and the page on
-    compiled loops).
-    Raises: TypeError (structure, dtype, what a y or xs leaf is), ValueError (lengths, shapes of xs), RuntimeError (a
-    tensor changed in place that the loop still needs, a write to an array made outside).
-    Source: jax.lax.scan for the surface.
+    Cost: T calls of body_fn; with checkpoints T + `tl.schedule.advances(schedule, T)`, backward included, and a
+    TensorArray in the carry takes O(1) for each carry kept. No device sync of its own; one a step with `until` on a
+    device.
+
+    Raises:
+        TypeError: a step changes the carry or the kind of y, or returns no (carry, y); a leaf of xs or y of another
+            type.
+        ValueError: nothing says when to stop; lengths that differ; arguments that exclude each other.
+        RuntimeError: a tensor that backward needs was changed in place; a write to an array made outside; what
+            `compile="strict"` cannot compile.
+
+    Source: the interface is that of jax.lax.scan.
 
     Example:
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
@@ -303,26 +331,55 @@ def while_loop(
     compile: Compile = False,
     progress: bool = False,
 ) -> Any:
-    """Repeats body_fn while cond_fn says so; no bound on the number of steps is needed.
+    """Repeats body_fn while cond_fn is true; the number of steps need not be known or bounded.
+
+        carry = tl.while_loop(cond_fn, body_fn, init)  # body_fn(carry) -> carry
+        carry = tl.while_loop(cond_fn, body_fn, init, checkpoints=8)  # trains in the memory of 8 carries
+        carry, steps = tl.while_loop(cond_fn, body_fn, init, max_steps=50, return_steps=True)
+
+    Values and gradients are those of this loop:
 
         while cond_fn(init):
             init = body_fn(init)
         return init
 
-    cond_fn gives a bool, a bool tensor of one element, or a (B,) bool tensor: then each row stops on its own and stays
-    stopped.
-    Shapes: with a (B,) condition every tensor of the carry has B leading rows, or is 0-d and shared (as numbers are);
-    arrays have elements (B, ...). A stopped row's carry is frozen exactly; a new slot of an array is 0 there. With
-    `context`, cond_fn and body_fn take it as last argument. `max_steps` truncates. `compact` drops rows that have
-    stopped from the batch, and from `context` (leading B) with it, whenever they are a quarter of it; the carry
-    returned has all rows again. `return_steps` gives (carry, steps): (B,) int64, or an int. Under `torch.func.vmap`
-    a condition of one bool stops each element on its own. What the body computes from several rows at once sees those
-    that have stopped as their last real input; with `compact` they are gone.
-    Gradient: as the Python loop's, also to closed-over tensors; none to what only cond_fn uses. What the body computes
+    Args:
+        cond_fn: asked before each step: `cond_fn(carry)`, or `cond_fn(carry, context)` with `context`. It returns a
+            `tl.loop.Condition`, True to go on: one bool for all, or a (B,) bool tensor, where each row stops on its
+            own.
+        body_fn: one step: `body_fn(carry)`, or `body_fn(carry, context)`. It returns the next carry.
+        init: the first carry, a tree as in `tl.scan`. With a (B,) condition its tensors have B leading rows, or are 0-d
+            and shared, as numbers are; arrays have elements (B, ...).
+        context: a tree that both functions get as last argument; None (default): they get none. With `compact` it has B
+            leading rows, and loses those that stop.
+        max_steps: int; the loop ends after so many steps, whatever cond_fn says. None (default) sets no bound.
+        compact: bool, default False. True takes rows that have stopped out of the batch whenever they are a quarter of
+            it, to save their work; the carry returned has all rows again.
+        return_steps: bool, default False. True returns (carry, steps).
+        checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward; K keeps at most K
+            carries, however many steps there are.
+        compile: a `tl.loop.Compile`. True compiles the loop to machine code, on the CPU only. False (default) runs
+            eagerly.
+        progress: bool, default False. True shows a bar of steps; needs tqdm.
+
+    Returns:
+        carry: the last one, a tree like init.
+        steps: with `return_steps`, the number of steps: an int, or (B,) int64 with a (B,) condition.
+
+    Rows that stop: the carry of a stopped row is frozen exactly; a new slot of an array is 0 there. What body_fn goes
+    on computing for it is thrown away. Where body_fn mixes rows, running rows see the last real input of stopped ones;
+    with `compact` these are gone. Under `torch.func.vmap` a condition of one bool stops each element on its own.
+
+    Gradient: as the Python loop's, also to closed-over tensors; none to what only cond_fn uses. What body_fn computes
     for a stopped row gets none, and NaN there reaches no other row.
-    Cost: as `scan`; one sync a step on a device, to ask the condition. A (B,) condition keeps B bools a step.
-    Raises: TypeError (what cond_fn or body_fn returned), ValueError (a leaf without B rows), as `scan` for the rest.
-    Source: jax.lax.while_loop for the surface; Equinox for checkpoints in a loop of unknown length.
+    Cost: as `tl.scan`; one sync a step on a device, to ask the condition. A (B,) condition keeps B bools a step.
+
+    Raises:
+        TypeError: cond_fn returns no bool; a step changes the carry's structure, shapes or dtypes.
+        ValueError: a leaf of the carry has not B rows; max_steps below 0.
+        RuntimeError: as `tl.scan`.
+
+    Source: the interface is that of jax.lax.while_loop; Equinox has checkpoints in loops of unknown length.
 
     Example:
         >>> tl.while_loop(lambda c: c < 100, lambda c: c * 2, torch.tensor(1))
@@ -353,125 +410,28 @@ def while_loop(
     return (carry, ended.steps()) if return_steps else carry
 
 
-@stands_in_graphs(in_graph.fori_loop)
-@called_eagerly
-@in_graph.exports(in_graph.fori_loop)
-@named("fori_loop")
-def fori_loop(
-    lower: int | Tensor,
-    upper: int | Tensor,
-    body_fn: Callable[[int, C], C],
-    init: C,
-    *,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
-) -> C:
-    """`for i in range(lower, upper): init = body_fn(i, init)`; i is a Python int.
-
-    Bounds are ints or 0-d integer tensors; with upper <= lower init is returned.
-    Gradient, cost, errors: as `scan`.
-
-    Example:
-        >>> tl.fori_loop(0, 5, lambda i, c: c + i, torch.tensor(0))
-        tensor(10)
-    """
-    check_callable(body_fn=body_fn)
-    first, last = arguments.as_int(lower, "lower"), arguments.as_int(upper, "upper")
-
-    functions = (Called("body_fn", body_fn, ("i", "carry")),)
-
-    def make(kind: type[Loop], init: Any, first: int) -> Loop:
-        def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
-            return body_fn(first + t, carry), None
-
-        length = 1 if kind is FirstStep else max(last - first, 0)
-        loop = kind("fori_loop", body, init, length, functions=functions)
-        loop.lower, loop.numbered = first, body_fn
-        return loop
-
-    if isinstance(init, FirstOnly):
-        if last > first:
-            return first_step.fori_loop(make, init, first, checkpoints, progress, compile)
-        init = init.carry
-    return run_loop(make(Loop, init, first), checkpoints, progress, compile)[1]
-
-
-@overload
-def map(
-    fn: Callable[[int], Y],
-    xs: range,
-    *,
-    dim: int = 0,
-    batch_size: None = None,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
-) -> Y: ...
-@overload
-def map(
-    fn: Callable[[X], Y],
-    xs: X,
-    *,
-    dim: int = 0,
-    batch_size: int | None = None,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
-) -> Y: ...
-@stands_in_graphs(in_graph.map)
-@called_eagerly
-@in_graph.exports(in_graph.map)
-@named("map")
-def map(
-    fn: Callable[[Any], Any],
-    xs: Any,
-    *,
-    dim: int = 0,
-    batch_size: int | None = None,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
-) -> Any:
-    """fn of each slice of xs along `dim`, stacked: ys.
-
-    Shapes: as `scan` without a carry. With `batch_size=n` fn runs under `torch.func.vmap` over n slices at a time; it
-    still sees one.
-    Gradient, cost, errors: as `scan`. With `batch_size` there are T/n calls of fn, whose residuals are kept
-    (`checkpoints` is then refused).
-
-    Example:
-        >>> tl.map(lambda row: row.sum(), torch.ones(3, 2))
-        tensor([2., 2., 2.])
-    """
-    check_callable(fn=fn)
-    dim = arguments.as_int(dim, "dim")
-    if batch_size is not None:
-        if checkpoints is not None:
-            raise WrongValue("checkpoints and batch_size do not go together; leave one out")
-        return map_in_chunks(fn, xs, dim, arguments.as_int(batch_size, "batch_size"))
-    if any_packed(xs):
-        raise WrongType("xs is packed; call fn on the packed tensor, or map over its .values")
-    slices = Slices(xs, None, dim, False)
-    if slices.length is None:
-        raise WrongValue("xs has no tensor to run over")
-
-    def body(t: int, carry: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
-        return (), fn(slices.tree.unflatten(row))
-
-    loop = Loop("map", body, (), slices.length, slices=slices, functions=(Called("fn", fn, ("x",)),))
-    return run_scan(loop, checkpoints, progress, compile)[1]
-
-
 @named("explain")
 def explain(
     body_fn: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
 ) -> Explanation:
-    """What `scan(body_fn, init, xs, length, compile=True, **options)` would do, as text; nothing runs but one step.
+    """Says what `tl.scan(..., compile=True)` would do with a loop, as text; it runs only one step.
 
-    It says what runs once, for all steps at once and step by step, forward and backward, what is kept for backward,
-    and where a loop is not compiled, why and by which line. `.compiled` is a bool.
-    Cost: the first step, and a plan, which the loop itself then finds ready. Raises: as `scan`.
+        print(tl.explain(body_fn, init, xs))
+
+    The text says what runs once, for all steps at once and step by step, forward and backward, and what is kept for
+    backward. Where the loop is not compiled, it says why, by which line, and what to write instead.
+
+    Args:
+        body_fn, init, xs, length: as in `tl.scan`.
+        options: the other arguments of `tl.scan`, except `compile`.
+
+    Returns:
+        A `tl.loop.Explanation`. Print it; `.compiled` is a bool.
+
+    Cost: the first step, and the time to compile, which the loop itself then need not take again.
+
+    Raises:
+        TypeError: `compile` was given; otherwise as `tl.scan`.
 
     Example:
         >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled
@@ -485,4 +445,3 @@ def explain(
 # For functions that run these loops, and name what is wrong after themselves.
 facts_of_scan = called_eagerly(facts_of(scan))
 facts_of_while_loop = called_eagerly(facts_of(while_loop))
-facts_of_fori_loop = called_eagerly(facts_of(fori_loop))

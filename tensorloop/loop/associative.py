@@ -45,29 +45,44 @@ Xs = TypeVar("Xs")
 def associative_scan(
     fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, checkpoints: int | None = None
 ) -> Xs:
-    """All partial results of an associative `fn` over `xs`, in O(log T) calls: ys[t] = fn(ys[t - 1], xs[t]).
+    """Combines the elements of xs with an associative fn, and returns all partial results in O(log T) calls of fn.
 
-    `fn(a, b)` must be associative; it need not be commutative: `a` is always the earlier one, with `reverse` the later
-    one (ys[t] = fn(ys[t + 1], xs[t]); the same as to flip xs, scan, and flip ys). `fn` sees slabs, not elements: trees
-    as xs whose leaves are (pairs, *F), the pairs first whatever `dim` is. It combines pair p of `a` with pair p of `b`,
-    for all p at once, and returns a tree of such slabs. It may close over tensors. It cannot change xs in place: where
-    an argument needs a gradient autograd refuses that, the others are copies.
+        ys = tl.associative_scan(fn, xs)  # ys[0] = xs[0], ys[t] = fn(ys[t - 1], xs[t])
+        ys = tl.associative_scan(fn, xs, reverse=True)  # ys[t] = fn(ys[t + 1], xs[t])
+        ys = tl.associative_scan(fn, xs, checkpoints=8)  # less memory, fn runs twice
 
-    Shapes: xs is a tree of tensors that agree in length T along `dim` (negative ones count from the end, in each leaf
-    its own); ranks and dtypes may differ. A TensorArray gives its slots. ys is a tree like xs, of the same shapes and
-    dtypes, and shares no memory with it. With T < 2 ys equals xs and `fn` is not called.
-    Gradient: by autograd through `fn`, to xs and to all that `fn` closes over; second order, forward mode and
-    `torch.func` likewise. A `detach` in `fn` cuts where pairs are combined, which is not at each t.
-    Cost: at most 2 log2(T) calls of `fn`, on less than 2 T pairs in all. Kept for backward are what `fn` itself
-    computes and saves for these pairs, and of its arguments at most 2 T elements a leaf beside xs (4 T for a leaf
-    without gradient that `fn` saves; T more with `reverse`). Rounding differs from that of a loop.
-    `checkpoints=K` cuts xs into K chunks, one after the other: kept are K elements and nothing that `fn` computes; in
-    backward each chunk is run again, and what is saved for its pairs, of T / K elements, is there for one at a time.
-    That is 2 K log2(T / K) calls of `fn` forward, and as many more in backward. Inside a chunk `fn` must be a function
-    of its arguments, as the body of a checkpointed loop. Under `torch.func` all is kept.
-    Raises: TypeError (`fn` is not callable; a leaf is no tensor, or there is none; `fn` returns another structure,
-    shape, dtype or device: every leaf that differs is named), ValueError (no such dim, lengths that differ,
-    checkpoints < 1), RuntimeError (`fn` changes an argument in place that needs a gradient).
+    Args:
+        fn: `fn(a, b)`, associative; it need not be commutative. It sees slabs, not elements: trees like xs whose leaves
+            are (pairs, *F), the pairs first whatever `dim` is. It combines pair p of a with pair p of b, for all p at
+            once, and returns a tree of such slabs. a is always the earlier one, with `reverse` the later one.
+        xs: a tree of tensors of one length T along `dim`; ranks and dtypes may differ. A TensorArray gives its slots.
+        dim: int, the dim of xs to run over; default 0. A negative one counts from the end, in each leaf of its own.
+        reverse: bool, default False. True begins with the last element.
+        checkpoints: int or None. None (default) keeps what fn saves for all pairs. K cuts xs into K chunks: kept are K
+            elements and nothing that fn computes, and backward runs one chunk at a time again. 4 to 32 is a good
+            number.
+
+    Returns:
+        A tree like xs, of the same shapes and dtypes, which shares no memory with it. With T < 2 it equals xs and fn is
+            not
+        called.
+
+    Gradient: by autograd through fn, to xs and to all that fn closes over; second order, forward mode and `torch.func`
+    likewise. A `detach` in fn cuts where pairs are combined, which is not at each t.
+    Cost: at most 2 log2(T) calls of fn, on less than 2 T pairs in all. Kept for backward are what fn itself computes
+    and saves for these pairs, and of its arguments at most 2 T elements a leaf beside xs (4 T for a leaf without
+    gradient that fn saves; T more with `reverse`). With K chunks: 2 K log2(T / K) calls forward, and as many more in
+    backward; saved are the pairs of one chunk at a time. Elements are combined in another order than in a loop, so
+    results differ by rounding.
+    Note: with checkpoints fn must be a function of its arguments inside a chunk, as the body of a checkpointed loop;
+    under `torch.func` everything is kept.
+
+    Raises:
+        TypeError: fn is not callable; a leaf is no tensor, or there is none; fn returns another structure, shape, dtype
+            or device (every leaf that differs is named).
+        ValueError: no such dim, lengths that differ, checkpoints < 1.
+        RuntimeError: fn changes in place an argument that needs a gradient.
+
     Source: Ladner and Fischer, Parallel prefix computation, JACM 27(4), 1980; Blelloch, Prefix sums and their
     applications, CMU-CS-90-190, 1990.
 

@@ -32,15 +32,26 @@ class FirstOnly:
 
 
 def first_only(init: Any) -> Any:
-    """Marks an init that the first step alone gets: what that step returns is the carry that the others keep.
+    """Marks an init that only the first step gets; the loop then keeps the carry that this step returns.
 
-    For `scan`, `while_loop` and `fori_loop`, in the place of `init`. A None, a 0 or an empty tensor that the first step
-    makes a state of is no change of the carry then; the structure, shapes and types of every later step are held
-    against those that the first one returned. A loop of no steps returns `init` as it is.
-    Gradient: the Python loop's. Cost: the first step runs by itself, eagerly, and keeps its residuals, with checkpoints
-    too; ys are copied once more. In errors and notes steps are counted from the second.
-    Raises: the loop does: TypeError (packed xs, a condition that gives a bool for each row, a first y unlike the
-    others), ValueError (their shapes).
+        h, ys = tl.scan(body_fn, tl.first_only(None), xs)  # body_fn makes a state of None in its first step
+
+    For a body whose first step makes the state out of None, 0 or an empty tensor. Structure, shapes and types of later
+    steps are compared with what the first one returned, not with init.
+
+    Args:
+        init: what the first step gets as its carry: anything. A loop of no steps returns it as it is.
+
+    Returns:
+        What to give as `init` to `tl.scan`, `tl.while_loop` or `tl.fori_loop`.
+
+    Gradient: as the Python loop's.
+    Cost: the first step runs by itself, eagerly, and keeps what it saves for backward, with checkpoints too; ys are
+    copied once more. Errors and notes count steps from the second.
+
+    Raises:
+        TypeError: by the loop: packed xs, a condition that gives a bool for each row, a first y unlike the others.
+        ValueError: by the loop: a first y of another shape than the others.
 
     Example:
         >>> body = lambda h, x: (x if h is None else h + x, None)

@@ -65,24 +65,49 @@ def fixed_point(
     strict: bool = True,
     return_steps: bool = False,
 ) -> Any:
-    """The z with z = fn(z), found by repeating fn from init; its gradient costs O(1) memory.
+    """Finds the z with z = fn(z) by repeating fn from init; the gradient takes the memory of one step.
+
+        z = tl.fixed_point(fn, init)
+        z = tl.fixed_point(fn, init, context=x)  # fn(z, x)
+        z, steps = tl.fixed_point(fn, init, rows=True, return_steps=True)  # each row converges on its own
+
+    The search is this one, where size is the largest entry:
 
         z = init
-        while size(fn(z) - z) > tol * max(1, size(z)): z = fn(z)  # size: the largest entry
+        while size(fn(z) - z) > tol * max(1, size(z)): z = fn(z)
         return fn(z)
 
-    Shapes: init is a tree of floating or complex tensors, and fn gives a tree like it. `rows=True`: all have B leading
-    rows, each of which converges on its own and is then frozen, and fn takes every row by itself; `compact` drops those
-    that have converged from the batch, and from `context` (leading B). With `context`, fn takes it as last argument.
-    `tol` is eps ** 0.75 of the coarsest dtype unless given. `return_steps` gives (z, steps): an int, or (B,) int64.
-    Gradient: that of the point converged to, by the implicit function theorem, to context and all that fn closes over,
-    of any order; to init none. The adjoint equation is solved by iteration, too, with the same tol and max_steps.
-    Under `torch.func` transforms as many further steps are differentiated as the search took.
+    Args:
+        fn: one step, `fn(z)`, or `fn(z, context)` with `context`; it returns a tree like z. It must come closer to the
+            point with each step (contract), and be the same function at every step: no dropout.
+        init: where to start: a tree of floating or complex tensors. With `rows` all have B leading rows.
+        context: a tree that fn gets as last argument; gradients reach it. None (default): fn gets z alone.
+        tol: float, the relative change below which the search ends. None (default) is eps ** 0.75 of the coarsest
+            dtype, 6e-6 for float32.
+        max_steps: int, default 1000: the most steps of the search, and of the one in backward.
+        rows: bool, default False. True: each of B rows converges on its own and is then frozen; fn must take each row
+            by itself.
+        compact: bool, default False. True takes rows that have converged out of the batch, and out of `context`
+            (leading B); needs `rows`.
+        strict: bool, default True: no convergence is a RuntimeError. False warns (`tl.loop.NotConvergedWarning`) and
+            goes on with the last values.
+        return_steps: bool, default False. True returns (z, steps).
+
+    Returns:
+        z: a tree like init.
+        steps: with `return_steps`, the steps taken: an int, or (B,) int64 with `rows`.
+
+    Gradient: that of the point, by the implicit function theorem, to context and all that fn closes over, of any order;
+    to init none. Backward solves its equation by iteration, with the same tol and max_steps. Under `torch.func`
+    transforms as many further steps are differentiated as the search took.
     Cost: steps of fn without a graph, and one with; backward runs fn once and differentiates that step once for each of
     its own steps. Bytes held: z. One device sync a step, forward and backward.
-    Raises: RuntimeError, forward or in backward, where max_steps do not converge or values are no longer finite, as
-    where fn does not contract; with `strict=False` a `NotConvergedWarning` says so, and the last values are used.
-    TypeError (structure, dtype), ValueError (rows, tol).
+
+    Raises:
+        RuntimeError: forward or in backward: no convergence within max_steps, or values that are no longer finite.
+        TypeError: structure or dtype of init, or of what fn returns.
+        ValueError: a leaf without B rows; tol not above 0; `compact` without `rows`.
+
     Source: Bai et al. 2019, Deep Equilibrium Models; Christianson 1994 for the adjoint by iteration.
 
     Example:

@@ -28,7 +28,13 @@ from tensorloop.packed.base import any_packed
 def linear_recurrence(
     a: Tensor | complex, b: Tensor, init: Tensor | complex | None = None, *, dim: int = 0, reverse: bool = False
 ) -> Tensor:
-    """The recurrence h[t] = a[t] * h[t - 1] + b[t], element by element: `associative_scan` where `fn` is that.
+    """Computes h[t] = a[t] * h[t - 1] + b[t], element by element, for all t in one operation.
+
+        h = tl.linear_recurrence(a, b)  # a and b: (T, ...)
+        returns = tl.linear_recurrence(0.99, rewards, reverse=True)  # discounted returns
+
+    Discounted returns, moving averages, filters, diagonal state-space models and linear attention are such loops.
+    Values and gradients are those of this one:
 
         h = []
         for t in reversed(range(T)) if reverse else range(T):
@@ -36,17 +42,28 @@ def linear_recurrence(
             h.append(init)
         return torch.stack(h, dim)  # in index order
 
-    Discounted returns, moving averages, filters, diagonal state-space models and linear attention are such loops.
+    Args:
+        a: the factors: a number, or a tensor that broadcasts to b. A length of 1, along `dim` or another, is one factor
+            for all.
+        b: tensor with T steps along `dim`, of the shape of the result.
+        init: h before the first step: a number, or a tensor that broadcasts to b without `dim`. None (default) is 0.
+        dim: int, the dim of b to run over; default 0.
+        reverse: bool, default False. True begins with the last step.
 
-    Shapes: b has T steps along `dim` and the shape of the result. `a`, a tensor or a number, broadcasts to it: a length
-    of 1, along `dim` or another, is one factor for all. `init` (default 0) broadcasts to b without `dim`.
-    Dtypes: any; they are promoted to one.
+    Returns:
+        All h, a tensor of b's shape, in index order.
+
+    Dtypes: any; a, b and init are promoted to one.
     Gradient: by formula to a, b and init, complex ones too; any order, forward mode, `torch.func`.
     Cost: O(T) operations: one pass of a kernel on the CPU in float32 and float64, else 2 log2(T) rounds of operations
-    on whole slabs, with a working memory of some 3 T elements. Kept for backward: `a` in its own shape and h, that is
-    the result itself; `a` alone where it needs no gradient; nothing where it is a number. Rounding differs from that of
-    a loop in the rounds. Inside `torch.compile` it is traced as an associative scan.
-    Raises: TypeError (an argument that is no tensor or number, packed b), ValueError (no such dim, shapes).
+    on whole slabs, with a working memory of some 3 T elements. Kept for backward: a in its own shape and h, that is the
+    result itself; a alone where it needs no gradient; nothing where it is a number. The rounds add in another order
+    than a loop, so results differ by rounding. Inside `torch.compile` it is traced as an associative scan.
+
+    Raises:
+        TypeError: an argument that is no tensor or number; packed b.
+        ValueError: no such dim; shapes that do not broadcast to b.
+
     Source: Blelloch, Prefix sums and their applications, CMU-CS-90-190, 1990; the gradient as in Martin and Cundy,
     Parallelizing linear recurrent neural nets over sequence length, ICLR 2018.
 

@@ -10,7 +10,7 @@ from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType, named
 from tensorloop._common.scope import called_as, here
 from tensorloop._common.slots import slots_of
-from tensorloop.loop import api
+from tensorloop.loop import api, counted
 from tensorloop.loop.advice import refuse_arguments
 from tensorloop.loop.attributes import Attributes, State
 from tensorloop.loop.called import Called, check_body, check_callable, name_of_carry, pair_of
@@ -25,21 +25,34 @@ R = TypeVar("R")
 
 @named("carrying")
 def carrying(*objects: Any, names: Sequence[str] = ()) -> "Carrying":
-    """Loops for a body that keeps its state on modules: `tl.carrying(decoder).map(decoder.step, xs, checkpoints=16)`.
+    """Runs loops over a body that keeps its state on modules (`self.h = ...`): that state becomes part of the carry.
 
-    objects are modules (with all modules in them), objects with attributes, or dicts. `.scan`, `.map`, `.while_loop`
-    and `.fori_loop` take what those of tensorloop take. Each step finds the attributes, buffers and items that the step
-    before has set, and when the loop is over the last ones are on the objects, as after a Python loop. The first step
-    shows which these are; `names` has the paths (`"cell.h"`) of others, which a later step sets. What is missing, None
-    or of another shape before the first step may be so. Parameters are left alone.
-    Shapes: from the first step on they are a carry: tensors, TensorArrays, numbers, None and containers of these, which
-    keep structure, shapes and types. A tensor that steps write into is written into when the loop is over. Where a loop
-    raises, the objects are as before it.
-    Gradient: the Python loop's, also through the state, and to what was on the objects before.
-    Cost: a loop's with such a carry. The first step runs by itself and keeps its residuals; it takes a copy of each
-    tensor on the objects that is no parameter. ys are copied once more.
-    Raises: TypeError (an object without attributes, state that changes its kind, packed xs, a condition that gives a
-    bool for each row), ValueError (names), RuntimeError (an attribute that a later step sets and the first does not).
+        ys = tl.carrying(decoder).map(decoder.step, xs, checkpoints=16)
+        carry, ys = tl.carrying(decoder, memory).scan(body_fn, init, xs)  # several objects
+
+    Each step finds the attributes, buffers and items that the step before has set. When the loop is over the last ones
+    are on the objects, as after a Python loop; where it raises, the objects are as before it. Parameters are left
+    alone.
+
+    Args:
+        objects: modules (with all modules in them), objects with attributes or slots, or dicts; at least one.
+        names: sequence of str, default (): the paths (`"cell.h"`) of attributes that only a later step sets. Those that
+            the first step sets are found by themselves, also where they were missing or None before it.
+
+    Returns:
+        A `tl.loop.Carrying`, whose methods `scan`, `map`, `while_loop` and `fori_loop` take what those of `tl` take.
+
+    Shapes: from the first step on the state is a carry: tensors, TensorArrays, numbers, None and containers of these,
+    which keep structure, shapes and types. A tensor that steps write into is written into when the loop is over.
+    Gradient: as the Python loop's, also through the state, and to what was on the objects before.
+    Cost: a loop's with such a carry. The first step runs by itself and keeps what it saves for backward; it takes a
+    copy of each tensor on the objects that is no parameter. ys are copied once more.
+
+    Raises:
+        TypeError: no object, or one without attributes; from the loop: state that changes its kind, packed xs, a
+            condition that gives a bool for each row.
+        ValueError: from the loop: a path in names that is not there.
+        RuntimeError: from the loop: an attribute that a later step sets and the first does not.
 
     Example:
         >>> counter = torch.nn.Module()
@@ -65,7 +78,20 @@ def carrying(*objects: Any, names: Sequence[str] = ()) -> "Carrying":
 
 
 class Carrying:
-    """The loops of tensorloop, with the state of some objects in their carry."""
+    """What `tl.carrying` returns: the loops of tensorloop, with the state of some objects in their carry.
+
+    Args:
+        objects, names: as in `tl.carrying`, which checks them; call that.
+
+    Example:
+        >>> counter = torch.nn.Module()
+        >>> counter.total = torch.tensor(0)
+        >>> def add(i, h):
+        ...     counter.total = counter.total + i
+        ...     return h * 2
+        >>> tl.carrying(counter).fori_loop(0, 4, add, torch.tensor(1)), counter.total
+        (tensor(16), tensor(6))
+    """
 
     def __init__(self, objects: Sequence[Any], names: Sequence[str]) -> None:
         self._objects, self._names = objects, names
@@ -79,7 +105,24 @@ class Carrying:
         length: int | None = None,
         **options: Any,
     ) -> tuple[Any, Any]:
-        """`tl.scan`, whose body_fn and until find the state on the objects."""
+        """`tl.scan`, where body_fn and until find the state on the objects.
+
+        Args:
+            body_fn, init, xs, length: as in `tl.scan`; xs are not packed.
+            options: the other arguments of `tl.scan`.
+
+        Returns:
+            carry: body_fn's own, without the objects' state.
+            ys: the outputs, stacked.
+
+        Example:
+            >>> counter = torch.nn.Module()
+            >>> def step(h, x):
+            ...     counter.seen = x
+            ...     return h + x, h
+            >>> tl.carrying(counter).scan(step, torch.tensor(0), torch.arange(4)), counter.seen
+            ((tensor(6), tensor([0, 0, 1, 3])), tensor(3))
+        """
         check_callable(body_fn=body_fn)
         check_body(body_fn)
         called = Called("body_fn", body_fn, ("carry", "x", *_context_of(options)))
@@ -110,14 +153,50 @@ class Carrying:
 
     @named("carrying.map")
     def map(self, fn: Callable[..., Any], xs: Any = None, length: int | None = None, **options: Any) -> Any:
-        """`fn` of each slice of xs, one after the other, stacked: ys. Options are those of `tl.scan`."""
+        """Calls fn on each slice of xs, in order, and stacks the results; steps see the state that earlier ones left.
+
+        Args:
+            fn: `fn(x)`, or `fn(x, context)` with `context`. It finds the state on the objects.
+            xs, length: as in `tl.scan`; xs are not packed.
+            options: the other arguments of `tl.scan`.
+
+        Returns:
+            The results of all steps, stacked.
+
+        Example:
+            >>> cell, xs = torch.nn.Module(), torch.ones(3)
+            >>> cell.h = torch.zeros(())
+            >>> def step(x):
+            ...     cell.h = cell.h + x
+            ...     return cell.h
+            >>> tl.carrying(cell).map(step, xs, checkpoints=2)
+            tensor([1., 2., 3.])
+        """
         check_callable(fn=fn)
         called = Called("fn", fn, ("x", *_context_of(options)))
         return self._scan("map", called, lambda carry, *args: (carry, fn(*args)), None, xs, length, options)[1]
 
     @named("carrying.while_loop")
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
-        """`tl.while_loop` with a condition of one bool; both functions find the state on the objects."""
+        """`tl.while_loop`, where both functions find the state on the objects.
+
+        Args:
+            cond_fn: as in `tl.while_loop`, with one bool for all rows.
+            body_fn, init: as in `tl.while_loop`.
+            options: the other arguments of `tl.while_loop`.
+
+        Returns:
+            The last carry; with `return_steps=True`, (carry, steps).
+
+        Example:
+            >>> counter = torch.nn.Module()
+            >>> counter.n = torch.tensor(0)
+            >>> def step(h):
+            ...     counter.n = counter.n + 1
+            ...     return h * 2
+            >>> tl.carrying(counter).while_loop(lambda h: counter.n < 3, step, torch.tensor(1))
+            tensor(8)
+        """
         check_callable(cond_fn=cond_fn, body_fn=body_fn)
         run = self._begin(init, Called("body_fn", body_fn, ("carry",)), "while_loop")
 
@@ -131,14 +210,30 @@ class Carrying:
     def fori_loop(
         self, lower: int | Tensor, upper: int | Tensor, body_fn: Callable[..., Any], init: Any, **options: Any
     ) -> Any:
-        """`tl.fori_loop`, whose body_fn finds the state on the objects."""
+        """`tl.fori_loop`, where body_fn finds the state on the objects.
+
+        Args:
+            lower, upper, body_fn, init: as in `tl.fori_loop`.
+            options: the other arguments of `tl.fori_loop`.
+
+        Returns:
+            The last carry.
+
+        Example:
+            >>> counter = torch.nn.Module()
+            >>> def step(i, h):
+            ...     counter.last = h
+            ...     return h + i
+            >>> tl.carrying(counter).fori_loop(0, 4, step, torch.tensor(0)), counter.last
+            (tensor(6), tensor(3))
+        """
         check_callable(body_fn=body_fn)
         run = self._begin(init, Called("body_fn", body_fn, ("i", "carry")), "fori_loop")
 
         def body(i: int, carried: Carried) -> Carried:
             return run.step(carried, lambda carry: (body_fn(i, carry), None))[0]
 
-        return run.end(run.over(lambda start: api.facts_of_fori_loop(lower, upper, body, start, **options)))
+        return run.end(run.over(lambda start: counted.facts_of_fori_loop(lower, upper, body, start, **options)))
 
     def _begin(self, init: Any, called: Called, name: str) -> "_Run":
         around.check_whole("carrying")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tensorloop.ordering.methods import spectral as spectral
     from tensorloop.ordering.ordering import Ordering as Ordering
     from tensorloop.ordering.permutation import Permutation as Permutation
+    from tensorloop.ordering.problem import Orders as Orders
     from tensorloop.ordering.report import Report as Report
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
@@ -35,6 +36,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             ),
             "ordering.ordering": ("Ordering",),
             "ordering.permutation": ("Permutation",),
+            "ordering.problem": ("Orders",),
             "ordering.report": ("Report",),
         },
     )

@@ -10,7 +10,8 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.kernels.cpu import graphs
 from tensorloop.ordering.graph import Graph, as_graph
 
-Orders = tuple[Tensor, ...]  # order[new] = old, int32: (of all,), or (of queries, of keys)
+Orders = tuple[Tensor, ...]
+"""Orders of positions, `order[new] = old`, int32: (of all,), or (of queries, of keys)."""
 _SAMPLED = 1 << 19  # edges that are read of a candidate when many are compared
 
 

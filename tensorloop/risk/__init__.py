@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tensorloop.risk.objectives import minimum_risk as minimum_risk
     from tensorloop.risk.objectives import mwer as mwer
     from tensorloop.risk.objectives import stochastic_beam_risk as stochastic_beam_risk
+    from tensorloop.risk.token_rows import TokenRows as TokenRows
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
@@ -20,5 +21,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "risk.bleu": ("sentence_bleu",),
             "risk.edits": ("EDITS", "edit_distance"),
             "risk.objectives": ("leave_one_out", "minimum_risk", "mwer", "stochastic_beam_risk"),
+            "risk.token_rows": ("TokenRows",),
         },
     )

@@ -16,6 +16,7 @@ _TOKENS = arguments.INTEGERS | {torch.uint16, torch.uint32}
 
 
 TokenRows = PackedTensor | Sequence[Sequence[int] | Tensor]
+"""Rows of tokens: a packed tensor of integers, or a sequence of rows, each a sequence of ints or a (n,) tensor."""
 
 
 class Pairs(NamedTuple):

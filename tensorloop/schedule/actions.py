@@ -8,7 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Run steps start..stop-1 from the working state, which is at `start`; it is at `stop` afterwards."""
+    """Run steps start..stop-1 from the working state, which is at `start`; it is at `stop` afterwards.
+
+    Attributes:
+        start: int, the first step to run.
+        stop: int, one more than the last.
+    """
 
     start: int
     stop: int
@@ -18,7 +23,9 @@ class Advance:
 class Snapshot:
     """Keep the working state, which is at `step`.
 
-    `place` is "cpu" or a folder; None leaves it where the loop's `offload` says, without one in memory as it is.
+    Attributes:
+        step: int, the number of the step that the state is before.
+        place: "cpu" or a folder. None (default): where the loop's `offload` says; without one in memory, as it is.
     """
 
     step: int
@@ -30,27 +37,42 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Make the snapshot of `step` the working state. The snapshot stays held."""
+    """Make the snapshot of `step` the working state. The snapshot stays held.
+
+    Attributes:
+        step: int, that of the snapshot.
+    """
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget the snapshot of `step`."""
+    """Forget the snapshot of `step`.
+
+    Attributes:
+        step: int, that of the snapshot.
+    """
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run `step` with residuals from the working state, which is at `step`, and reverse it. That state is then lost."""
+    """Run `step` with what its gradient needs, from the working state, and reverse it. That state is then lost.
+
+    Attributes:
+        step: int; the working state is at it.
+    """
 
     step: int
 
 
 Forward = Advance | Snapshot | Drop
+"""An action of the forward pass: what `tl.schedule.Schedule.sweep` yields."""
+
 Action = Forward | Restore | Backward
+"""An action of either pass: what `tl.schedule.Schedule.reverse` yields."""
 
 
 def as_count(x: Any, least: int, name: str, what: str) -> int:

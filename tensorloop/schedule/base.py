@@ -9,10 +9,14 @@ from tensorloop.schedule.segments import binomial_segments, in_segments, reverse
 
 
 class Schedule(abc.ABC):
-    """A way to reverse a loop; subclasses say in `sweep` which states the forward pass keeps.
+    """The base class of schedules: a way to reverse a loop with few snapshots. Subclass it to write one of your own.
 
-    k: the most snapshots held at once, or None where nothing bounds them. Set it in the class or in `__init__`.
-    `reverse` may be replaced too; as it is, it is the best there is for the snapshots that the sweep left.
+    Say in `sweep` which states the forward pass keeps. `reverse` may be replaced, too; the one here is the best there
+    is for the snapshots that the sweep left. Give an instance to a loop: `checkpoints=Ends()`.
+
+    Attributes:
+        k: int, the most snapshots held at once; None (default): nothing bounds them. Set it in the class or in
+            `__init__`.
 
     Example:
         >>> class Ends(tl.schedule.Schedule):
@@ -27,11 +31,17 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def sweep(self, length: int | None) -> Iterator[Forward]:
-        """The actions of the forward pass over `length` steps, or without end where `length` is None.
+        """Yields the actions of the forward pass.
 
-        The first action is Snapshot(0). With a known length the Advances cover 0..length exactly and no snapshot is
-        taken at `length`; a loop of length 0 has no actions. With None, whoever carries the actions out stops when the
-        loop ends, be it in the middle of an Advance.
+        The first is Snapshot(0). With a known length the Advances cover 0..length exactly, and no snapshot is taken at
+        `length`; a loop of length 0 has no actions. Without one they go on for ever: the loop stops asking when it
+        ends, also in the middle of an Advance.
+
+        Args:
+            length: int, the number of steps; None where it is not known.
+
+        Returns:
+            An iterator of `tl.schedule.Forward` actions.
 
         Example:
             >>> list(tl.schedule.Periodic(2).sweep(4))
@@ -39,13 +49,24 @@ class Schedule(abc.ABC):
         """
 
     def reverse(self, length: int, held: Sequence[int]) -> Iterator[Action]:
-        """The actions that reverse steps length-1 .. 0, given the snapshots `held` after the sweep, in any order.
+        """Yields the actions of the backward pass, which reverse steps length-1 .. 0.
 
         As few extra steps as `held` and k allow (Revolve's optimum in each segment between two snapshots), and no more
         Snapshots than those need. Where k is None, each state of a segment is kept. Every snapshot is dropped by the
-        end. A snapshot at `length` is dropped first: there is no such step.
+        end. One at `length` is dropped first: there is no such step.
+
+        Args:
+            length: int, the number of steps that were taken.
+            held: sequence of int, the steps of the snapshots that the sweep left, in any order.
+
+        Returns:
+            An iterator of `tl.schedule.Action`.
+
         Cost: amortised O(1) of time an action; bytes for k numbers, or for the longest segment where k is None.
-        Raises: TypeError, ValueError (`held` lacks step 0, reaches beyond `length`, or is more than k).
+
+        Raises:
+            TypeError: length is no int.
+            ValueError: `held` lacks step 0, reaches beyond `length`, or is more than k.
 
         Example:
             >>> list(tl.schedule.StoreAll().reverse(1, [0]))
@@ -67,11 +88,19 @@ class Schedule(abc.ABC):
 
 
 class Binomial(Schedule):
-    """The fewest extra steps that k snapshots allow, for loops of known length (Griewank and Walther 2000).
+    """The fewest extra steps that k snapshots allow, for loops of known length (Revolve).
+
+    Args:
+        k: int, the most snapshots held at once, that of step 0 included.
 
     Extra steps: T for T <= k; 2T - k for T < (k+1)(k+2)/2; about r T with C(k + r, k) = T beyond.
     Cost: O(k) of time for the sweep.
-    Raises: TypeError, ValueError (k < 1; a length that is None).
+
+    Raises:
+        TypeError: k is no int.
+        ValueError: k < 1.
+
+    Source: Griewank and Walther 2000, Algorithm 799: Revolve.
 
     Example:
         >>> [a.step for a in tl.schedule.Binomial(3).sweep(10) if isinstance(a, tl.schedule.Snapshot)]
@@ -82,7 +111,16 @@ class Binomial(Schedule):
         self.k = as_count(k, 1, "Binomial", "k")
 
     def sweep(self, length: int | None) -> Iterator[Forward]:
-        """The forward pass over `length` steps, which must be known."""
+        """Yields the actions of the forward pass.
+
+        Args:
+            length: int, the number of steps; it must be known, as the placement depends on it.
+
+        Returns:
+            An iterator of `tl.schedule.Forward` actions.
+
+        Raises: TypeError, ValueError (length is None or below 0).
+        """
         assert self.k is not None
         if length is None:
             raise ValueError(
@@ -93,11 +131,17 @@ class Binomial(Schedule):
 
 
 class Periodic(Schedule):
-    """A snapshot every `every` steps; in reverse, all states of one such segment at a time.
+    """Takes a snapshot every `every` steps; backward keeps all states of one such segment at a time.
+
+    Args:
+        every: int, the number of steps between two snapshots.
 
     Extra steps: 2T - ceil(T / every), as no step is advanced over more than twice.
     Snapshots: at most ceil(T / every) + every - 1, fewest with `every` near the root of T.
-    Raises: TypeError, ValueError (every < 1).
+
+    Raises:
+        TypeError: every is no int.
+        ValueError: every < 1.
 
     Example:
         >>> [a.step for a in tl.schedule.Periodic(4).sweep(10) if isinstance(a, tl.schedule.Snapshot)]
@@ -108,12 +152,21 @@ class Periodic(Schedule):
         self.every = as_count(every, 1, "Periodic", "every")
 
     def sweep(self, length: int | None) -> Iterator[Forward]:
-        """The forward pass, of any length."""
+        """Yields the actions of the forward pass.
+
+        Args:
+            length: int, the number of steps; None where it is not known.
+
+        Returns:
+            An iterator of `tl.schedule.Forward` actions.
+
+        Raises: TypeError, ValueError (length is below 0).
+        """
         return _every(self.every, sys.maxsize if length is None else as_count(length, 0, "Periodic.sweep", "length"))
 
 
 class StoreAll(Schedule):
-    """A snapshot of every state: T snapshots, T extra steps, nothing run again but for its own reversal.
+    """Takes a snapshot of every state: T snapshots, T extra steps; backward runs each step once.
 
     Example:
         >>> tl.schedule.advances(tl.schedule.StoreAll(), 100)
@@ -121,7 +174,16 @@ class StoreAll(Schedule):
     """
 
     def sweep(self, length: int | None) -> Iterator[Forward]:
-        """The forward pass, of any length."""
+        """Yields the actions of the forward pass.
+
+        Args:
+            length: int, the number of steps; None where it is not known.
+
+        Returns:
+            An iterator of `tl.schedule.Forward` actions.
+
+        Raises: TypeError, ValueError (length is below 0).
+        """
         return _every(1, sys.maxsize if length is None else as_count(length, 0, "StoreAll.sweep", "length"))
 
 

@@ -6,9 +6,18 @@ from tensorloop.schedule.online import Online
 
 
 def of(k: int, length: int | None) -> Schedule:
-    """The schedule for at most k snapshots: `Binomial` where the length is known, `Online` where it is None.
+    """Returns the schedule that `checkpoints=K` stands for: `Binomial`, or `Online` where the length is not known.
 
-    Raises: TypeError, ValueError (k < 1).
+    Args:
+        k: int, the most snapshots held at once.
+        length: int, the number of steps; None where it is not known.
+
+    Returns:
+        A `Binomial` or an `Online`.
+
+    Raises:
+        TypeError: k is no int.
+        ValueError: k < 1.
 
     Example:
         >>> tl.schedule.of(8, length=None)
@@ -18,10 +27,24 @@ def of(k: int, length: int | None) -> Schedule:
 
 
 def advances(schedule: Schedule, length: int, known: bool = True) -> int:
-    """The extra steps of a schedule for `length` steps, the sweep included: counted by going through its actions.
+    """Counts the extra steps that a schedule takes for a loop, without running anything; the forward pass is included.
 
-    With `known=False` the sweep is not told the length and is asked for no further action once it has got there.
-    Cost: O(1) of time an action. Raises: TypeError, ValueError (length < 0, and what the schedule raises).
+    A checkpointed loop calls its body `length + advances(schedule, length)` times, backward included.
+
+    Args:
+        schedule: a `Schedule`.
+        length: int, the number of steps of the loop.
+        known: bool, default True. False does not tell the schedule the length, as in a `while_loop`.
+
+    Returns:
+        int, the steps run without their gradient: those of the forward pass, and those that backward runs again on its
+            way.
+
+    Cost: O(1) of time an action.
+
+    Raises:
+        TypeError: schedule is no Schedule.
+        ValueError: length < 0, and what the schedule raises.
 
     Example:
         >>> [tl.schedule.advances(tl.schedule.Binomial(k), 100) for k in (1, 4, 16, 100)]

@@ -17,11 +17,23 @@ from tensorloop.schedule.tables import Costs, Plan, less, plan_of
 
 
 class Level:
-    """A place for snapshots that is slower than memory: "cpu", or a folder.
+    """A place for the snapshots of a `Hierarchy` that is slower than memory: the CPU's memory, or a folder.
 
-    `slots` is how many there may be at once, None for any number; `write` and `read` what one costs, in steps of the
-    loop: a carry of 200 MB on a disk of 1 GB/s, beside steps of 50 ms, costs 4.
-    Raises: TypeError, ValueError (slots < 1, a cost that is negative or not finite, no such folder).
+        tl.schedule.Level(folder, 200, write=4, read=4)  # 200 MB a carry, 1 GB/s, 50 ms a step: 0.2 s are 4 steps
+
+    Args:
+        place: "cpu", or a folder that is there (str or Path).
+        slots: int, how many snapshots there may be at once. None (default): any number.
+        write: float, the time of one write, in steps of the loop; default 1.
+        read: float, the time of one read, in steps of the loop; default 1.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: slots < 1, a cost that is negative or not finite, no such folder.
+
+    Example:
+        >>> tl.schedule.Level("cpu", 64, write=0.2, read=0.2)
+        Level('cpu', 64, write=0.2, read=0.2)
     """
 
     @named("Level")
@@ -46,13 +58,23 @@ def _as_cost(x: Any, what: str) -> float:
 
 
 class Hierarchy(Schedule):
-    """At most `memory` snapshots in memory and the others at slower levels, for loops of known length.
+    """Keeps some snapshots in memory and the others where that is slower, each where it costs least; for known lengths.
 
-    Levels go from fast to slow. The cost, which is extra steps, writes and reads, is the least there is for up to 512
-    steps (Disk-Revolve, H-Revolve). Of a longer loop the slower levels take states at multiples of T / 512 alone.
+        tl.schedule.Hierarchy(8, tl.schedule.Level(folder, 200))  # 8 in memory, 200 on disk
+
+    Args:
+        memory: int, the most snapshots in memory.
+        levels: one or more `Level`, from fast to slow.
+
+    The cost, which is extra steps, writes and reads, is the least there is for up to 512 steps (Disk-Revolve,
+    H-Revolve). Of a longer loop the slower levels take states at multiples of T / 512 alone.
     Cost: when a length is met first, some 20 ms for each level, and for each slot of a level where their number binds;
     the last lengths are remembered. Then amortised O(1) of time an action.
-    Raises: TypeError, ValueError (memory < 1, no level, a length that is None).
+
+    Raises:
+        TypeError: memory is no int, a level is no Level.
+        ValueError: memory < 1, no level.
+
     Source: Aupy, Herrmann, Hovland and Robert 2016, Optimal multistage algorithm for adjoint computation; Herrmann and
     Pallez 2020, H-Revolve.
 
@@ -74,7 +96,16 @@ class Hierarchy(Schedule):
         self.k = None if None in slots else self.memory + sum(n for n in slots if n is not None)
 
     def sweep(self, length: int | None) -> Iterator[Forward]:
-        """The forward pass over `length` steps, which must be known."""
+        """Yields the actions of the forward pass.
+
+        Args:
+            length: int, the number of steps; it must be known, as the placement depends on it.
+
+        Returns:
+            An iterator of `tl.schedule.Forward` actions.
+
+        Raises: TypeError, ValueError (length is None or below 0).
+        """
         if length is None:
             raise ValueError(
                 "Hierarchy.sweep: length is None, but this placement depends on it; use Online(k) or Periodic(every), "
@@ -83,7 +114,17 @@ class Hierarchy(Schedule):
         return _sweep(self._plan(length, "sweep"), self._places)
 
     def reverse(self, length: int, held: Sequence[int]) -> Iterator[Action]:
-        """The actions that reverse what `sweep(length)` left; `held` are its snapshots, in any order."""
+        """Yields the actions that reverse what `sweep(length)` left.
+
+        Args:
+            length: int, the number of steps.
+            held: sequence of int, the steps of the snapshots of `sweep(length)`, in any order.
+
+        Returns:
+            An iterator of `tl.schedule.Action`.
+
+        Raises: TypeError, ValueError (`held` are not the snapshots of that sweep).
+        """
         plan = self._plan(length, "reverse")
         if sorted(held) != plan.steps():
             raise ValueError(

@@ -11,12 +11,20 @@ from tensorloop.schedule.segments import cost, longest
 
 
 class Online(Schedule):
-    """k snapshots for loops of any length, placed as the loop goes (after Wang, Moin and Iaccarino 2009).
+    """Places k snapshots as the loop goes, for loops of any length, known or not.
+
+    Args:
+        k: int, the most snapshots held at once, that of step 0 included.
 
     Extra steps: those of `Binomial` for T < (k+1)(k+2)/2, and always for k = 1; beyond, within a few per cent
     (`docs/schedules.md`), if the sweep is asked for no further action once the loop has ended.
     Cost: amortised about 1 us a step or less where T is large beside k; at most O(k log k) at one action.
-    Raises: TypeError, ValueError (k < 1).
+
+    Raises:
+        TypeError: k is no int.
+        ValueError: k < 1.
+
+    Source: after Wang, Moin and Iaccarino 2009, Minimal repetition dynamic checkpointing.
 
     Example:
         >>> tl.schedule.advances(tl.schedule.Online(8), 100), tl.schedule.advances(tl.schedule.Binomial(8), 100)
@@ -27,7 +35,16 @@ class Online(Schedule):
         self.k = as_count(k, 1, "Online", "k")
 
     def sweep(self, length: int | None) -> Iterator[Forward]:
-        """The forward pass; `length` decides where it stops, not where snapshots are."""
+        """Yields the actions of the forward pass.
+
+        Args:
+            length: int, the number of steps, or None: it says where the sweep stops, not where snapshots are.
+
+        Returns:
+            An iterator of `tl.schedule.Forward` actions.
+
+        Raises: TypeError, ValueError (length is below 0).
+        """
         assert self.k is not None
         return _online(self.k, sys.maxsize if length is None else as_count(length, 0, "Online.sweep", "length"))
 

@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, scope
-from tensorloop._common.errors import Fact, Misuse, WrongIndex, WrongType, WrongValue, named
+from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
 from tensorloop._common.faces import late
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
-from tensorloop.tensor_array import checks
+from tensorloop.tensor_array import checks, core
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.core import PLAIN, Core
 from tensorloop.tensor_array.holes import Holes
-from tensorloop.tensor_array.keys import RowSlots
 from tensorloop.tensor_array.slot_list import Slots, element_of
 from tensorloop.tensor_array.store import Store
 
@@ -39,21 +38,39 @@ _STRIDED = torch.strided
 
 @runs_eagerly
 class TensorArray(Core):
-    """A growing array of equal tensors, written and read slot by slot, differentiable at O(n) cost.
+    """A growing list of equal tensors that a loop writes and reads, with gradients; n steps take O(n) time and bytes.
 
-    An array is mutable, like a list; values and gradients are those of a functional array, where each write would make
-    a new one. What was read stays what it was, whatever is written later. Writing methods return the array.
+        ta = tl.TensorArray()  # shape, dtype and device come from the first write
+        ta.append(x)
+        ta[3] = x  # overwrites slot 3
+        ta[3], ta[-1], ta[:5], ta.stack(), len(ta)  # a slice is a view, not a copy
+        for x in ta: ...
 
-    Shapes: slots (n, *F); one element (*F). `element_shape` (None for a size not yet known), `dtype` and `device` are
-    fixed by the first write where they are not given. The dtype is exact: nothing is promoted. `capacity` (slots) is a
-    hint: room made at once, and permission to skip slots below it (holes); it bounds nothing.
+    It is mutable, like a list; writing methods return the array. Values and gradients are those of a functional array,
+    where each write would make a new one: what was read stays what it was, whatever is written later.
+
+    Args:
+        element_shape: sequence of ints, the shape *F of one element; None for a size not yet known. Default None: that
+            of the first write.
+        dtype: torch.dtype of the elements. Default None: that of the first write. It is exact: nothing is promoted.
+        device: torch.device or str. Default None: that of the first write.
+        capacity: int, in slots: a hint, no bound. Room for so many is made at once, and writes may skip slots below it,
+            which are holes until written. Default None: the array grows as it needs.
+
+    Shapes: n slots (n, *F); one element (*F).
     Gradient: reaches every value written. A slot written twice passes it to the last value, the first gets zero; slots
     read twice sum. Works with `create_graph`, `retain_graph`, partial inputs, and (slower) under `torch.func`.
     Cost: n writes and any number of reads take O(n) time and bytes (at most twice the values, four times if prefix
     views from before each growth are kept), and one gradient buffer of the array's size in backward.
-    Raises: TypeError (dtype, not a tensor), ValueError (shape, device), IndexError (slot, hole), RuntimeError (a
-    waiting tensor or a view was changed in place; a transformed tensor written into an array made outside).
-    Source: TensorFlow's TensorArray for the surface; for the rest see `docs/how_it_works.md`.
+
+    Raises:
+        TypeError: what is written is no tensor, or of another dtype.
+        ValueError: another shape or device.
+        IndexError: a slot out of range, or a hole.
+        RuntimeError: a tensor that waits to be written, or a view, was changed in place; a tensor of a `torch.func`
+            transform is written into an array made outside of it; a loop's body writes to an array made outside.
+
+    Source: the interface follows TensorFlow's TensorArray; `docs/how_it_works.md` says how it works.
 
     Example:
         >>> array = tl.TensorArray().append(torch.tensor(1.0)).append(torch.tensor(2.0))
@@ -82,11 +99,15 @@ class TensorArray(Core):
     @classmethod
     @named("TensorArray.unstack")
     def unstack(cls, values: Tensor) -> Self:
-        """A new array of the n slices of `values` (n, *F), copied at the first write and not before.
+        """Makes an array of the slices of a tensor along its first dim.
 
-        Gradient: to `values`. Cost: O(1); reads in order cost a copy each, at about 1.6 times `values.unbind(0)`.
-        Raises: TypeError, ValueError (no leading dim). Changing `values` in place before the copy is a RuntimeError
-        at the next use.
+        Args:
+            values: tensor (n, *F). It is copied at the first write; changing it in place before is a RuntimeError
+                later.
+
+        Returns: a new array of n slots.
+        Gradient: to values. Cost: O(1); reads in order cost a copy each, at about 1.6 times `values.unbind(0)`.
+        Raises: TypeError (no tensor), ValueError (a 0-d one).
 
         Example:
             >>> tl.TensorArray.unstack(torch.arange(6).view(3, 2))[1]
@@ -108,11 +129,15 @@ class TensorArray(Core):
     # -- writing
 
     def append(self, x: Tensor) -> Self:
-        """Writes `x` (*F) into a new slot at the end.
+        """Writes x into a new slot at the end.
 
-        Gradient: to `x`. Cost: amortised O(1); an `x` that needs a gradient is kept as it is until the first bulk read
-        (so do not change it in place before), any other is copied at once.
-        Raises: TypeError, ValueError (`x` does not fit; the array is as it was).
+        Args:
+            x: tensor (*F). One that needs a gradient is kept as it is until the first bulk read, so do not change it in
+                place before; any other is copied at once.
+
+        Returns: the array itself.
+        Gradient: to x. Cost: amortised O(1).
+        Raises: TypeError, ValueError (x does not fit). The array is then as it was.
 
         Example:
             >>> tl.TensorArray().append(torch.tensor([1, 2])).append(torch.tensor([3, 4])).stack()
@@ -142,9 +167,14 @@ class TensorArray(Core):
 
     @named("TensorArray.extend")
     def extend(self, xs: "Tensor | Iterable[Tensor]") -> Self:
-        """Appends the slices of a tensor (m, *F) in one operation, or each tensor of an iterable.
+        """Appends several elements.
 
-        Gradient: to `xs`. Cost: O(m). Raises: as `append`; of an iterable, what came before the bad one is kept.
+        Args:
+            xs: tensor (m, *F), whose slices are appended in one operation, or an iterable of tensors (*F).
+
+        Returns: the array itself.
+        Gradient: to xs. Cost: O(m).
+        Raises: as `append`. Of an iterable, what came before the bad one is kept.
 
         Example:
             >>> tl.TensorArray().extend(torch.arange(4)).stack()
@@ -162,11 +192,17 @@ class TensorArray(Core):
         return self
 
     def write(self, i: SupportsIndex, x: Tensor) -> Self:
-        """Writes `x` (*F) into slot `i`: overwrites it, appends if i == len, or skips slots below `capacity`.
+        """Writes x into slot i, as `ta[i] = x` does.
 
-        Gradient: to `x`; what the slot held before gets zero from later reads. Cost: an append, or O(1) for an
-        overwrite; if a slice or `stack()` handed out covers the slot, the array is first copied, O(n).
-        Raises: IndexError (slot), TypeError, ValueError. The array is then as it was.
+        Args:
+            i: int or 0-d integer tensor. A slot that is there is overwritten; `len(ta)` appends; beyond it, below
+                `capacity`, the slots between become holes.
+            x: tensor (*F).
+
+        Returns: the array itself.
+        Gradient: to x; what the slot held before gets zero from later reads. Cost: an append, or O(1) for an overwrite;
+        if a slice or `stack()` handed out covers the slot, the array is first copied, O(n).
+        Raises: IndexError (slot), TypeError, ValueError (x does not fit). The array is then as it was.
 
         Example:
             >>> tl.TensorArray.unstack(torch.zeros(3)).write(1, torch.tensor(5.0)).stack()
@@ -186,13 +222,19 @@ class TensorArray(Core):
 
     @named("TensorArray.write_rows")
     def write_rows(self, pos: Tensor, x: Tensor, where: Tensor | None = None, *, check: bool | None = None) -> Self:
-        """Writes row b of `x` (B, *F) into row b of slot pos[b], for the rows where `where` (B,) bool is true.
+        """Writes each row of x into a slot of its own: row b of x into row b of slot pos[b].
 
-        `pos` (B,) integers, pos[b] <= len; a slot begun here is 0, with gradient 0, in the rows not written.
-        Gradient: to the rows of `x` that were written. Cost: O(B) (a copy of the array first, as in `write`).
-        On a device `pos` is looked at only with `check=True` (a sync); without it the array needs a `capacity`, all of
-        which is begun by the first such write, and rows with a `pos` outside write to the nearest slot.
-        Raises: IndexError (pos), ValueError (lengths that disagree), TypeError.
+        Args:
+            pos: (B,) integers, 0 <= pos[b] <= len. A slot begun here is 0, with gradient 0, in the rows not written.
+            x: tensor (B, *F), where elements are (B, *F).
+            where: (B,) bool, the rows to write. None (default) writes all.
+            check: bool, whether to look at the values of pos. None (default) looks on the CPU only, as on a device that
+                is a sync. Where nobody looks, the array needs a `capacity`, all of which is begun by the first such
+                write, and rows with a pos outside write to the nearest slot.
+
+        Returns: the array itself.
+        Gradient: to the rows of x that were written. Cost: O(B) (a copy of the array first, as in `write`).
+        Raises: IndexError (pos), ValueError (lengths that disagree, no capacity), TypeError.
 
         Example:
             >>> ta = tl.TensorArray.unstack(torch.zeros(2, 3))  # two slots, B = 3
@@ -200,81 +242,42 @@ class TensorArray(Core):
             tensor([[7., 0., 9.],
                     [0., 8., 0.]])
         """
-        arguments.dense_tensor(x, "x")
-        pos = arguments.index_tensor(pos, self.device or x.device, "pos")
-        checks.check_row_writes(pos, x, where)
-        length, written = len(self), set[int]()
-        looked = arguments.must_check(check, pos) and (where is None or not transforms.is_batched(where))
-        if looked:
-            active = None if where is None else where.to(pos.device)
-            arguments.in_range(pos, 0, length + 1, "pos", active)
-            written.update((pos if active is None else pos[active]).tolist())
-            needed = max(length, max(written, default=-1) + 1)
-        elif self._capacity is None and not transforms.is_fake(pos):
-            raise WrongValue(f"pos is not looked at on {pos.device} or under vmap: give check=True, or a capacity")
-        else:
-            needed = max(length, 1 if self._capacity is None else self._capacity)
-        store = self._admit(x)
-        if needed > length:
-            store.pad(needed)
-        if needed and (written or not looked):
-            pos = pos.to(x.device).clamp(0, needed - 1)
-            where = torch.ones_like(pos, dtype=torch.bool) if where is None else where.to(pos.device, copy=True)
-            if self._mask is not None:
-                with scope.unrecorded():
-                    where = where & self._mask.to(pos.device)
-            store.put(RowSlots(pos, where), x)
-        if looked:
-            self._holes.fill(written)
-        else:
-            self._holes.clear()
+        core.write_rows(self, pos, x, where, check)
         return self
 
     @named("TensorArray.scatter")
     def scatter(self, indices: Tensor | Sequence[int], values: Tensor, *, check: bool | None = None) -> Self:
-        """Writes values[j] (*F) into slot indices[j]; of equal indices the last one stays.
+        """Writes several slots at once: values[j] into slot indices[j].
 
-        Gradient: to `values`; overwritten ones, also within one call, get zero. Cost: O(m), as `write`.
-        Indices on a device are looked at only with `check=True` (a sync), and must else be in the array already.
-        Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError, TypeError.
+        Args:
+            indices: (m,) integers, a tensor or a sequence; negative ones count from the end. Of equal ones the last
+                stays.
+            values: tensor (m, *F).
+            check: bool, whether to look at the values of indices. None (default) looks on the CPU only, as on a device
+                that is a sync. Where nobody looks, all must be in the array already.
+
+        Returns: the array itself.
+        Gradient: to values; overwritten ones, also within one call, get zero. Cost: O(m), as `write`.
+        Raises: IndexError (index, or slots that would be skipped beyond `capacity`), ValueError (shapes), TypeError.
 
         Example:
             >>> tl.TensorArray.unstack(torch.zeros(4)).scatter([3, 0], torch.tensor([7.0, 8.0])).stack()
             tensor([8., 0., 0., 7.])
         """
-        arguments.dense_tensor(values, "values")
-        index = arguments.index_tensor(indices, self.device or values.device)
-        if index.dim() != 1 or len(index) != (values.shape[0] if values.dim() else -1):
-            raise WrongValue(
-                f"indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}"
-            )
-        if transforms.is_batched(index):
-            raise Misuse("vmap must not batch indices; scatter into stack() with torch.scatter instead")
-        length, written = len(self), set[int]()
-        if arguments.must_check(check, index):
-            arguments.in_range(index, -length, 2**63 - 1)
-            written.update(i + length if i < 0 else i for i in index.tolist())
-            checks.refuse_skipping(written, length, self._capacity)
-        store = self._admit(values, lead=1)
-        needed = max(written, default=-1) + 1
-        if needed > length:
-            store.pad(needed)
-            self._holes.mark(length, needed)
-        if len(index):
-            index = torch.where(index < 0, index + length, index).to(values.device)
-            if self._mask is not None:
-                values = self._running_rows(values, store.gather(index), lead=1)
-            store.put(index, values)
-        self._holes.fill(written)
+        core.scatter(self, indices, values, check)
         return self
 
     @named("TensorArray.truncate")
     def truncate(self, length: SupportsIndex) -> Self:
-        """Forgets the slots from `length` on: the array is then that long, and appends go on from there.
+        """Forgets the last slots; appends go on from there.
 
+        Args:
+            length: int, how many slots stay, at most `len(ta)`.
+
+        Returns: the array itself.
         Gradient: what was read of the slots forgotten still passes it to their values. Cost: O(1), or a copy of the
-        `length` slots that stay where a slice or `stack()` handed out covers one of those that go, and of those that
-        go where attention has read them; backward O(n).
+        slots that stay where a slice or `stack()` handed out covers one of those that go, and of those that go where
+        attention has read them; backward O(n).
         Raises: IndexError (more slots than there are), TypeError, RuntimeError (an array made outside the loop that
         runs; rows of the loop have stopped).
 
@@ -282,19 +285,7 @@ class TensorArray(Core):
             >>> tl.TensorArray.unstack(torch.arange(5)).truncate(2).stack()
             tensor([0, 1])
         """
-        length = arguments.as_int(length, "length")
-        if not 0 <= length <= len(self):
-            raise WrongIndex(f"length must be in [0, {len(self)}], got {length}")
-        if length == len(self):
-            return self
-        self._refuse_outside()
-        if self._mask is not None:
-            raise Misuse("rows of the loop have stopped, and keep their slots; write slots by row instead")
-        store = self._store
-        assert store is not None
-        if not store.truncate(length):
-            self._store = Buffer.unstack(store.span(0, length))
-        del self._holes[length:]
+        core.truncate(self, length)
         return self
 
     def __setitem__(self, i: SupportsIndex, x: Tensor) -> None:
@@ -310,8 +301,12 @@ class TensorArray(Core):
     # -- reading
 
     def read(self, i: SupportsIndex) -> Tensor:
-        """Slot `i` (*F): the tensor written or a copy, never a view.
+        """Reads one slot, as `ta[i]` does.
 
+        Args:
+            i: int or 0-d integer tensor; negative ones count from the end.
+
+        Returns: (*F): the tensor written or a copy, never a view.
         Gradient: to the value that the slot holds now. Cost: O(1), forward and backward.
         Raises: IndexError (out of range, a hole), TypeError (not an integer).
 
@@ -349,9 +344,16 @@ class TensorArray(Core):
 
     @named("TensorArray.gather")
     def gather(self, indices: Tensor | Sequence[int], *, check: bool | None = None) -> Tensor:
-        """The slots of `indices`, any shape I: (*I, *F), a copy. Duplicates are allowed, their gradients sum.
+        """Reads the slots at indices, of any shape, as a copy.
 
-        Cost: O(m), forward and backward. Indices on a device are looked at only with `check=True` (a sync).
+        Args:
+            indices: integers, a tensor (*I) or a sequence; negative ones count from the end. The gradients of equal
+                ones sum.
+            check: bool, whether to look at the values of indices. None (default) looks on the CPU only, as on a device
+                that is a sync.
+
+        Returns: (*I, *F).
+        Cost: O(m) for m indices, forward and backward.
         Raises: IndexError (out of range, a hole), TypeError (not integers), ValueError (an empty array of unknown
         element shape).
 
@@ -360,22 +362,13 @@ class TensorArray(Core):
             tensor([[0, 4],
                     [2, 2]])
         """
-        store = self._known_store()
-        length = len(self)
-        index = arguments.index_tensor(indices, store.device)
-        if (found := store.read_at(index)) is not None:
-            return found
-        if arguments.must_check(check, index):
-            arguments.in_range(index, -length, length)
-            if self._holes:
-                for slot in index.reshape(-1).tolist():
-                    self._holes.refuse(slot % length, slot % length + 1)
-        return store.gather(torch.where(index < 0, index + length, index).to(store.device))
+        return core.gather(self, indices, check)
 
     @named("TensorArray.stack")
     def stack(self) -> Tensor:
-        """All slots, (n, *F), as a view; (0, *F) of an empty array whose element shape is known.
+        """Reads all slots as one tensor, without a copy.
 
+        Returns: (n, *F), a view; (0, *F) of an empty array whose element shape is known.
         Gradient: to every value. Cost: O(1), after the first bulk read has moved what waits.
         Raises: IndexError (a hole), ValueError (an empty array of unknown element shape).
 
@@ -411,7 +404,11 @@ class TensorArray(Core):
 
     @named("TensorArray.detach")
     def detach(self) -> "TensorArray":
-        """An independent array of the same values without their gradient. Cost: O(1), then as `copy.copy`.
+        """Makes an independent array of the same values, without their gradient.
+
+        Returns: a new array.
+        Cost: O(1). Of the two, the first to append goes on in the shared buffer; the other is copied when it is written
+        to.
 
         Example:
             >>> ta = tl.TensorArray().append(torch.ones(2, requires_grad=True))
@@ -422,8 +419,12 @@ class TensorArray(Core):
 
     @named("TensorArray.to")
     def to(self, *args: Any, **kwargs: Any) -> "TensorArray":
-        """The array on another device or with another dtype, as `Tensor.to`; itself if nothing changes.
+        """Moves the array to another device or dtype, as `torch.Tensor.to`.
 
+        Args:
+            args, kwargs: those of `torch.Tensor.to`: a dtype, a device, another tensor, `copy=True` ...
+
+        Returns: a new array; the same one where nothing changes.
         Gradient: through the conversion. Cost: O(n).
 
         Example:

@@ -34,7 +34,9 @@ from tensorloop.loop.loop import Loop
 
 
 class NotConvergedWarning(UserWarning):
-    """A search for a fixed point, or for its gradient, ended before it had converged; it says how far it came.
+    """Warns that the search for a fixed point, or for its gradient, ended before it had converged, and how far it came.
+
+    Given by `tl.fixed_point` with `strict=False`; otherwise that is a RuntimeError.
 
     Example:
         >>> import warnings

@@ -14,7 +14,9 @@ from tensorloop.loop.checkpoint.step_use import StepUse
 
 
 class HeldTensorWarning(UserWarning):
-    """A tensor left the body of a checkpointed loop by another way than its result: its graph is that of one step.
+    """Warns that a tensor left the body of a checkpointed loop other than as its result: its graph is that of one step.
+
+    Return the tensor as a y, or keep its `detach()`.
 
     Example:
         >>> import warnings

@@ -11,15 +11,31 @@ from tensorloop.schedule import Schedule
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """How many carries a loop keeps, and where: exactly one of `k` (a number) and `budget` (bytes).
+    """How many carries a loop keeps for backward, and where: for the argument `checkpoints` of a loop.
 
-    A budget becomes the largest k that fits, from the measured size of one carry and of one step's residuals (at least
-    1). `offload` keeps them on the CPU ("cpu") or in files below a folder, which are deleted with the last of them.
-    A file that cannot be written is an OSError, one that is not what was written a RuntimeError.
-    `check` compares what each step that runs again in backward gives, and the generators it moves (torch's, NumPy's,
-    Python's), with the forward pass, bit for bit: a RuntimeError names the step and all that differs. For debugging: it
-    costs a pass over the carry and some 70 us each time a step runs, and some hundred bytes a step for each leaf.
-    Raises: TypeError, ValueError (none or both of k and budget, below 1, no such folder).
+        tl.Checkpoints(k=16, offload="cpu")  # 16 carries, in main memory
+        tl.Checkpoints(budget=200 * 2**20)  # as many as fit into 200 MiB
+
+    Give exactly one of k and budget.
+
+    Args:
+        k: int, the most carries held at once, the first one included. `checkpoints=16` is short for
+            `Checkpoints(k=16)`.
+        budget: int, bytes. The loop takes the largest k that fits, at least 1, from the measured size of one carry and
+            of what one step saves for backward.
+        offload: where carries are kept. None (default): where they are. "cpu": in main memory. A folder (str or Path):
+            in files, which are deleted with the last of them.
+        check: bool, default False. True compares what each step that runs again in backward gives, and the random
+            generators it moves (torch's, NumPy's, Python's), with the forward pass, bit for bit. For debugging: it
+            costs a pass over the carry and some 70 us each time a step runs, and some hundred bytes a step for each
+            leaf.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: none or both of k and budget, a value below 1, no such folder.
+        OSError: in the loop: a file that cannot be written.
+        RuntimeError: in backward: a file that is not what was written; with `check`, a step that did not repeat itself,
+            and all that differs.
 
     Example:
         >>> angle = torch.tensor(0.1, requires_grad=True)

@@ -16,7 +16,20 @@ from tensorloop.loop.compiled.refused import Refused
 
 
 class Explanation:
-    """Text about one loop; `compiled` says whether it runs compiled."""
+    """What `tl.explain` returns: a report on one loop. `print` shows it.
+
+    Args:
+        text, compiled: the attributes below; `tl.explain` gives them.
+
+    Attributes:
+        text: str, the report.
+        compiled: bool, whether the loop would run compiled.
+
+    Example:
+        >>> found = tl.explain(lambda h, x: (h + x, None), torch.ones(2), torch.ones(3, 2))
+        >>> found.compiled, found.text.splitlines()[0]
+        (True, 'scan: compiled')
+    """
 
     def __init__(self, text: str, compiled: bool) -> None:
         self.text, self.compiled = text, compiled

@@ -35,11 +35,19 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
 Compile = bool | Literal["strict"]
+"""What `compile=` takes: whether a loop runs as machine code on the CPU.
+
+`False` runs it as an eager loop. `True` compiles it; a loop that cannot be compiled, or whose tensors are on another
+device, runs as an eager one, with one `tl.loop.NotCompiledWarning` that says why. `"strict"` makes that a RuntimeError.
+"""
+
 FEW_ROWS = 16  # of which every smaller number is tried, where nobody knows which there will be
 
 
 class NotCompiledWarning(UserWarning):
-    """A loop that was to be compiled runs as an eager one; it says why, and by which line.
+    """Warns that a loop with `compile=True` runs as an eager one, and says why and by which line.
+
+    `compile="strict"` makes it an error, `compile=False` says that an eager loop is meant.
 
     Example:
         >>> import warnings
