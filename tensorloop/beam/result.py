@@ -178,7 +178,7 @@ class _Entries(NamedTuple):
     places: Tensor
     end: Tensor  # which of the eos_ids
     group: Tensor  # 2: ended; 1: not; 0: none
-    gold: Tensor
+    gold: Tensor  # bool
 
     def sort(self, count: int, capped: str) -> "_Entries":
         """The best `count`: ended before others unless `capped` is "ranked", then by key, then in order."""
