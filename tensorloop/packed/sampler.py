@@ -79,7 +79,7 @@ class BatchSampler(Sampler[list[int]]):
         """Gives another order from here on, the same in all processes that name the same epoch.
 
         Args:
-            epoch: int, at least 0.
+            epoch: int, the number of the epoch.
         """
         self._epoch = arguments.as_int(epoch, "epoch")
 
