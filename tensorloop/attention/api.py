@@ -120,7 +120,7 @@ def attention(
         block_mask: a BlockMask of torch's flex_attention, or None. Positions are those within the row. A mask that was
             made for one batch entry or one head serves all of them. Put causal and windowed parts into the mask; arrays
             take none.
-        scale: a number that q . k is multiplied by; None is D ** -0.5.
+        scale: a number that q . k is multiplied by; None is `D ** -0.5`.
         starts: integers that broadcast to the batch, for TensorArrays alone: slots before `starts[b]` are hidden, as
             left padding is. None hides none.
         window: int, at least 1, or None for no limit: a query sees no key more than `window` - 1 positions (slots)

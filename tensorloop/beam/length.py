@@ -117,12 +117,12 @@ class BoundedReward:
 
 @dataclass(frozen=True)
 class Power:
-    """Ranks hypotheses by S / L ** alpha, the log-probability divided by a power of the length; alpha=1 is the mean.
+    """Ranks hypotheses by `S / L ** alpha`, the log-probability divided by a power of the length; alpha=1 is the mean.
 
     For alpha > 0 a longer hypothesis may always come nearer to 0, so that nothing ends the search: give `max_steps`, or
-    for alpha < 1 a `floor`. With one, a search ends after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the
-    n-th best score: soon at 0.5, late at 0.9. With alpha=1 the bound is the floor itself, which no search reaches: give
-    max_steps.
+    for alpha < 1 a `floor`. With one, a search ends after some `(|F| / floor) ** (1 / (1 - alpha))` steps at most, F
+    the n-th best score: soon at 0.5, late at 0.9. With alpha=1 the bound is the floor itself, which no search reaches:
+    give max_steps.
 
     Args:
         alpha: float, the power. 0 ranks as `Sum` does; larger ones favour longer hypotheses.
@@ -144,7 +144,7 @@ class Power:
         _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
-        """Gives S / L ** alpha.
+        """Gives `S / L ** alpha`.
 
         Args:
             S: (B, n) log-probabilities of ended hypotheses.
@@ -171,7 +171,7 @@ class Power:
 
 @dataclass(frozen=True)
 class GNMT:
-    """Ranks hypotheses by S / ((5 + L) / 6) ** alpha, the length penalty of Google's translation system.
+    """Ranks hypotheses by `S / ((5 + L) / 6) ** alpha`, the length penalty of Google's translation system.
 
     Args:
         alpha: float, the power, as in `Power`.
@@ -196,7 +196,7 @@ class GNMT:
         _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
-        """Gives S / ((5 + L) / 6) ** alpha.
+        """Gives `S / ((5 + L) / 6) ** alpha`.
 
         Args:
             S: (B, n) log-probabilities of ended hypotheses.

@@ -296,7 +296,7 @@ class StaticPackedTensor(StaticPacked, _Base):
             k: StaticPackedTensor (B, S*, heads_kv, D); this one is (B, T*, heads, D). Its rows may be others, as many.
             v: StaticPackedTensor (B, S*, heads_kv, Dv).
             causal: bool, default False: whether position t sees positions 0 to t alone.
-            scale: number that scores are multiplied by; None is D ** -0.5.
+            scale: number that scores are multiplied by; None is `D ** -0.5`.
 
         Returns: (B, T*, heads, Dv). A query without keys gives 0.
 
