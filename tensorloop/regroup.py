@@ -37,16 +37,19 @@ def regroup(
     lengths: Sequence[Sequence[int]],
     groups: Sequence[Sequence[str]],
 ) -> list[Tensor]:
-    """One tensor for each group: the columns of its keys, side by side.
+    """Joins named columns of many tensors into new groups: one tensor for each group, its columns side by side.
 
     Args:
-        values: tensors (*B, W), equal but for W; any strides. `values[i]` holds the columns of `keys[i]` in order.
-        keys: a list of names for each tensor. A name stands in one place only.
-        lengths: how many columns each key has, a list for each tensor; 0 is a length.
-        groups: the keys of each output. A key may be in any number of groups, or several times in one, or in none.
+        values: sequence of tensors (*B, W), of one dtype, device and batch (*B); W and strides may differ. `values[i]`
+            holds the columns of `keys[i]` in order.
+        keys: for each tensor a sequence of the names that it holds. A name stands in one place only.
+        lengths: for each tensor a sequence of ints, how many columns each of its keys has; 0 is a length. They sum to
+            W.
+        groups: for each output a sequence of keys. A key may be in any number of groups, or several times in one, or in
+            none.
 
     Returns:
-        `groups` tensors (*B, sum of their keys' lengths), contiguous, never a view.
+        A list of `len(groups)` tensors (*B, sum of their keys' lengths), contiguous, never a view.
 
     Gradient: any order, forward mode, and `torch.func` transforms. A key's gradient is the sum over its copies; that of
     a key that nobody asked for is 0. The same bits in every run.
@@ -74,13 +77,25 @@ def regroup(
 
 @runs_eagerly
 class RegroupPlan:
-    """What `regroup` does for given keys, lengths and groups, worked out once: `outs = plan(values)`.
+    """What `regroup` does for given keys, lengths and groups, worked out once.
+
+        plan = tl.RegroupPlan(keys, lengths, groups)  # once
+        outs = plan(values)                           # at each step
 
     A plan holds names and numbers, no tensors: it serves any device, dtype and batch, and can be pickled.
+
+    Args:
+        keys: for each input tensor a sequence of the names that it holds. A name stands in one place only.
+        lengths: for each input tensor a sequence of ints, how many columns each of its keys has.
+        groups: for each output a sequence of keys, as for `regroup`.
 
     Attributes:
         keys, lengths, groups: the arguments, as tuples.
         moves: what goes where, as tuples (input, output, start in the input, start in the output, length).
+
+    Raises:
+        TypeError: an argument of another type or structure.
+        ValueError: keys and lengths that disagree, a name in two places, an unknown key.
 
     Example:
         >>> plan = tl.RegroupPlan([["a", "b"], ["c"]], [[1, 2], [1]], [["c", "a"]])
@@ -110,7 +125,14 @@ class RegroupPlan:
         return self._map.table
 
     def __call__(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """One tensor (*B, width) for each group, from tensors (*B, width): see `regroup`."""
+        """Regroups tensors by this plan, as `regroup` does.
+
+        Args:
+            values: sequence of tensors (*B, W), one for each list of `keys`.
+
+        Returns:
+            A list of tensors (*B, width), one for each group.
+        """
         try:
             _check_values(values, self)
         except Fact as fact:

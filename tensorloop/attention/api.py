@@ -104,38 +104,66 @@ def attention(
     score_mod: ScoreMod | None = None,
     dropout: float = 0.0,
 ) -> Any:
-    """Each query's mean of the values, weighted by softmax(scale * q . k) over the keys that it sees.
+    """Softmax attention: each query's mean of the values, weighted by softmax(scale * q . k) over the keys it sees.
 
-    Shapes: packed q (B, T*, heads, D), k (B, S*, heads_kv, D), v (B, S*, heads_kv, Dv) -> packed (B, T*, heads, Dv), a
-    row of queries with the row of keys of the same number; padded (B, T, heads, D) in the same way, every token seen;
-    one step's q (*batch, heads, D) against TensorArrays k, v of elements (*batch, heads_kv, D) -> (*batch, heads, Dv),
-    all n slots seen; or of t tokens at once, q (*batch, t, heads, D), whose own slots are the last t.
-    heads is a multiple of heads_kv, and query head h shares key head h // (heads / heads_kv).
-    scaled_dot_product_attention's (B, heads, T, D) must be transposed, transpose(1, 2): where sizes and strides look
-    like it, a UserWarning says so (docs/attention.md has the rule).
-    `causal`: the query at position t sees the keys at positions 0 to t of its row, also where their numbers differ;
-    of t tokens against arrays each sees the slots up to its own.
-    `window` leaves that many positions (slots) up to the query's own, and what comes after; `chunk`: positions come
-    in chunks of this size, and a query sees its own chunk and all before, or `left_chunks` of them.
-    `block_mask`: a BlockMask of torch's flex_attention, honoured block by block; its `mask_mod` is asked about
-    positions within the row. A mask made for one batch entry or one head serves all of them, as entry or head 0.
-    `starts`, against arrays alone: integers that broadcast to the batch; slots before are hidden (left padding).
-    `scale`: D ** -0.5 by default. A query that sees no key gets 0, and passes no gradient.
-    Then what is done to scores, in this order, of query i and key j, positions within the row. `relative`, (p, r) with
-    p like q and r (2c + 1, heads or 1, D): p_i . r[c + i - j], scaled as q . k is, is added to that (Shaw et al. 2018;
-    Dai et al. 2019 with q + u and p = q + v); distances above c count as c. `softcap`: c tanh(score / c). `bias`:
-    floats added, which broadcast to (B, heads, T, S) of the longest rows; against arrays to (*batch, heads, n) or
-    (*batch, heads, t, n). `score_mod`: a function of scalars (score, b, h, i, j), as flex_attention's, run by vmap.
-    `dropout` drops weights by a hash of their places and one number of torch's generator, so that backward finds the
-    same ones; the others are divided by 1 - dropout. Arrays take neither chunk, relative nor score_mod.
-    Dtypes: any real floating one, the same for all three (autocast casts them); sums are float32 at least.
+        out = tl.attention(q, k, v, causal=True)      # three PackedTensors, or three padded tensors (B, T, heads, D)
+        out = tl.attention(q, k, v, block_mask=mask)  # a BlockMask of flex_attention: blocks left out are not read
+        out = tl.attention(q, keys, values)           # in a loop: one step's q (B, heads, D) over two TensorArrays
+
+    The layout is (B, T, heads, D), as projections give it. That of scaled_dot_product_attention, (B, heads, T, D),
+    needs `transpose(1, 2)`; a UserWarning says so where sizes and strides look like it (docs/attention.md has the
+    rule). `heads` is a multiple of `heads_kv`, and query head h shares key head h // (heads / heads_kv).
+
+    Args:
+        q: queries of a real floating dtype, packed (B, T*, heads, D) or padded (B, T, heads, D); every token of a
+            padded tensor counts. With TensorArrays: (*batch, heads, D) for one token, or (*batch, t, heads, D) for the
+            last t tokens, whose keys and values are appended already.
+        k: keys of the dtype of `q` (autocast casts all three). Packed (B, S*, heads_kv, D), where row b of `q` sees row
+            b of `k`; padded (B, S, heads_kv, D); or a TensorArray with slots (*batch, heads_kv, D), all of which are
+            seen.
+        v: values, one for each key, of the kind of `k`: (..., heads_kv, Dv).
+        causal: bool, default False. The query at position t sees the keys at positions 0 to t of its row, also where T
+            and S differ. Of t tokens against arrays, each sees the slots up to its own.
+        block_mask: a BlockMask of torch's flex_attention, or None. Positions are those within the row. A mask that was
+            made for one batch entry or one head serves all of them. Put causal and windowed parts into the mask; arrays
+            take none.
+        scale: a number that q . k is multiplied by; None is `D ** -0.5`.
+        starts: integers that broadcast to the batch, for TensorArrays alone: slots before `starts[b]` are hidden, as
+            left padding is. None hides none.
+        window: int, at least 1, or None for no limit: a query sees no key more than `window` - 1 positions (slots)
+            before its own. Later keys stay in sight unless `causal`.
+        chunk: int, at least 1, or None. Positions come in chunks of this size; a query sees its own chunk and all
+            before it. Not for arrays.
+        left_chunks: int, at least 0, with `chunk`: how many chunks before its own a query sees; None is all.
+        softcap: c > 0 makes each score c * tanh(score / c); None leaves scores as they are.
+        bias: floats that are added to the scores and broadcast to (B, heads, T, S) of the longest rows; against arrays
+            to (*batch, heads, n) or (*batch, heads, t, n). None adds nothing.
+        relative: a pair (p, r), p like `q` and r (2c + 1, heads or 1, D): p_i . r[c + i - j], scaled as q . k is, is
+            added to the score of query i and key j; distances above c count as c (Shaw et al. 2018; Dai et al. 2019
+            with q + u and p = q + v). Not for arrays.
+        score_mod: `score_mod(score, b, h, i, j)` gives the new score; all are 0-d tensors, i and j positions within the
+            row, as for flex_attention. It is run by vmap. Not for arrays.
+        dropout: float from 0 to below 1, default 0: the share of the weights that are dropped, by a hash of their
+            places and one number of torch's generator, so that backward drops the same; the others are divided by 1 -
+            dropout. Give 0 in evaluation.
+
+    Returns:
+        What `q` is, with Dv in place of D: packed (B, T*, heads, Dv), padded (B, T, heads, Dv), or (*batch, heads, Dv).
+        A query that sees no key gets 0 and passes no gradient.
+
+    Scores are changed in this order: `relative`, `softcap`, `bias`, `score_mod`.
+
     Gradient: to q, k, v, bias, relative and what score_mod closes over and gives to torch functions, twice, and
     (slower, in one piece) under `torch.func`.
-    Cost: time of the pairs that meet, of a window or chunks those in reach. Kept for backward: q, k, v, the output and
+    Cost: time of the pairs that meet; of a window or chunks, those in reach. Kept for backward: q, k, v, the output and
     a number for each query and head, and the tensors of the scores as they came; an array is kept as a view. Second
     derivatives and transforms make all weights.
-    Raises: TypeError (kinds or dtypes that do not go together), ValueError (shapes, heads, lens, a mask that does not
-    fit or comes with `causal`, `window` or `chunk`, options that arrays do not take, numbers out of range).
+
+    Raises:
+        TypeError: kinds or dtypes that do not go together; a `block_mask` that is none.
+        ValueError: shapes, heads or lens that do not fit; a mask that does not fit or comes with `causal`, `window` or
+            `chunk`; options that arrays do not take; numbers out of range.
+
     Source: Vaswani et al. 2017; for how it stays within O(N), `engine.py`.
 
     Example:

@@ -49,35 +49,67 @@ def beam_search(
     check: bool = False,
     progress: bool = False,
 ) -> Hypotheses:
-    """The n best token sequences of each row under a step-by-step model, with the gradient of their scores.
+    """Finds the n best token sequences of each row under a step-by-step model, with the gradient of their scores.
+
+        hyps = tl.beam_search(step_fn, init_carry, batch_size=B, beam_size=K, bos_id=0, eos_id=1)
+        hyps = tl.beam_search(step_fn, init_carry, ..., context=encoder_states, max_steps=100, n_best=4)
+        hyps = tl.beam_search(step_fn, init_carry, ..., choose=tl.beam.Sample())  # samples, not the best
+
+    The model is one of these:
 
         carry, log_probs = step_fn(carry, tokens)      # tokens (B, K) int64, bos_id first; log_probs (B, K, V)
         carry, log_probs = step_fn(carry, tokens, context)
         carry, log_probs = step_fn(carry, tokens, history=history)   # (B, K, t): each hypothesis' own tokens so far
 
-    `bos_id`: one for all rows, or (B,) or a list of one each. `eos_id`: one or several; each ends a hypothesis, and
-    `ends` says which did (that of gold is the first).
-    Shapes: leaves of init_carry (B, *F) come to step_fn as (B, K, *F); 0-d tensors and numbers are shared. A
-    TensorArray gets elements (B, K, *F) by its first append, grows, and shows each hypothesis its own past; one that
-    has slots of (B, *F) already shows them to all hypotheses of the row. `context` stays (B, ...).
-    `length`: a length model, `Sum()` by default; see `tl.beam`. `choose`: `TopK()`, `Sample(...)`, `StochasticBeam()`.
-    `stop`: "exact" ends a row when nothing can come that belongs to its n best; "first_n" when n have ended; "hf" when
-    the best running sum, scored at its length of now, is no better than the n-th; "never" at `max_steps`.
-    `eos`: which hypotheses may end in a step: "always" all of them; "top_k" and "top_2k" those whose end is among the
-    K or 2K best continuations. `max_steps` counts the eos; `capped` says where hypotheses come that have not ended
-    then: "last", after all that have, or "ranked", by their scores, as if they had.
-    `gold` (B rows, without bos and eos) are hypotheses that are followed beside the others, in a place K of their own
-    (step_fn then gets K + 1), and returned among the n best. `compact` drops rows that have stopped, by default where
-    there is a context: a step_fn that closes over tensors with B rows cannot shrink. `check` refuses log_probs that do
-    not sum to one; probabilities of more than 1 are warned of, and then no row is "exact". `progress` shows steps and
-    rows that run.
+    Args:
+        step_fn: the model, as above. It gives log-probabilities, as log_softmax does, and not logits; -inf forbids a
+            token.
+        init_carry: a tree of what goes from step to step. Tensors (B, *F) come to `step_fn` as (B, K, *F); 0-d tensors
+            and numbers are shared. A TensorArray gets elements (B, K, *F) by its first append, grows, and shows each
+            hypothesis its own past; one that has slots of (B, *F) already shows them to all hypotheses of the row.
+        batch_size: int, the number of rows B.
+        beam_size: int, at least 1: K, how many hypotheses of a row run at a time.
+        bos_id: the token that every hypothesis begins with: an int for all rows, or (B,) or a list with one for each.
+        eos_id: the token that ends a hypothesis: an int, or several. `hyps.ends` says which one did.
+        context: a tree of tensors (B, ...) that `step_fn` is given and does not change, such as encoder states. None:
+            it is not called with one.
+        max_steps: int, the most tokens of a hypothesis, the eos counted. None: no limit, the search ends by `stop`.
+        n_best: int, how many hypotheses of a row are returned; None is `beam_size`.
+        length: the length model, which makes of a log-probability and a length what hypotheses are ranked by:
+            `tl.beam.Sum()` (None), `Power`, `GNMT`, `BoundedReward`, or your own.
+        choose: how the hypotheses that run on are chosen: `tl.beam.TopK()` (None), `Sample(...)` or `StochasticBeam()`.
+        stop: when a row ends. "exact" (default): when nothing can come that belongs to its n best. "first_n": when n
+            have ended. "hf": when the best running sum, scored at its length of now, is no better than the n-th.
+            "never": at `max_steps`.
+        eos: which hypotheses may end in a step. "always" (default): all. "top_k" and "top_2k": those whose end is among
+            the K or 2K best continuations.
+        capped: where hypotheses come that have not ended at `max_steps`. "last" (default): after all that have.
+            "ranked": by their scores, as if they had.
+        gold: PackedTensor (B, T*) of tokens without bos and eos, or None: the reference of each row. It is followed in
+            a place of its own (`step_fn` then gets K + 1 hypotheses) and returned among the n best; `hyps.gold` says
+            where. It ends with the first `eos_id`.
+        checkpoints: which carries are kept for backward, as in `while_loop`: None keeps all, an int that many.
+            Decisions are not made again.
+        compact: bool, whether rows that have stopped leave the batch. None: where there is a `context`; a `step_fn`
+            that closes over tensors with B rows cannot shrink.
+        check: bool, default False: whether log_probs that do not sum to one are refused. Without it, probabilities of
+            more than 1 are warned of, and then no row is "exact".
+        progress: bool, default False: whether steps and running rows are shown.
+
+    Returns:
+        `tl.beam.Hypotheses`: tokens, scores and lengths of n_best hypotheses of each row, best first.
+
     Ties: the hypothesis that ended first, then the smaller beam index, then the smaller token.
     Gradient: of `scores`, `final` and `token_scores`, as forced decoding of the same hypotheses has it, to init_carry,
     context, and all that step_fn closes over. Decisions are constants.
     Cost: a step selects K of K * V continuations, and reorders the carry at a cost that does not grow; it keeps what
-    step_fn's operations save, and O(K) numbers a row. `checkpoints` as in `while_loop`; decisions are not made again.
-    One sync a step on a device, or a few.
-    Raises: ValueError (sizes, ids, NaN, all tokens forbidden, a length model without a bound), TypeError.
+    step_fn's operations save, and O(K) numbers a row. One sync a step on a device, or a few.
+
+    Raises:
+        TypeError: an argument of another type, or a keyword that is none of these.
+        ValueError: sizes or ids that do not fit, NaN, all tokens forbidden, a length model without a bound where
+            nothing else ends the search.
+
     Sources: Huang et al. 2017 (1809.00069) for the optimal stop; `docs/beam.md` for the others.
 
     Example:

@@ -48,7 +48,9 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class TopK:
-    """The K best continuations; ties by the smaller beam index, then the smaller token.
+    """Goes on with the K best continuations of each row: beam search as usual, and the default of `beam_search`.
+
+    Ties: the smaller beam index, then the smaller token.
 
     Example:
         >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
@@ -63,11 +65,28 @@ class TopK:
     repeats = False  # whether two hypotheses of a row may be the same
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
-        """The keys of step 0, (B, K): all hypotheses are the same one, so only the first counts."""
+        """Gives the keys of step 0: all hypotheses are the same one, so only the first counts.
+
+        Args:
+            seeds: (B,) int64, a random number for each row.
+            size: int, K.
+
+        Returns:
+            (B, K) float64 keys; -inf where there is no hypothesis yet.
+        """
         return _place_first(torch.zeros_like(seeds, dtype=torch.float64), size)
 
     def choose(self, offer: Offer) -> Choice:
-        """The best of keys + log_probs."""
+        """Takes the best of keys + log_probs.
+
+        Args:
+            offer: what there is in this step: keys and sums (B, K), log_probs (B, K, V), the end tokens, seeds and the
+                step.
+
+        Returns:
+            A `Choice`: parents, tokens and keys (B, K) of what runs on, keys of the ends that are offered, and the
+            largest key left out.
+        """
         if offer.ends is not None:
             return _choose_by(offer, offer.keys[:, :, None] + offer.log_probs)
         return choose_best(offer.keys, offer.log_probs, offer.eos.tolist(), Batch(None, len(offer.keys)))
@@ -75,11 +94,16 @@ class TopK:
 
 @dataclass(frozen=True)
 class StochasticBeam:
-    """Samples without replacement: beam search over keys with Gumbel noise, K sequences that differ.
+    """Draws samples without replacement: beam search over keys with Gumbel noise gives K sequences that all differ.
 
-    The n hypotheses returned are an exact sample of size n without replacement from the model's distribution over
-    ended sequences (n <= K, with stop="exact"). The result has `keys`, `kappa` (the largest key left out) and
-    `inclusion` (the probability that each was drawn, given kappa).
+    The n hypotheses returned are an exact sample of size n without replacement from the model's distribution over ended
+    sequences (n <= K, with stop="exact"). The result has `keys`, `kappa` (the largest key left out) and `inclusion`
+    (the probability that each was drawn, given kappa), which `tl.risk.stochastic_beam_risk` takes.
+
+    Args:
+        generator: torch.Generator that the noise is drawn from; None is torch's own. One number is drawn for each
+            search.
+
     Source: Kool et al. 2019 (1903.06059).
 
     Example:
@@ -96,11 +120,28 @@ class StochasticBeam:
     repeats = False
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
-        """The root's key is a Gumbel variable."""
+        """Gives the keys of step 0: the first hypothesis has a Gumbel variable, the others none.
+
+        Args:
+            seeds: (B,) int64, a random number for each row.
+            size: int, K.
+
+        Returns:
+            (B, K) float64 keys; -inf where there is no hypothesis yet.
+        """
         return _place_first(noise.draw_first(seeds), size)
 
     def choose(self, offer: Offer) -> Choice:
-        """Keys of children: Gumbel variables given that their maximum is the parent's key."""
+        """Draws keys of continuations: Gumbel variables whose maximum is the key of the hypothesis they continue.
+
+        Args:
+            offer: what there is in this step: keys and sums (B, K), log_probs (B, K, V), the end tokens, seeds and the
+                step.
+
+        Returns:
+            A `Choice`: parents, tokens and keys (B, K) of what runs on, keys of the ends that are offered, and the
+            largest key left out.
+        """
         sums = offer.sums.double()[:, :, None] + offer.log_probs.double()
         noisy = sums + offer.draw_noise()
         most = noisy.amax(2, keepdim=True)
@@ -115,10 +156,16 @@ class StochasticBeam:
 
 @dataclass(frozen=True)
 class Sample:
-    """K samples with replacement, each drawn token by token; a sample that draws eos has ended.
+    """Draws K samples with replacement, each token by token; a sample that draws eos has ended.
 
-    `temperature` divides the log-probabilities, then only the `top_k` likeliest tokens stay, and of those the smallest
-    set whose probability is at least `top_p`. The scores returned are the model's own.
+    `temperature`, `top_k` and `top_p` change what is drawn from, in this order. The scores returned are the model's
+    own.
+
+    Args:
+        temperature: float above 0, default 1: the log-probabilities are divided by it.
+        top_k: int, only so many of the likeliest tokens stay; None keeps all.
+        top_p: float, of those only the smallest set whose probability is at least this stays; None keeps all.
+        generator: torch.Generator to draw from; None is torch's own. One number is drawn for each search.
 
     Example:
         >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
@@ -148,11 +195,28 @@ class Sample:
             raise WrongType(f"generator must be a torch.Generator, got {arguments.describe(self.generator)}")
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
-        """All hypotheses run from the first step on."""
+        """Gives the keys of step 0: all hypotheses run from the first step on.
+
+        Args:
+            seeds: (B,) int64, a random number for each row.
+            size: int, K.
+
+        Returns:
+            (B, K) float64 keys; -inf where there is no hypothesis yet.
+        """
         return torch.zeros(len(seeds), size, dtype=torch.float64, device=seeds.device)
 
     def choose(self, offer: Offer) -> Choice:
-        """Each hypothesis goes on with a token of its own; the largest of Gumbel keys is a sample."""
+        """Draws one token for each hypothesis: the largest of Gumbel keys is a sample.
+
+        Args:
+            offer: what there is in this step: keys and sums (B, K), log_probs (B, K, V), the end tokens, seeds and the
+                step.
+
+        Returns:
+            A `Choice`: parents, tokens and keys (B, K) of what runs on, keys of the ends that are offered, and the
+            largest key left out.
+        """
         scaled = self._mask(offer.log_probs / self.temperature)
         best, tokens = (scaled.double() + offer.draw_noise()).max(2)
         alive = (offer.keys > -torch.inf) & (best > -torch.inf)

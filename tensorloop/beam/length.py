@@ -27,7 +27,9 @@ Bound = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Sum:
-    """S itself: the log-probability of the hypothesis. No continuation can beat s.
+    """Ranks hypotheses by S itself, their log-probability: the default length model of `beam_search`.
+
+    With log-probabilities of at most 0 no continuation can come above s, so a search ends without `max_steps`.
 
     Example:
         >>> scores = torch.tensor([-2.0, -3.0])
@@ -36,19 +38,39 @@ class Sum:
     """
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
-        """S"""
+        """Gives S.
+
+        Args:
+            S: (B, n) log-probabilities of ended hypotheses.
+            L: (B, n) lengths in tokens, the eos counted.
+
+        Returns:
+            (B, n): what hypotheses are ranked by.
+        """
         return S
 
     def bound(self, s: Tensor, t: int) -> Tensor:
-        """Returns s."""
+        """Gives s: no continuation can come above it.
+
+        Args:
+            s: (B, K) log-probabilities of hypotheses that still run.
+            t: int, the tokens that each has so far.
+
+        Returns:
+            (B, K).
+        """
         return s
 
 
 @dataclass(frozen=True)
 class BoundedReward:
-    """S + g * min(L, target): each token up to the target length earns g nats.
+    """Ranks hypotheses by S + g * min(L, target): each token up to the target length earns g nats.
 
-    `target` is a number, or (B,) for one of each row, such as a ratio of the source's length.
+    Args:
+        g: float, the reward of a token in nats.
+        target: the length in tokens, the eos counted, up to which tokens are rewarded: a number, or (B,) with one for
+            each row, such as a ratio of the source's length.
+
     Source: Huang et al. 2017 (1809.00069); Yang et al. 2018.
 
     Example:
@@ -61,11 +83,28 @@ class BoundedReward:
     target: float | Tensor
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
-        """S + g * min(L, target)"""
+        """Gives S + g * min(L, target).
+
+        Args:
+            S: (B, n) log-probabilities of ended hypotheses.
+            L: (B, n) lengths in tokens, the eos counted.
+
+        Returns:
+            (B, n): what hypotheses are ranked by.
+        """
         return S + self.g * L.to(S.dtype).minimum(self._target(S))
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
-        """The reward of the best length that is still open."""
+        """Gives the most that `final` can be for any continuation.
+
+        Args:
+            s: (B, K) log-probabilities of hypotheses that still run.
+            t: int, the tokens that each has so far.
+            longest: int, the most tokens that the search allows, the eos counted; None where there is no limit.
+
+        Returns:
+            (B, K).
+        """
         target = self._target(s)
         at_once = target.clamp(max=t + 1)
         at_last = target if longest is None else target.clamp(max=longest)
@@ -78,12 +117,19 @@ class BoundedReward:
 
 @dataclass(frozen=True)
 class Power:
-    """S / L ** alpha; alpha=1 is the mean.
+    """Ranks hypotheses by `S / L ** alpha`, the log-probability divided by a power of the length; alpha=1 is the mean.
 
-    For alpha > 0 a longer hypothesis may always come nearer to 0, a bound that ends no search, unless `max_steps` or a
-    `floor` says how near: every token but the eos then costs at least `floor` nats. A floor helps alpha < 1 alone, and
-    ends a search after some (|F| / floor) ** (1 / (1 - alpha)) steps at most, F the n-th best score: soon at 0.5, late
-    at 0.9. With alpha=1 the bound is the floor itself, which no search reaches: give max_steps.
+    For alpha > 0 a longer hypothesis may always come nearer to 0, so that nothing ends the search: give `max_steps`, or
+    for alpha < 1 a `floor`. With one, a search ends after some `(|F| / floor) ** (1 / (1 - alpha))` steps at most, F
+    the n-th best score: soon at 0.5, late at 0.9. With alpha=1 the bound is the floor itself, which no search reaches:
+    give max_steps.
+
+    Args:
+        alpha: float, the power. 0 ranks as `Sum` does; larger ones favour longer hypotheses.
+        floor: float, at least 0, default 0: every token but the eos is taken to cost at least so many nats.
+
+    Raises:
+        ValueError: a `floor` below 0.
 
     Example:
         >>> scores = torch.tensor([-2.0, -3.0])
@@ -98,17 +144,42 @@ class Power:
         _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
-        """S / L ** alpha"""
+        """Gives `S / L ** alpha`.
+
+        Args:
+            S: (B, n) log-probabilities of ended hypotheses.
+            L: (B, n) lengths in tokens, the eos counted.
+
+        Returns:
+            (B, n): what hypotheses are ranked by.
+        """
         return S / L.to(S.dtype) ** self.alpha
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
-        """`final` of the best length that is still open."""
+        """Gives the most that `final` can be for any continuation.
+
+        Args:
+            s: (B, K) log-probabilities of hypotheses that still run.
+            t: int, the tokens that each has so far.
+            longest: int, the most tokens that the search allows, the eos counted; None where there is no limit.
+
+        Returns:
+            (B, K).
+        """
         return _bound_power(s, t, longest, self.alpha, self.floor, 0)
 
 
 @dataclass(frozen=True)
 class GNMT:
-    """S / ((5 + L) / 6) ** alpha. `floor` as in `Power`.
+    """Ranks hypotheses by `S / ((5 + L) / 6) ** alpha`, the length penalty of Google's translation system.
+
+    Args:
+        alpha: float, the power, as in `Power`.
+        floor: float, at least 0, default 0: every token but the eos is taken to cost at least so many nats, as in
+            `Power`.
+
+    Raises:
+        ValueError: a `floor` below 0.
 
     Source: Wu et al. 2016 (1609.08144), equation 14, without coverage.
 
@@ -125,11 +196,28 @@ class GNMT:
         _check_floor(self.floor, self)
 
     def final(self, S: Tensor, L: Tensor) -> Tensor:
-        """S / ((5 + L) / 6) ** alpha"""
+        """Gives `S / ((5 + L) / 6) ** alpha`.
+
+        Args:
+            S: (B, n) log-probabilities of ended hypotheses.
+            L: (B, n) lengths in tokens, the eos counted.
+
+        Returns:
+            (B, n): what hypotheses are ranked by.
+        """
         return S / ((5 + L.to(S.dtype)) / 6) ** self.alpha
 
     def bound(self, s: Tensor, t: int, longest: int | None = None) -> Tensor:
-        """`final` of the best length that is still open."""
+        """Gives the most that `final` can be for any continuation.
+
+        Args:
+            s: (B, K) log-probabilities of hypotheses that still run.
+            t: int, the tokens that each has so far.
+            longest: int, the most tokens that the search allows, the eos counted; None where there is no limit.
+
+        Returns:
+            (B, K).
+        """
         return _bound_power(s, t, longest, self.alpha, self.floor, 5) * 6**self.alpha
 
 

@@ -19,11 +19,17 @@ from tensorloop.tensor_array.array import TensorArray
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lattice:
-    """Everything that the search kept, step by step. T steps, B rows, K hypotheses (K + 1 with gold).
+    """Everything that the search kept, step by step: T steps, B rows, K hypotheses (K + 1 with gold).
 
-    Hypothesis k after step t goes on from hypothesis `backpointers[t, b, k]` of the step before with `tokens[t, b, k]`;
-    `scores` is the sum of its log-probabilities, -inf where there is none. Row b took `steps[b]` steps; what stands
-    after them means nothing. `ends` are the hypotheses returned: (B, n_best) tokens each has, and its place k.
+    Hypothesis k after step t goes on from hypothesis `backpointers[t, b, k]` of the step before with `tokens[t, b, k]`.
+    Nothing here has a gradient.
+
+    Attributes:
+        tokens: (T, B, K) int64.
+        backpointers: (T, B, K) int64.
+        scores: (T, B, K), the sum of a hypothesis' log-probabilities so far; -inf where there is none.
+        steps: (B,) int64, how many steps each row took; what stands after them means nothing.
+        ends: the hypotheses returned, two tensors (B, n_best): how many tokens each has, and its place k.
 
     Example:
         >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
@@ -33,10 +39,10 @@ class Lattice:
         torch.Size([3, 2, 3])
     """
 
-    tokens: Tensor  # (T, B, K) int64
-    backpointers: Tensor  # (T, B, K) int64
-    scores: Tensor  # (T, B, K)
-    steps: Tensor  # (B,) int64
+    tokens: Tensor
+    backpointers: Tensor
+    scores: Tensor
+    steps: Tensor
     ends: tuple[Tensor, Tensor]
 
     def __repr__(self) -> str:
@@ -44,7 +50,18 @@ class Lattice:
         return f"Lattice({steps} steps, {rows} rows, {size} hypotheses)"
 
     def draw(self, row: int = 0, *, ax: Any = None, names: Any = None) -> Any:
-        """Draws the lattice of a row with matplotlib, what leads to the hypotheses returned in bold; gives the axes.
+        """Draws the lattice of a row with matplotlib, what leads to the hypotheses returned in bold.
+
+        Args:
+            row: int, which row of the batch.
+            ax: the matplotlib axes to draw on; None makes a figure.
+            names: what is written for a token, as `names[token]` or `names(token)`; None writes its number.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
 
         Example:
             >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)
@@ -58,7 +75,30 @@ class Lattice:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Hypotheses:
-    """The n best hypotheses of B rows, best first. Row b * n_best + j of what is packed is `[b, j]` of the others.
+    """The n best hypotheses of B rows, best first: what `beam_search` returns.
+
+    Row b * n_best + j of what is packed is `[b, j]` of the others.
+
+    Attributes:
+        tokens: PackedTensor (B * n_best, T*) int64, without bos and eos.
+        lens: (B, n_best) int64, tokens without the eos; 0 where there is no hypothesis.
+        scores: (B, n_best), the log-probability, eos included; -inf where there is none.
+        final: (B, n_best), what the length model makes of the score; hypotheses are in this order.
+        token_scores: PackedTensor (B * n_best, T*), the log-probability of each token and last of the eos; they sum to
+            `scores`.
+        valid: (B, n_best) bool, whether there is a hypothesis.
+        finished: (B, n_best) bool, whether it ended with eos.
+        ends: (B, n_best) int64, the eos_id that ended it; -1 where none did.
+        stopped: a list with a string for each row: "exact" (no later hypothesis could be better), "heuristic" (ended by
+            a rule) or "capped" (by max_steps).
+        gap: (B,) float64, the most by which a hypothesis that had not ended, continued to any length, can be above the
+            n-th that ended; 0 or less where the row is exact.
+        coverage: (B,), the probability of all ended hypotheses returned, each counted once.
+        lattice: `Lattice`, all that the search kept.
+        keys: (B, n_best), the keys of `StochasticBeam`; None with others.
+        kappa: (B,), the largest key that was left out; None with others than `StochasticBeam`.
+        inclusion: (B, n_best), the probability of being drawn, given kappa; None with others than `StochasticBeam`.
+        gold: (B,) int64, which of the n_best is the gold hypothesis; None without gold.
 
     Gradient: `scores`, `final` and `token_scores`, to all that the log-probabilities came from.
 
@@ -70,42 +110,47 @@ class Hypotheses:
         (torch.Size([2, 3]), 2, 3, False)
     """
 
-    tokens: PackedTensor  # (B * n_best, T*) int64, without bos and eos
-    lens: Tensor  # (B, n_best) int64: tokens without eos; 0 where there is none
-    scores: Tensor  # (B, n_best): log-probability, eos included; -inf where there is none
-    final: Tensor  # (B, n_best): what the length model makes of it
-    token_scores: PackedTensor  # (B * n_best, T*): that of each token, and last of the eos; they sum to `scores`
-    valid: Tensor  # (B, n_best) bool: whether there is one
-    finished: Tensor  # (B, n_best) bool: whether it ended with eos
-    ends: Tensor  # (B, n_best) int64: the eos_id that ended it; -1 where none did
-    stopped: list[str]  # per row: "exact" (no later one could be better), "heuristic" (by a rule), "capped" (max_steps)
-    # (B,) float64: the most by which one that goes on from what ran, of any length, can be above the n-th that ended;
-    # 0 or less where the row is exact.
+    tokens: PackedTensor
+    lens: Tensor
+    scores: Tensor
+    final: Tensor
+    token_scores: PackedTensor
+    valid: Tensor
+    finished: Tensor
+    ends: Tensor
+    stopped: list[str]
     gap: Tensor
-    coverage: Tensor  # (B,): the probability of all ended hypotheses returned, each once
+    coverage: Tensor
     lattice: Lattice
-    keys: Tensor | None = None  # (B, n_best) of StochasticBeam
-    kappa: Tensor | None = None  # (B,)
-    inclusion: Tensor | None = None  # (B, n_best): the probability of being drawn, given kappa
-    gold: Tensor | None = None  # (B,) int64: which of the n_best is the gold hypothesis
+    keys: Tensor | None = None
+    kappa: Tensor | None = None
+    inclusion: Tensor | None = None
+    gold: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
-        """B"""
+        """The number of rows, B."""
         return self.lens.shape[0]
 
     @property
     def n_best(self) -> int:
-        """Hypotheses a row."""
+        """How many hypotheses each row has."""
         return self.lens.shape[1]
 
     @property
     def repeated(self) -> Tensor:
-        """(B, n_best) bool: whether an earlier one of its row has the same tokens; only samples repeat."""
+        """(B, n_best) bool: whether an earlier hypothesis of the row has the same tokens; only samples repeat."""
         return find_repeated(self.tokens, self.lens, self.valid, self.ends)
 
     def text(self, names: Any = None, rows: int = 10) -> str:
-        """The hypotheses of the first `rows` rows with their scores; `names[token]`, or names(token), is printed.
+        """Writes the hypotheses of the first rows with their scores.
+
+        Args:
+            names: what is written for a token, as `names[token]` or `names(token)`; None writes its number.
+            rows: int, how many rows of the batch are shown.
+
+        Returns:
+            A string, a line for each hypothesis.
 
         Example:
             >>> embed, out = torch.nn.Embedding(4, 8), torch.nn.Linear(8, 4)

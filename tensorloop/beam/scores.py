@@ -15,12 +15,22 @@ from tensorloop._torch.formula import differentiate, is_differentiated
 
 @named("linear_log_softmax")
 def linear_log_softmax(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`log_softmax(linear(x, weight, bias), -1)`, computed again in backward: for vocabularies larger than the state.
+    """Gives `log_softmax(linear(x, weight, bias), -1)` and computes it again in backward: for large vocabularies.
 
-    Shapes: x (*batch, H), weight (V, H), bias (V,) -> (*batch, V).
-    Gradient: to all three, twice. Cost: keeps x and one number for each row of x where log_softmax keeps V; one
-    product more in backward. Under autocast and `torch.func` it is the formula and keeps what that keeps.
-    Raises: TypeError, ValueError (shapes, from torch).
+    Args:
+        x: (*batch, H), floating.
+        weight: (V, H), as `torch.nn.Linear` has it.
+        bias: (V,), or None for none.
+
+    Returns:
+        (*batch, V) log-probabilities.
+
+    Gradient: to all three, twice.
+    Cost: keeps x and one number for each row of x where log_softmax keeps V; one product more in backward. Under
+    autocast and `torch.func` it is the formula and keeps what that keeps.
+
+    Raises:
+        TypeError, ValueError: dtypes and shapes that do not fit (from torch).
 
     Example:
         >>> x, weight = torch.randn(2, 3, 8), torch.randn(50, 8)

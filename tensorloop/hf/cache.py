@@ -30,17 +30,27 @@ _OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is 
 class TrainCache(DynamicCache):
     """A `past_key_values` to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
 
-    Shapes: keys and values (B, heads, n, D), as views of arrays with a slot (B, heads, D) a token. `config` is the
-    model's; its decoder says which layers there are and their windows. Layers of other kinds than (sliding, chunked)
-    attention stay transformers' own. `capacity` (tokens) makes room at once.
-    Gradient: as DynamicCache's. It is a pytree whose leaves are the arrays, so loops of tensorloop carry it, and
-    `copy.copy` branches it: neither sees what is written to the other.
-    Cost: O(1) a token and layer to write, a view to read. A window keeps all tokens and reads the last ones.
-    `crop` copies what goes where "tensorloop" attention has read it, and what stays where views cover what goes.
-    With `attn_implementation="sdpa"`, or "tensorloop" (masks, bias and dropout in O(T) too). Others that copy keys or
-    keep their weights ("eager") are right, and O(T²): a UserWarning says so, once for a cache.
-    Raises: TypeError (no config), ValueError (tokens that do not fit, with "tensorloop" masks too: the cache is as it
-    was before).
+        cache = tl.hf.TrainCache(model.config)
+        logits = model(ids, past_key_values=cache).logits  # as often as you like, a token or several at a time
+
+    Keys and values (B, heads, n, D) are views of arrays with a slot (B, heads, D) a token. Layers of other kinds than
+    (sliding, chunked) attention stay transformers' own. It is a pytree whose leaves are the arrays, so loops of
+    tensorloop carry it, and `copy.copy` branches it: neither sees what is written to the other.
+
+    Args:
+        config: the model's config; its decoder says which layers there are and their windows.
+        capacity: int, tokens that there is room for at once; None lets it grow.
+
+    Gradient: as DynamicCache's.
+    Cost: O(1) a token and layer to write, a view to read. A window keeps all tokens and reads the last ones. `crop`
+    copies what goes where "tensorloop" attention has read it, and what stays where views cover what goes. With
+    `attn_implementation="sdpa"`, or "tensorloop" (masks, bias and dropout in O(T) too). Others that copy keys or keep
+    their weights ("eager") are right, and O(T²): a UserWarning says so, once for a cache.
+
+    Raises:
+        TypeError: no config.
+        ValueError: tokens that do not fit, with "tensorloop" masks too: the cache is as it was before.
+
     Source: transformers' Cache for the surface.
 
     Example:
@@ -75,11 +85,20 @@ class TrainCache(DynamicCache):
     @classmethod
     @named("TrainCache.of")
     def of(cls, cache: Any, config: Any = None) -> "TrainCache | EncoderDecoderCache":
-        """A TrainCache with what a DynamicCache holds; of an EncoderDecoderCache, one whose own tokens are so kept.
+        """Makes a TrainCache of what one of transformers' caches holds.
 
-        `config`: the model's, for `attn_implementation="tensorloop"`; without it that model attends as by "sdpa".
+        Args:
+            cache: a DynamicCache, or an EncoderDecoderCache, whose own tokens are then so kept.
+            config: the model's, for `attn_implementation="tensorloop"`; None: that model attends as by "sdpa".
+
+        Returns:
+            A TrainCache, or an EncoderDecoderCache with one.
+
         Gradient: to the tensors of `cache`. Cost: O(1); the tokens are copied at the next write.
-        Raises: TypeError (another kind of cache), ValueError (a window that has let tokens go).
+
+        Raises:
+            TypeError: another kind of cache.
+            ValueError: a window that has let tokens go.
 
         Example:
             >>> import transformers
@@ -101,7 +120,14 @@ class TrainCache(DynamicCache):
 
     @classmethod
     def of_layers(cls, layers: list[Any]) -> Self:
-        """One that has these layers."""
+        """Makes a cache that has these layers.
+
+        Args:
+            layers: a list of cache layers, one for each layer of the model.
+
+        Returns:
+            A TrainCache.
+        """
         made = cls.__new__(cls)
         Cache.__init__(made, layers=layers)
         return made
@@ -110,9 +136,20 @@ class TrainCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes in the keys and values (B, heads, t, D) of new tokens in one layer; gives all that they see.
+        """Takes in the keys and values of new tokens in one layer; the model calls it.
 
-        Raises: ValueError, TypeError (they do not fit): then no layer holds tokens of this call of the model.
+        Args:
+            key_states: (B, heads, t, D), the keys of t new tokens.
+            value_states: (B, heads, t, D), their values.
+            layer_idx: int, the number of the layer.
+            args, kwargs: go to layers that are transformers' own.
+
+        Returns:
+            The keys and values (B, heads, n, D) of all tokens that the new ones see.
+
+        Raises:
+            TypeError, ValueError: they do not fit; then no layer holds tokens of this call of the model.
+            IndexError: a layer that the config does not have.
 
         Example:
             >>> import transformers

@@ -26,13 +26,22 @@ _NAMES = ("past_key_values", "layer_past")  # a cache's, in the layers of transf
 
 @named("hf.checkpoint_layers")
 def checkpoint_layers(model: nn.Module, enabled: bool = True) -> None:
-    """Lets a model keep, of each layer's work for backward, its input alone, with the cache at hand.
+    """Gradient checkpointing that keeps the cache: of each layer's work, only its input is kept for backward.
 
-    `model`: of transformers. Its layers then do in training mode what `gradient_checkpointing_enable()` makes them do,
-    but keep their cache where that is a TrainCache (or an EncoderDecoderCache of one). `enabled=False` undoes it.
+    Layers then do in training mode what `gradient_checkpointing_enable()` makes them do, but keep their cache where
+    that is a TrainCache (or an EncoderDecoderCache of one).
+
+    Args:
+        model: a model of transformers; it is changed.
+        enabled: bool, default True; False undoes it.
+
     Gradient: as without. Not for second derivatives.
     Cost: each layer runs once more in backward. Kept: the layers' inputs and the cache.
-    Raises: TypeError (no module), ValueError (a model whose layers cannot be checkpointed).
+
+    Raises:
+        TypeError: no module.
+        ValueError: a model whose layers cannot be checkpointed.
+
     Source: Chen et al. 2016; torch.utils.checkpoint.
 
     Example:

@@ -23,19 +23,29 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 @named("hf.packed_forward")
 def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> PackedTensor:
-    """The logits of a decoder-only model for rows of unequal length, without padding.
+    """Runs a decoder-only model on rows of unequal length without padding, and gives its logits.
 
-    Shapes: ids (B, T*) int64 -> logits (B, T*, V); of a model without a head, its last hidden states. `model` is of
-    transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any implementation, windows,
-    grouped heads, soft caps and dropout included. Each row has the positions that the model gives it alone. `options`
-    go to the model's forward.
+    Each row has the positions that the model gives it alone.
+
+    Args:
+        model: a model of transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any
+            implementation, windows, grouped heads, soft caps and dropout included. It is not changed.
+        ids: PackedTensor (B, T*) int64, the tokens.
+        options: keywords that go to the model's forward.
+
+    Returns:
+        PackedTensor (B, T*, V), the logits; of a model without a head, its last hidden states.
+
     Gradient: as that of the padded call. Layers may be checkpointed.
     Cost: what N = sum(lens) tokens cost, and in attention the pairs within rows. Bytes kept: O(N). Attention with soft
     caps, and with dropout of its weights in training, takes a quarter more, as rows of about equal length are padded.
-    The model is not changed, and hooks are given a copy of its modules (which share its parameters). One whose forward
-    was compiled or replaced from outside is refused where that hides its attention.
-    Raises: TypeError (ids that are not packed integers, a model with an encoder or a recurrent state), ValueError (more
-    tokens than positions, another device, options that rows make void, attention that cannot be packed).
+    Hooks are given a copy of the model's modules (which share its parameters). A model whose forward was compiled or
+    replaced from outside is refused where that hides its attention.
+
+    Raises:
+        TypeError: ids that are not packed integers, a model with an encoder or a recurrent state.
+        ValueError: more tokens than positions, another device, options that rows make void, attention that cannot be
+            packed.
 
     Example:
         >>> import transformers
@@ -54,13 +64,26 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
 def completion_logprobs(
     model: nn.Module, prompts: PackedTensor, completions: PackedTensor, *, temperature: float = 1.0, **options: Any
 ) -> PackedTensor:
-    """The log-probability of each token of completions (B, T*) after prompts (B, P*), packed like `completions`.
+    """Gives the log-probability of each token of completions after their prompts, without padding.
 
-    Shapes: int64 both -> (B, T*) in the dtype of the logits, float32 at least; its `sum(1)` are the sequences'. `model`
-    and `options` as in `packed_forward`. `temperature` divides the logits.
-    Gradient: to the model. What policy gradients (RLOO, GRPO) and preference losses (DPO) need.
+    It is what policy gradients (RLOO, GRPO) and preference losses (DPO) need; its `sum(1)` are those of whole
+    completions.
+
+    Args:
+        model: a model of transformers, decoder-only, as for `packed_forward`.
+        prompts: PackedTensor (B, P*) int64.
+        completions: PackedTensor (B, T*) int64, one for each prompt.
+        temperature: float above 0, default 1: the logits are divided by it.
+        options: keywords that go to the model's forward.
+
+    Returns:
+        PackedTensor (B, T*) in the dtype of the logits, float32 at least.
+
+    Gradient: to the model.
     Cost: as packed_forward of both joined; logits are made for the tokens of completions alone.
-    Raises: as packed_forward; ValueError (an empty prompt before a completion, temperature not above 0).
+
+    Raises:
+        TypeError, ValueError: as packed_forward; an empty prompt before a completion, temperature not above 0.
 
     Example:
         >>> import transformers

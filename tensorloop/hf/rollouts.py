@@ -37,7 +37,16 @@ _KEYWORDS = hints(
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """A continuation of each of B prompts. Packed rows may be of different lengths; `.pad(value)` gives (B, T).
+    """A continuation of each of B prompts: what `rollout` returns.
+
+    Packed rows may be of different lengths; `.pad(value)` gives (B, T).
+
+    Attributes:
+        tokens: PackedTensor (B, T*) int64, the end with them.
+        log_probs: PackedTensor (B, T*), of each token, under the distribution that it was drawn from.
+        ended: (B,) bool, whether an end came.
+        policy_log_probs: PackedTensor (B, T*), of each token at this temperature, before top_k and top_p: what
+            `completion_logprobs(temperature=)` gives, and so the old ones of PPO's and GRPO's ratios.
 
     Example:
         >>> import transformers
@@ -50,10 +59,10 @@ class Rollout:
         ((2, *), torch.Size([2]))
     """
 
-    tokens: PackedTensor  # (B, T*) int64, the end with them
-    log_probs: PackedTensor  # (B, T*): of each token, under the distribution that it was drawn from
-    ended: Tensor  # (B,) bool: whether an end came
-    policy_log_probs: PackedTensor  # (B, T*): of each token at this temperature, before top_k and top_p
+    tokens: PackedTensor
+    log_probs: PackedTensor
+    ended: Tensor
+    policy_log_probs: PackedTensor
 
     @property
     def lens(self) -> Tensor:
@@ -88,23 +97,45 @@ def rollout(
 ) -> Rollout:
     """Decodes token by token, greedily or by drawing, and keeps the graph of what it did.
 
-    Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
-    are the source (of one that reads no tokens, as Whisper, its features), and the decoder begins with its start token
-    or `decoder_input_ids` (B, P). A row ends with one of `eos_token_id`, by default the model's own, and leaves the
-    batch. `max_new_tokens` counts the end; without it rows go on until they end, or to the last position that the
-    model's config names.
-    `temperature`, `top_k` and `top_p`, one after the other, make the distribution that log_probs are of; `do_sample`
-    draws from it, without it the best token is taken. `policy_log_probs` are of all tokens, at the temperature alone:
-    what `completion_logprobs(temperature=)` gives, and so the old ones of PPO's and GRPO's ratios.
-    `feed` is what the next step sees: "tokens"; "straight_through", the token's embedding with the gradient of the
-    expected one; "soft", the expected embedding itself.
+        drawn = tl.hf.rollout(model, input_ids, attention_mask, do_sample=True, max_new_tokens=50)
+        (-(drawn.log_probs.sum(1) * rewards).mean()).backward()  # REINFORCE
+
+    A row that has ended leaves the batch.
+
+    Args:
+        model: a model of transformers that has a cache, decoder-only or encoder-decoder.
+        input_ids: (B, P) int64, the prompts, of a decoder padded on the left; of an encoder-decoder the source (of one
+            that reads no tokens, as Whisper, its features).
+        attention_mask: (B, P), 0 where there is padding; None: there is none.
+        decoder_input_ids: (B, P) int64, what an encoder-decoder begins with, its start token included. None: that token
+            alone.
+        max_new_tokens: int, the most tokens, the end counted. None: rows go on until they end, or to the last position
+            that the model's config names.
+        eos_token_id: the token that ends a row, or several; None is the model's own.
+        do_sample: bool, default False: the best token is taken. True draws one.
+        temperature: float above 0, default 1: the logits are divided by it.
+        top_k: int, then only so many of the likeliest tokens stay; None keeps all.
+        top_p: float, and of those only the smallest set whose probability is at least this; None keeps all.
+        feed: what the next step sees. "tokens" (default); "straight_through", the token's embedding with the gradient
+            of the expected one; "soft", the expected embedding itself.
+        generator: torch.Generator to draw from; None is torch's own.
+        checkpoints: K keeps at most K steps and runs the others again in backward, with the same random numbers; None
+            keeps all. As in `while_loop`.
+        progress: bool, default False: whether steps are shown.
+
+    Returns:
+        A `Rollout`.
+
     Gradient: of log_probs to the model, through the cache. With "tokens" it is what teacher forcing of the tokens has
     (multiplied by rewards, the score-function gradient); the others pass it through what was fed too.
-    Cost: one step a token, of the rows that run. What is kept is O(T) with `attn_implementation="tensorloop"` or
-    "sdpa" (see TrainCache); `checkpoints=K` keeps at most K steps and runs the others again in backward, with the same
-    random numbers.
-    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than learned
-    positions, no end to come), RuntimeError (logits that are NaN: the row and the step).
+    Cost: one step a token, of the rows that run. What is kept is O(T) with `attn_implementation="tensorloop"` or "sdpa"
+    (see TrainCache).
+
+    Raises:
+        TypeError: a model without a cache, arguments of another type.
+        ValueError: masks that are no padding, devices, more tokens than learned positions, no end to come.
+        RuntimeError: logits that are NaN: the row and the step.
+
     Sources: Williams 1992; Bengio et al. 2013 (1308.3432) for straight-through.
 
     Example:

@@ -50,23 +50,46 @@ def beam_search(
     checkpoints: int | Schedule | Checkpoints | None = None,
     progress: bool = False,
 ) -> beam.Hypotheses:
-    """The n best continuations of each prompt, as `generate(num_beams=...)` finds them, with the gradient of scores.
+    """Finds the n best continuations of each prompt, as `generate(num_beams=...)` does, with gradients of scores.
 
-    Shapes: input_ids and attention_mask (B, P); a decoder's prompts are padded on the left. Of an encoder-decoder they
-    are the source, which is encoded once; of one that reads no tokens (Whisper) input_ids are its features (B, ...).
-    Hypotheses begin with its decoder_start_token_id, or with `decoder_input_ids` (B, P), which have that themselves.
-    `max_steps` is generate's max_new_tokens: the end counts, and what has not ended then ranks with what has. Without
-    it a search goes on to the last position that the model's config names. `eos_token_id`, `length_penalty`,
-    `early_stopping` (True, False or "never") and `logits_processor` (a list of them, on log-probabilities) are
-    generate's; the model's own settings are asked for eos_token_id alone. A processor that is not known to treat all
-    rows alike is given all rows at each step, as generate does: those that have ended then stay in the batch.
-    `hyps.final` is generate's sequences_scores; tokens have no prompt and no end, which is in `hyps.ends`.
+        hyps = tl.hf.beam_search(model, input_ids, attention_mask, beam_size=4, max_steps=50)  # a decoder's prompts
+        hyps = tl.hf.beam_search(model, input_ids, beam_size=4)                                # an encoder's sources
+
+    Args:
+        model: a model of transformers that has a cache, decoder-only or encoder-decoder.
+        input_ids: (B, P) int64, the prompts, of a decoder padded on the left; of an encoder-decoder the source, which
+            is encoded once; of one that reads no tokens (Whisper) its features (B, ...).
+        attention_mask: (B, P), 0 where there is padding; None: there is none.
+        decoder_input_ids: (B, P) int64, what hypotheses of an encoder-decoder begin with, its decoder_start_token_id
+            included. None: that token alone.
+        beam_size: int, at least 1: how many hypotheses of a row run at a time.
+        n_best: int, how many are returned; None is `beam_size`.
+        max_steps: int, generate's max_new_tokens: the most tokens, the end counted; what has not ended then ranks with
+            what has. None: a search goes on to the last position that the model's config names.
+        eos_token_id: the token that ends a hypothesis, or several; None asks the model's own settings, which are asked
+            for nothing else.
+        length_penalty: float, default 1: scores are divided by this power of the length, as generate does.
+        early_stopping: True, False (default) or "never", as generate's.
+        logits_processor: one of transformers' processors or a list of them, on log-probabilities. One that is not known
+            to treat all rows alike is given all rows at each step, as generate does: those that have ended then stay in
+            the batch.
+        checkpoints: which carries are kept for backward, as in `while_loop`: None keeps all, an int that many.
+        progress: bool, default False: whether steps and running rows are shown.
+
+    Returns:
+        `tl.beam.Hypotheses`. `final` is generate's sequences_scores; tokens have no prompt and no end, which is in
+        `ends`.
+
     Gradient: of `scores`, `final` and `token_scores`, as teacher forcing of the same tokens has it, to the model.
     Cost: prompts are run once, for B rows, and never copied; a step runs B * beam_size rows. With
     `attn_implementation="tensorloop"` it keeps of attention the queries and its own keys, O(T) in all; other
     implementations are given keys that are gathered at each step, which is O(T²), and a UserWarning says so.
-    Raises: TypeError, ValueError (a model without a cache, masks that are no padding, devices, more tokens than learned
-    positions, processors that keep something of rows, NaN).
+
+    Raises:
+        TypeError: a model without a cache, arguments of another type.
+        ValueError: masks that are no padding, devices, more tokens than learned positions, processors that keep
+            something of rows, NaN.
+
     Sources: transformers' `_beam_search` for what it finds; `tl.beam.beam_search` for how.
 
     Example:

@@ -41,6 +41,12 @@ _marks: ContextVar[_Marks | None] = ContextVar("marks", default=None)
 def mark(name: str) -> Iterator[None]:
     """Notes in the `timeline` that runs around it when the block began and ended; elsewhere it does nothing.
 
+    Args:
+        name: string, what the block is called in the timeline.
+
+    Returns:
+        A context manager.
+
     Example:
         >>> def train():
         ...     with tl.memory.mark("forward"):
@@ -59,13 +65,16 @@ def mark(name: str) -> Iterator[None]:
 
 
 def timeline(fn: Callable[..., Any], *args: Any, interval: float = 0.002) -> Timeline:
-    """Runs `fn(*args)` once, backward too, and samples the resident memory of the process meanwhile.
+    """Samples the resident memory of the process while a function runs once, backward too.
 
     Args:
-        fn: gives a scalar loss, whose backward is run here and whose gradients stay where they belong; or anything
-            else, such as a whole training step, and then backward is its own business.
+        fn: function that gives a scalar loss, whose backward is run here and whose gradients stay where they belong; or
+            anything else, such as a whole training step, and then backward is its own business.
         args: passed to `fn`.
-        interval: seconds between samples.
+        interval: float, seconds between samples, default 0.002.
+
+    Returns:
+        A `Timeline`.
 
     Forward, backward and each loop of this package (`scan`, `while_loop`, `fori_loop`, `map`, `beam_search`) are
     marked; a block of your own with `mark(name)`. What was allocated before stays with the allocator and is used again

@@ -32,6 +32,17 @@ _HEADER = ("bytes", "count", "made at", "operation", "shape", "dtype", "saved at
 class Residual:
     """Storages that one line made with one operation and that stay alive for backward.
 
+    Attributes:
+        site: `Site`, the line that made the storage; views of it count here. Of an input: the first line that saved it.
+        saved_at: `Site`, the first line whose operation saved it; None where no saved-tensor hook saw it.
+        operation: string, what made it, as PyTorch calls it (`tanh`, `addmm`); `input` where it is older than the run.
+        shape: tuple of ints, of the tensor as it was made.
+        dtype: string, such as `float32`.
+        bytes: int, of all `count` storages together.
+        count: int, how many storages.
+        held_by: string. `array`: a buffer that an array or loop of this library made, or a tensor that it alone holds.
+            `autograd`: saved by an operation. `other`: a ctx, a closure, a list.
+
     Example:
         >>> w = torch.ones(4, requires_grad=True)
         >>> kept = tl.memory.saved_residuals(lambda: w.exp().sum()).entries[0]
@@ -40,23 +51,20 @@ class Residual:
     """
 
     site: Site
-    """The line that made the storage; views of it count here. Of an input: the first line that saved it."""
     saved_at: Site | None
-    """The first line whose operation saved it; None where no saved-tensor hook saw it."""
     operation: str
-    """What made it, as PyTorch calls it (`tanh`, `addmm`); `input` where it is older than the run."""
     shape: tuple[int, ...]
-    """Of the tensor as it was made."""
     dtype: str
     bytes: int
-    """Of all `count` storages together."""
     count: int
     held_by: str
-    """`array`: a buffer that an array or loop of this library made, or a tensor that it alone holds. `autograd`: saved
-    by an operation. `other`: a ctx, a closure, a list."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives the fields as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         return {
             "site": self.site.as_dict(),
             "saved_at": self.saved_at and self.saved_at.as_dict(),
@@ -72,6 +80,10 @@ class Residual:
 class Residuals(Shown):
     """What a run keeps for its backward pass, most bytes first. `str()` gives a table, a notebook shows a page.
 
+    Attributes:
+        entries: tuple of `Residual`, made by the function.
+        inputs: tuple of `Residual`, older than the run: arguments and parameters that were saved; not in `bytes`.
+
     Example:
         >>> w = torch.ones(4, requires_grad=True)
         >>> tl.memory.saved_residuals(lambda: w.exp().sum()).bytes
@@ -82,24 +94,30 @@ class Residuals(Shown):
     _title = "Kept for backward"
 
     entries: tuple[Residual, ...]
-    """Made by the function."""
     inputs: tuple[Residual, ...]
-    """Older than the run: arguments and parameters that were saved; not in `bytes`."""
 
     @property
     def bytes(self) -> int:
-        """Of all entries: `saved(fn).bytes`."""
+        """The bytes of all entries: `saved(fn).bytes`."""
         return sum(entry.bytes for entry in self.entries)
 
     def by_line(self) -> dict[Site, int]:
-        """Bytes by the line that made them, most first."""
+        """Adds bytes up by the line that made them.
+
+        Returns:
+            A dict of `Site` to bytes, most first.
+        """
         found: dict[Site, int] = {}
         for entry in self.entries:
             found[entry.site] = found.get(entry.site, 0) + entry.bytes
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives all entries as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         return {
             "bytes": self.bytes,
             "entries": [entry.as_dict() for entry in self.entries],
@@ -107,7 +125,17 @@ class Residuals(Shown):
         }
 
     def plot(self, title: str | None = None) -> "Figure":
-        """The lines that keep most bytes, as bars; needs matplotlib."""
+        """Draws the lines that keep most bytes, as bars.
+
+        Args:
+            title: string above the picture; None gives it the usual one.
+
+        Returns:
+            A figure of matplotlib, which pyplot does not know.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         refuse_without("matplotlib", "Residuals.plot")
         return picture.draw(title or self._title, [], self._bars())
 
@@ -180,7 +208,16 @@ def _shapes(shapes: list[tuple[int, ...]]) -> str:
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """Every tensor that `fn(*args, **kwargs)` keeps for backward, by the user's line that made it.
+    """Lists every tensor that a run of a function keeps for backward, by the user's line that made it.
+
+        print(tl.memory.saved_residuals(loss_of, batch))  # a table, most bytes first
+
+    Args:
+        fn: function that gives tensors, in any nested lists, tuples and dicts.
+        args, kwargs: passed to `fn`.
+
+    Returns:
+        `Residuals`.
 
     Runs `fn` once, forward only, as `saved` does, and counts the same bytes: each storage once and whole, also what
     sits on the `ctx` of a custom Function, in arrays and loops of this library, in closures. The user's line is the

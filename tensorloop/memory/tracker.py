@@ -29,6 +29,14 @@ _HEADER = ("at peak", "live", "line", "pass", "code")
 class SiteBytes:
     """Bytes that one line made, in forward or in backward.
 
+    Attributes:
+        site: `Site`, the line.
+        backward: bool, whether they were made while backward ran the gradient of an operation of this line (or of the
+            line that called backward).
+        peak: int, bytes alive when all bytes together were at their peak.
+        live: int, bytes alive now.
+        count: int, storages alive now.
+
     Example:
         >>> with tl.memory.track() as tracker:
         ...     x = torch.ones(1000)
@@ -38,16 +46,16 @@ class SiteBytes:
 
     site: Site
     backward: bool
-    """Made while backward ran the gradient of an operation of this line (or of the line that called backward)."""
     peak: int
-    """Alive when all bytes together were at their peak."""
     live: int
-    """Alive now."""
     count: int
-    """Storages alive now."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives the fields as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         return {
             "site": self.site.as_dict(),
             "backward": self.backward,
@@ -61,7 +69,7 @@ class SiteBytes:
 
 
 class Tracker(Shown):
-    """Live and peak bytes, in all and by line. `str()` gives a table, a notebook shows a page.
+    """Live and peak bytes, in all and by line: what `track` gives. `str()` gives a table, a notebook shows a page.
 
     Example:
         >>> with tl.memory.track() as tracker:
@@ -89,14 +97,32 @@ class Tracker(Shown):
 
     @abstractmethod
     def sites(self) -> tuple[SiteBytes, ...]:
-        """Every line that has bytes at the peak or now, most at the peak first."""
+        """Lists every line that has bytes at the peak or now.
+
+        Returns:
+            A tuple of `SiteBytes`, most at the peak first.
+        """
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives all figures as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         return {"live": self.live, "peak": self.peak, "sites": [entry.as_dict() for entry in self.sites()]}
 
     def plot(self, title: str | None = None) -> "Figure":
-        """The lines that have most bytes at the peak and now, as bars; needs matplotlib."""
+        """Draws the lines that have most bytes at the peak and now, as bars.
+
+        Args:
+            title: string above the picture; None gives it the usual one.
+
+        Returns:
+            A figure of matplotlib, which pyplot does not know.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         refuse_without("matplotlib", "Tracker.plot")
         return picture.draw(title or self._title, [], self._bars())
 
@@ -227,21 +253,24 @@ def _ranked(found: Allocations) -> tuple[SiteBytes, ...]:
 def track(device: str | torch.device | None = None) -> Iterator[Tracker]:
     """Counts the bytes of everything that runs in the block, by the user's line; cheap enough for a training step.
 
-        with track() as tracker:
+        with tl.memory.track() as tracker:
             loss = model(batch).sum()
             loss.backward()
             optimizer.step()
         print(tracker)
 
     Args:
-        device: None, or any but CUDA: a dispatch mode sees the operations of this thread, and counts the storages
-            they make on every device. A CUDA device: the allocator of that device is asked, whose figures are those of
+        device: None, or any but CUDA: a dispatch mode sees the operations of this thread, and counts the storages they
+            make on every device. A CUDA device: the allocator of that device is asked, whose figures are those of
             `torch.cuda.memory_allocated`, other threads included, and its recorded history gives the lines.
 
-    Bytes that backward makes belong to the line whose gradient they are part of, or where that ran before the
-    block, to the line that called backward; of a graph that another thread made, to any line. What is older than the
-    block (parameters) does not count. Values and gradients stay what they are. Compiled functions run as if they were
-    not compiled.
+    Returns:
+        A context manager that gives a `Tracker`, which can be read in the block and after it.
+
+    Bytes that backward makes belong to the line whose gradient they are part of, or where that ran before the block, to
+    the line that called backward; of a graph that another thread made, to any line. What is older than the block
+    (parameters) does not count. Values and gradients stay what they are. Compiled functions run as if they were not
+    compiled.
 
     Cost: some 7 microseconds an operation, most of them the dispatch mode's own; 400 bytes a live storage; 30 MB at
     most to know the lines of the last quarter of a million operations with gradient.

@@ -19,10 +19,22 @@ _MOST = 2**31 - 1  # positions are int32 in the tables of blocks
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Which keys each query sees: row u of `indices` (E,) int32, from indptr[u] to indptr[u + 1], ascending.
+    """Which keys each query sees, as a sparse matrix by rows; made by its class methods.
 
-    Made by its class methods. `shape`: queries and keys. `coords`: where they are, one tensor (N, d) for both or one
-    for each; `grid`: the sizes of a grid of which these are the cells. `lens`: the documents whose tokens they are.
+        graph = tl.ordering.Graph.within(points, radius=0.1)           # points that are near each other
+        graph = tl.ordering.Graph.from_grid((64, 64), window=7)        # a window over an image
+        graph = tl.ordering.Graph.from_mask_mod(mask_mod, 4096)        # a mask of flex_attention
+        graph = tl.ordering.Graph.of(matrix)                           # a sparse matrix
+
+    Attributes:
+        indptr: (N + 1,) int64: query u sees the keys `indices[indptr[u] : indptr[u + 1]]`.
+        indices: (E,) int32, the keys, ascending for each query.
+        shape: (N, M), the numbers of queries and keys.
+        coords: where positions are, one tensor (N, d) for both or one for each; () where unknown.
+        grid: the sizes of a grid of which these are the cells; () for none.
+        window: of a grid, how many cells each sees along each axis; () for none.
+        lens: the lengths of the documents whose tokens these are; None for none.
+
     Cost: 4 bytes an edge and 8 a query.
 
     Example:
@@ -42,10 +54,18 @@ class Graph:
     @staticmethod
     @named("Graph.of")
     def of(matrix: Any) -> "Graph":
-        """A graph as it is, the non-zeros of a sparse matrix of torch or scipy (N, M), or of a dense one of torch.
+        """Makes a graph of the non-zeros of a matrix.
 
-        Entries that are stored count, of whatever value; dense ones count where they are not 0.
-        Raises: TypeError for anything else, ValueError where it has no two dims.
+        Args:
+            matrix: (N, M), sparse of torch or scipy, or dense of torch; or a `Graph`. Entries that are stored count, of
+                whatever value; dense ones count where they are not 0.
+
+        Returns:
+            A `Graph`; one that was given comes back as it is.
+
+        Raises:
+            TypeError: anything else.
+            ValueError: a matrix that has no two dims.
 
         Example:
             >>> tl.ordering.Graph.of(torch.eye(3)).indices
@@ -56,9 +76,18 @@ class Graph:
     @staticmethod
     @named("Graph.from_edges")
     def from_edges(queries: Tensor, keys: Tensor, shape: int | tuple[int, int]) -> "Graph":
-        """Query queries[i] sees key keys[i]: two (E,) of integers in any order; the same pair twice counts once.
+        """Makes a graph of pairs: query queries[i] sees key keys[i].
 
-        Raises: IndexError for a number outside of `shape`.
+        Args:
+            queries: (E,) integers, in any order; the same pair twice counts once.
+            keys: (E,) integers.
+            shape: the numbers of queries and keys, (N, M), or N for both.
+
+        Returns:
+            A `Graph`.
+
+        Raises:
+            IndexError: a number outside of `shape`.
 
         Example:
             >>> tl.ordering.Graph.from_edges(torch.tensor([0, 0]), torch.tensor([1, 0]), (2, 2)).indices
@@ -83,11 +112,19 @@ class Graph:
         window: Sequence[float] | None = None,
         keys: Tensor | None = None,
     ) -> "Graph":
-        """Points coords (N, d) see those of `keys` (M, d), or of themselves, that are at most `radius` away.
+        """Makes a graph of points that see those near them; a point sees itself.
 
-        `window` (d,) in place of it: at most half of that along each axis. A point sees itself.
-        Cost: time and bytes of the edges.
-        Raises: ValueError for NaN or infinite coordinates, sizes that are not positive.
+        Args:
+            coords: (N, d) finite, the points.
+            radius: float above 0: a point sees those at most so far away. Give this or `window`.
+            window: d floats above 0: it sees those at most half of that away along each axis.
+            keys: (M, d), other points that are seen; None: the points see each other.
+
+        Returns:
+            A `Graph` with these coordinates.
+
+        Cost: time and bytes of the edges. Raises: ValueError (NaN or infinite coordinates, sizes that are not
+        positive).
 
         Example:
             >>> tl.ordering.Graph.within(torch.tensor([[0.0], [1.0], [5.0]]), radius=2).indptr
@@ -117,7 +154,17 @@ class Graph:
         """Cells of an image, video or volume see a window of cells around them: neighbourhood attention.
 
         Cells are numbered as `x.flatten()` does. Near a border the window is moved inside, so each cell sees as many.
-        Raises: ValueError where a window is larger than the grid, or even.
+
+        Args:
+            shape: the sizes of the grid, such as (height, width).
+            window: int, odd: how many cells are seen along each axis; or one for each.
+
+        Returns:
+            A `Graph` with these cells as coordinates.
+
+        Raises:
+            ValueError: a window that is larger than the grid, or even.
+
         Source: Hassani et al. 2023 (neighborhood attention).
 
         Example:
@@ -150,7 +197,14 @@ class Graph:
     @staticmethod
     @named("Graph.from_documents")
     def from_documents(lens: Tensor | Sequence[int], *, causal: bool = True) -> "Graph":
-        """Tokens of documents that follow one another see those of their own, where causal up to themselves.
+        """Tokens of documents that follow one another see those of their own document.
+
+        Args:
+            lens: ints, the number of tokens of each document.
+            causal: bool, default True: whether a token sees no later one.
+
+        Returns:
+            A `Graph` of sum(lens) positions.
 
         Cost: bytes of the edges, which are the squares of `lens`.
 
@@ -171,7 +225,14 @@ class Graph:
     @staticmethod
     @named("Graph.from_mask_mod")
     def from_mask_mod(mask_mod: Callable[..., Tensor], shape: int | tuple[int, int]) -> "Graph":
-        """What a `mask_mod(b, h, q, kv)` of FlexAttention allows in batch entry 0 and head 0.
+        """Makes a graph of what a `mask_mod` of FlexAttention allows in batch entry 0 and head 0.
+
+        Args:
+            mask_mod: `mask_mod(b, h, q, kv)` gives bools.
+            shape: the numbers of queries and keys, (N, M), or N for both.
+
+        Returns:
+            A `Graph`.
 
         Cost: it is asked about all N M pairs, some million at a time; bytes of the edges.
 
@@ -230,7 +291,13 @@ class Graph:
         return both.indptr, both.indices
 
     def at(self, coords: Any) -> "Graph":
-        """The same graph with its positions at `coords`, one (N, d) or one for queries and one for keys.
+        """Gives the same graph with coordinates for its positions.
+
+        Args:
+            coords: (N, d), or a pair of one for queries and one for keys.
+
+        Returns:
+            A `Graph`.
 
         Example:
             >>> graph = tl.ordering.Graph.of(torch.eye(4)).at(torch.rand(4, 2))

@@ -17,7 +17,16 @@ _EMBEDDED = 1 << 22  # edges up to which `best` looks at the spectrum although t
 
 @named("natural")
 def natural(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """The order in which positions come.
+    """Keeps positions in the order in which they come: what other orderings are compared with.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds. None: those of the
+            graph.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -31,7 +40,18 @@ def natural(graph: Any, *, coords: Any = None, block_size: int = 128) -> Orderin
 
 @named("given")
 def given(graph: Any, permutation: Any, *, block_size: int = 128) -> Ordering:
-    """A permutation (N,) of one's own, old positions in their new order; (of queries, of keys) where these differ.
+    """Orders positions by a permutation of your own.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        permutation: (N,) integers, old positions in their new order; a pair (of queries, of keys) where these differ.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: numbers that are not those from 0 to N - 1, each once.
 
     Example:
         >>> graph = tl.ordering.Graph.from_edges(torch.tensor([0, 2]), torch.tensor([2, 0]), 4)
@@ -43,7 +63,19 @@ def given(graph: Any, permutation: Any, *, block_size: int = 128) -> Ordering:
 
 @named("sort_axis")
 def sort_axis(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Sorted along the axis that leaves the fewest blocks.
+    """Sorts positions along the axis of the coordinates that leaves the fewest blocks.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds. None: those of the
+            graph.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: no coordinates, neither here nor in the graph.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -57,7 +89,21 @@ def sort_axis(graph: Any, *, coords: Any = None, block_size: int = 128) -> Order
 
 @named("morton")
 def morton(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Along Morton's curve through the coordinates (Morton 1966).
+    """Orders positions along Morton's curve (z-order) through their coordinates.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds. None: those of the
+            graph.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: no coordinates, neither here nor in the graph.
+
+    Source: Morton 1966.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -71,7 +117,21 @@ def morton(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering
 
 @named("hilbert")
 def hilbert(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Along Hilbert's curve through the coordinates (Hilbert 1891, Skilling 2004).
+    """Orders positions along Hilbert's curve through their coordinates.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds. None: those of the
+            graph.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: no coordinates, neither here nor in the graph.
+
+    Source: Hilbert 1891; Skilling 2004 for any number of axes.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -85,7 +145,21 @@ def hilbert(graph: Any, *, coords: Any = None, block_size: int = 128) -> Orderin
 
 @named("moore")
 def moore(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
-    """Along Moore's curve, which is closed, through coordinates of two axes (Moore 1900).
+    """Orders positions along Moore's curve, which is closed, through coordinates of two axes.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds. None: those of the
+            graph.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: no coordinates, or of another number of axes than two.
+
+    Source: Moore 1900.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -99,7 +173,17 @@ def moore(graph: Any, *, coords: Any = None, block_size: int = 128) -> Ordering:
 
 @named("patches")
 def patches(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Boxes of as many cells of a grid as a block has: the shape of box that leaves the fewest blocks.
+    """Groups the cells of a grid into boxes of one block each: the shape of box that leaves the fewest blocks.
+
+    Args:
+        graph: the mask: a `Graph` of `Graph.from_grid`.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: a graph that is no grid.
 
     Example:
         >>> image = tl.ordering.Graph.from_grid((16, 64), window=(3, 3))
@@ -112,9 +196,23 @@ def patches(graph: Any, *, block_size: int = 128) -> Ordering:
 
 @named("slabs")
 def slabs(graph: Any, *, coords: Any = None, block_size: int = 128, effort: float = slab_search.EFFORT) -> Ordering:
-    """Slabs along one axis, cut into slabs along the next: the counts of slabs that leave the fewest blocks.
+    """Cuts the points into slabs along one axis, and these into slabs along the next.
 
-    `effort`: edges and coordinates that may be read while counts are tried out.
+    It takes the counts of slabs that leave the fewest blocks.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds. None: those of the
+            graph.
+        block_size: int, default 128: positions in a block.
+        effort: float, how many edges and coordinates may be read while counts are tried out.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ValueError: no coordinates, neither here nor in the graph.
+
     Source: Leutenegger, Lopez & Edgington 1997 (Sort-Tile-Recursive), cut at multiples of a block.
 
     Example:
@@ -129,7 +227,16 @@ def slabs(graph: Any, *, coords: Any = None, block_size: int = 128, effort: floa
 
 @named("rcm")
 def rcm(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Breadth first from an end of the graph, reversed: Cuthill & McKee 1969, George 1971.
+    """Orders positions breadth first from an end of the graph, reversed (reverse Cuthill-McKee); no coordinates needed.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Source: Cuthill & McKee 1969, George 1971.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -143,7 +250,17 @@ def rcm(graph: Any, *, block_size: int = 128) -> Ordering:
 
 @named("spectral")
 def spectral(graph: Any, *, block_size: int = 128, effort: float = slab_search.EFFORT) -> Ordering:
-    """Eigenvectors of the graph's Laplacian as coordinates, cut into slabs or halved, whichever leaves fewer blocks.
+    """Orders positions by eigenvectors of the graph's Laplacian; no coordinates needed.
+
+    The eigenvectors serve as coordinates, which are cut into slabs or halved, whichever leaves fewer blocks.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        block_size: int, default 128: positions in a block.
+        effort: float, how many edges and coordinates may be read while counts are tried out.
+
+    Returns:
+        An `Ordering`.
 
     Example:
         >>> t = torch.arange(256.0)
@@ -157,7 +274,19 @@ def spectral(graph: Any, *, block_size: int = 128, effort: float = slab_search.E
 
 @named("metis")
 def metis(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Halved by METIS again and again, mended to whole blocks at each level; needs the package pymetis.
+    """Halves the graph by METIS again and again, mended to whole blocks at each level; needs the package pymetis.
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
+
+    Raises:
+        ImportError: pymetis is not installed.
+
+    Source: Karypis & Kumar 1998.
 
     Example:
         >>> from importlib.util import find_spec
@@ -170,7 +299,14 @@ def metis(graph: Any, *, block_size: int = 128) -> Ordering:
 
 @named("docs_pack")
 def docs_pack(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Packed documents, each put where it fits the borders of blocks best; for graphs of `Graph.from_documents`.
+    """Orders packed documents so that each fits the borders of blocks best.
+
+    Args:
+        graph: the mask: a `Graph` of `Graph.from_documents`.
+        block_size: int, default 128: positions in a block.
+
+    Returns:
+        An `Ordering`.
 
     Example:
         >>> graph = tl.ordering.Graph.from_documents([20, 30, 44, 34])
@@ -183,7 +319,16 @@ def docs_pack(graph: Any, *, block_size: int = 128) -> Ordering:
 
 @named("improve")
 def improve(ordering: Ordering, moves: int, *, seed: int = 0, progress: bool = False) -> Ordering:
-    """An ordering after `moves` tried swaps of two positions between blocks; never worse, and the same each time.
+    """Improves an ordering by swaps of two positions between blocks; never worse, and the same each time.
+
+    Args:
+        ordering: an `Ordering`.
+        moves: int, at least 0: how many swaps are tried, about 2 million a second.
+        seed: int, default 0, of the random swaps.
+        progress: bool, default False: whether a bar is shown.
+
+    Returns:
+        An `Ordering`.
 
     Cost: about as many lookups a move as a position has neighbours; 8 bytes for each pair of blocks, empty or not.
 
@@ -229,14 +374,35 @@ def best(
     seed: int = 0,
     progress: bool = False,
 ) -> Ordering:
-    """The best ordering found of a mask, never worse than the order in which positions come.
+    """Finds the best ordering for a mask, never worse than the order in which positions come.
 
-    `graph`: the mask, a `Graph` or a sparse matrix of torch or scipy (N, M). Or `mask_mod` with `shape`, N or (N, M).
-    `coords`: where positions are, (N, d), or a pair where queries and keys are of two kinds; makes it far better.
-    `moves`: swaps that a search tries afterwards, about 2 million a second; the result is the same each time.
-    `methods`: names of those to try; by default all that apply and are quick. "metis" is tried only by name.
+        order = tl.ordering.best(graph)                                   # a Graph, or a sparse matrix
+        order = tl.ordering.best(mask_mod=near, shape=4096, coords=xy)    # a mask_mod of flex_attention
+        x = order.undo(layers(order.apply(x), order.block_mask()))
+
+    Args:
+        graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy. Or give `mask_mod` and `shape`.
+        coords: where positions are, (N, d), or a pair where queries and keys are of two kinds; makes it far better.
+            None: those of the graph.
+        mask_mod: the mask as `mask_mod(b, h, q, kv)`, as for flex_attention, in place of `graph`.
+        shape: of `mask_mod`: N, or (N, M) where queries and keys differ; by default as many as `coords`.
+        block_size: int, default 128: positions in a block.
+        moves: int, default 0: swaps that a search tries afterwards, about 2 million a second; the result is the same
+            each time.
+        methods: names of those to try, such as ["hilbert", "rcm"]. None: all that apply and are quick; "metis" is tried
+            only by name.
+        seed: int, default 0, of the search.
+        progress: bool, default False: whether the search shows a bar.
+
+    Returns:
+        An `Ordering`, whose `method` says which one it is.
+
     Cost: about a second; O(E) for each method.
-    Raises: TypeError and ValueError for what is no graph, sizes that do not go together, NaN coordinates.
+
+    Raises:
+        TypeError: what is no graph.
+        ValueError: neither or both of `graph` and `mask_mod`, sizes that do not go together, NaN coordinates, a method
+            that is not there.
 
     Example:
         >>> t = torch.arange(256.0)

@@ -16,11 +16,23 @@ from tensorloop.ordering.report import Report, make_report
 
 
 class Ordering:
-    """An order of positions under which a mask has few non-empty blocks.
+    """An order of positions under which a mask has few non-empty blocks; made by `best` and the other methods.
 
-    `apply` once before a stack of layers, `undo` once after it; between them the mask is `block_mask()`. Where queries
-    and keys are positions of two kinds, `queries` and `keys` are permutations of their own, and `permutation`,
-    `inverse`, `apply` and `undo` those of the queries; else both are the same.
+        x = order.apply(x)                                       # once before a stack of layers
+        y = tl.attention(q, k, v, block_mask=order.block_mask())  # in each of them
+        y = order.undo(y)                                        # once after it
+
+    Where queries and keys are positions of two kinds, `queries` and `keys` are permutations of their own, and
+    `permutation`, `inverse`, `apply` and `undo` those of the queries; else both are the same.
+
+    Args:
+        problem: the mask and the size of a block, as the methods have read them.
+        orders: the permutation of all positions, or of queries and of keys.
+        method: string, the name of the method.
+
+    Attributes:
+        queries, keys: `Permutation`, where queries and keys go; one object where these are the same positions.
+        method: the name of the method.
 
     Example:
         >>> o = tl.ordering.best(tl.ordering.Graph.from_grid((16, 16), 5), block_size=32)
@@ -43,7 +55,7 @@ class Ordering:
 
     @property
     def block_size(self) -> int:
-        """Positions in a block."""
+        """How many positions a block has."""
         return self._problem.size
 
     @property
@@ -58,11 +70,20 @@ class Ordering:
 
     @property
     def blocks(self) -> int:
-        """Blocks that are not empty."""
+        """How many blocks are not empty."""
         return self._problem.count(self._orders)
 
     def apply(self, x: Tensor, dim: int = 1) -> Tensor:
-        """`x` with its positions along `dim` in the new order. Gradient: a gather.
+        """Puts positions into the new order.
+
+        Args:
+            x: a tensor, with N positions along `dim`.
+            dim: int, default 1.
+
+        Returns:
+            A tensor of the shape of `x`.
+
+        Gradient: a gather.
 
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
@@ -73,11 +94,24 @@ class Ordering:
         return self.queries.apply(x, dim)
 
     def undo(self, y: Tensor, dim: int = 1) -> Tensor:
-        """`y` with its positions along `dim` as they were. Gradient: a gather."""
+        """Puts positions back where they were: undoes `apply`.
+
+        Args:
+            y: a tensor, with N positions along `dim` in the new order.
+            dim: int, default 1.
+
+        Returns:
+            A tensor of the shape of `y`.
+
+        Gradient: a gather.
+        """
         return self.queries.undo(y, dim)
 
     def report(self) -> Report:
-        """Blocks, full ones, density and a lower bound, before and after; it prints as text and draws a picture.
+        """Counts blocks before and after; the report prints as text and draws a picture.
+
+        Returns:
+            A `Report` with the blocks, the full ones, the density and a lower bound.
 
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
@@ -89,13 +123,22 @@ class Ordering:
         return self._report
 
     def block_mask(self, mask_mod: Callable[..., Any] | None = None, *, device: str | torch.device = "cpu") -> Any:
-        """A BlockMask of torch's flex_attention in the new order, for `tl.attention` or `flex_attention`.
+        """Gives the mask in the new order as a BlockMask, for `tl.attention` or torch's flex_attention.
 
-        `mask_mod`: the same mask as a function of old positions, asked in partial blocks; without one, the graph's
-        edges are looked up, and kept with the mask. One that `mask_mod` made is of new positions already: ValueError,
-        unless they are the old ones.
+        Args:
+            mask_mod: the same mask as a function of old positions, `mask_mod(b, h, q, kv)`, asked in partial blocks.
+                None: the graph's edges are looked up, and kept with the mask.
+            device: where the mask lies, default "cpu".
+
+        Returns:
+            A BlockMask of shape (1, 1, N, M).
+
         Cost: O(E) time and bytes. Tables up to four million blocks are N / block_size wide as torch makes them, larger
         ones as wide as their longest row; `to_dense` takes the former alone.
+
+        Raises:
+            ValueError: a `mask_mod` that `mask_mod` made, which is of new positions already, unless they are the old
+                ones.
 
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
@@ -107,11 +150,20 @@ class Ordering:
         return make_block_mask(self._problem, self._orders, moved, place)
 
     def mask_mod(self, mask_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
-        """A `mask_mod(b, h, q, kv)` of old positions as one of new positions, which are on `device`.
+        """Turns a `mask_mod` of old positions into one of new positions, for torch's own functions.
 
-        It is for torch's own functions, such as `create_block_mask`; `block_mask` moves what it is given itself.
-        Raises: TypeError (no function), ValueError (one that this ordering, or an equal one, moved already, unless it
-        moves nothing).
+        `block_mask` moves what it is given itself.
+
+        Args:
+            mask_mod: `mask_mod(b, h, q, kv)` of old positions.
+            device: where the positions that it is asked about lie, default "cpu".
+
+        Returns:
+            `mask_mod(b, h, q, kv)` of new positions.
+
+        Raises:
+            TypeError: no function.
+            ValueError: one that this ordering, or an equal one, moved already, unless it moves nothing.
 
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
@@ -127,7 +179,14 @@ class Ordering:
         return self._move(mask_mod, "mask_mod", torch.device(device))
 
     def score_mod(self, score_mod: Callable[..., Any], *, device: str | torch.device = "cpu") -> Callable[..., Any]:
-        """A `score_mod(score, b, h, q, kv)` of old positions, such as a position bias, as one of new positions.
+        """Turns a `score_mod` of old positions, such as a position bias, into one of new positions.
+
+        Args:
+            score_mod: `score_mod(score, b, h, q, kv)` of old positions.
+            device: where the positions that it is asked about lie, default "cpu".
+
+        Returns:
+            `score_mod(score, b, h, q, kv)` of new positions.
 
         Example:
             >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)

@@ -10,9 +10,17 @@ from tensorloop._common.errors import WrongIndex, WrongType, WrongValue, named
 
 
 class Permutation:
-    """Where positions go: `permutation[new]` is the old position, `inverse[old]` the new one, both (N,) int64.
+    """Where positions go: `permutation[new]` is the old position, `inverse[old]` the new one.
 
-    Raises: ValueError where the numbers are not those from 0 to N - 1, each once.
+    Args:
+        permutation: (N,) integers, those from 0 to N - 1, each once: old positions in their new order.
+
+    Attributes:
+        permutation: (N,) int64.
+        inverse: (N,) int64.
+
+    Raises:
+        ValueError: numbers that are not those from 0 to N - 1, each once.
 
     Example:
         >>> swap = tl.ordering.Permutation(torch.tensor([2, 0, 1]))
@@ -47,22 +55,46 @@ class Permutation:
 
     @named("apply")
     def apply(self, x: Tensor, dim: int = 1) -> Tensor:
-        """`x` with its positions along `dim` in the new order: x.index_select(dim, permutation).
+        """Puts positions into the new order: x.index_select(dim, permutation).
+
+        Args:
+            x: a tensor, with N positions along `dim`.
+            dim: int, default 1.
+
+        Returns:
+            A tensor of the shape of `x`.
 
         Gradient: a gather, by the inverse; as often as anybody likes, under `torch.func` too.
-        Raises: ValueError where `dim` has another number of positions.
+        Raises: ValueError (`dim` has another number of positions).
         """
         forth, back = self.on(_check(x, dim, len(self)))
         return _Gather.apply(x, forth, back, dim)  # pyright: ignore[reportReturnType]
 
     @named("undo")
     def undo(self, y: Tensor, dim: int = 1) -> Tensor:
-        """`y` with its positions along `dim` as they were: what `apply` did is undone. Gradient: a gather."""
+        """Puts positions back where they were: undoes `apply`.
+
+        Args:
+            y: a tensor, with N positions along `dim` in the new order.
+            dim: int, default 1.
+
+        Returns:
+            A tensor of the shape of `y`.
+
+        Gradient: a gather.
+        """
         forth, back = self.on(_check(y, dim, len(self)))
         return _Gather.apply(y, back, forth, dim)  # pyright: ignore[reportReturnType]
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(permutation, inverse) there; moved once."""
+        """Gives both permutations on a device; moved once.
+
+        Args:
+            device: where to.
+
+        Returns:
+            (permutation, inverse).
+        """
         if device not in self._there:
             self._there[device] = (self.permutation.to(device), self.inverse.to(device))
         return self._there[device]

@@ -13,16 +13,33 @@ from tensorloop.ordering.problem import Orders, Problem, find_blocks
 
 
 class Blocks(NamedTuple):
-    """The blocks of a mask in one order."""
+    """The blocks of a mask in one order.
 
-    blocks: int  # that are not empty
-    full: int  # of which every pair is allowed
-    density: float  # share of all blocks that are not empty
-    filled: float  # share of the pairs in non-empty blocks that are allowed
+    Attributes:
+        blocks: int, how many are not empty.
+        full: int, in how many of them every pair is allowed.
+        density: float, the share of all blocks that are not empty.
+        filled: float, the share of the pairs in non-empty blocks that are allowed.
+    """
+
+    blocks: int
+    full: int
+    density: float
+    filled: float
 
 
 class Report(NamedTuple):
-    """The blocks before and after, and the fewest there could be.
+    """The blocks of a mask before and after an ordering, and the fewest there could be; `str()` gives a text.
+
+    Attributes:
+        before: blocks in the order in which positions come: `blocks`, `full`, `density` and `filled`.
+        after: blocks in the new order.
+        bound: int, a number that no order comes below.
+        bound_by: string, what the bound goes by.
+        method: string, the name of the method.
+        block_size: int, positions in a block.
+        shape: (N, M), the numbers of queries and keys.
+        tables: (rows, columns) of the blocks that are not empty, before and after.
 
     Example:
         >>> order = tl.ordering.best(tl.ordering.Graph.from_grid((8, 8), window=3), block_size=16)
@@ -38,7 +55,7 @@ class Report(NamedTuple):
     method: str
     block_size: int
     shape: tuple[int, int]
-    tables: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (rows, columns) of blocks, before and after
+    tables: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
     def __str__(self) -> str:
         n, m = self.shape
@@ -51,7 +68,14 @@ class Report(NamedTuple):
         return "\n".join([*lines, f" bound: {self.bound:>9,} blocks at least ({self.bound_by})"])
 
     def picture(self, path: str | Path | None = None) -> Any:
-        """Both block masks side by side, as a figure of matplotlib; saved where a path is given."""
+        """Draws both block masks side by side; needs matplotlib.
+
+        Args:
+            path: where the picture is saved; None saves none.
+
+        Returns:
+            A figure of matplotlib.
+        """
         from tensorloop.ordering.picture import draw  # matplotlib, where one draws
 
         return draw(self, path)

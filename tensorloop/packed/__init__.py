@@ -6,14 +6,14 @@ from tensorloop._common.faces import face
 
 if TYPE_CHECKING:
     from tensorloop.packed.autograd import apply as apply
+    from tensorloop.packed.batches import collate as collate
+    from tensorloop.packed.batches import pack_padded as pack_padded
     from tensorloop.packed.dim import Dim as Dim
     from tensorloop.packed.fallback import FALLBACKS as FALLBACKS
     from tensorloop.packed.fallback import PackedFallbackWarning as PackedFallbackWarning
     from tensorloop.packed.sampler import BatchSampler as BatchSampler
     from tensorloop.packed.static import StaticPackedTensor as StaticPackedTensor
     from tensorloop.packed.tensor import PackedTensor as PackedTensor
-    from tensorloop.packed.tensor import collate as collate
-    from tensorloop.packed.tensor import pack_padded as pack_padded
     from tensorloop.packed.transducer import pairs as pairs
     from tensorloop.packed.transducer import rnnt_loss as rnnt_loss
 
@@ -22,11 +22,12 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         __name__,
         {
             "packed.autograd": ("apply",),
+            "packed.batches": ("collate", "pack_padded"),
             "packed.dim": ("Dim",),
             "packed.fallback": ("FALLBACKS", "PackedFallbackWarning"),
             "packed.sampler": ("BatchSampler",),
             "packed.static": ("StaticPackedTensor",),
-            "packed.tensor": ("PackedTensor", "collate", "pack_padded"),
+            "packed.tensor": ("PackedTensor",),
             "packed.transducer": ("pairs", "rnnt_loss"),
         },
     )

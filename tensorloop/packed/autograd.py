@@ -25,12 +25,21 @@ is_recording = torch.is_grad_enabled  # bound, as every operation asks
 
 @named("packed.apply")
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)` for packed arguments: the Function sees their values, plain tensors (N, *F).
+    """Calls a `torch.autograd.Function` on packed arguments: it sees their values, plain tensors (N, *F).
 
-    Results whose first dim is N, the sum of the lengths, come back packed; all others as they are. Packed arguments
-    must have equal rows. Gradient: the Function's own, for the values; differentiable as often as the Function is.
-    Cost: that of the Function. Raises: TypeError (no Function, a packed tensor inside a list or dict, where autograd
-    sees no tensor either), ValueError (other rows).
+    Args:
+        function: a class of `torch.autograd.Function`.
+        args: what its `forward` takes. Packed arguments must have equal rows.
+
+    Returns:
+        What `function.apply` gives; results whose first dim is N, the sum of the lengths, come back packed.
+
+    Gradient: the Function's own, for the values; differentiable as often as the Function is. Cost: that of the
+    Function.
+
+    Raises:
+        TypeError: no Function, a packed tensor inside a list or dict, where autograd sees no tensor either.
+        ValueError: packed arguments of other rows.
 
     Example:
         >>> class Double(torch.autograd.Function):

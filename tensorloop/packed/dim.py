@@ -14,19 +14,28 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import lasting
+from tensorloop._torch.versions import read_version
 
 
 @runs_eagerly
 class Dim(int):
     """A ragged dim of B rows, row b lens[b] long, that may have a name: `Dim("time", lens)`.
 
-    It is taken wherever `lens` or the number of a dim is, of packed tensors and of padded ones, where it is dim 1.
-    `lens` is (B,) int64 or a sequence of ints; it is copied.
-    Two dims are equal where their lengths are, whatever their names; that is looked at once for each pair. A dim never
+    It is taken wherever `lens` or the number of a dim is, of packed tensors and of padded ones, where it is dim 1. Two
+    dims are equal where their lengths are, whatever their names; that is looked at once for each pair. A dim never
     changes, so that packed tensors share it.
+
+    Args:
+        name: string, or None for none.
+        lens: (B,) int64 or a sequence of ints, at least 0 each; copied.
+        check: bool, whether the values of lens are looked at. None: on the CPU only. True: on a device too, which waits
+            for it.
+
     Cost: B numbers, and N more for each of `row_ids` and `positions` once asked for.
-    Raises: TypeError (dtype, not a sequence), ValueError (not 1-d, a negative length). `check=None` looks at the values
-    of lengths on the CPU only; True looks at a device's too, which waits for it.
+
+    Raises:
+        TypeError: lens of another dtype, or no sequence; a name that is no string.
+        ValueError: lens that are not 1-d, or negative.
 
     Example:
         >>> time = tl.Dim("time", [2, 3])
@@ -139,7 +148,12 @@ class Dim(int):
         return self._kept("by_time", make)
 
     def claim(self, n: int, check: bool | None) -> None:
-        """Notes that there are `n` values, or raises where that is not the sum; a device is asked only with check."""
+        """Notes that there are `n` values, or raises where that is not the sum of the lengths.
+
+        Args:
+            n: int, the number of values.
+            check: bool or None; True asks a device for the sum, where it is not known yet.
+        """
         known = "total" in self._cache
         if (known or self.device.type == "cpu" or check) and self.total != n:
             raise WrongValue(
@@ -148,7 +162,14 @@ class Dim(int):
         self._cache.setdefault("total", n)
 
     def to(self, device: torch.device) -> "Dim":
-        """The same dim with its lengths on `device`; made once."""
+        """Gives the same dim with its lengths on a device; made once.
+
+        Args:
+            device: where to.
+
+        Returns:
+            A `Dim` that equals this one.
+        """
         if device == self.device:
             return self
         if device not in self._peers:
@@ -163,7 +184,14 @@ class Dim(int):
         return self._peers[device]
 
     def same(self, other: "Dim") -> bool:
-        """Whether the lengths are equal; looked at once for two dims, by identity afterwards."""
+        """Whether another dim has the same lengths; looked at once for two dims, by identity afterwards.
+
+        Args:
+            other: a `Dim`.
+
+        Returns:
+            A bool.
+        """
         if self._key is other._key:
             return True
         with scope.unrecorded():
@@ -246,6 +274,16 @@ def as_dim(lens: Any, check: bool | None = None) -> Dim:
     dim = Dim.__new__(Dim, None, lens)
     dim._begin(None, lens, check)
     return dim
+
+
+def unchanged(x: Tensor, what: str) -> Tensor:
+    """What a packed tensor hands out of its dim as `what`, unless somebody wrote to it."""
+    if not torch.compiler.is_compiling() and read_version(x):
+        raise RuntimeError(
+            f"PackedTensor.{what}: what it gave was changed in place, which changes no rows; clone() it before, and "
+            "make a packed tensor of other rows with PackedTensor(values, lens)"
+        )
+    return x
 
 
 def describe_difference(a: Dim, b: Dim, what: str = "") -> WrongValue:

@@ -12,7 +12,7 @@ FALLBACKS = ("matmul", "prod", "cumprod", "cummax", "cummin", "logcumsumexp")
 
 
 class PackedFallbackWarning(UserWarning):
-    """An operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N.
+    """Warns that an operation has no packed kernel: the rows were padded for it, which costs B * max_len instead of N.
 
     Example:
         >>> import warnings

@@ -14,18 +14,31 @@ _POOL = 32  # batches' worth of entries that are sorted together
 
 
 class BatchSampler(Sampler[list[int]]):
-    """The `batch_sampler` of a DataLoader: lists of examples that have at most `max_entries` entries together.
+    """The `batch_sampler` of a DataLoader: batches that have at most `max_entries` entries together.
 
-    `lens` has the number of entries of each example of the data set, and `max_rows` is the most examples of a batch.
-    Shuffled by `seed` and the epoch: the examples in random order, sorted by length within pools of some 32 batches, so
-    that a batch has rows of like lengths, then batches in random order. Without `shuffle` they stay in their order.
-    In several processes (`rank` and `world_size`, by default those of torch.distributed) each gets as many batches as
-    the others, no example in two of them, and batches of like lengths at the same step. For this some batches are
-    divided; where that does not go, as each has one example, some are repeated. `drop_last` leaves out the last batch,
-    which nothing was left to fill, and those that do not go round.
-    Call `set_epoch` before every epoch, or all are alike; the number of batches may differ from one to the next.
+    Shuffled examples are in random order, sorted by length within pools of some 32 batches, so that a batch has rows of
+    like lengths; then batches are put in random order. Call `set_epoch` before every epoch, or all are alike; the
+    number of batches may differ from one to the next.
+    In several processes each gets as many batches as the others, no example in two of them, and batches of like lengths
+    at the same step. For this some batches are divided; where that does not go, as each has one example, some are
+    repeated.
+
+    Args:
+        lens: the number of entries of each example of the data set: ints, an int64 tensor, or a `Dim`.
+        max_entries: int, the most entries of a batch, over all its examples.
+        max_rows: int, the most examples of a batch; None for no limit.
+        shuffle: bool, default True, by `seed` and the epoch. False keeps the examples in their order.
+        seed: int, default 0; the same in all processes.
+        drop_last: bool, default False. True leaves out the last batch, which nothing was left to fill, and those that
+            do not go round.
+        rank: int, which process this is; None asks torch.distributed.
+        world_size: int, how many processes there are; None asks torch.distributed.
+
     Cost: a plan of the whole epoch, O(n log n) time and n ints, once an epoch.
-    Raises: TypeError, ValueError (an example longer than `max_entries`, a negative length, a rank that is not there).
+
+    Raises:
+        TypeError: lengths or sizes that are no ints.
+        ValueError: an example longer than `max_entries`, a negative length, a rank that is not there.
 
     Example:
         >>> sampler = tl.packed.BatchSampler([5, 2, 4, 3, 1], max_entries=6, shuffle=False)
@@ -63,7 +76,11 @@ class BatchSampler(Sampler[list[int]]):
 
     @named("packed.BatchSampler.set_epoch")
     def set_epoch(self, epoch: int) -> None:
-        """Another order from here on, the same in all processes that say the same epoch."""
+        """Gives another order from here on, the same in all processes that name the same epoch.
+
+        Args:
+            epoch: int, the number of the epoch.
+        """
         self._epoch = arguments.as_int(epoch, "epoch")
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -1,8 +1,19 @@
-"""A packed tensor in a notebook."""
+"""A packed tensor as text, and in a notebook."""
 
 from typing import Any
 
 from tensorloop._common import html
+
+
+def write_text(packed: Any) -> str:
+    """Shape, rows and values in one line."""
+    dim = packed._dim
+    rows = len(dim)
+    lens = dim._lens[:8].tolist() if rows > 10 else dim._lens.tolist()
+    shown = ", ".join(map(str, lens)) + (f", ... ({rows} rows)" if rows > 10 else "")
+    sizes = ", ".join(map(str, packed.shape))
+    named = f"name={dim.name!r}, " if dim.name is not None else ""
+    return f"PackedTensor(({sizes}), {named}lens=[{shown}], values={packed.values!r})"
 
 
 def write_html(packed: Any) -> str:

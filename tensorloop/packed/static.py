@@ -42,20 +42,28 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 class StaticPackedTensor(StaticPacked, _Base):
-    """Rows (B, T*, *F) in N = `capacity` entries, sum(lens) or more: all shapes are known without reading lens.
+    """Rows (B, T*, *F) in a fixed number of entries: all shapes are known without reading lens, as CUDA graphs need.
 
-    values (N, *F): the rows one after another, then free entries, whose contents are ignored, be they NaN; lens (B,)
-    int64 on the device of the values. `max_len` bounds the rows, and is N by default; `p.shape` is (B, max_len, *F).
     Pointwise functions, linear, matmul with a weight, embedding, dropout, layer_norm, rms_norm, losses, and over the
     ragged dim sum, mean, amax, amin, logsumexp, softmax, log_softmax, cumsum and flip work as for a `PackedTensor`;
     what is not there is refused, and `p.pack(f(p.pad()))` does the rest. Two of them go together if made of one tensor
     `lens`, or one by `like` or `pack` of the other. Rows past the capacity are cut, and past `max_len` when padded:
     `p.fits` says whether there were any. Empty rows and B = 0 are ordinary; of an empty row amax is -inf unless
     `initial=` is given.
-    `lens` is held, not copied: within a CUDA graph write new lens into it and replay.
+
+    Args:
+        values: (N, *F), N the capacity, sum(lens) or more: the rows one after another, then free entries, whose
+            contents are ignored, be they NaN.
+        lens: (B,) int64 on the device of the values. It is held, not copied: within a CUDA graph write new lens into it
+            and replay.
+        max_len: int that bounds the rows, so that `p.shape` is (B, max_len, *F); None is N.
+        check: bool, default False. True looks whether lens fit, which waits for a device.
+
     Gradient: to `values`, any number of times; 0 for free entries. Cost: N entries of work and a pass for each
     operation, which keeps free entries 0; `cumsum`, `pad` and `attend` B * max_len. A device is never waited for.
-    Raises: TypeError, ValueError (shapes, dtypes, devices; with `check=True`, which waits, lens that do not fit).
+
+    Raises:
+        TypeError, ValueError: shapes, dtypes, devices; with `check=True` lens that do not fit.
 
     Example:
         >>> values = torch.tensor([1.0, 2.0, 3.0, torch.nan])  # three entries and a free one
@@ -78,7 +86,16 @@ class StaticPackedTensor(StaticPacked, _Base):
     @classmethod
     @named("StaticPackedTensor.from_padded")
     def from_padded(cls, x: Tensor, lens: Tensor, capacity: int, *, check: bool = False) -> Self:
-        """Packs x (B, T, *F), the first lens[b] entries of each row, into `capacity` entries; max_len is T.
+        """Packs a padded tensor, the first lens[b] entries of each row, into a fixed number of entries.
+
+        Args:
+            x: (B, T, *F); T becomes `max_len`.
+            lens: (B,) int64 on the device of `x`; held, not copied.
+            capacity: int, the number of entries N.
+            check: bool, default False. True looks whether lens fit, which waits for a device.
+
+        Returns:
+            A StaticPackedTensor.
 
         Gradient: to the entries packed. Cost: one copy of N entries, no wait. Raises: TypeError, ValueError.
 
@@ -100,9 +117,18 @@ class StaticPackedTensor(StaticPacked, _Base):
     @classmethod
     @named("StaticPackedTensor.from_packed")
     def from_packed(cls, p: PackedTensor, capacity: int, *, max_len: int | None = None) -> Self:
-        """A packed tensor with free entries after it. Raises: ValueError (it has more entries, or longer rows).
+        """Gives a packed tensor free entries after its own.
 
-        Gradient: to the values. Cost: one copy; a device is waited for if no `max_len` of `p` is known.
+        Args:
+            p: a PackedTensor.
+            capacity: int, the number of entries N, at least those of `p`.
+            max_len: int that bounds the rows; None is the capacity.
+
+        Returns:
+            A StaticPackedTensor.
+
+        Gradient: to the values. Cost: one copy; a device is waited for if no `max_len` of `p` is known. Raises:
+        ValueError (it has more entries, or longer rows).
 
         Example:
             >>> tl.packed.StaticPackedTensor.from_packed(tl.PackedTensor(torch.ones(3), [1, 2]), 5).values
@@ -126,7 +152,7 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @property
     def lens(self) -> Tensor:
-        """(B,) int64: the tensor that it was made of."""
+        """(B,) int64: the tensor of lengths that it was made of."""
         return self._rows.lens
 
     @property
@@ -185,11 +211,20 @@ class StaticPackedTensor(StaticPacked, _Base):
         raise TypeError("NumPy: a static packed tensor is no array; use p.pad().numpy(), or p.trim()")
 
     def dim(self) -> int:
-        """The number of dims, batch and ragged dim included."""
+        """The number of dims, batch and ragged dim included.
+
+        Returns: an int.
+        """
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape of the padded tensor, or one size."""
+        """The shape of the padded tensor, or one size of it.
+
+        Args:
+            dim: int; None for all.
+
+        Returns: a tuple, or an int.
+        """
         return self.shape if dim is None else self.shape[dim]
 
     @property
@@ -201,7 +236,13 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("like")
     def like(self, values: Tensor) -> Self:
-        """Other values (N, *G) in the same rows; what stands in free entries is ignored."""
+        """Puts other values into the same rows.
+
+        Args:
+            values: (N, *G); what stands in free entries is ignored.
+
+        Returns: a StaticPackedTensor.
+        """
         arguments.dense_tensor(values, "values")
         if values.dim() == 0 or values.shape[0] != self.capacity:
             raise WrongValue(f"values must be ({self.capacity}, *F), got shape {tuple(values.shape)}")
@@ -209,15 +250,26 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("pad")
     def pad(self, value: float = 0) -> Tensor:
-        """The padded tensor (B, max_len, *F) with `value` after the end of each row.
+        """Gives the padded tensor (B, max_len, *F). Rows longer than max_len are cut.
 
-        Gradient: to the values. Cost: B * max_len entries. Rows longer than max_len are cut.
+        Args:
+            value: number that is written after the end of each row; default 0.
+
+        Returns: (B, max_len, *F).
+
+        Gradient: to the values. Cost: B * max_len entries.
         """
         return self._rows.pad(self.values, value)
 
     @named("pack")
     def pack(self, x: Tensor) -> Self:
-        """A padded tensor (B, max_len, *G) in the same rows: what is done to `p.pad()` comes back by it."""
+        """Packs a padded tensor into the same rows: what is done to `p.pad()` comes back by it.
+
+        Args:
+            x: (B, max_len, *G).
+
+        Returns: a StaticPackedTensor.
+        """
         arguments.dense_tensor(x, "x")
         if x.dim() < 2 or tuple(x.shape[:2]) != self.shape[:2]:
             raise WrongValue(f"x must be (B, max_len, *F), {self.shape[:2]}, got shape {tuple(x.shape)}")
@@ -225,9 +277,11 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("trim")
     def trim(self) -> PackedTensor:
-        """The packed tensor without free entries; waits for a device. Raises: ValueError (rows are cut).
+        """Gives the packed tensor without free entries; waits for a device.
 
-        Gradient: to the values. Cost: nothing is copied but lens.
+        Returns: a PackedTensor.
+
+        Gradient: to the values. Cost: nothing is copied but lens. Raises: ValueError (rows are cut).
         """
         total = int(self.lens.sum())
         if total > self.capacity:
@@ -236,11 +290,18 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("attend")
     def attend(self, k: Self, v: Self, *, causal: bool = False, scale: float | None = None) -> Self:
-        """Attention of each row's queries (B, T*, heads, D) to its keys and values (B, S*, heads_kv, D or Dv).
+        """Attention of each row's queries, which this tensor is, to the keys and values of the row.
 
-        By torch's scaled_dot_product_attention with a mask, over (B, max_len): its gradient and its cost. `causal`:
-        position t sees positions 0 to t. A query without keys gives 0. Keys may have other rows than queries, as many.
-        Raises: TypeError, ValueError (shapes, another number of rows).
+        Args:
+            k: StaticPackedTensor (B, S*, heads_kv, D); this one is (B, T*, heads, D). Its rows may be others, as many.
+            v: StaticPackedTensor (B, S*, heads_kv, Dv).
+            causal: bool, default False: whether position t sees positions 0 to t alone.
+            scale: number that scores are multiplied by; None is `D ** -0.5`.
+
+        Returns: (B, T*, heads, Dv). A query without keys gives 0.
+
+        It is torch's scaled_dot_product_attention with a mask, over (B, max_len): its gradient and its cost. Raises:
+        TypeError, ValueError (shapes, another number of rows).
         """
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, StaticPackedTensor):
@@ -254,7 +315,13 @@ class StaticPackedTensor(StaticPacked, _Base):
         return self.pack(attend(self.pad(), k.pad(), v.pad(), lens, causal, scale))
 
     def document_mask(self, causal: bool = False) -> Callable[..., Tensor]:
-        """A `mask_mod` for FlexAttention over (1, heads, N, D): an entry sees its own row, causal: no later entry."""
+        """Gives a `mask_mod` for FlexAttention over (1, heads, N, D): an entry sees its own row.
+
+        Args:
+            causal: bool, default False: whether it sees no later entry.
+
+        Returns: `mask_mod(b, h, q, kv)`.
+        """
         rows = self._rows.row_ids
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

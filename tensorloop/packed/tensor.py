@@ -4,25 +4,24 @@ In the order to read it: `dim.py` has the lengths and all that follows from them
 differentiable operations on plain values and offsets; `dispatch.py` the table of torch functions, which `features.py`,
 `losses.py`, `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what
 works entry by entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's
-layouts. This file is the surface, long by the docstrings of one class.
+layouts, `batches.py` what packs a padded tensor or a list of examples; `tree.py` its place among pytrees. This file is
+the surface, long by the docstrings of one class.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop._torch.versions import read_version
 from tensorloop.packed import features, interop, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, check_same_rows, find_dim
-from tensorloop.packed.dim import Dim, as_dim
+from tensorloop.packed.base import Packed, find_dim
+from tensorloop.packed.dim import Dim, as_dim, unchanged
 from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
 from tensorloop.packed.index import getitem
@@ -30,25 +29,13 @@ from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 from tensorloop.packed.time import convolution, pooling, resampling, spectrum, statistics
+from tensorloop.packed.tree import register
 
-__all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply", "collate", "pack_padded"]
+__all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = (
-    features,
-    losses,
-    norms,
-    pieces,
-    reduce,
-    rnn,
-    shape,
-    sort,
-    convolution,
-    pooling,
-    resampling,
-    spectrum,
-    statistics,
-)
+_TABLES = features, losses, norms, pieces, reduce, rnn, shape, sort
+_TIME_TABLES = convolution, pooling, resampling, spectrum, statistics
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -61,29 +48,30 @@ def _operator(name: str) -> Callable[..., Any]:
     return run
 
 
-def _unchanged(x: Tensor, what: str) -> Tensor:
-    """What a Dim hands out, unless somebody wrote to it."""
-    if not torch.compiler.is_compiling() and read_version(x):
-        raise RuntimeError(
-            f"PackedTensor.{what}: what it gave was changed in place, which changes no rows; clone() it before, and "
-            "make a packed tensor of other rows with PackedTensor(values, lens)"
-        )
-    return x
-
-
 class PackedTensor(InAutograd):
-    """A ragged tensor (B, T*, *F) held as its entries alone, values (N, *F): torch functions take it like a padded one.
+    """Rows of unequal length without padding, (B, T*, *F): torch functions take it like a padded tensor.
 
-    Row b has lens[b] entries, in order; N is the sum. `lens` is (B,) int64, a sequence of ints, or a `Dim`, which
-    packed tensors then share. Pointwise functions, linear, embedding, dropout, norms, matmul on feature dims, cat,
-    indexing and reductions work as on a padded tensor whose padding nobody sees; dims are numbered as there, the
-    ragged one is 1, its `Dim`, or its name. An operation between packed tensors needs equal lens, by value. What would
-    depend on padding is refused. A packed tensor is no `torch.Tensor`; it never changes its rows.
+        p = tl.PackedTensor(values, lens)    # values (N, *F): the rows one after another
+        p = tl.PackedTensor.from_list(rows)  # tensors (len_b, *F)
+        p = tl.pack_padded(x, lens)          # x (B, T, *F)
+
+    Pointwise functions, linear, embedding, dropout, norms, matmul on feature dims, cat, indexing and reductions work as
+    on a padded tensor whose padding nobody sees; dims are numbered as there, the ragged one is 1, its `Dim`, or its
+    name. An operation between packed tensors needs equal lens, by value. What would depend on padding is refused. A
+    packed tensor is no `torch.Tensor`; it never changes its rows.
     Empty rows and B = 0 are ordinary: of an empty row sum is 0, mean and std NaN, logsumexp -inf, softmax empty, amax
     an error unless `initial=` is given.
+
+    Args:
+        values: (N, *F) tensor of any dtype, the entries of all rows in order. It is not copied.
+        lens: the length of each row, (B,) int64 or a sequence of ints, which sum to N; or a `Dim`, which packed tensors
+            then share.
+        check: bool, whether the values of lens are looked at. None: on the CPU only. True: on a device too, which waits
+            for it.
+
     Gradient: to `values`, any number of times. Cost: nothing is copied; N entries of work, whatever the longest row.
-    Raises: TypeError, ValueError (lens that do not sum to N, negative, of another dtype or not 1-d). The values of lens
-    are looked at on the CPU; on a device only with `check=True`, which waits for it.
+
+    Raises: TypeError (lens of another dtype), ValueError (lens that do not sum to N, are negative or not 1-d).
 
     Example:
         >>> p = tl.PackedTensor(torch.arange(6.0), [2, 3, 1])
@@ -126,7 +114,14 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("PackedTensor.from_list")
     def from_list(cls, rows: Iterable[Tensor], *, name: str | None = None) -> Self:
-        """Packs tensors (len_b, *F), one a row; `name` is that of the dim.
+        """Packs a list of tensors, one a row.
+
+        Args:
+            rows: tensors (len_b, *F) of one dtype and device, at least one.
+            name: string, the name of the ragged dim; None gives it none.
+
+        Returns:
+            (B, len*, *F).
 
         Gradient: to every row. Cost: one copy. Raises: TypeError, ValueError (no rows, or *F, dtype or device differ).
 
@@ -141,22 +136,22 @@ class PackedTensor(InAutograd):
     @property
     def lens(self) -> Tensor:
         """(B,) int64: the length of each row. This and the three below are copies, which tensors of one Dim share."""
-        return _unchanged(self._dim.lens, "lens")
+        return unchanged(self._dim.lens, "lens")
 
     @property
     def offsets(self) -> Tensor:
         """(B+1,) int64: where each row begins among the values, and the end of the last one."""
-        return _unchanged(self._dim.offsets, "offsets")
+        return unchanged(self._dim.offsets, "offsets")
 
     @property
     def row_ids(self) -> Tensor:
         """(N,) int64: the row of each entry."""
-        return _unchanged(self._dim.row_ids, "row_ids")
+        return unchanged(self._dim.row_ids, "row_ids")
 
     @property
     def positions(self) -> Tensor:
         """(N,) int64: the place of each entry in its row."""
-        return _unchanged(self._dim.positions, "positions")
+        return unchanged(self._dim.positions, "positions")
 
     @property
     def max_len(self) -> int:
@@ -196,27 +191,49 @@ class PackedTensor(InAutograd):
         raise TypeError("NumPy: a packed tensor is no array; use p.values.numpy() (N, *F), or p.pad().numpy()")
 
     def dim(self) -> int:
-        """The number of dims, batch and ragged dim included."""
+        """The number of dims, batch and ragged dim included.
+
+        Returns: an int.
+        """
         return self.ndim
 
     @named("size")
     def size(self, dim: Any = None) -> Any:
-        """The shape, or one size; that of the ragged dim equals None, and is no number."""
+        """The shape, or one size of it.
+
+        Args:
+            dim: int, `Dim` or name; None for all.
+
+        Returns: a tuple, or an int; the size of the ragged dim equals None, and is no number.
+        """
         return self.shape if dim is None else self.shape[find_dim(self, dim)]
 
     def numel(self) -> int:
-        """The number of numbers held."""
+        """The number of numbers held.
+
+        Returns: an int.
+        """
         return self.values.numel()
 
     def is_floating_point(self) -> bool:
-        """Whether the values are floating point."""
+        """Whether the values are floating point.
+
+        Returns: a bool.
+        """
         return self.values.is_floating_point()
 
     # -- rows
 
     @named("pad")
     def pad(self, value: float = 0, max_len: int | None = None) -> Tensor:
-        """The padded tensor (B, T, *F) with `value` after the end of each row; T is the longest row, or `max_len`.
+        """Gives the padded tensor (B, T, *F).
+
+        Args:
+            value: number that is written after the end of each row; default 0.
+            max_len: int, T; None is the longest row.
+
+        Returns:
+            (B, T, *F), a copy.
 
         Gradient: to the values; padding has none. Cost: one pass. Raises: ValueError (a row is longer than `max_len`).
 
@@ -237,7 +254,13 @@ class PackedTensor(InAutograd):
 
     @named("unbind")
     def unbind(self, dim: Any = 0) -> Any:
-        """The rows, as a tuple of tensors (len_b, *F), views; or the slices of a feature dim, packed."""
+        """Gives the rows as they are, or the slices of a feature dim.
+
+        Args:
+            dim: int, default 0, the batch; a feature dim has packed slices.
+
+        Returns: a tuple, of B views (len_b, *F) for dim 0, else of packed tensors.
+        """
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
         if not is_recording():
@@ -245,7 +268,14 @@ class PackedTensor(InAutograd):
         return tuple(self.values.split(self._dim._lens.tolist()))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
-        """Packed tensors of `sizes` rows, or of so many each, as `torch.split`; along a feature dim, of features."""
+        """Splits into packed tensors of fewer rows, or of fewer features, as `torch.split`.
+
+        Args:
+            sizes: int, of each part (the last may be smaller), or a list with one for each.
+            dim: int, default 0, the rows; or a feature dim.
+
+        Returns: a tuple of packed tensors.
+        """
         return dispatch(Tensor.split, (self, sizes, dim), {})
 
     @named("indexing")
@@ -274,33 +304,54 @@ class PackedTensor(InAutograd):
     # -- copies; autograd is in `attributes.py`
 
     def pin_memory(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The same with its values in pinned memory."""
+        """Copies the values to pinned memory.
+
+        Returns: a packed tensor of the same rows.
+        """
         return self._with(self.values.pin_memory())
 
     def cpu(self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The same on the CPU."""
+        """Moves it to the CPU.
+
+        Returns: a packed tensor of the same rows.
+        """
         return self.to("cpu")
 
     def cuda(self, device: Any = None) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The same on a GPU."""
+        """Moves it to a GPU.
+
+        Args:
+            device: which one; None is the current one.
+
+        Returns: a packed tensor of the same rows.
+        """
         return self.to("cuda" if device is None else device)
 
     def amax(self, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
-        """The maximum over `dim`; equal entries share the gradient. `initial` counts as one more entry everywhere."""
+        """The maximum over a dim; equal entries share the gradient.
+
+        Args:
+            dim: int, `Dim`, name or several; None is over all.
+            keepdim: bool, whether the dim stays, of size 1.
+            initial: number that counts as one more entry everywhere; without one an empty row is an error.
+
+        Returns: a tensor, or a packed one if the ragged dim stays.
+        """
         return dispatch(torch.amax, (self, dim, keepdim), {"initial": initial})
 
     def amin(self, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
-        """The minimum over `dim`; equal entries share the gradient. `initial` counts as one more entry everywhere."""
+        """The minimum over a dim; equal entries share the gradient.
+
+        Args:
+            dim, keepdim, initial: as for `amax`.
+
+        Returns: a tensor, or a packed one if the ragged dim stays.
+        """
         return dispatch(torch.amin, (self, dim, keepdim), {"initial": initial})
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Shape, rows and values."""
-        rows = len(self._dim)
-        lens = self._dim._lens[:8].tolist() if rows > 10 else self._dim._lens.tolist()
-        shown = ", ".join(map(str, lens)) + (f", ... ({rows} rows)" if rows > 10 else "")
-        sizes = ", ".join(map(str, self.shape))
-        named = f"name={self._dim.name!r}, " if self._dim.name is not None else ""
-        return f"PackedTensor(({sizes}), {named}lens=[{shown}], values={self.values!r})"
+        return show.write_text(self)
 
     def _repr_html_(self) -> str:
         return show.write_html(self)
@@ -319,12 +370,22 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("PackedTensor.from_cu_seqlens")
     def from_cu_seqlens(cls, values: Tensor, cu_seqlens: Tensor) -> Self:
-        """Values (N, *F) with their cumulative lengths (B+1,), as varlen attention takes them; nothing is copied."""
+        """From values and their cumulative lengths, as varlen attention takes them; nothing is copied.
+
+        Args:
+            values: (N, *F).
+            cu_seqlens: (B+1,) int32 or int64, 0 first and N last.
+
+        Returns: a packed tensor of B rows.
+        """
         return cls(values, interop.read_lengths(cu_seqlens))
 
     @named("to_nested")
     def to_nested(self) -> Tensor:
-        """A `torch.nested` tensor of the jagged layout over the same values; nothing copied."""
+        """Gives a `torch.nested` tensor of the jagged layout over the same values; nothing is copied.
+
+        Returns: a nested tensor (B, j, *F).
+        """
         if not is_recording():
             refuse_lost_gradient((self,))
         return interop.to_nested(self)
@@ -332,12 +393,21 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("PackedTensor.from_nested")
     def from_nested(cls, nested: Tensor) -> Self:
-        """From a `torch.nested` tensor: jagged without holes is not copied, others are."""
+        """From a `torch.nested` tensor: jagged without holes is not copied, others are.
+
+        Args:
+            nested: the tensor, whose ragged dim is 1.
+
+        Returns: a packed tensor of the same rows.
+        """
         return cls(*interop.from_nested(nested))
 
     @named("to_packed_sequence")
     def to_packed_sequence(self) -> torch.nn.utils.rnn.PackedSequence:
-        """A PackedSequence, whose entries are in time order: one permutation. Raises: ValueError (an empty row)."""
+        """Gives a PackedSequence, whose entries are in time order: one permutation. Raises: ValueError (an empty row).
+
+        Returns: a `torch.nn.utils.rnn.PackedSequence`.
+        """
         if not is_recording():
             refuse_lost_gradient((self,))
         return interop.to_packed_sequence(self)
@@ -345,11 +415,23 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("from_packed_sequence")
     def from_packed_sequence(cls, sequence: torch.nn.utils.rnn.PackedSequence) -> Self:
-        """From a PackedSequence, in the order of its rows before they were sorted: one permutation."""
+        """From a PackedSequence, in the order of its rows before they were sorted: one permutation.
+
+        Args:
+            sequence: the PackedSequence.
+
+        Returns: a packed tensor.
+        """
         return interop.from_packed_sequence(cls, sequence)
 
     def document_mask(self, causal: bool = False) -> Callable[..., Tensor]:
-        """A `mask_mod` for FlexAttention over (1, heads, N, D): an entry sees its own row, causal: no later entry."""
+        """Gives a `mask_mod` for FlexAttention over (1, heads, N, D): an entry sees its own row.
+
+        Args:
+            causal: bool, default False: whether it sees no later entry.
+
+        Returns: `mask_mod(b, h, q, kv)`.
+        """
         return interop.document_mask(self, causal)
 
     # -- torch functions
@@ -405,78 +487,6 @@ def _rebuilt(cls: type[PackedTensor], values: Tensor, dim: Dim) -> PackedTensor:
     return made
 
 
-@named("pack_padded")
-def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | None = None) -> PackedTensor:
-    """Packs a padded tensor: the first lens[b] entries of each row b.
-
-    Shapes: x (B, T, *F); lens (B,) int64, a sequence of ints, or a Dim. What is packed already passes, if its lens are
-    these. Gradient: to the entries packed; 0 for the padding. Cost: one copy of N entries.
-    Raises: TypeError, ValueError (another number of rows, a negative length, a row longer than T). Lengths on a device
-    are waited for, once for each Dim: N must be known. Keep them on the CPU and nothing waits.
-
-    Example:
-        >>> tl.pack_padded(torch.arange(6).view(2, 3), [2, 3]).values
-        tensor([0, 1, 3, 4, 5])
-    """
-    dim = as_dim(lens, check)
-    if isinstance(x, PackedTensor):
-        check_same_rows(x, x._with(x.values, dim))
-        return x
-    arguments.dense_tensor(x, "x")
-    if x.dim() < 2 or x.shape[0] != len(dim):
-        raise WrongValue(f"x must be (B, T, *F) with B = {len(dim)} as in lens, got shape {tuple(x.shape)}")
-    if dim.device != x.device and dim.device.type != "cpu":
-        raise WrongValue(f"lens are on {dim.device}, x on {x.device}; move one of them")
-    if dim.max_len > x.shape[1]:
-        row = int((dim._lens > x.shape[1]).nonzero()[0])
-        raise WrongValue(f"lens[{row}] is {int(dim._lens[row])}, but x has {x.shape[1]} steps")
-    dim = dim.to(x.device)
-    return _rebuilt(PackedTensor, segments.pack(x, dim._offsets, dim.total), dim)
-
-
-@named("collate")
-def collate(examples: Sequence[Any], *, stack: Collection[str | int] = ()) -> Any:
-    """A `collate_fn` for DataLoader: tensors of one dim or more are packed, the rest goes the way of default_collate.
-
-    Examples are trees of one structure (tuples, lists, dicts); their tensors (len_b, *F) may differ in len_b, and give
-    a PackedTensor. `stack`: keys of dicts, at any depth, or places in an example that is a tuple, whose tensors are of
-    one shape, a vector for each example, and are stacked; give it by `functools.partial(collate, stack=["speaker"])`.
-    Raises: TypeError, ValueError (no examples, other keys, or *F, dtype or device differ).
-
-    Example:
-        >>> tl.packed.collate([{"x": torch.ones(2), "y": 0}, {"x": torch.ones(3), "y": 1}])["x"].lens
-        tensor([2, 3])
-    """
-    return interop.collate(examples, lambda rows: PackedTensor(*interop.join_rows(rows, None)), stack)
-
-
-def _flatten(p: PackedTensor) -> tuple[list[Any], Dim]:
-    return [p.values], p._dim
-
-
-def _flatten_with_keys(p: PackedTensor) -> tuple[list[tuple[Any, Any]], Dim]:
-    return [(_pytree.GetAttrKey("values"), p.values)], p._dim
-
-
-def _unflatten(children: Iterable[Any], dim: Dim) -> PackedTensor:
-    (values,) = children
-    if type(values) is Tensor and values.shape[:1] != (dim.total,):
-        raise ValueError(
-            f"PackedTensor: the leaf of its tree must be values ({dim.total}, ...), got {tuple(values.shape)}; what "
-            f"adds a dim to leaves, as vmap does to outputs, needs p.values in place of p"
-        )
-    return _rebuilt(PackedTensor, values, dim)
-
-
-# A tree of one leaf, the values. The dim belongs to the structure: torch.func would ask a gradient of a leaf of ints.
-_pytree.register_pytree_node(
-    PackedTensor,
-    _flatten,
-    _unflatten,
-    serialized_type_name="tensorloop.PackedTensor",
-    to_dumpable_context=lambda dim: [dim.name, dim._lens.tolist()],
-    from_dumpable_context=lambda dumped: Dim(*dumped),
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+register(PackedTensor, _rebuilt)
 # So that `torch.load`, which by default makes nothing but what is known to be harmless, makes these.
 torch.serialization.add_safe_globals([PackedTensor, Dim, _rebuilt])

@@ -19,13 +19,24 @@ P = TypeVar("P", bound=Packed)
 @called_eagerly
 @named("pairs")
 def pairs(a: P, b: Packed) -> tuple[P, P]:
-    """Every entry of a row of a beside every entry of that row of b: a tensor with two ragged dims, held as one.
+    """Pairs every entry of a row of a with every entry of that row of b: the joint of a transducer, without padding.
 
-    Shapes: a (B, T*, *F), b (B, S*, *G) -> (B, (T S)*, *F) and (B, (T S)*, *G), of one Dim. Entry (t, s) of a row of S
-    is t * S + s, so that a joint network is `net(x + y)` of what comes, and `rnnt_loss` takes what that gives.
+    Entry (t, s) of a row of S is t * S + s, so that a joint network is `net(x + y)` of what comes, and `rnnt_loss`
+    takes what that gives.
+
+    Args:
+        a: packed (B, T*, *F).
+        b: packed (B, S*, *G), of as many rows.
+
+    Returns:
+        Two packed tensors of one Dim, (B, (T S)*, *F) and (B, (T S)*, *G).
+
     Gradient: to both, any number of times; each is a sum. Cost: writes sum(T S) entries of each, and keeps numbers of
     entries (8 bytes each, twice). Lengths on a device are waited for.
-    Raises: TypeError (not packed), ValueError (another number of rows, another device).
+
+    Raises:
+        TypeError: not packed.
+        ValueError: another number of rows, another device.
 
     Example:
         >>> a, b = tl.PackedTensor(torch.tensor([1, 2, 3]), [2, 1]), tl.PackedTensor(torch.tensor([10, 20]), [1, 1])
@@ -55,18 +66,30 @@ def pairs(a: P, b: Packed) -> tuple[P, P]:
 @called_eagerly
 @named("rnnt_loss")
 def rnnt_loss(log_probs: Packed, targets: Packed, *, blank: int = 0, reduction: str = "mean") -> Tensor:
-    """Minus the log-probability of targets, summed over their alignments with frames, of a transducer.
+    """The RNN-transducer loss: minus the log-probability of targets, summed over their alignments with frames.
 
-    Shapes: log_probs packed (B, (T (U + 1))*, V), the joint of T frames and U + 1 text positions, entry (t, u) at
-    t * (U + 1) + u, as `pairs` makes it; targets packed (B, U*), integers -> a number, or (B,) for reduction "none".
-    An alignment emits at each frame some tokens, then a blank; `blank` is its class. "mean" is over the rows.
-    T is the length of a row by U + 1. A row without frames has loss 0 where U = 0, else infinity.
-    Dtype: that of log_probs, real floating; sums are float64 on the CPU.
+    An alignment emits at each frame some tokens, then a blank. T is the length of a row by U + 1.
+
+    Args:
+        log_probs: packed (B, (T (U + 1))*, V), real floating: the joint of T frames and U + 1 text positions, entry (t,
+            u) at t * (U + 1) + u, as `pairs` makes it.
+        targets: packed (B, U*), integers.
+        blank: int, default 0: the class of the blank.
+        reduction: "mean" (default) over the rows, "sum", or "none".
+
+    Returns:
+        A 0-d tensor, or (B,) for "none", of the dtype of `log_probs`; sums are float64 on the CPU. A row without frames
+        has loss 0 where U = 0, else infinity.
+
     Gradient: to log_probs, in closed form, twice differentiable; only blank and next token of an entry have one.
-    Cost: time N, with one gather of N pairs of numbers; kept: those, and 8 bytes an entry; backward writes (N, V).
-    A joint too large is computed row by row under `torch.utils.checkpoint`: docs/packed.md.
-    Raises: TypeError (not packed, dtypes), ValueError (rows, a length that is no multiple of U + 1, blank, reduction),
-    IndexError (a target that is no class). On a device lengths and targets are not looked at.
+    Cost: time N, with one gather of N pairs of numbers; kept: those, and 8 bytes an entry; backward writes (N, V). A
+    joint too large is computed row by row under `torch.utils.checkpoint`: docs/packed.md.
+
+    Raises:
+        TypeError: not packed, other dtypes.
+        ValueError: rows that differ, a length that is no multiple of U + 1, blank, reduction.
+        IndexError: a target that is no class. On a device lengths and targets are not looked at.
+
     Source: Graves 2012.
 
     Example:

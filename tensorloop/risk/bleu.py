@@ -17,22 +17,34 @@ _SMOOTHING = ("add_one", "exp", "none")
 @named(_NAME)
 @called_eagerly
 def sentence_bleu(a: TokenRows, b: TokenRows, *, max_n: int = 4, smoothing: str = "add_one") -> Tensor:
-    """The BLEU of each row of a against its row of b (Papineni et al. 2002), smoothed for single sentences.
+    """Gives the BLEU of each row of a against its row of b, smoothed for single sentences; 1 - BLEU is a risk.
 
-    Shapes: as `edit_distance`: a (R, T*) hypotheses and b (S, T*) references, packed tokens or lists of rows, R a
-    multiple of S -> (R,) float64 in [0, 1], 1 where the rows are equal. 1 - BLEU is a risk.
     It is min(1, exp(1 - |b| / |a|)) times the geometric mean of p_1 ... p_n, n = max_n, where p_k is the share of the
     k-grams of a that b has too, each counted at most as often as there.
-    `smoothing`, as one p_k of 0 makes all of it 0:
-    "add_one": one more match and one more k-gram for k > 1 (Lin & Och 2004). An a too short for a k-gram has p_k = 1.
-    "exp": the first p_k of 0 is 1/2 match in its place, the next 1/4, and so on, as the mteval-v13a script and
-    sacrebleu's default; 0 without any match.
-    "none": nothing.
-    In the last two, k-grams that a is too short for are left out of the mean. An empty a has 0 whatever the smoothing,
-    1 if b is empty too.
+
+    Args:
+        a: R rows of tokens, the hypotheses, packed (R, T*) of any integer dtype, or a list of rows.
+        b: S rows of tokens, the references, as `a`; R is a multiple of S, and each reference serves R / S consecutive
+            rows.
+        max_n: int, at least 1, default 4: the length of the longest k-grams.
+        smoothing: what is done about a p_k of 0, which makes all of it 0. "add_one" (default): one more match and one
+            more k-gram for k > 1 (Lin & Och 2004); an `a` too short for a k-gram has p_k = 1. "exp": the first p_k of 0
+            is 1/2 match in its place, the next 1/4, and so on, as the mteval-v13a script and sacrebleu's default; 0
+            without any match. "none": nothing. In the last two, k-grams that `a` is too short for are left out of the
+            mean.
+
+    Returns:
+        (R,) float64 in [0, 1], 1 where the rows are equal. An empty row of a has 0 whatever the smoothing, 1 if that of
+        b is empty too.
+
     Gradient: none; the result is a constant.
     Cost: O(N log N) time and O(N) bytes for N tokens, times max_n; any device, which is waited for.
-    Raises: TypeError, ValueError (rows as `edit_distance`; max_n below 1, an unknown smoothing).
+
+    Raises:
+        TypeError: not rows of integers.
+        ValueError: rows as for `edit_distance`; max_n below 1, an unknown smoothing.
+
+    Source: Papineni et al. 2002.
 
     Example:
         >>> tl.sentence_bleu([[1, 2, 3, 4], [5]], [[1, 2, 3, 4], [6]])

@@ -55,29 +55,47 @@ def edit_distance(
     whole: bool = False,
     align: bool = False,
 ) -> Tensor | tuple[Tensor, PackedTensor]:
-    """The fewest edits between each row of a and its row of b, or the least cost of edits (Levenshtein 1966).
+    """Counts the fewest edits (Levenshtein distance), or their least cost, between each row of a and its row of b.
 
-    Shapes: a (R, T*) and b (S, T*), packed tokens of any integer dtype, or lists of rows -> (R,). S is R or a divisor
-    of it: each row of b then serves R / S consecutive rows of a, as one reference serves all hypotheses of an n-best
-    list. Empty rows, and none at all, are ordinary. Rows of plain ints come to the device of the others.
+        errors = tl.edit_distance(hypotheses, references)                     # (R,) int64
+        wrong = tl.edit_distance(hypotheses, references, whole=True)          # 1 for each row that differs at all
+        errors, edits = tl.edit_distance(hypotheses, references, align=True)  # and which edits these are
+
     Names are those of errors that a makes against b: an insertion is a token that only a has, a deletion one that only
-    b has. `insertion` and `deletion` are the cost of one; `substitution` is that of a token for another, or a table
-    (V, V) with the cost of each token of a (row) against each of b (column), equal ones included. Costs are 0 or more;
-    infinity forbids.
-    Dtype: int64 where all costs are the int 1, else float64.
-    `whole`: 1 for a row that differs at all, else 0: the word error of a pronunciation, the sentence error of a word
-    sequence.
-    `align`: also the edits themselves, a PackedTensor (R, E*, 3) int64 of steps (what, place in the row of a, place in
-    the row of b), in order. What: 0 match, 1 substitution, 2 insertion, 3 deletion (`tensorloop.risk.EDITS`); the place
-    is -1 in the row that has no token there. Where several alignments cost the same, it is the one that, from the ends
-    of both rows backwards, takes a match or substitution where it can, else an insertion, else a deletion.
+    b has. Empty rows, and none at all, are ordinary.
+
+    Args:
+        a: R rows of tokens, packed (R, T*) of any integer dtype, or a list of rows.
+        b: S rows of tokens, as `a`. S is R or a divisor of it: each row of b then serves R / S consecutive rows of a,
+            as one reference serves all hypotheses of an n-best list. Rows of plain ints come to the device of the
+            others.
+        insertion: number, at least 0, default 1: the cost of one; infinity forbids it.
+        deletion: number, at least 0, default 1: the cost of one; infinity forbids it.
+        substitution: number, at least 0, default 1: the cost of a token for another; or a table (V, V) with the cost of
+            each token of a (row) against each of b (column), equal ones included.
+        whole: bool, default False. True gives 1 for a row that differs at all, else 0: the word error of a
+            pronunciation, the sentence error of a word sequence.
+        align: bool, default False. True gives the edits themselves, too.
+
+    Returns:
+        (R,), int64 where all costs are the int 1, else float64. With `align` a pair of it and a PackedTensor (R, E*, 3)
+        int64 of steps (what, place in the row of a, place in the row of b), in order. What: 0 match, 1 substitution, 2
+        insertion, 3 deletion (`tensorloop.risk.EDITS`); the place is -1 in the row that has no token there. Where
+        several alignments cost the same, it is the one that, from the ends of both rows backwards, takes a match or
+        substitution where it can, else an insertion, else a deletion.
+
     Gradient: none; the result is a constant.
     Cost: time |a| |b| for each pair. On the CPU one row of the shorter of each pair is held (64 cells a word for unit
     costs), with `align` a byte for each cell of one pair at a time and thread; on other devices a diagonal of all pairs
     at once, with `align` all diagonals.
-    Raises: TypeError (not rows of integers, costs that are no numbers), ValueError (rows that do not divide, unlike
-    devices, a negative or NaN cost, a table that is not square, `whole` with costs), IndexError (a token outside the
-    table; that check, and those of a table's numbers, wait for a device).
+
+    Raises:
+        TypeError: not rows of integers, costs that are no numbers.
+        ValueError: rows that do not divide, unlike devices, a negative or NaN cost, a table that is not square, `whole`
+            with costs.
+        IndexError: a token outside the table; that check, and those of a table's numbers, wait for a device.
+
+    Source: Levenshtein 1966.
 
     Example:
         >>> tl.edit_distance([[1, 2, 3], []], [[1, 3], [4]])

@@ -41,22 +41,34 @@ def minimum_risk(
     reduction: str = "mean",
     check: bool = False,
 ) -> Tensor:
-    """The expected risk of a list of hypotheses under its own renormalised probabilities.
+    """Gives the expected risk of a list of hypotheses under the model's probabilities, renormalised over the list.
 
     Formula: sum_i Q_i D_i, with Q the softmax over the list of alpha s_i (of alpha s_i / L_i where `lens` gives L).
-    Shapes: scores s (B, K), floating; risks D (B, K) of any real dtype, or (B * K,) as `edit_distance` gives them;
-    valid (B, K) bool, by default all whose score is not -inf; lens (B, K), at least 1 each: an end token counts, so
-    `hyps.lens + 1` where it was stripped. `alpha` > 0: below 1 it flattens Q, and scales gradients too.
-    Result: 0-d, the mean over B ("mean", 0 where B is 0) or the sum ("sum"), or (B,) ("none"); of the scores' dtype,
-    float32 for halves. A row without a valid hypothesis has loss 0 and counts in the mean.
+
+    Args:
+        scores: s (B, K), floating: the log-probabilities of K hypotheses for each of B inputs.
+        risks: D (B, K) of any real dtype, or (B * K,) as `edit_distance` gives them: what each hypothesis costs.
+        alpha: float above 0, default 1: below 1 it flattens Q, and scales gradients too.
+        valid: (B, K) bool, which hypotheses there are. None: all whose score is not -inf.
+        lens: (B, K) real, at least 1 each: scores are divided by them. An end token counts, so `hyps.lens + 1` where it
+            was stripped. None divides by nothing.
+        reduction: "mean" (default) over the B rows, "sum", or "none".
+        check: bool, default False: whether NaN and infinity are looked for in what is valid, which waits for a device.
+            Lens on the CPU are looked at always.
+
+    Returns:
+        A 0-d tensor, or (B,) for "none", of the scores' dtype, float32 for halves. A row without a valid hypothesis has
+        loss 0 and counts in the mean; the mean of no rows is 0.
+
     Gradient: dL/ds_i = alpha Q_i (D_i - sum_j Q_j D_j), any order. It sums to 0 in each row, and is 0 where only one
-    hypothesis is valid: the loss moves probability within the list, and none into it, so mix in cross entropy.
-    To risks that ask for one it is Q_i.
-    `check`: looks for NaN and infinity in what is valid, which waits for a device; lens on the CPU are looked at
-    always.
+    hypothesis is valid: the loss moves probability within the list, and none into it, so mix in cross entropy. To risks
+    that ask for one it is Q_i.
     Cost: a few passes over (B, K).
-    Raises: TypeError (dtypes), ValueError (shapes, devices, an unknown reduction, alpha, lens below 1, what `check`
-    finds).
+
+    Raises:
+        TypeError: scores that are not floating, other dtypes that do not fit.
+        ValueError: shapes, devices, an unknown reduction, alpha, lens below 1, what `check` finds.
+
     Source: Shen et al. 2016 (minimum risk training); Edunov et al. 2018.
 
     Example:
@@ -83,16 +95,35 @@ def mwer(
     reduction: str = "mean",
     check: bool = False,
 ) -> Tensor:
-    """Minimum word error rate: the expected risk of a list beyond its mean, and some cross entropy.
+    """Minimum word error rate: the expected risk of a list, less its mean risk, and some cross entropy.
 
-    Formula: sum_i Q_i (D_i - mean D) - weight * gold_scores, with Q and D as in `minimum_risk` for alpha = 1, and the
+    Formula: sum_i Q_i (D_i - mean D) - weight * gold_scores, with Q the softmax of the scores over the list, and the
     mean over the valid hypotheses of the row.
-    Shapes: as `minimum_risk`; gold_scores (B,), the log-probability of each reference, or None for no cross entropy. A
-    row without a valid hypothesis has its cross entropy alone; a reference of -inf, which the model excludes, takes no
-    part, as no gradient could change that.
+
+    Args:
+        scores: s (B, K), floating: the log-probabilities of K hypotheses for each of B inputs.
+        risks: D (B, K) of any real dtype, or (B * K,): what each hypothesis costs, such as its word errors by
+            `edit_distance`.
+        gold_scores: (B,) floating, the log-probability of each reference. None: no cross entropy. A reference of -inf,
+            which the model excludes, takes no part, as no gradient could change that.
+        weight: float, at least 0, default 0.01: that of the cross entropy.
+        valid: (B, K) bool, which hypotheses there are. None: all whose score is not -inf.
+        lens: (B, K) real, at least 1 each: scores are divided by them, the end token counted. None divides by nothing.
+        reduction: "mean" (default) over the B rows, "sum", or "none".
+        check: bool, default False: whether NaN and infinity are looked for, in gold_scores too, which waits for a
+            device.
+
+    Returns:
+        A 0-d tensor, or (B,) for "none", of the scores' dtype, float32 for halves. A row without a valid hypothesis has
+        its cross entropy alone.
+
     Gradient: that of `minimum_risk`, as the mean is a constant: it makes the value comparable between rows, 0 where the
     model is indifferent. And -weight to gold_scores.
-    Cost, `check` (gold_scores, too), Raises: as `minimum_risk`; weight must be 0 or more.
+    Cost: a few passes over (B, K).
+
+    Raises:
+        TypeError, ValueError: as `minimum_risk`; a weight below 0.
+
     Source: Prabhavalkar et al. 2018.
 
     Example:
@@ -121,15 +152,31 @@ def leave_one_out(
     reduction: str = "mean",
     check: bool = False,
 ) -> Tensor:
-    """A loss whose gradient estimates that of the expected risk, from independent samples, without bias.
+    """A policy-gradient loss for independent samples: each is compared with the mean risk of the others.
 
     Formula: 1/n sum_i (D_i - b_i) s_i over the n valid samples of a row, where b_i is the mean risk of the others. Its
-    value says nothing; watch the mean risk.
-    Shapes: as `minimum_risk`; scores s are those of samples drawn *from the model, with replacement*: from a list of
-    the best the estimate is biased. With `lens` each s_i is divided by its length, which is no longer unbiased.
+    gradient estimates that of the expected risk without bias; its value says nothing, so watch the mean risk.
+
+    Args:
+        scores: s (B, K), floating: the log-probabilities of K samples for each of B inputs, drawn from the model, with
+            replacement. From a list of the best the estimate is biased.
+        risks: D (B, K) of any real dtype, or (B * K,): what each sample costs. They take no gradient.
+        valid: (B, K) bool, which samples there are. None: all whose score is not -inf.
+        lens: (B, K) real, at least 1 each: scores are divided by them, which is no longer unbiased. None divides by
+            nothing.
+        reduction: "mean" (default) over the B rows, "sum", or "none".
+        check: bool, default False: whether NaN and infinity are looked for in what is valid, which waits for a device.
+
+    Returns:
+        A 0-d tensor, or (B,) for "none", of the scores' dtype, float32 for halves.
+
     Gradient: (D_i - b_i) / n, any order; 0 where a row has fewer than two samples, which have nothing to be compared
     with.
-    Cost, `check`, Raises: as `minimum_risk`; ValueError (risks that require a gradient, which is not estimated).
+    Cost: a few passes over (B, K).
+
+    Raises:
+        TypeError, ValueError: as `minimum_risk`; risks that require a gradient, which is not estimated.
+
     Source: Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a Baseline for Free!"); REINFORCE is Williams 1992.
 
     Example:
@@ -156,22 +203,41 @@ def stochastic_beam_risk(
     reduction: str = "mean",
     check: bool = False,
 ) -> Tensor:
-    """A loss whose gradient estimates that of the expected risk, from samples *without* replacement.
+    """A policy-gradient loss for samples *without* replacement, as `tl.beam.StochasticBeam` draws them.
 
-    The K hypotheses of a row are those of the K largest keys G_i = s_i + Gumbel noise (a stochastic beam search);
-    `kappa` (B,) is the next key, the largest that was left out, or -inf where nothing was. Hypothesis i is among them
-    with probability q_i = 1 - exp(-exp(s_i - kappa)), given kappa; p_i = exp(s_i), w_i = p_i / q_i.
+    The K hypotheses of a row are those of the K largest keys G_i = s_i + Gumbel noise. Hypothesis i is among them with
+    probability q_i = 1 - exp(-exp(s_i - kappa)), given kappa; p_i = exp(s_i), w_i = p_i / q_i. The gradient estimates
+    that of the expected risk.
+
     Formula, each with r_i = p_i / q_i where q_i, and all in brackets, is held constant:
+
     "normalised": sum_i r_i [1 / W_i] [D_i - sum_j w_j D_j / W], W = sum_j w_j, W_i = W - w_i + p_i. A little biased, of
     the smallest variance, and the only one that does not care what is added to all risks, or how small all p_i are.
+
     "baseline": sum_i r_i [D_i (1 - p_i) - sum_{j != i} w_j D_j]. No bias; of finite variance for K >= 4 only.
+
     "unbiased": sum_i r_i D_i. No bias, in its value either, which estimates the expected risk; K >= 2 for a finite
     variance, which grows with the square of the risks: take something off them.
-    Shapes: as `minimum_risk`. Scores must be log-probabilities of whole sequences that sum to one, not divided by
-    lengths.
+
+    Args:
+        scores: s (B, K), floating: log-probabilities of whole sequences, over all of which they sum to one; not divided
+            by lengths.
+        risks: D (B, K) of any real dtype, or (B * K,): what each hypothesis costs. They take no gradient.
+        kappa: (B,) floating, the next key, the largest that was left out, or -inf where nothing was: `hyps.kappa`.
+        estimator: "normalised" (default), "baseline" or "unbiased", as above.
+        valid: (B, K) bool, which hypotheses there are. None: all whose score is not -inf.
+        reduction: "mean" (default) over the B rows, "sum", or "none".
+        check: bool, default False: whether NaN and infinity are looked for, in kappa too, which waits for a device.
+
+    Returns:
+        A 0-d tensor, or (B,) for "none", of the scores' dtype, float32 for halves.
+
     Gradient: w_i times the bracket, to s_i; kappa gets none. Second derivatives are those of the formula.
     Cost: a few passes over (B, K), and a table (B, K, K) that is not kept.
-    Raises: as `leave_one_out`; ValueError (an unknown estimator, kappa not (B,), "baseline" of one hypothesis).
+
+    Raises:
+        TypeError, ValueError: as `leave_one_out`; an unknown estimator, kappa not (B,), "baseline" of one hypothesis.
+
     Source: Kool, van Hoof & Welling 2019 ("Stochastic Beams and Where to Find Them", and "Buy 4 REINFORCE Samples"). On
     the variances: docs/risk.md.
 

@@ -15,6 +15,14 @@ from tensorloop.memory.counting.storages import LiveStorages, collector_off, sto
 class Saved:
     """What one run of a function keeps alive for its backward pass, in bytes of unique storages.
 
+    Attributes:
+        bytes: int, made by the function and held by the graph of its result, or by anything else that outlives the run.
+        count: int, how many storages `bytes` is made of.
+        seen_by_hooks: int, the part of `bytes` that saved-tensor hooks see.
+        hidden: int, the rest of `bytes`: held on a `ctx`, in closures, in lists.
+        inputs: int, bytes of older storages (arguments, parameters) that saved-tensor hooks see; not in `bytes`.
+        outputs: int, bytes made by the function and held by nothing but the tensors it returned; not in `bytes`.
+
     Example:
         >>> w = torch.ones(4, requires_grad=True)
         >>> tl.memory.saved(lambda: (w * 2).sin().sum())
@@ -22,17 +30,11 @@ class Saved:
     """
 
     bytes: int
-    """Made by the function and held by the graph of its result, or by anything else that outlives the run."""
     count: int
-    """How many storages `bytes` is made of."""
     seen_by_hooks: int
-    """The part of `bytes` that saved-tensor hooks see."""
     hidden: int
-    """The rest of `bytes`: held on a `ctx`, in closures, in lists."""
     inputs: int
-    """Older storages (arguments, parameters) that saved-tensor hooks see; not in `bytes`."""
     outputs: int
-    """Made by the function and held by nothing but the tensors it returned; not in `bytes`."""
 
     def __str__(self) -> str:
         return (
@@ -56,30 +58,33 @@ def graph_of(result: Any) -> list[Any]:
 
 
 def saved(fn: Callable[..., Any], *args: Any) -> Saved:
-    """Runs `fn(*args)` once, forward only, and counts what stays alive for backward.
+    """Counts what one run of a function, forward only, keeps alive for its backward pass.
 
     Args:
-        fn: gives tensors, in any nested lists, tuples and dicts. Another object in its result is kept whole
-            while bytes are counted, with all that it holds.
+        fn: function that gives tensors, in any nested lists, tuples and dicts. Another object in its result is kept
+            whole while bytes are counted, with all that it holds.
         args: passed to `fn`.
 
-    Grad mode is on. The tensors returned are dropped before counting and their graph is kept, so the loss
-    itself does not count unless the graph holds it, too. The garbage collector is off from beginning to end:
-    what sits in a reference cycle counts, always. What a first call leaves in a cache counts; call `fn` once
-    before.
+    Returns:
+        `Saved`: bytes, in all and by what holds them.
 
-    One run gives all figures. Our hooks hand back the storage they are given, so `bytes` is the same without
-    them. As under any hooks, PyTorch checks no versions: a backward inside `fn` misses in-place changes. Hooks
-    that `fn` itself enters come before ours, and what goes to them is `hidden` here. Hooks entered *around*
-    this call are replaced during the run: enter them inside `fn`.
+    Grad mode is on. The tensors returned are dropped before counting and their graph is kept, so the loss itself does
+    not count unless the graph holds it, too. The garbage collector is off from beginning to end: what sits in a
+    reference cycle counts, always. What a first call leaves in a cache counts; call `fn` once before.
+
+    One run gives all figures. Our hooks hand back the storage they are given, so `bytes` is the same without them. As
+    under any hooks, PyTorch checks no versions: a backward inside `fn` misses in-place changes. Hooks that `fn` itself
+    enters come before ours, and what goes to them is `hidden` here. Hooks entered *around* this call are replaced
+    during the run: enter them inside `fn`.
 
     Cost: one forward pass, some microseconds an operation; keeps no tensor.
 
     Raises:
+        TypeError: `fn` cannot be called.
         RuntimeError: from torch, where `fn` calls `torch.func.grad`, which refuses to run under any hooks.
             `LiveStorages` works there.
-        Exception: from torch, where `fn` calls its loop operators (`scan`, `while_loop`): what those make is out
-            of the sight of any mode, so they refuse to run under one.
+        Exception: from torch, where `fn` calls its loop operators (`scan`, `while_loop`): what those make is out of the
+            sight of any mode, so they refuse to run under one.
 
     Example:
         >>> w = torch.ones(4, requires_grad=True)
@@ -116,9 +121,19 @@ def saved(fn: Callable[..., Any], *args: Any) -> Saved:
 
 
 def peak(fn: Callable[..., Any], *args: Any) -> int:
-    """Runs `fn(*args)` once and gives the most bytes that its operations had alive at one time.
+    """Runs a function once and gives the most bytes that its operations had alive at one time.
 
     Older storages do not count. Call backward inside `fn` to include it. The garbage collector is off.
+
+    Args:
+        fn: function to run.
+        args: passed to `fn`.
+
+    Returns:
+        Bytes, an int.
+
+    Raises:
+        TypeError: `fn` cannot be called.
 
     Example:
         >>> tl.memory.peak(lambda: torch.ones(1000).sum())
@@ -131,7 +146,13 @@ def peak(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def saved_bytes(fn: Callable[[], Any]) -> int:
-    """`saved(fn).bytes`: what `growth` measures unless told otherwise.
+    """Gives `saved(fn).bytes` as a number: a `measure` for `growth`.
+
+    Args:
+        fn: function without arguments that gives tensors.
+
+    Returns:
+        Bytes, an int.
 
     Example:
         >>> w = torch.ones(4, requires_grad=True)

@@ -25,6 +25,19 @@ class Site:
     Where a line of the user's calls an installed package or a module with parts, `library` and `module` say what in it
     made the bytes: `train.py:12 (encoder.layers.3.self_attn) via package/model.py:40`.
 
+    Attributes:
+        file: string, as Python names it: an absolute path, or `<stdin>`, `<string>` and the like where there is no
+            file.
+        line: int, the number of the line.
+        function: string, the qualified name of the function that the line is in; `<module>` outside functions. Not
+            compared: one line can hold several, and torch.compile gives them other names.
+        code: string, the line itself, stripped; empty where the source is not to be had.
+        module: string, the part of the `torch.nn` module called on the line, by its name in the module that the line is
+            in (`encoder.layers.3.self_attn`) or below the class of what is called (`Sequential.0`). Empty where the
+            line calls a module without parts, or none.
+        library: `Site`, the innermost line in an installed package; None where the user's line called PyTorch or this
+            library itself.
+
     Example:
         >>> w = torch.ones(4, requires_grad=True)
         >>> site = tl.memory.saved_residuals(lambda: w.exp()).entries[0].site
@@ -33,19 +46,11 @@ class Site:
     """
 
     file: str
-    """As Python names it: an absolute path, or `<stdin>`, `<string>` and the like where there is no file."""
     line: int
     function: str = field(compare=False)
-    """The qualified name of the function that the line is in; `<module>` outside functions. Not compared: one line
-    can hold several, and torch.compile gives them other names."""
     code: str
-    """The line itself, stripped; empty where the source is not to be had."""
     module: str = ""
-    """The part of the `torch.nn` module called on the line, by its name in the module that the line is in
-    (`encoder.layers.3.self_attn`) or below the class of what is called (`Sequential.0`). Empty where the line calls a
-    module without parts, or none."""
     library: "Site | None" = None
-    """The innermost line in an installed package; None where the user's line called PyTorch or this library itself."""
 
     def __str__(self) -> str:
         part = f" ({self.module})" if self.module else ""
@@ -72,7 +77,11 @@ class Site:
         return self.library.code if self.library else self.code
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold; `file` is the path that `str()` shows."""
+        """Gives the fields as a dict; `file` is the path that `str()` shows.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         return {
             "file": self.path,
             "line": self.line,

@@ -44,10 +44,10 @@ class StorageRef(weakref.ref[torch.UntypedStorage]):
 
 @runs_eagerly
 class LiveStorages(MemoryMode):
-    """The storages that operations make inside a `with` block, for as long as they are alive.
+    """Counts the storages that operations make inside a `with` block, for as long as they are alive.
 
-    The figures stay current after the block: drop an array, read `bytes` again. Storages that are older than
-    the block never count, nor do views of them.
+    The figures stay current after the block: drop an array, read `bytes` again. Storages that are older than the block
+    never count, nor do views of them.
 
     Cost: a few microseconds an operation, about 300 bytes a live storage.
 
@@ -192,6 +192,9 @@ def kind_of(func: Any) -> int:
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Switches Python's garbage collector off for a while, so that nothing depends on when it runs.
+
+    Returns:
+        A context manager.
 
     Example:
         >>> import gc

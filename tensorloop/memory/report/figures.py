@@ -18,6 +18,18 @@ class LineGrowth:
 
     Exponents are free of constant terms where there are three sizes or more: see `Growth.marginal`.
 
+    Attributes:
+        site: `Site`, the line.
+        saved: for each T, bytes made by the line that are alive when forward is over and its result is dropped.
+        peak: for each T, the most bytes made by the line that are alive at one time, forward and backward.
+        exponent: float, of `saved`.
+        peak_exponent: float, of `peak`.
+        share: float from 0 to 1, the line's part of all saved bytes at the largest T.
+        advice: string, what to write instead, for lines that grow faster than T; None for others.
+        made: for each T, all bytes that the line allocates, forward and backward, alive or not: memory traffic, hence
+            time.
+        made_exponent: float, of `made`.
+
     Example:
         >>> w = torch.ones(4, requires_grad=True)
         >>> make = lambda T: lambda: sum((w * t).sin().sum() for t in range(T))
@@ -27,18 +39,12 @@ class LineGrowth:
 
     site: Site
     saved: tuple[int, ...]
-    """Bytes made by the line that are alive when forward is over and its result is dropped."""
     peak: tuple[int, ...]
-    """The most bytes made by the line that are alive at one time, forward and backward."""
     exponent: float
-    """Of `saved`."""
     peak_exponent: float
     share: float
-    """The line's part of all saved bytes at the largest T, 0 to 1."""
     advice: str | None
-    """What to write instead, for lines that grow faster than T."""
     made: tuple[int, ...] = ()
-    """All bytes that the line allocates, forward and backward, alive or not: memory traffic, hence time."""
     made_exponent: float = 0.0
 
     @property
@@ -51,7 +57,11 @@ class LineGrowth:
         return f"<LineGrowth {self.site}: {story}>"
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives the fields as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         return {
             "site": self.site.as_dict(),
             **{name: list(getattr(self, name)) for name in ("saved", "peak", "made")},
@@ -62,36 +72,27 @@ class LineGrowth:
 
 @dataclass(frozen=True, repr=False)
 class Figures:
-    """Bytes at several sizes, and the power of T that they follow: what a `Growth` is made of.
-
-    What stands after `marginal` is empty where `growth` was given `measure`, and not compared by ==.
-    """
+    """The fields of a `Growth`, which says what each of them is."""
 
     Ts: tuple[int, ...]
     bytes: tuple[int, ...]
-    """Saved for backward, or what `measure` gave."""
     exponent: float
-    """Slope of the least-squares line through (log T, log bytes)."""
     marginal: float
-    """The p of a curve a + b T^p through the last three sizes, -4 to 8: no constant term can hide it."""
     peaks: tuple[int, ...] = field(default=(), compare=False)
-    """The most bytes alive at one time in forward and backward."""
     seconds: tuple[float, ...] = field(default=(), compare=False)
-    """Forward and backward; the least of a few runs."""
     peak_exponent: float = field(default=0.0, compare=False)
     peak_marginal: float = field(default=0.0, compare=False)
-    """As `marginal`; the slope between the last two sizes where the last four do not lie on one such curve."""
     seconds_exponent: float = field(default=0.0, compare=False)
     lines: tuple[LineGrowth, ...] = field(default=(), compare=False)
-    """Guilty ones first: what grows faster than T in saved bytes, in its peak, in traffic alone, each by bytes at the
-    largest T; then the rest."""
     failed: tuple[int, str] | None = field(default=None, compare=False)
-    """The T at which the function failed, and its error; the figures are those of smaller T."""
     failed_at: tuple[Site, ...] = field(default=(), compare=False)
-    """The user's lines that the error came through, outermost first."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold; an exponent that one size alone cannot give is None."""
+        """Gives all figures as a dict; an exponent that one size alone cannot give is None.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         exponents = ("exponent", "marginal", "peak_exponent", "peak_marginal", "seconds_exponent")
         return {
             "Ts": list(self.Ts),

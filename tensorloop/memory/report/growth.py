@@ -11,7 +11,27 @@ if TYPE_CHECKING:
 
 
 class Growth(Figures, Shown):
-    """Bytes at several sizes, and the power of T that they follow. `str()` gives a table, a notebook shows a report.
+    """What `growth` measured: bytes at several sizes, and the power of T that they follow.
+
+    `str()` gives a table, a notebook shows a report. What stands after `marginal` is empty where `growth` was given
+    `measure`, and not compared by ==.
+
+    Attributes:
+        Ts: the sizes, a tuple of ints; so are the tuples below, one for each size.
+        bytes: saved for backward, or what `measure` gave.
+        exponent: float, the slope of the least-squares line through (log T, log bytes).
+        marginal: float, the p of a curve a + b T^p through the last three sizes, -4 to 8: no constant term can hide it.
+        peaks: the most bytes alive at one time in forward and backward.
+        seconds: of forward and backward, floats; the least of a few runs.
+        peak_exponent: float, as `exponent`, of `peaks`.
+        peak_marginal: float, as `marginal`, of `peaks`; the slope between the last two sizes where the last four do not
+            lie on one such curve.
+        seconds_exponent: float, as `exponent`, of `seconds`.
+        lines: tuple of `LineGrowth`, guilty ones first: what grows faster than T in saved bytes, in its peak, in
+            traffic alone, each by bytes at the largest T; then the rest.
+        failed: the T at which the function failed, and its error; the figures are those of smaller T. None where it did
+            not.
+        failed_at: the user's lines that the error came through, outermost first.
 
     Example:
         >>> w = torch.ones(4, requires_grad=True)
@@ -24,7 +44,17 @@ class Growth(Figures, Shown):
     _title = "Memory over T"
 
     def plot(self, title: str | None = None) -> "Figure":
-        """Curves of bytes and time over T, and the lines that save and allocate most; needs matplotlib."""
+        """Draws bytes and time over T, and the lines that save and allocate most.
+
+        Args:
+            title: string above the picture; None gives it the usual one.
+
+        Returns:
+            A figure of matplotlib, which pyplot does not know.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         refuse_without("matplotlib", "Growth.plot")
         return picture.draw(title or self._title, charts.panels(self), charts.bars(self))
 

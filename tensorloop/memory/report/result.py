@@ -29,11 +29,25 @@ class Shown(ABC):
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives all figures as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
 
     @abstractmethod
     def plot(self, title: str | None = None) -> "Figure":
-        """Draws it, with matplotlib: a figure of its own, which pyplot does not know."""
+        """Draws it with matplotlib.
+
+        Args:
+            title: string above the picture; None gives it the usual one.
+
+        Returns:
+            A figure of matplotlib, which pyplot does not know.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
 
     @abstractmethod
     def _summary(self) -> str:

@@ -21,7 +21,12 @@ _FILLS = (("#0072B2", ""), ("#f6c8a4", "///"), ("#d0d0d0", ""), ("#ffffff", "...
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that ran, in seconds since the first sample.
+    """Something that ran during a timeline.
+
+    Attributes:
+        name: string, such as `forward`, or what `mark` was given.
+        begin: float, seconds since the first sample.
+        end: float, seconds since the first sample.
 
     Example:
         >>> tl.memory.Mark("forward", begin=0.0, end=0.5).name
@@ -37,6 +42,12 @@ class Mark:
 class Timeline(Shown):
     """Resident memory of the process over time, and what ran when. `str()` gives a table, a notebook a picture.
 
+    Attributes:
+        times: tuple of floats, seconds since the first sample.
+        rss: tuple of ints, bytes in main memory, of the whole process, at each of these times.
+        marks: tuple of `Mark`, in the order in which they began: forward, backward, or a step; each loop; each `mark`
+            of the user's.
+
     Example:
         >>> shown = tl.memory.timeline(lambda: torch.ones(1000).sum())
         >>> len(shown.times) == len(shown.rss)
@@ -47,11 +58,8 @@ class Timeline(Shown):
     _title = "Resident memory"
 
     times: tuple[float, ...]
-    """Seconds since the first sample."""
     rss: tuple[int, ...]
-    """Bytes in main memory, of the whole process."""
     marks: tuple[Mark, ...]
-    """In the order in which they began: forward, backward, or a step; each loop; each `mark` of the user's."""
 
     @property
     def rise(self) -> int:
@@ -64,12 +72,26 @@ class Timeline(Shown):
         return self.rss[-1] - self.rss[0]
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Gives times, bytes and marks as a dict.
+
+        Returns:
+            A dict of what JSON can hold.
+        """
         marks = [{"name": mark.name, "begin": mark.begin, "end": mark.end} for mark in self.marks]
         return {"times": list(self.times), "rss": list(self.rss), "marks": marks}
 
     def plot(self, title: str | None = None) -> "Figure":
-        """The curve, and below it a row for each name; needs matplotlib."""
+        """Draws the curve, and below it a row for each name.
+
+        Args:
+            title: string above the picture; None gives it the usual one.
+
+        Returns:
+            A figure of matplotlib, which pyplot does not know.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         refuse_without("matplotlib", "Timeline.plot")
         return draw(self, title)
 

@@ -40,28 +40,34 @@ def growth(
     measure: Callable[[Callable[[], Any]], int] | None = None,
     progress: bool = False,
 ) -> Growth:
-    """Measures a function at several sizes, fits powers of T, and says which line grows and what to write instead.
+    """Measures a function at several sizes T, fits powers of T, and says which line grows and what to write instead.
+
+        print(tl.memory.growth(lambda T: lambda: loss_of(T), (32, 64, 128)))  # a table, guilty lines first
 
     Args:
-        make_fn: `make_fn(T)` gives a function without arguments that returns a scalar loss. What is made here
-            (inputs) does not count.
-        Ts: at least two sizes, rising.
-        subtract: `subtract(T)` gives the saved bytes of a term that was counted by hand and is to be left out.
-        measure: takes the function, gives bytes; nothing else is measured then, the function need not return a
-            loss, and its errors come through. `peak` measures the peak, `saved_bytes` what is saved, both forward
-            alone.
-        progress: shows a bar of steps, which moves with each pass over a size (needs tqdm).
+        make_fn: `make_fn(T)` gives a function without arguments that returns a scalar loss. What is made here (inputs)
+            does not count.
+        Ts: at least two ints, rising.
+        subtract: `subtract(T)` gives the saved bytes of a term that was counted by hand and is to be left out; None
+            leaves out nothing.
+        measure: takes the function, gives bytes; nothing else is measured then, the function need not return a loss,
+            and its errors come through. `peak` measures the peak, `saved_bytes` what is saved, both forward alone. None
+            measures all.
+        progress: bool, default False; True shows a bar of steps, which moves with each pass over a size (needs tqdm).
+
+    Returns:
+        A `Growth`.
 
     Without `measure`, each T takes a forward and backward pass in which bytes are counted, by line, and up to three
-    more, which are timed. Gradients go to nobody: no `.grad` changes, no hook after accumulation runs. A function
-    whose result needs no gradient is run forward alone. What a first call leaves in a cache counts; call the function
-    once before. A function that fails at some T ends the measurement: see `Growth.failed`.
+    more, which are timed. Gradients go to nobody: no `.grad` changes, no hook after accumulation runs. A function whose
+    result needs no gradient is run forward alone. What a first call leaves in a cache counts; call the function once
+    before. A function that fails at some T ends the measurement: see `Growth.failed`.
 
-    A constant term makes `exponent` too small; `marginal` is free of it. It is taken from the last three sizes
-    (from the last two, and then no better than `exponent`, where there are no more), as a linear term beside a
-    quadratic one is felt least there; the column of exponents in `str()` shows whether they still rise. Larger
-    sizes, or `subtract`, mend that. A peak that is constant up to some T and then grows looks like a high power to
-    three sizes; four tell it from one. Bytes that do not grow have exponent 0.
+    A constant term makes `exponent` too small; `marginal` is free of it. It is taken from the last three sizes (from
+    the last two, and then no better than `exponent`, where there are no more), as a linear term beside a quadratic one
+    is felt least there; the column of exponents in `str()` shows whether they still rise. Larger sizes, or `subtract`,
+    mend that. A peak that is constant up to some T and then grows looks like a high power to three sizes; four tell it
+    from one. Bytes that do not grow have exponent 0.
 
     Raises:
         TypeError: `make_fn`, or what it gives, is no function; a size is no int; the result is no tensor.
