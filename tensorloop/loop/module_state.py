@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from torch import Tensor
 
@@ -17,10 +17,13 @@ from tensorloop.loop.called import Called, check_body, check_callable, name_of_c
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.compiled import around
 from tensorloop.loop.first_step import FirstOnly, first_only
+from tensorloop.loop.options import Body, Condition, Function, LoopOptions, ScanOptions, WhileOptions
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
+C = TypeVar("C")
 R = TypeVar("R")
+Y = TypeVar("Y")
 
 
 @named("carrying")
@@ -73,12 +76,12 @@ class Carrying:
     @named("carrying.scan")
     def scan(
         self,
-        body_fn: Callable[..., tuple[Any, Any]],
-        init: Any,
+        body_fn: Body[C, Any, Y],
+        init: C,
         xs: Any = None,
         length: int | None = None,
-        **options: Any,
-    ) -> tuple[Any, Any]:
+        **options: Unpack[ScanOptions],
+    ) -> tuple[C, Y]:
         """`tl.scan`, whose body_fn and until find the state on the objects."""
         check_callable(body_fn=body_fn)
         check_body(body_fn)
@@ -109,12 +112,32 @@ class Carrying:
         return run.end(carried), ys
 
     @named("carrying.map")
-    def map(self, fn: Callable[..., Any], xs: Any = None, length: int | None = None, **options: Any) -> Any:
+    def map(self, fn: Function[Any, Y], xs: Any = None, length: int | None = None, **options: Unpack[ScanOptions]) -> Y:
         """`fn` of each slice of xs, one after the other, stacked: ys. Options are those of `tl.scan`."""
         check_callable(fn=fn)
         called = Called("fn", fn, ("x", *_context_of(options)))
         return self._scan("map", called, lambda carry, *args: (carry, fn(*args)), None, xs, length, options)[1]
 
+    @overload
+    def while_loop(
+        self,
+        cond_fn: Function[C, Condition],
+        body_fn: Function[C, C],
+        init: C,
+        *,
+        return_steps: Literal[False] = False,
+        **options: Unpack[WhileOptions],
+    ) -> C: ...
+    @overload
+    def while_loop(
+        self,
+        cond_fn: Function[C, Condition],
+        body_fn: Function[C, C],
+        init: C,
+        *,
+        return_steps: Literal[True],
+        **options: Unpack[WhileOptions],
+    ) -> tuple[C, int]: ...
     @named("carrying.while_loop")
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
         """`tl.while_loop` with a condition of one bool; both functions find the state on the objects."""
@@ -129,8 +152,13 @@ class Carrying:
 
     @named("carrying.fori_loop")
     def fori_loop(
-        self, lower: int | Tensor, upper: int | Tensor, body_fn: Callable[..., Any], init: Any, **options: Any
-    ) -> Any:
+        self,
+        lower: int | Tensor,
+        upper: int | Tensor,
+        body_fn: Callable[[int, C], C],
+        init: C,
+        **options: Unpack[LoopOptions],
+    ) -> C:
         """`tl.fori_loop`, whose body_fn finds the state on the objects."""
         check_callable(body_fn=body_fn)
         run = self._begin(init, Called("body_fn", body_fn, ("i", "carry")), "fori_loop")

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._common.user_line import Place, user_place
+from tensorloop._common.user_line import Place, is_ours, user_place
 from tensorloop._torch import transforms
 from tensorloop.loop.compiled.refused import VALUES, Refused
 
@@ -132,13 +132,18 @@ def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 def custom_function() -> tuple[str, Place | None] | None:
     """The name of the `torch.autograd.Function` whose forward runs here, and the user's line that calls it.
 
-    It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14).
+    It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14). A forward may call that
+    of the class above it; the name is that of the class whose `apply` was called.
     """
-    forwards = _forwards()
+    forwards, found = _forwards(), None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and id(frame.f_code) not in forwards:
+    while frame is not None:
+        if id(frame.f_code) in forwards:
+            found = frame
+        elif found is not None and not is_ours(frame):
+            break
         frame = frame.f_back
-    return None if frame is None else (forwards[id(frame.f_code)], user_place(frame.f_back))
+    return None if found is None else (forwards[id(found.f_code)], user_place(found.f_back))
 
 
 def _forwards() -> dict[int, str]:
