@@ -33,6 +33,7 @@ check: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright --warnings
+	$(PY) -m mypy
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
@@ -58,7 +59,7 @@ package: $(SITE_STAMP)
 	$(SITE) -m twine check --strict build/dist/*
 
 clean:
-	rm -rf .venv .venv-site .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp comes last, so that an installation cut short is taken up again.

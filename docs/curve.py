@@ -1,4 +1,4 @@
-"""Bytes that the home page's loop keeps for backward, and those of the same loop with `torch.cat`: `python -m docs.curve`.
+"""Bytes kept by the loop of the home page, and by its twin with `torch.cat`: `python -m docs.curve`.
 
 The bytes are counted, so they are the same on any day; the picture is `docs/images/readme_curve.svg`.
 """

@@ -20,7 +20,7 @@ def warn(text: str, kind: type[Warning] = UserWarning, place: Place | None = Non
     names = {} if frame is None else frame.f_globals
     file, line = place or user_place() or ("<unknown>", 0)
     registry = names.setdefault("__warningregistry__", {})  # by which Python says each warning once
-    warnings.warn_explicit(text, kind, file, line, names.get("__name__"), registry)
+    warnings.warn_explicit(text, kind, file, line, names.get("__name__") or "<unknown>", registry)
 
 
 def _user_frame(frame: FrameType | None = None) -> FrameType | None:
@@ -32,7 +32,7 @@ def _user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 def is_ours(frame: FrameType) -> bool:
     """Whether code of torch's or this library's runs there."""
-    return frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "tensorloop")
+    return str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "tensorloop")
 
 
 def cell_name(file: str) -> str | None:

@@ -1,7 +1,7 @@
 """The function `beam_search`: its arguments, and what becomes of them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -23,13 +23,20 @@ from tensorloop.packed.tensor import PackedTensor
 from tensorloop.schedule import Schedule
 
 _NAME = "beam_search"
+C = TypeVar("C")
+# The last form is for a step_fn that takes `history`; checkers try it last, and lambdas get the types of the others.
+Step = (
+    Callable[[C, Tensor], tuple[C, Tensor]]
+    | Callable[[C, Tensor, Any], tuple[C, Tensor]]
+    | Callable[..., tuple[C, Tensor]]
+)
 
 
 @named(_NAME, KEYWORDS)
 @called_eagerly
 def beam_search(
-    step_fn: Callable[..., tuple[Any, Tensor]],
-    init_carry: Any,
+    step_fn: Step[C],
+    init_carry: C,
     *,
     batch_size: int,
     beam_size: int,
@@ -40,9 +47,9 @@ def beam_search(
     n_best: int | None = None,
     length: Any = None,
     choose: Any = None,
-    stop: str = "exact",
-    eos: str = "always",
-    capped: str = "last",
+    stop: Literal["exact", "first_n", "hf", "never"] = "exact",
+    eos: Literal["always", "top_k", "top_2k"] = "always",
+    capped: Literal["last", "ranked"] = "last",
     gold: PackedTensor | None = None,
     checkpoints: int | Schedule | Checkpoints | None = None,
     compact: bool | None = None,

@@ -5,7 +5,7 @@ its overloads and docstrings.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from torch import Tensor
 
@@ -15,18 +15,17 @@ from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
 from tensorloop.loop.called import Called, check_body, check_callable, pair_of
-from tensorloop.loop.compiled import around, in_graph
+from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.first_step import FirstOnly
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.options import Condition, Plan
-from tensorloop.loop.packed_scan import PackedSlices
+from tensorloop.loop.options import Body, Condition, ExplainOptions, Plan
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.rows_scan import UntilLoop
 from tensorloop.loop.run import run_loop, run_scan
+from tensorloop.loop.scan_slices import slices_of
 from tensorloop.loop.slices import Slices
-from tensorloop.packed.base import any_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
@@ -39,9 +38,11 @@ Y = TypeVar("Y")
 Context = TypeVar("Context")
 
 
+# Where none fits, pyright explains the one that comes nearest. The first three say what x is, so that a body without a
+# y fits none of them: where x were Any, it could not tell, and would blame xs.
 @overload
 def scan(
-    body_fn: Callable[..., tuple[C, Any]],
+    body_fn: Body[C, Tensor, Any],
     init: C,
     xs: PackedTensor,
     length: int | None = None,
@@ -58,7 +59,23 @@ def scan(
 def scan(
     body_fn: Callable[..., tuple[C, Y]],
     init: C,
-    xs: TensorArray | range,
+    xs: range,
+    length: int | None = None,
+    *,
+    dim: int = 0,
+    reverse: bool = False,
+    until: Callable[..., Condition] | None = None,
+    context: Any = None,
+    compact: bool = False,
+    checkpoints: Plan = None,
+    compile: Compile = False,
+    progress: bool = False,
+) -> tuple[C, Y]: ...
+@overload
+def scan(
+    body_fn: Body[C, Tensor, Y],
+    init: C,
+    xs: TensorArray,
     length: int | None = None,
     *,
     dim: int = 0,
@@ -192,7 +209,7 @@ def scan(
     check_body(body_fn)
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
-    slices = _slices(xs, length, dim, reverse, until)
+    slices = slices_of(xs, length, dim, reverse, until)
     if arguments.as_bool(compact, "compact") and until is None:
         raise WrongValue("compact=True is for rows that stop on their own; give until=")
 
@@ -210,26 +227,6 @@ def scan(
     if isinstance(init, FirstOnly):
         return first_step.scan(make, init, slices, checkpoints, progress, compile)
     return run_scan(make(Loop, init, slices), checkpoints, progress, compile)
-
-
-def _slices(
-    xs: Any, length: int | None, dim: int | Dim, reverse: bool, until: Callable[..., Condition] | None
-) -> Slices:
-    """What a scan runs over."""
-    arguments.as_bool(reverse, "reverse")
-    if any_packed(xs):
-        around.check_whole("scan over packed xs")
-        if until is not None:
-            raise WrongValue("until= and packed xs do not go together: each row ends where it ends")
-        return PackedSlices(xs, length, dim, reverse)
-    if isinstance(dim, Dim):
-        raise WrongType(f"dim must be an int or a 0-d integer tensor, got {arguments.describe(dim)}")
-    slices = Slices(xs, length, dim, reverse)
-    if slices.length is None and until is None:
-        raise WrongValue("nothing says when to stop: give xs, length= or until=")
-    if slices.length is None and reverse:
-        raise WrongValue("reverse=True needs xs or length=: there is no last index to begin at")
-    return slices
 
 
 @overload
@@ -412,7 +409,7 @@ def while_loop(
 
 @named("explain")
 def explain(
-    body_fn: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
+    body_fn: Body[C, Any, Any], init: C, xs: Any = None, length: int | None = None, **options: Unpack[ExplainOptions]
 ) -> Explanation:
     """Says what `tl.scan(..., compile=True)` would do with a loop, as text; it runs only one step.
 

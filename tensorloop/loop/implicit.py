@@ -23,11 +23,12 @@ from tensorloop.loop.run import run_loop
 __all__ = ["NotConvergedWarning", "fixed_point"]
 
 Z = TypeVar("Z")
+Step = Callable[[Z], Z] | Callable[[Z, Any], Z]  # the last argument is the context
 
 
 @overload
 def fixed_point(
-    fn: Callable[..., Z],
+    fn: Step[Z],
     init: Z,
     *,
     context: Any = None,
@@ -40,7 +41,7 @@ def fixed_point(
 ) -> Z: ...
 @overload
 def fixed_point(
-    fn: Callable[..., Z],
+    fn: Step[Z],
     init: Z,
     *,
     context: Any = None,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from torch import Tensor
 
@@ -17,10 +17,13 @@ from tensorloop.loop.called import Called, check_body, check_callable, name_of_c
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.compiled import around
 from tensorloop.loop.first_step import FirstOnly, first_only
+from tensorloop.loop.options import Condition, LoopOptions, ScanOptions, WhileOptions
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
+C = TypeVar("C")
 R = TypeVar("R")
+Y = TypeVar("Y")
 
 
 @named("carrying")
@@ -99,12 +102,12 @@ class Carrying:
     @named("carrying.scan")
     def scan(
         self,
-        body_fn: Callable[..., tuple[Any, Any]],
-        init: Any,
+        body_fn: Callable[..., tuple[C, Y]],
+        init: C,
         xs: Any = None,
         length: int | None = None,
-        **options: Any,
-    ) -> tuple[Any, Any]:
+        **options: Unpack[ScanOptions],
+    ) -> tuple[C, Y]:
         """`tl.scan`, where body_fn and until find the state on the objects.
 
         Args:
@@ -152,7 +155,7 @@ class Carrying:
         return run.end(carried), ys
 
     @named("carrying.map")
-    def map(self, fn: Callable[..., Any], xs: Any = None, length: int | None = None, **options: Any) -> Any:
+    def map(self, fn: Callable[..., Y], xs: Any = None, length: int | None = None, **options: Unpack[ScanOptions]) -> Y:
         """Calls fn on each slice of xs, in order, and stacks the results; steps see the state that earlier ones left.
 
         Args:
@@ -176,6 +179,26 @@ class Carrying:
         called = Called("fn", fn, ("x", *_context_of(options)))
         return self._scan("map", called, lambda carry, *args: (carry, fn(*args)), None, xs, length, options)[1]
 
+    @overload
+    def while_loop(
+        self,
+        cond_fn: Callable[..., Condition],
+        body_fn: Callable[..., C],
+        init: C,
+        *,
+        return_steps: Literal[False] = False,
+        **options: Unpack[WhileOptions],
+    ) -> C: ...
+    @overload
+    def while_loop(
+        self,
+        cond_fn: Callable[..., Condition],
+        body_fn: Callable[..., C],
+        init: C,
+        *,
+        return_steps: Literal[True],
+        **options: Unpack[WhileOptions],
+    ) -> tuple[C, int]: ...
     @named("carrying.while_loop")
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
         """`tl.while_loop`, where both functions find the state on the objects.
@@ -208,8 +231,13 @@ class Carrying:
 
     @named("carrying.fori_loop")
     def fori_loop(
-        self, lower: int | Tensor, upper: int | Tensor, body_fn: Callable[..., Any], init: Any, **options: Any
-    ) -> Any:
+        self,
+        lower: int | Tensor,
+        upper: int | Tensor,
+        body_fn: Callable[[int, C], C],
+        init: C,
+        **options: Unpack[LoopOptions],
+    ) -> C:
         """`tl.fori_loop`, where body_fn finds the state on the objects.
 
         Args:

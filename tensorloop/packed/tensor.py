@@ -10,7 +10,7 @@ the surface, long by the docstrings of one class.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -458,23 +458,24 @@ class PackedTensor(InAutograd):
         """What there is to complete."""
         return sorted({*super().__dir__(), *ATTRIBUTES})
 
-    # In-place operators are left out: `p += 1` makes a new packed tensor, as it does for numbers.
-    __add__, __radd__ = _operator("__add__"), _operator("__radd__")
-    __sub__, __rsub__ = _operator("__sub__"), _operator("__rsub__")
-    __mul__, __rmul__ = _operator("__mul__"), _operator("__rmul__")
-    __truediv__, __rtruediv__ = _operator("__truediv__"), _operator("__rtruediv__")
-    __floordiv__, __rfloordiv__ = _operator("__floordiv__"), _operator("__rfloordiv__")
-    __mod__, __rmod__ = _operator("__mod__"), _operator("__rmod__")
-    __pow__, __rpow__ = _operator("__pow__"), _operator("__rpow__")
-    __matmul__, __rmatmul__ = _operator("__matmul__"), _operator("__rmatmul__")
-    __and__, __rand__ = _operator("__and__"), _operator("__rand__")
-    __or__, __ror__ = _operator("__or__"), _operator("__ror__")
-    __xor__, __rxor__ = _operator("__xor__"), _operator("__rxor__")
-    __lt__, __le__ = _operator("__lt__"), _operator("__le__")
-    __gt__, __ge__ = _operator("__gt__"), _operator("__ge__")
-    __eq__, __ne__ = _operator("__eq__"), _operator("__ne__")
-    __neg__, __pos__ = _operator("__neg__"), _operator("__pos__")
-    __abs__, __invert__ = _operator("__abs__"), _operator("__invert__")
+    if not TYPE_CHECKING:  # checkers find what these give in `types.py`
+        # In-place operators are left out: `p += 1` makes a new packed tensor, as it does for numbers.
+        __add__, __radd__ = _operator("__add__"), _operator("__radd__")
+        __sub__, __rsub__ = _operator("__sub__"), _operator("__rsub__")
+        __mul__, __rmul__ = _operator("__mul__"), _operator("__rmul__")
+        __truediv__, __rtruediv__ = _operator("__truediv__"), _operator("__rtruediv__")
+        __floordiv__, __rfloordiv__ = _operator("__floordiv__"), _operator("__rfloordiv__")
+        __mod__, __rmod__ = _operator("__mod__"), _operator("__rmod__")
+        __pow__, __rpow__ = _operator("__pow__"), _operator("__rpow__")
+        __matmul__, __rmatmul__ = _operator("__matmul__"), _operator("__rmatmul__")
+        __and__, __rand__ = _operator("__and__"), _operator("__rand__")
+        __or__, __ror__ = _operator("__or__"), _operator("__ror__")
+        __xor__, __rxor__ = _operator("__xor__"), _operator("__rxor__")
+        __lt__, __le__ = _operator("__lt__"), _operator("__le__")
+        __gt__, __ge__ = _operator("__gt__"), _operator("__ge__")
+        __eq__, __ne__ = _operator("__eq__"), _operator("__ne__")
+        __neg__, __pos__ = _operator("__neg__"), _operator("__pos__")
+        __abs__, __invert__ = _operator("__abs__"), _operator("__invert__")
     __hash__ = object.__hash__  # by identity, as a tensor's
 
 

@@ -198,7 +198,7 @@ def test_nan_of_a_row_that_has_stopped_is_nobody_s_business():
 
 
 @pytest.mark.parametrize("eos", ["always", "top_k"])
-def test_a_row_of_which_every_token_is_forbidden(eos: str):
+def test_a_row_of_which_every_token_is_forbidden(eos: Any):
     table = Table.random(3, 4, eos=-9)
     table.logits[1, 2:, 2:] = -torch.inf  # two tokens after the start of row 1
     scores = table.logits.log_softmax(-1).nan_to_num(nan=-torch.inf)

@@ -29,6 +29,27 @@ class Spike(torch.autograd.Function):
         return g / (1 + ctx.saved_tensors[0].abs()) ** 2
 
 
+class SpikeInAutocast(Spike):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Spike.forward(ctx, v)
+
+
+class SpikeForTransforms(torch.autograd.Function):
+    @staticmethod
+    def forward(v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Spike.backward(ctx, g)
+
+
 def reads(h: Tensor, x: Tensor) -> Any:
     return h * h.sum().item() + x, None
 
@@ -55,6 +76,14 @@ def checkpointed_inside(h: Tensor, x: Tensor) -> Any:
 
 def spikes(h: Tensor, x: Tensor) -> Any:
     return h * 0.9 + x, Spike.apply(h)
+
+
+def spikes_in_autocast(h: Tensor, x: Tensor) -> Any:
+    return h * 0.9 + x, SpikeInAutocast.apply(h)
+
+
+def spikes_for_transforms(h: Tensor, x: Tensor) -> Any:
+    return h * 0.9 + x, SpikeForTransforms.apply(h)
 
 
 def similar(h: Tensor, x: Tensor) -> Any:
@@ -105,7 +134,9 @@ REASONS = [
     (compares, r"equal\(\) reads a value in Python"),
     (nearly_compares, r"allclose\(\) reads a value in Python"),
     (checkpointed_inside, r"the body runs a loop with checkpoints"),
-    (spikes, r"the body uses the custom Function Spike"),
+    (spikes, r"the body uses the custom Function Spike\b"),
+    (spikes_in_autocast, r"the body uses the custom Function SpikeInAutocast"),
+    (spikes_for_transforms, r"the body uses the custom Function SpikeForTransforms"),
     (similar, r"cosine_similarity\(\) computes a part of itself without gradients"),
     (without_gradients, r"mul\(\) runs under another grad mode than the loop"),
     (draws, r"multinomial\(\) draws random numbers"),

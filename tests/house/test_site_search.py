@@ -66,7 +66,7 @@ def text_of(path: Path) -> str:
 
     def shown(found: re.Match[str]) -> str:
         *module, name = found[1].split(".")
-        return f"## {name}\n{markdown(getattr(importlib.import_module('.'.join(module)), name).__doc__)}"
+        return f"## {name}\n{markdown(getattr(importlib.import_module('.'.join(module)), name).__doc__ or '')}"
 
     return re.sub(r"^::: (\S+)$", shown, path.read_text(), flags=re.MULTILINE)
 

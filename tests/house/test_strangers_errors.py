@@ -45,10 +45,10 @@ def search(step: Any = None, **options: Any) -> Any:
 LOOPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: tl_.explain("f", Z, XS), "explain: body_fn must be callable, got str 'f'"),
     (lambda: tl.explain(add, Z, XS, length=9), "explain: length is 9, but xs has length 5"),
-    (lambda: tl.explain(add, Z, XS, axis=1), "explain: there is no argument axis=; here that is dim="),
-    (lambda: tl.explain(add, Z, XS, compile=True), "explain: there is no argument compile=; it says what"),
+    (lambda: tl_.explain(add, Z, XS, axis=1), "explain: there is no argument axis=; here that is dim="),
+    (lambda: tl_.explain(add, Z, XS, compile=True), "explain: there is no argument compile=; it says what"),
     (lambda: tl.explain(lambda c, x: (c.double(), x), Z, XS), "explain: the body changed the carry at step 0"),
-    (lambda: tl.explain(add, Z, XS, checkpoints="4"), "explain: checkpoints must be None, an int"),
+    (lambda: tl_.explain(add, Z, XS, checkpoints="4"), "explain: checkpoints must be None, an int"),
     (lambda: carrying().map(Sum()), "carrying.map: nothing says when to stop"),
     (lambda: carrying().map(lambda a, b: a, XS), r"carrying.map: fn is called as fn\(x\), but takes \(a, b\)"),
     (lambda: carrying().map(Sum(), XS, axis=0), "carrying.map: there is no argument axis=; here that is dim="),

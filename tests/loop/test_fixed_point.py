@@ -391,7 +391,7 @@ Z = torch.zeros(2)
             ValueError,
             r"context is Tensor \(3,\)",
         ),
-        (lambda: tl.fixed_point(lambda: Z, Z), TypeError, r"fn is called as fn\(z\), but takes \(\)"),
+        (lambda: tl.fixed_point(lambda: Z, Z), TypeError, r"fn is called as fn\(z\), but takes \(\)"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], kind: type[Exception], message: str) -> None:

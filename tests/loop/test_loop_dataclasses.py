@@ -92,7 +92,7 @@ def test_dataclasses_of_carry_xs_and_y(checkpoints: Any) -> None:
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(grads, torch.autograd.grad(plain, (init, rows)))
     assert (last.inner.n, last.mode) == (5, "plain")
-    assert ys.n.tolist() == [1, 2, 3, 4, 5]
+    assert torch.as_tensor(ys.n).tolist() == [1, 2, 3, 4, 5]
 
 
 @with_and_without_checkpoints

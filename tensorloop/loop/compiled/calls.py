@@ -4,6 +4,7 @@ Around every look there is a mode of this kind, so that what a call does is know
 of the loop: a body may register a hook today and none tomorrow, and its operations are the same.
 """
 
+import inspect
 import sys
 from types import (
     BuiltinFunctionType,
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._common.user_line import Place, user_place
+from tensorloop._common.user_line import Place, is_ours, user_place
 from tensorloop._torch import transforms
 from tensorloop.loop.compiled.refused import VALUES, Refused
 
@@ -61,7 +62,6 @@ _SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a ten
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 # Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
 _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
 
 
@@ -130,11 +130,35 @@ def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def custom_function() -> tuple[str, Place | None] | None:
-    """The name of the `torch.autograd.Function` that runs here, and the user's line that calls it."""
+    """The name of the `torch.autograd.Function` whose forward runs here, and the user's line that calls it.
+
+    It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14). A forward may call that
+    of the class above it; the name is that of the class whose `apply` was called.
+    """
+    forwards, found = _forwards(), None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None:
+        if id(frame.f_code) in forwards:
+            found = frame
+        elif found is not None and not is_ours(frame):
+            break
         frame = frame.f_back
-    return None if frame is None else (frame.f_locals["cls"].__name__, user_place(frame.f_back))
+    return None if found is None else (forwards[id(found.f_code)], user_place(found.f_back))
+
+
+def _forwards() -> dict[int, str]:
+    """By the id of its code, as codes of equal text are equal: the class that has written each Function's forward."""
+    found: dict[int, str] = {}
+    classes = [torch.autograd.Function]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        for name in ("forward", "setup_context"):
+            function = cls.__dict__.get(name)
+            if isinstance(function, staticmethod):
+                code = getattr(inspect.unwrap(function.__func__), "__code__", None)  # custom_fwd of AMP wraps it
+                found |= {} if code is None else {id(code): cls.__name__}
+    return found
 
 
 def is_torchs(function: Any) -> bool:
