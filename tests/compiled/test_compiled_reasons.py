@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import Unsupported
 from torch.nn import functional
 
 import tensorloop as tl
+from tensorloop.loop.compiled.changing_floats import use_as_tensors
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tensorloop.loop.compiled.refused import Refused
 
 D = torch.float64
 XS = torch.linspace(-1, 1, 20, dtype=D).reshape(5, 4)
@@ -292,6 +294,15 @@ def test_a_float_that_changes_and_is_no_factor_is_named():
     net.scale = 0.25
     with pytest.raises(Unsupported, match=r"a Python float that changes between calls goes into pow\(\)"):
         compiled(XS)
+
+
+def test_a_float_that_a_step_is_given_as_a_number_is_refused():
+    """As torch 2.15 does: it would go into the loop's operation as an int."""
+    graph = fx.Graph()
+    x, scale = graph.placeholder("x"), graph.placeholder("scale")
+    graph.output(graph.call_function(torch.mul, (x, scale)))
+    with pytest.raises(Refused, match=r"a Python float that changes between calls goes into mul\(\)"):
+        use_as_tensors(fx.GraphModule(nn.Module(), graph), [XS, 0.25])
 
 
 class Counts(nn.Module):

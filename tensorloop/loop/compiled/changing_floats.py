@@ -2,9 +2,11 @@
 
 In its graph `item()` makes a number of such a tensor again. Where that meets a larger tensor the two are the same: a
 tensor without dims promotes as a number does, and is rounded alike. There the tensor is used, and nothing is read.
+Torch 2.15 calls `item()` outside of the step, which is given the number: that is refused.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,13 @@ _ARITHMETIC |= {operator.lt, operator.le, operator.gt, operator.ge}
 _CURE = "make it a tensor (torch.tensor(0.5), a buffer), or keep it as it is from call to call"
 
 
-def use_as_tensors(module: fx.GraphModule) -> None:
+def use_as_tensors(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Puts the tensors of such floats in the place of the numbers; raises `Refused` where that is not the same."""
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, x in zip(places, inputs, strict=True):
+        if isinstance(x, float | torch.SymFloat):
+            into = _name(next(iter(node.users))) if node.users else "the loop"
+            raise Refused(f"a Python float that changes between calls goes into {into}", _CURE)
     for node in module.graph.nodes:
         if node.op != "call_method" or node.target != "item" or node.args[0].op != "placeholder":
             continue

@@ -61,7 +61,7 @@ def make(
     wants = [grad and x.requires_grad for x in (*examples, *captures)]
     try:
         _check(module, [*examples, *captures])
-        use_as_tensors(module)
+        use_as_tensors(module, [*examples, *more])
         inputs = [_Like(x) if isinstance(x, Tensor) else int(x) for x in (*examples, *more)]
         found = undisturbed(lambda: _recorded(module, inputs, carry, len(examples), numbered))
         text = dataclasses.replace(found, reverse=reverse, k=k).text()
