@@ -115,7 +115,7 @@ class RegroupPlan:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """What goes where; keys without columns are not in it.
+        """The moves: which columns of which input go where; keys without columns are not among them.
 
         Example:
             >>> plan = tl.RegroupPlan(keys=[["a", "b"]], lengths=[[2, 3]], groups=[["b"]])

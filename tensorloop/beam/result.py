@@ -50,7 +50,7 @@ class Lattice:
         return f"Lattice({steps} steps, {rows} rows, {size} hypotheses)"
 
     def draw(self, row: int = 0, *, ax: Any = None, names: Any = None) -> Any:
-        """Draws the lattice of a row with matplotlib, what leads to the hypotheses returned in bold.
+        """Draws the lattice of a row with matplotlib; paths to the returned hypotheses are bold.
 
         Args:
             row: int, which row of the batch.

@@ -66,12 +66,12 @@ class Rollout:
 
     @property
     def lens(self) -> Tensor:
-        """(B,) int64: tokens, the end counted."""
+        """(B,) int64: how many tokens each row has, the end token included."""
         return self.tokens.lens
 
     @property
     def without_end(self) -> PackedTensor:
-        """The tokens (B, T*) but for the end, as a search's hypotheses have them."""
+        """The tokens (B, T*) without the end token, as in the result of `hf.beam_search`."""
         lens = self.lens - self.ended.long()
         inside = self.tokens.positions < lens[self.tokens.row_ids]
         return PackedTensor(self.tokens.values[inside], lens)

@@ -108,7 +108,7 @@ class Carrying:
         length: int | None = None,
         **options: Unpack[ScanOptions],
     ) -> tuple[C, Y]:
-        """`tl.scan`, where body_fn and until find the state on the objects.
+        """Runs `tl.scan`; body_fn and until find the state on the objects.
 
         Args:
             body_fn, init, xs, length: as in `tl.scan`; xs are not packed.
@@ -201,7 +201,7 @@ class Carrying:
     ) -> tuple[C, int]: ...
     @named("carrying.while_loop")
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
-        """`tl.while_loop`, where both functions find the state on the objects.
+        """Runs `tl.while_loop`; both functions find the state on the objects.
 
         Args:
             cond_fn: as in `tl.while_loop`, with one bool for all rows.
@@ -238,7 +238,7 @@ class Carrying:
         init: C,
         **options: Unpack[LoopOptions],
     ) -> C:
-        """`tl.fori_loop`, where body_fn finds the state on the objects.
+        """Runs `tl.fori_loop`; body_fn finds the state on the objects.
 
         Args:
             lower, upper, body_fn, init: as in `tl.fori_loop`.

@@ -151,7 +151,7 @@ class Graph:
     @staticmethod
     @named("Graph.from_grid")
     def from_grid(shape: Sequence[int], window: int | Sequence[int]) -> "Graph":
-        """Cells of an image, video or volume see a window of cells around them: neighbourhood attention.
+        """Makes a graph of an image, video or volume: each cell sees a window of cells around it.
 
         Cells are numbered as `x.flatten()` does. Near a border the window is moved inside, so each cell sees as many.
 
@@ -197,7 +197,7 @@ class Graph:
     @staticmethod
     @named("Graph.from_documents")
     def from_documents(lens: Tensor | Sequence[int], *, causal: bool = True) -> "Graph":
-        """Tokens of documents that follow one another see those of their own document.
+        """Makes a graph of documents one after another: each token sees the tokens of its own document.
 
         Args:
             lens: ints, the number of tokens of each document.

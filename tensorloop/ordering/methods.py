@@ -274,7 +274,7 @@ def spectral(graph: Any, *, block_size: int = 128, effort: float = slab_search.E
 
 @named("metis")
 def metis(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Halves the graph by METIS again and again, mended to whole blocks at each level; needs the package pymetis.
+    """Orders positions by halving the graph with METIS again and again, into whole blocks; needs the package pymetis.
 
     Args:
         graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
@@ -299,7 +299,7 @@ def metis(graph: Any, *, block_size: int = 128) -> Ordering:
 
 @named("docs_pack")
 def docs_pack(graph: Any, *, block_size: int = 128) -> Ordering:
-    """Orders packed documents so that each fits the borders of blocks best.
+    """Orders packed documents so that they fit the borders of blocks as well as possible.
 
     Args:
         graph: the mask: a `Graph` of `Graph.from_documents`.

@@ -102,5 +102,5 @@ def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
 
 @handles("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement", "item")
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """A fact of the values."""
+    """What torch says of the values."""
     return func(input.values, *args, **kwargs)

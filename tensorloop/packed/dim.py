@@ -132,7 +132,7 @@ class Dim(int):
 
     @property
     def by_time(self) -> tuple["Dim", Tensor, Tensor]:
-        """The dim turned round: (rows at each t, the permutation of the entries into time order, its inverse).
+        """The entries in time order: (rows at each t, the permutation into that order, its inverse).
 
         Example:
             >>> rows, _, _ = tl.Dim("time", [2, 3]).by_time

@@ -36,6 +36,6 @@ def _method(name: str, owner: str) -> Callable[..., Any]:
 
 def _what(name: str) -> str:
     if name not in HANDLERS:
-        done = "in place" if name.endswith("_") else "a packed tensor of the same rows"
-        return f"Entry by entry, {done}; other tensors broadcast as against a padded one."
+        done = "in place" if name.endswith("_") else "and gives a packed tensor of the same rows"
+        return f"Works entry by entry, {done}; other tensors broadcast as against a padded one."
     return "\n\n".join(filter(None, (inspect.getdoc(HANDLERS[name]), _DIMS)))

@@ -199,7 +199,7 @@ def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool
 
 @handles("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_floating_point", "is_complex")
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """An ordinary tensor, or a fact."""
+    """As for the values: an ordinary tensor, or what torch says of them."""
     return func(input.values, *args, **kwargs)
 
 

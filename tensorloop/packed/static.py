@@ -177,18 +177,18 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @property
     def max_len(self) -> int:
-        """What bounds the length of rows."""
+        """The largest length that a row may have."""
         return self._rows.max_len
 
     @property
     def fits(self) -> Tensor:
-        """() bool: whether no row is cut, by the capacity or by max_len. It is computed, and waits only when read."""
+        """() bool: whether no row is cut, by the capacity or by max_len. Reading the value waits for a device."""
         lens = self._rows.lens
         return (lens.sum() <= self.capacity) & (lens <= self.max_len).all()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(B, max_len, *F), that of the padded tensor."""
+        """(B, max_len, *F), the shape of the padded tensor."""
         return self._rows.count, self._rows.max_len, *self.values.shape[1:]
 
     @property
@@ -198,12 +198,12 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the values."""
+        """The device of the values."""
         return self.values.device
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @property
     def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the values do."""
+        """Whether the values require a gradient."""
         return self.values.requires_grad
 
     # -- rows
@@ -263,7 +263,7 @@ class StaticPackedTensor(StaticPacked, _Base):
 
     @named("pack")
     def pack(self, x: Tensor) -> Self:
-        """Packs a padded tensor into the same rows: what is done to `p.pad()` comes back by it.
+        """Packs a padded tensor into the same rows: the way back from `p.pad()`.
 
         Args:
             x: (B, max_len, *G).

@@ -114,7 +114,7 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("PackedTensor.from_list")
     def from_list(cls, rows: Iterable[Tensor], *, name: str | None = None) -> Self:
-        """Packs a list of tensors, one a row.
+        """Packs a list of tensors, one for each row.
 
         Args:
             rows: tensors (len_b, *F) of one dtype and device, at least one.
@@ -135,7 +135,7 @@ class PackedTensor(InAutograd):
 
     @property
     def lens(self) -> Tensor:
-        """(B,) int64: the length of each row. This and the three below are copies, which tensors of one Dim share."""
+        """(B,) int64: the length of each row; a copy, which tensors with the same Dim share."""
         return unchanged(self._dim.lens, "lens")
 
     @property
@@ -170,12 +170,12 @@ class PackedTensor(InAutograd):
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the values."""
+        """The device of the values."""
         return self.values.device
 
     @property
@@ -209,7 +209,7 @@ class PackedTensor(InAutograd):
         return self.shape if dim is None else self.shape[find_dim(self, dim)]
 
     def numel(self) -> int:
-        """The number of numbers held.
+        """How many numbers the values have.
 
         Returns: an int.
         """
@@ -370,7 +370,7 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("PackedTensor.from_cu_seqlens")
     def from_cu_seqlens(cls, values: Tensor, cu_seqlens: Tensor) -> Self:
-        """From values and their cumulative lengths, as varlen attention takes them; nothing is copied.
+        """Makes a packed tensor of values and cumulative lengths, as varlen attention takes them; copies nothing.
 
         Args:
             values: (N, *F).
@@ -393,7 +393,7 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("PackedTensor.from_nested")
     def from_nested(cls, nested: Tensor) -> Self:
-        """From a `torch.nested` tensor: jagged without holes is not copied, others are.
+        """Makes a packed tensor of a `torch.nested` one; a jagged layout without holes is not copied.
 
         Args:
             nested: the tensor, whose ragged dim is 1.
@@ -415,7 +415,7 @@ class PackedTensor(InAutograd):
     @classmethod
     @named("from_packed_sequence")
     def from_packed_sequence(cls, sequence: torch.nn.utils.rnn.PackedSequence) -> Self:
-        """From a PackedSequence, in the order of its rows before they were sorted: one permutation.
+        """Makes a packed tensor of a PackedSequence, with rows in their order before they were sorted: one permutation.
 
         Args:
             sequence: the PackedSequence.

@@ -35,12 +35,12 @@ class TimeFirst(PackedView):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values."""
+        """The dtype of the values."""
         return self.packed.values.dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the values."""
+        """The device of the values."""
         return self.packed.values.device
 
     def dim(self) -> int:

@@ -95,7 +95,7 @@ def mwer(
     reduction: str = "mean",
     check: bool = False,
 ) -> Tensor:
-    """Minimum word error rate: the expected risk of a list, less its mean risk, and some cross entropy.
+    """Minimum word error rate: the expected risk of a list minus its mean risk, plus some cross entropy.
 
     Formula: sum_i Q_i (D_i - mean D) - weight * gold_scores, with Q the softmax of the scores over the list, and the
     mean over the valid hypotheses of the row.

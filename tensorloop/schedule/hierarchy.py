@@ -58,7 +58,7 @@ def _as_cost(x: Any, what: str) -> float:
 
 
 class Hierarchy(Schedule):
-    """Keeps some snapshots in memory and the others where that is slower, each where it costs least; for known lengths.
+    """Keeps some snapshots in memory and the others in slower places, at the least total cost; for known lengths.
 
         tl.schedule.Hierarchy(8, tl.schedule.Level(folder, 200))  # 8 in memory, 200 on disk
 

@@ -38,7 +38,7 @@ _STRIDED = torch.strided
 
 @runs_eagerly
 class TensorArray(Core):
-    """A growing list of equal tensors that a loop writes and reads, with gradients; n steps take O(n) time and bytes.
+    """A growing list of tensors of one shape that a loop writes and reads, with gradients, in O(n) bytes for n steps.
 
         ta = tl.TensorArray()  # shape, dtype and device come from the first write
         ta.append(x)
@@ -394,7 +394,7 @@ class TensorArray(Core):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the buffer with its free slots, and the values that wait.
+        """Bytes held: the buffer with its free slots, and values not yet written to it.
 
         Example:
             >>> tl.TensorArray.unstack(torch.zeros(4, 2)).nbytes

@@ -14,7 +14,7 @@ from tensorloop.loop.checkpoint.step_use import StepUse
 
 
 class HeldTensorWarning(UserWarning):
-    """Warns that a tensor left the body of a checkpointed loop other than as its result: its graph is that of one step.
+    """Warns that a tensor left the body of a checkpointed loop other than as its result: gradients reach one step only.
 
     Return the tensor as a y, or keep its `detach()`.
 

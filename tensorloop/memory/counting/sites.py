@@ -73,7 +73,7 @@ class Site:
 
     @property
     def own_code(self) -> str:
-        """The line that called PyTorch: the library's where there is one."""
+        """The line that called PyTorch: yours, or that of an installed package that yours called."""
         return self.library.code if self.library else self.code
 
     def as_dict(self) -> dict[str, Any]:

@@ -63,12 +63,12 @@ class Timeline(Shown):
 
     @property
     def rise(self) -> int:
-        """From the first sample to the highest, in bytes."""
+        """The highest sample less the first, in bytes."""
         return max(self.rss) - self.rss[0]
 
     @property
     def kept(self) -> int:
-        """What the process has at the end more than at the beginning, in bytes."""
+        """The last sample less the first, in bytes."""
         return self.rss[-1] - self.rss[0]
 
     def as_dict(self) -> dict[str, Any]:
