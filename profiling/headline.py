@@ -247,6 +247,7 @@ SCRIPT = Script(
     rounds={"quick": 1, "short": 1, "usual": 3},
     checks=checks,
     disagreements=disagreements,
+    brief=True,
     page=("README.md", "headline"),
     peers=(JAX,),
     # The loop of unknown length contracts: its gradients fade into denormal numbers, which are many times slower.

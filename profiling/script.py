@@ -203,6 +203,8 @@ class Script:
     draw: Callable[[Result, Path], None] | None = None
     summary: Callable[[Result], list[str]] = lambda result: []
     """What the figures say, where a peer wins: a few sentences, which come first."""
+    brief: bool = False
+    """The page has the date, the machine and the table alone."""
     page: tuple[str, str] | None = None
     """The document and its markers, where it is not the script's own in docs/benchmarks."""
     peers: Sequence[Peer] = ()
@@ -384,6 +386,8 @@ class Script:
     def tables_of(self, part: Result, picture: str) -> list[str]:
         """The blocks of one run."""
         tables = self.section(part, picture).split("\n\n")
+        if self.brief:
+            return [captions.line(part), *tables]
         how = ["**How it was measured.**", captions.details(part, self.titles)]
         return [captions.line(part), *tables, *target_text(self.targets_of(part)), *how]
 

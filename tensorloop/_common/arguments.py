@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
 from tensorloop._torch import transforms
@@ -105,7 +106,8 @@ def dense_tensor(x: Any, what: str = "") -> None:
     if not isinstance(x, Tensor):
         raise WrongType(f"{at}expected a tensor, got {describe(x)}; {_tensor_of(x)}")
     if x.is_nested or x.is_quantized:
-        raise WrongType(f"{at}expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one")
+        cure = "; tl.PackedTensor.from_nested(x) takes jagged ones" if x.is_nested else ""
+        raise WrongType(f"{at}expected a dense tensor, got a {'nested' if x.is_nested else 'quantised'} one{cure}")
     if x.layout is not torch.strided:
         raise WrongType(f"{at}expected a dense tensor, got layout {x.layout}; convert it with to_dense()")
 
@@ -114,6 +116,8 @@ def _tensor_of(x: Any) -> str:
     """How to make one plain tensor of what came instead."""
     if hasattr(x, "lens"):  # packed, which this file knows nothing of
         return "give its .values, or .pad()"
+    if isinstance(x, PackedSequence):
+        return "give tl.PackedTensor.from_packed_sequence(x)"
     if isinstance(x, list | tuple) and any(isinstance(part, Tensor) for part in x):
         return "make one of them with torch.stack"
     return "wrap it with torch.as_tensor"

@@ -47,6 +47,8 @@ def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
     text = str(error)
     if not loop.taken and re.search(r"size|shape|batch|dimension|changed the carry", text, re.IGNORECASE):
         yield from _batch_first(loop)
+    if not loop.taken:
+        yield from _cell_for_body(loop)
     if isinstance(error, TypeError | AttributeError | IndexError):
         if not loop.taken:
             yield from _foreign(loop)
@@ -68,6 +70,22 @@ def _notes(loop: Loop, error: BaseException) -> Iterator[str]:
                 f"{loop.name}: {left[0]} of {left[1]} rows are left in the batch at this step; a tensor that the body "
                 f"closes over still has all of them: pass it as context=, which shrinks along"
             )
+
+
+_INPUTS = {"x", "xs", "xt", "x_t", "inp", "input", "inputs", "inputs_t", "token", "tokens"}
+_STATES = {"h", "hx", "hc", "hidden", "state", "states", "carry", "prev_state", "h_prev"}
+
+
+def _cell_for_body(loop: Loop) -> Iterator[str]:
+    """On a body whose arguments have the names of a cell's, (x, state), in a cell's order."""
+    for called in loop.functions:
+        if called.what == "body_fn" and called.arguments[:2] == ("carry", "x"):
+            first, second = called.parameter("carry"), called.parameter("x")
+            if first in _INPUTS and second in _STATES:
+                yield (
+                    f"{loop.name} calls body_fn(carry, x), and this one takes ({first}, {second}), as a cell does: "
+                    f"write def step({second}, {first}): ..., which calls it and returns (the next {second}, y)"
+                )
 
 
 def _batch_first(loop: Loop) -> Iterator[str]:

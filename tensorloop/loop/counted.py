@@ -18,7 +18,7 @@ from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import Plan
 from tensorloop.loop.run import run_loop, run_scan
-from tensorloop.loop.slices import Slices
+from tensorloop.loop.slices import Slices, refuse_packed_sequence
 from tensorloop.packed.base import any_packed
 
 C = TypeVar("C")
@@ -166,6 +166,7 @@ def map(
         if checkpoints is not None:
             raise WrongValue("checkpoints and batch_size do not go together; leave one out")
         return map_in_chunks(fn, xs, dim, arguments.as_int(batch_size, "batch_size"))
+    refuse_packed_sequence(xs)
     if any_packed(xs):
         raise WrongType("xs is packed; call fn on the packed tensor, or map over its .values")
     slices = Slices(xs, None, dim, False)

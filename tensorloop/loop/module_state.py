@@ -18,6 +18,7 @@ from tensorloop.loop.carry import Carry
 from tensorloop.loop.compiled import around
 from tensorloop.loop.first_step import FirstOnly, first_only
 from tensorloop.loop.options import Condition, LoopOptions, ScanOptions, WhileOptions
+from tensorloop.loop.slices import refuse_packed_sequence
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
@@ -142,6 +143,7 @@ class Carrying:
         options: Any,
     ) -> tuple[Any, Any]:
         """A scan that does `step(carry, x)` of the user's function `called`."""
+        refuse_packed_sequence(xs)
         if any_packed(xs):
             raise WrongType("xs is packed, where rows end at steps of their own; a state on modules has all rows")
         run = self._begin(init, called, name)

@@ -8,7 +8,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.loop.compiled import around
 from tensorloop.loop.options import Condition
 from tensorloop.loop.packed_scan import PackedSlices
-from tensorloop.loop.slices import Slices
+from tensorloop.loop.slices import Slices, refuse_packed_sequence
 from tensorloop.packed.base import any_packed
 from tensorloop.packed.dim import Dim
 
@@ -18,6 +18,7 @@ def slices_of(
 ) -> Slices:
     """The slices of `xs`, after a look at whether the arguments say when to stop."""
     arguments.as_bool(reverse, "reverse")
+    refuse_packed_sequence(xs)
     if any_packed(xs):
         around.check_whole("scan over packed xs")
         if until is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
@@ -115,6 +116,10 @@ class Slices:
             return len(x)
         if not isinstance(x, Tensor):
             raise WrongType(f"xs{path} is {describe(x)}; expected a tensor, a TensorArray, a range or None. {_cure(x)}")
+        if x.is_nested:
+            raise WrongType(
+                f"xs{path} is a nested tensor; a jagged one is taken as tl.PackedTensor.from_nested(xs{path})"
+            )
         if x.dim() == 0 or not -x.dim() <= self.dim < x.dim():
             raise WrongValue(
                 f"xs{path} has shape {tuple(x.shape)} and no dim {self.dim} to run over; give it one, or close over it"
@@ -157,6 +162,12 @@ class Slices:
             chunk = transforms.unbind_copy(part, dim)
             self._chunks[k] = number, chunk
         return chunk[i % CHUNK]
+
+
+def refuse_packed_sequence(xs: Any) -> None:
+    """Raises where xs is torch's own packed sequence, a named tuple that trees cannot take apart."""
+    if isinstance(xs, PackedSequence):
+        raise WrongType("xs is a PackedSequence; give tl.PackedTensor.from_packed_sequence(xs)")
 
 
 def is_sequence(xs: Any) -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import tensorloop as tl
 
+SEQUENCE = nn.utils.rnn.pack_sequence([torch.ones(5, 3), torch.ones(2, 3)])
+JAGGED = torch.nested.nested_tensor([torch.ones(5, 3), torch.ones(2, 3)], layout=torch.jagged)
 XS, Z, ONE = torch.ones(5, 3), torch.zeros(3), torch.ones(3)
 P = tl.PackedTensor(torch.ones(6, 3), [2, 4])
 META: Any = torch.ones(8, 8, dtype=torch.bool, device="meta")
@@ -59,6 +61,16 @@ LOOPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: carrying().while_loop(lambda c: c < 1, add, Z), r"carrying.while_loop: cond_fn gave .* reduce it to one"),
     (lambda: carrying().fori_loop(0, 2.5, add, Z), "carrying.fori_loop: upper must be an int"),
     (lambda: tl_.scan(add, Z, XS.numpy()), "scan: xs is ndarray .*Wrap it with torch.as_tensor"),
+    (
+        lambda: tl.scan(add, Z, SEQUENCE),
+        r"scan: xs is a PackedSequence; give tl.PackedTensor.from_packed_sequence\(xs\)",
+    ),
+    (lambda: tl.explain(add, Z, SEQUENCE), "explain: xs is a PackedSequence; give"),
+    (lambda: tl.map(abs, SEQUENCE), "map: xs is a PackedSequence; give"),
+    (lambda: carrying().map(Sum(), SEQUENCE), "carrying.map: xs is a PackedSequence; give"),
+    (lambda: tl.scan(add, Z, JAGGED), r"scan: xs is a nested tensor; .*tl.PackedTensor.from_nested\(xs\)"),
+    (lambda: tl_.Checkpoints(budget="1GB"), "Checkpoints: budget must be an int, in bytes, .*budget=2"),
+    (lambda: tl_.scan(add, Z, XS, checkpoints="8"), "scan: checkpoints must be None, .* checkpoints=8 keeps 8 carries"),
     (lambda: tl_.scan(add, Z, (x for x in XS)), r"scan: xs is generator .*torch.stack\(list\(xs\)\)"),
     (lambda: tl_.scan(add, Z, XS, until=lambda c: np.bool_(True)), r"until must return .*wrap it with bool\(...\)"),
     (lambda: tl_.scan(lambda c, x: (c, x.numpy()), Z, XS), "scan: y is ndarray; .*torch.as_tensor"),
@@ -78,6 +90,8 @@ LOOPS: list[tuple[Callable[[], Any], str]] = [
 TENSORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: tl.TensorArray(device="gpu"), "TensorArray: device must be a torch.device or a name such as 'cpu'"),
     (lambda: tl_.TensorArray().append(P), r"TensorArray.append: .*; give its .values, or .pad\(\)"),
+    (lambda: tl_.pack_padded(SEQUENCE, [2, 1]), r"pack_padded: .*give tl.PackedTensor.from_packed_sequence\(x\)"),
+    (lambda: tl.pack_padded(JAGGED, [2, 1]), r"pack_padded: .*a nested one; tl.PackedTensor.from_nested\(x\)"),
     (lambda: tl_.TensorArray().extend(x for x in [ONE, "a"]), "TensorArray.extend: slot 1: expected a tensor"),
     (lambda: tl_.TensorArray.unstack([ONE, ONE]), "unstack: values: expected .*make one of them with torch.stack"),
     (lambda: tl_.TensorArray.unstack(XS).stack(dim=1), "stack: there is no argument dim=; it takes none"),
@@ -149,3 +163,32 @@ def test_an_init_of_another_kind_is_named_where_the_body_fails(init: Any, note: 
     with pytest.raises(TypeError) as caught:
         tl.scan(lambda c, x: (torch.mul(x, c), x), init, XS)
     assert any(re.search(note, said) for said in caught.value.__notes__)
+
+
+class OwnCell(nn.Module):
+    """An LSTM cell as people write it: input first, state second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 3)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        h, c = state
+        return self.cell(x, (h, c))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_cell_given_for_a_body_is_told_the_order_of_its_arguments(compile: bool) -> None:
+    state = torch.zeros(2, 3), torch.zeros(2, 3)
+    with pytest.raises(AttributeError, match="has no attribute 'dim'") as caught:
+        tl_.scan(OwnCell(), state, torch.ones(5, 2, 3), compile=compile)
+    note = (
+        r"scan calls body_fn\(carry, x\), and this one takes \(x, state\), as a cell does: write def step\(state, x\)"
+    )
+    assert any(re.search(note, said) for said in caught.value.__notes__)
+
+
+def test_a_warning_is_shown_where_the_caller_has_no_module_name() -> None:
+    code = "tl.scan(lambda h, x: (h * x.sum().item(), h), Z, XS, compile=True)"
+    with pytest.warns(tl.loop.NotCompiledWarning, match="reads a value"):
+        exec(code, {"tl": tl, "Z": Z, "XS": XS})

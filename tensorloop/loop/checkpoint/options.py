@@ -54,6 +54,8 @@ class Checkpoints:
         if (self.k is None) == (self.budget is None):
             raise WrongValue(f"give exactly one of k and budget, got k={self.k}, budget={self.budget}")
         what = "k" if self.k is not None else "budget"
+        if what == "budget" and isinstance(self.budget, str | float):
+            raise WrongType(f"budget must be an int, in bytes, got {describe(self.budget)}; a GiB is budget=2**30")
         value = as_int(getattr(self, what), what)
         if value < 1:
             raise WrongValue(f"{what} must be at least 1, got {value}")
@@ -71,7 +73,10 @@ def plan_of(checkpoints: Any) -> Checkpoints | Schedule | None:
     if checkpoints is None or isinstance(checkpoints, Checkpoints | Schedule):
         return checkpoints
     if isinstance(checkpoints, bool) or not isinstance(checkpoints, int):
-        raise WrongType(f"checkpoints must be None, an int, a Schedule or a Checkpoints, got {describe(checkpoints)}")
+        raise WrongType(
+            f"checkpoints must be None, an int, a Schedule or a Checkpoints, got {describe(checkpoints)}; "
+            f"checkpoints=8 keeps 8 carries"
+        )
     if checkpoints < 1:
         raise WrongValue(f"checkpoints must be at least 1 (the initial carry counts), got {checkpoints}")
     return Checkpoints(k=checkpoints)
