@@ -118,7 +118,9 @@ def test_a_body_without_y_is_what_a_checker_blames(tmp_path: Path) -> None:
     file.write_text(FORGOTTEN)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(Path(tl.__file__).parents[1])]}))
     code = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
-    found = json.loads(subprocess.run(code, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    run = subprocess.run(code, capture_output=True, text=True)
+    assert run.returncode == 1, run.stderr + run.stdout  # errors were found, and nothing else went wrong
+    found = json.loads(run.stdout)["generalDiagnostics"]
     lines = FORGOTTEN.splitlines()
     calls = {i for i, line in enumerate(lines) if line.startswith("tl.scan")}
     blamed = {x["range"]["start"]["line"]: x["message"] for x in found if x["rule"] == "reportArgumentType"}
