@@ -205,6 +205,9 @@ class Carrying:
     def while_loop(self, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init: Any, **options: Any) -> Any:
         """Runs `tl.while_loop`; both functions find the state on the objects.
 
+            carry = tl.carrying(net).while_loop(cond_fn, body_fn, init)
+            carry, steps = tl.carrying(net).while_loop(cond_fn, body_fn, init, return_steps=True)
+
         Args:
             cond_fn: as in `tl.while_loop`, with one bool for all rows.
             body_fn, init: as in `tl.while_loop`.

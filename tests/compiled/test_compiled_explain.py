@@ -35,7 +35,9 @@ def lstm(features: int, size: int) -> str:
         h = o.sigmoid() * c.tanh()
         return (h, c), h
 
-    explanation = tl.explain(body, (torch.zeros(4, size),) * 2, torch.randn(6, 4, features).requires_grad_())
+    explanation = tl.explain(
+        body, (torch.zeros(4, size), torch.zeros(4, size)), torch.randn(6, 4, features).requires_grad_()
+    )
     assert explanation.compiled
     return str(explanation)
 

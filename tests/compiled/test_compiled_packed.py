@@ -144,7 +144,7 @@ def test_values_that_are_not_contiguous():
 
     def run(compile: Any) -> list[Tensor]:
         packed = PackedTensor(values.T, [5, 2, 4])
-        h, ys = tl.scan(lambda h, x: (h @ turn + x,) * 2, torch.zeros(4, 3, dtype=D).T, packed, compile=compile)
+        h, ys = tl.scan(lambda h, x: (h := h @ turn + x, h), torch.zeros(4, 3, dtype=D).T, packed, compile=compile)
         return [h, ys.values, *torch.autograd.grad(h.sin().sum() + ys.values.cos().sum(), (values, turn))]
 
     check_equal(run("strict"), run(False), 1e-12)
