@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 
-__version__ = "0.2.1"
+__version__ = "0.2.2"
 
 # Names that load their module when first touched, so that `import tensorloop` stays quick.
 _LATER = {

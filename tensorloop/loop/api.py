@@ -38,11 +38,12 @@ Y = TypeVar("Y")
 Context = TypeVar("Context")
 
 
-# Where none fits, pyright explains the one that comes nearest. The first three say what x is, so that a body without a
-# y fits none of them: where x were Any, it could not tell, and would blame xs.
+# Where none fits, pyright explains the one that comes nearest. Those of packed xs, ranges and arrays say what x is, so
+# that a body without a y fits none of them: where x were Any, it could not tell, and would blame xs. A body with a
+# context has an overload of its own: a union of both forms makes pyright try a lambda many times, seconds for a call.
 @overload
 def scan(
-    body_fn: Body[C, Tensor, Any],
+    body_fn: Callable[[C, Tensor], tuple[C, Any]],
     init: C,
     xs: PackedTensor,
     length: int | None = None,
@@ -50,14 +51,14 @@ def scan(
     dim: int | Dim = 0,
     reverse: bool = False,
     until: None = None,
-    context: Any = None,
+    context: None = None,
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Any]: ...
 @overload
 def scan(
-    body_fn: Callable[..., tuple[C, Y]],
+    body_fn: Callable[[C, int], tuple[C, Y]],
     init: C,
     xs: range,
     length: int | None = None,
@@ -73,7 +74,7 @@ def scan(
 ) -> tuple[C, Y]: ...
 @overload
 def scan(
-    body_fn: Body[C, Tensor, Y],
+    body_fn: Callable[[C, Tensor], tuple[C, Y]],
     init: C,
     xs: TensorArray,
     length: int | None = None,
@@ -81,12 +82,28 @@ def scan(
     dim: int = 0,
     reverse: bool = False,
     until: Callable[..., Condition] | None = None,
-    context: Any = None,
+    context: None = None,
     compact: bool = False,
     checkpoints: Plan = None,
     compile: Compile = False,
     progress: bool = False,
 ) -> tuple[C, Y]: ...
+@overload
+def scan(
+    body_fn: Callable[[C, Tensor, Context], tuple[C, Any]],
+    init: C,
+    xs: PackedTensor | TensorArray,
+    length: int | None = None,
+    *,
+    dim: int | Dim = 0,
+    reverse: bool = False,
+    until: Callable[..., Condition] | None = None,
+    context: Context,
+    compact: bool = False,
+    checkpoints: Plan = None,
+    compile: Compile = False,
+    progress: bool = False,
+) -> tuple[C, Any]: ...
 @overload
 def scan(
     body_fn: Callable[[C, X], tuple[C, Y]],

@@ -17,7 +17,7 @@ from tensorloop.loop.called import Called, check_body, check_callable, name_of_c
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.compiled import around
 from tensorloop.loop.first_step import FirstOnly, first_only
-from tensorloop.loop.options import Condition, LoopOptions, ScanOptions, WhileOptions
+from tensorloop.loop.options import Body, Condition, Function, LoopOptions, ScanOptions, WhileOptions
 from tensorloop.loop.slices import refuse_packed_sequence
 from tensorloop.packed.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
@@ -103,7 +103,7 @@ class Carrying:
     @named("carrying.scan")
     def scan(
         self,
-        body_fn: Callable[..., tuple[C, Y]],
+        body_fn: Body[C, Any, Y],
         init: C,
         xs: Any = None,
         length: int | None = None,
@@ -157,7 +157,7 @@ class Carrying:
         return run.end(carried), ys
 
     @named("carrying.map")
-    def map(self, fn: Callable[..., Y], xs: Any = None, length: int | None = None, **options: Unpack[ScanOptions]) -> Y:
+    def map(self, fn: Function[Any, Y], xs: Any = None, length: int | None = None, **options: Unpack[ScanOptions]) -> Y:
         """Calls fn on each slice of xs, in order, and stacks the results; steps see the state that earlier ones left.
 
         Args:
@@ -184,8 +184,8 @@ class Carrying:
     @overload
     def while_loop(
         self,
-        cond_fn: Callable[..., Condition],
-        body_fn: Callable[..., C],
+        cond_fn: Function[C, Condition],
+        body_fn: Function[C, C],
         init: C,
         *,
         return_steps: Literal[False] = False,
@@ -194,8 +194,8 @@ class Carrying:
     @overload
     def while_loop(
         self,
-        cond_fn: Callable[..., Condition],
-        body_fn: Callable[..., C],
+        cond_fn: Function[C, Condition],
+        body_fn: Function[C, C],
         init: C,
         *,
         return_steps: Literal[True],

@@ -112,7 +112,7 @@ def test_until_ends_a_loop_over_a_range(checkpoints: Any) -> None:
         until=lambda c: bool((c / weight)[0] >= 5.9),
         checkpoints=checkpoints,
     )
-    assert ys.tolist() == [0, 1, 2, 3]
+    assert torch.as_tensor(ys).tolist() == [0, 1, 2, 3]
     assert grad(carry.sum(), weight)[0].tolist() == pytest.approx([6, 6])
 
 
