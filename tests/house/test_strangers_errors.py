@@ -62,7 +62,7 @@ LOOPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: carrying().fori_loop(0, 2.5, add, Z), "carrying.fori_loop: upper must be an int"),
     (lambda: tl_.scan(add, Z, XS.numpy()), "scan: xs is ndarray .*Wrap it with torch.as_tensor"),
     (
-        lambda: tl.scan(add, Z, SEQUENCE),
+        lambda: tl_.scan(add, Z, SEQUENCE),
         r"scan: xs is a PackedSequence; give tl.PackedTensor.from_packed_sequence\(xs\)",
     ),
     (lambda: tl_.explain(add, Z, SEQUENCE), "explain: xs is a PackedSequence; give"),
