@@ -15,15 +15,13 @@ from typing import Any, NamedTuple
 import beam
 import beam_models
 import compiled
-import compiled_report
 import compiled_workloads
 import harness
-import loop_peers
 import loop_workloads
 import packed
 import torch
 import workloads
-from script import Peer, Result, Script, differing
+from script import Result, Script, differing
 from torch import Tensor
 
 from docs import curve
@@ -35,7 +33,6 @@ TOKENS = {"quick": 4, "short": 64, "usual": 64}
 RUNS = {"quick": 1, "short": 5, "usual": 10}
 CHECKED = 24
 AGREE = 1e-9  # of the largest value, in float64
-JAX = Peer("jax", ("jax", "equinox"), lambda cell: loop_peers.is_of(cell, ("lax_",)), compiled_report.PEER)
 
 
 class Fact(NamedTuple):
@@ -66,7 +63,7 @@ FACTS = {
         "compiled",
         {
             "compiled": "`tl.scan(compile=True)`",
-            "eager": "the loop in Python",
+            "eager": "the same `tl.scan`, eager",
             "lax_scan": "`lax.scan`, jitted",
             "nn_lstm": "`nn.LSTM`",
         },
@@ -163,14 +160,6 @@ def search(cell: harness.Cell) -> dict[str, Any]:
     return {"tokens_a_second": [tokens / s for s in timed["total_s"]]}
 
 
-def check_lstm(cell: harness.Cell) -> dict[str, Any]:
-    compiled.JAX, kept = JAX, compiled.JAX
-    try:
-        return compiled.check_cell(cell)
-    finally:
-        compiled.JAX = kept
-
-
 def check_decoder(cell: harness.Cell) -> dict[str, Any]:
     torch.manual_seed(0)
     net, xs = torch.nn.GRUCell(16, 16).double(), torch.randn(CHECKED, 8, 16, dtype=torch.float64)
@@ -197,7 +186,7 @@ MEASURE: dict[str, Callable[[harness.Cell], dict[str, Any]]] = {
     "conformer": conformer,
 }
 CHECK: dict[str, Callable[[harness.Cell], dict[str, Any]]] = {
-    "lstm": check_lstm,
+    "lstm": compiled.check_cell,
     "decoder": check_decoder,
     "unknown": check_unknown,
     "search": beam.check,
@@ -249,7 +238,7 @@ SCRIPT = Script(
     disagreements=disagreements,
     brief=True,
     page=("README.md", "headline"),
-    peers=(JAX,),
+    peers=(compiled.JAX,),
     # The loop of unknown length contracts: its gradients fade into denormal numbers, which are many times slower.
     prepare=lambda: torch.set_flush_denormal(True),
 )

@@ -1,4 +1,4 @@
-"""The methods, each callable alone, and `best`, which takes the best of those that apply."""
+"""The methods, each callable alone, and `best`, which takes the best of those that apply. Long by their docstrings."""
 
 from collections.abc import Callable
 from typing import Any

@@ -134,11 +134,12 @@ def test_the_list_of_pages_has_them_all():
     assert sorted(pages - listed - {"README.md", "pages.md"}) == []
 
 
-def test_the_page_on_installing_is_up_to_date():
-    """The version to cite, and the names of the extras."""
-    text = (DOCS / "install.md").read_text()
+def test_what_to_cite_and_to_install_is_up_to_date():
+    """The version, wherever one finds what to cite, and the names of the extras."""
+    text, readme, citation = ((ROOT / name).read_text() for name in ("docs/install.md", "README.md", "CITATION.cff"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"version = {{{tl.__version__}}}" in text
+    cited = [re.findall(r"^ *version *[=:] *\{?([\d.]+)", page, re.MULTILINE) for page in (text, readme, citation)]
+    assert cited == [[tl.__version__]] * 3
     table = text[text.index("| extra |") : text.index("Error messages")]
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(project["optional-dependencies"])
 
