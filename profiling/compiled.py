@@ -28,9 +28,10 @@ from compiled_workloads import leaves, loss_of
 from script import Peer, Script
 from torch import Tensor
 
-from tensorloop.loop.compiled import front, program
-from tensorloop.loop.compiled.emitter.core import NativeCore
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.compiler.targets.cpu.core import NativeCore
+from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled.run import program
+from tensorloop.loop.compiled.run.plan import plans
 
 JAX = Peer("jax", ("jax", "equinox"), lambda cell: loop_peers.is_of(cell, ("lax_", "eqx_")), report.PEER)
 SHORT = ("W2s", "RNNs", "rk4", "crf", "kalman")

@@ -27,7 +27,8 @@ import workloads
 from compiled_workloads import leaves, loss_of
 from script import Result, Script, Target
 
-from tensorloop.loop.compiled import front, node
+from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled.run import node
 
 THREADS = 2
 NOTICED, TIMED = 20, 9  # calls

@@ -56,7 +56,7 @@ ROOMS = {
     ),
     "schedules": Room(
         _each(
-            ("schedule/segments.py", "schedule/online.py", "schedule/tables.py", "schedule/hierarchy.py"),
+            ("schedule/spans.py", "schedule/online.py", "schedule/tables.py", "schedule/hierarchy.py"),
             "tests/checkpoint/test_schedule.py",
             "tests/checkpoint/test_schedule_online.py",
             "tests/checkpoint/test_schedule_hierarchy.py",
@@ -64,7 +64,7 @@ ROOMS = {
     ),
     "partition": Room(
         _each(
-            ("loop/compiled/partition.py", "loop/compiled/recurrence.py"),
+            ("compiler/divide/partition.py", "compiler/step.py"),
             "tests/compiled/test_compiled_values.py",
             "tests/compiled/test_compiled_explain.py",
         ),
@@ -72,12 +72,12 @@ ROOMS = {
     ),
     "compiled": Room(
         {
-            "loop/compiled/array_memory.py": (
+            "loop/compiled/run/array_memory.py": (
                 "tests/compiled/test_compiled_arrays.py",
                 "tests/compiled/test_compiled_array_checkpoints.py",
             ),
-            "loop/compiled/open_end.py": ("tests/compiled/test_compiled_open_end.py",),
-            "loop/compiled/asking.py": ("tests/compiled/test_compiled_conditions.py",),
+            "loop/compiled/run/open_end.py": ("tests/compiled/test_compiled_open_end.py",),
+            "loop/compiled/run/python_condition.py": ("tests/compiled/test_compiled_conditions.py",),
         },
         ("tests/compiled",),
     ),
@@ -121,7 +121,7 @@ ROOMS = {
     ),
     "kernels": Room(
         {
-            "kernels/cpu/segments.py": (
+            "kernels/cpu/segment_reductions.py": (
                 "tests/kernels/test_kernels.py",
                 "tests/kernels/test_kernel_infinities.py",
                 "tests/packed/test_packed_ragged.py",

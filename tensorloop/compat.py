@@ -19,7 +19,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import Fact, WrongType, WrongValue, named
 from tensorloop._common.pytree import Tree, leaves, mapped
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.loop.for_rooms import describe, flatten_like, kind_of
+from tensorloop.loop.internals import describe, flatten_like, kind_of
 
 __all__ = ["torch_associative_scan", "torch_scan", "torch_while_loop"]
 

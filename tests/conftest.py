@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tensorloop as tl
-from tensorloop.loop.compiled.emitter import guarded
+from tensorloop.compiler.targets.cpu import guarded
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
 hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)

@@ -9,7 +9,7 @@ neither read nor written. Rows are moved in any dtype, segments are reduced in f
 from tensorloop_cuda.moves import SUMMED, regroup, regroup_sums
 from tensorloop_cuda.ready import why_not
 from tensorloop_cuda.rows import gather_rows, pack_rows, pad_rows, spread_rows
-from tensorloop_cuda.segments import (
+from tensorloop_cuda.segment_reductions import (
     segment_cumsum,
     segment_extreme_grad,
     segment_logsumexp,

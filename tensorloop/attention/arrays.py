@@ -12,7 +12,7 @@ from tensorloop.attention.checks import Facts, autocast, check_parts, number
 from tensorloop.attention.past import attend_past
 from tensorloop.kernels.past import Sight
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 class Rules(NamedTuple):

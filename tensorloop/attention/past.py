@@ -21,8 +21,8 @@ from tensorloop.kernels.past import Sight, drain, drain_grad, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import kind_of, store_of
 from tensorloop.tensor_array.gradient import ArrayNode
+from tensorloop.tensor_array.internals import kind_of, store_of
 
 
 def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight, start: int = 0) -> Tensor:

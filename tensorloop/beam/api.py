@@ -18,7 +18,7 @@ from tensorloop.beam.model import Model
 from tensorloop.beam.result import Hypotheses
 from tensorloop.beam.search import Search
 from tensorloop.loop import Checkpoints
-from tensorloop.loop.for_rooms import check_context
+from tensorloop.loop.internals import check_context
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.schedule import Schedule
 

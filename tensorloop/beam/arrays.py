@@ -20,7 +20,7 @@ from tensorloop.beam.ancestry import Family
 from tensorloop.beam.attention import attend
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import kind_of, show_through, store_of
+from tensorloop.tensor_array.internals import kind_of, show_through, store_of
 from tensorloop.tensor_array.store import Store
 
 _NAME = "beam_search"

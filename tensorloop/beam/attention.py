@@ -31,8 +31,8 @@ from tensorloop.kernels.past import Sight, whole
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import has_holes, store_of
 from tensorloop.tensor_array.gradient import ArrayNode
+from tensorloop.tensor_array.internals import has_holes, store_of
 
 _NAME = "attention"
 

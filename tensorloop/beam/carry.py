@@ -9,7 +9,7 @@ from tensorloop._common import pytree
 from tensorloop._common.errors import WrongValue
 from tensorloop.beam.ancestry import Family
 from tensorloop.beam.arrays import unwrap_array, wrap_array
-from tensorloop.loop.for_rooms import check_carry, describe
+from tensorloop.loop.internals import check_carry, describe
 from tensorloop.tensor_array.array import TensorArray
 
 

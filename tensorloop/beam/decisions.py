@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorloop._common.errors import WrongValue
-from tensorloop.beam import doubt
+from tensorloop.beam import diagnostics
 from tensorloop.beam.batch import Batch
 from tensorloop.beam.choose import Choice, Offer, TopK, choose_best
 from tensorloop.beam.gold import Gold
@@ -114,7 +114,9 @@ class Decisions:
         if verdict.spoilt or self.gold is not None:
             self._refuse(t, choice, log_probs, batch)
         if rules.check:
-            doubt.check_sums(t, log_probs, batch.select(self.running), batch, max(1e-3, 4 * torch.finfo(dtype).eps))
+            diagnostics.check_sums(
+                t, log_probs, batch.select(self.running), batch, max(1e-3, 4 * torch.finfo(dtype).eps)
+            )
         if choice.lost is not None and rules.choose.by_key:
             self._lose(choice.lost)
         self.sums_after.append(self.sums if self.gold is None else self.gold.join(self.sums, t))
@@ -127,10 +129,10 @@ class Decisions:
     def _doubt(self, t: int, log_probs: Tensor, dtype: torch.dtype) -> None:
         """Warns of what is no probability, and of a search that does not end."""
         if not t:
-            self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), doubt.find_slack(dtype)
-            self.told = self.rules.check or doubt.warn_of_scores(self.first_mass > self.slack)
-        elif t == doubt.ENDLESS and self.rules.max_steps is None and bool(self.searching.any()):
-            doubt.warn_of_endless(self.searching, self.pool.keys > -torch.inf, self.rules.n_best)
+            self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), diagnostics.find_slack(dtype)
+            self.told = self.rules.check or diagnostics.warn_of_scores(self.first_mass > self.slack)
+        elif t == diagnostics.ENDLESS and self.rules.max_steps is None and bool(self.searching.any()):
+            diagnostics.warn_of_endless(self.searching, self.pool.keys > -torch.inf, self.rules.n_best)
 
     def _choose(self, t: int, batch: Batch, log_probs: Tensor) -> tuple[Choice, Tensor, Tensor]:
         """What is chosen in step t, with the sums of what runs on and of what ends, in all rows."""
@@ -188,7 +190,7 @@ class Decisions:
         if not bool(fine.all()):
             row = int((~fine).nonzero()[0, 0])
             forbidden = float(top[row]) == -torch.inf
-            doubt.refuse_row(t, row, None if forbidden else log_probs[batch.find(row)])
+            diagnostics.refuse_row(t, row, None if forbidden else log_probs[batch.find(row)])
 
     def _lose(self, keys: Tensor) -> None:
         """Notes the keys of what was left out, (B,)."""

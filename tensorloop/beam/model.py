@@ -12,7 +12,7 @@ from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop.beam.decisions import Rules
 from tensorloop.beam.gold import Gold
-from tensorloop.loop.for_rooms import Called, describe, refuse_arguments
+from tensorloop.loop.internals import Called, describe, refuse_arguments
 
 _NAME = "beam_search"
 

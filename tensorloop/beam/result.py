@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.ranking import descending
-from tensorloop.beam import doubt, show
+from tensorloop.beam import diagnostics, show
 from tensorloop.beam.ancestry import as_index
 from tensorloop.beam.decisions import Decisions
 from tensorloop.beam.gold import Gold
@@ -212,9 +212,9 @@ def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps
     kept = _stack(decisions.sums_after, decisions).to(wide)
     if count:
         running, ends = kept.amax(2), (best.lens, value)
-        over = doubt.find_disproved(decisions.slack, decisions.first_mass, running, steps, ends, mass)
+        over = diagnostics.find_disproved(decisions.slack, decisions.first_mass, running, steps, ends, mass)
         if not decisions.told:
-            doubt.warn_of_scores(over)
+            diagnostics.warn_of_scores(over)
         decisions.gap = torch.where(over, torch.inf, decisions.gap)
     result = Hypotheses(
         packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished, ended_by,

@@ -33,7 +33,7 @@ from tensorloop.beam.carry import HypothesesCarry
 from tensorloop.beam.decisions import Decisions
 from tensorloop.beam.model import Model
 from tensorloop.beam.result import Hypotheses, build_result
-from tensorloop.loop.for_rooms import run_rows
+from tensorloop.loop.internals import run_rows
 from tensorloop.tensor_array.array import TensorArray
 
 _NAME = "beam_search"

@@ -19,7 +19,7 @@ from tensorloop.hf.attention import Asked, handed_by, is_plain, stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 class Beams(NamedTuple):

@@ -16,7 +16,7 @@ from tensorloop._torch.autocast import is_on
 from tensorloop.hf.advice import ATTENTION, Advice
 from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.tensor_array import TensorArray
-from tensorloop.tensor_array.friends import kind_of
+from tensorloop.tensor_array.internals import kind_of
 
 
 class Kind:

@@ -45,15 +45,17 @@ TABLE = {
     "gather_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.9 : 10; few or narrow rows are handed to torch there
     "write_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.004 : 0.034 in B = 32 rows of 256
     "take_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.007 : 0.046
-    "segment_sum": Operation("segments", cpu=REAL, cuda=REAL),  # 1.0 : 1.1
-    "segment_max": Operation("segments", cpu=REAL, cuda=REAL),  # 1.5 : 66
-    "segment_min": Operation("segments", cpu=REAL, cuda=REAL),  # 1.6 : 57
-    "segment_logsumexp": Operation("segments", cpu=SINGLE, cuda=REAL),  # 4.8 : 24; in float64 exp is libm's, and slow
-    "segment_logsumexp_grad": Operation("segments", cpu=SINGLE, cuda=REAL),  # 12 : 50
-    "segment_extreme_grad": Operation("segments", cpu=REAL, cuda=REAL),  # 12 : 75
-    "segment_softmax": Operation("segments", cpu=SINGLE, cuda=REAL),  # 16 : 39
-    "segment_softmax_grad": Operation("segments", cpu=REAL, cuda=REAL),  # 13 : 42
-    "segment_cumsum": Operation("segments", cpu=REAL, cuda=REAL),  # 11 : 320
+    "segment_sum": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 1.0 : 1.1
+    "segment_max": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 1.5 : 66
+    "segment_min": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 1.6 : 57
+    "segment_logsumexp": Operation(
+        "segment_reductions", cpu=SINGLE, cuda=REAL
+    ),  # 4.8 : 24; in float64 exp is libm's, and slow
+    "segment_logsumexp_grad": Operation("segment_reductions", cpu=SINGLE, cuda=REAL),  # 12 : 50
+    "segment_extreme_grad": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 12 : 75
+    "segment_softmax": Operation("segment_reductions", cpu=SINGLE, cuda=REAL),  # 16 : 39
+    "segment_softmax_grad": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 13 : 42
+    "segment_cumsum": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 11 : 320
     "edit_distance": Operation("edits", cpu=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
     "edit_cost": Operation("edits", cpu=TOKENS),  # 7.5 : 80
     "edit_paths": Operation("edits", cpu=TOKENS),  # 16 : 170

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.eager import segments
+from tensorloop.kernels.eager import segment_reductions
 from tensorloop.kernels.moves import Move, Moves
 
 Numbers = Callable[..., Tensor]  # of a shape
@@ -80,10 +80,11 @@ def arguments(operation: str, lens: Sequence[int], features: int, numbers: Numbe
         "segment_min": lambda: (values, offsets, 7),
         "segment_softmax_grad": lambda: (values, numbers(n, features), offsets),
         "segment_logsumexp_grad": lambda: (
-            values, segments.segment_logsumexp(values, offsets), numbers(batch, features), offsets,
+            values, segment_reductions.segment_logsumexp(values, offsets), numbers(batch, features), offsets,
         ),
         "segment_extreme_grad": lambda: (
-            values.round(), segments.segment_max(values.round(), offsets, 0)[0], numbers(batch, features), offsets,
+            values.round(), segment_reductions.segment_max(values.round(), offsets, 0)[0],
+            numbers(batch, features), offsets,
         ),
     }.get(operation, lambda: (values, offsets))()  # fmt: skip
 

@@ -15,9 +15,9 @@ from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
 from tensorloop.loop.called import Called, check_body, check_callable, pair_of
-from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.explain import Explanation, asked
 from tensorloop.loop.compiled.front import Compile
+from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import Body, Condition, ExplainOptions, Plan

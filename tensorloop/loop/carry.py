@@ -20,7 +20,7 @@ from tensorloop._common.scope import here, unrecorded
 from tensorloop._common.slots import slots_of
 from tensorloop.packed.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import kind_of
+from tensorloop.tensor_array.internals import kind_of
 
 
 def describe(leaf: Any) -> str:

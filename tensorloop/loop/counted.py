@@ -12,8 +12,8 @@ from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.chunked_map import map_in_chunks
-from tensorloop.loop.compiled import in_graph
 from tensorloop.loop.compiled.front import Compile
+from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import Plan

@@ -20,7 +20,7 @@ from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.shrunk_arrays import read_in_bulk
 from tensorloop.loop.stopped_rows import ActiveRows
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 class ConditionalLoop(Loop):

@@ -20,7 +20,7 @@ from tensorloop._common.scope import here, without_recorder
 from tensorloop._torch import transforms
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import refill, store_of, with_rows
+from tensorloop.tensor_array.internals import refill, store_of, with_rows
 from tensorloop.tensor_array.keys import Key
 from tensorloop.tensor_array.sequential_reads import PickedRows
 from tensorloop.tensor_array.slot_list import Slots

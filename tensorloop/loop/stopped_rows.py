@@ -23,7 +23,7 @@ from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, u
 from tensorloop.packed.base import is_packed
 from tensorloop.packed.index import select_rows
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import mask_rows, replace, store_of, with_rows
+from tensorloop.tensor_array.internals import mask_rows, replace, store_of, with_rows
 
 RUNNING = torch.iinfo(torch.int64).max
 

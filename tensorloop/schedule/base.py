@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from tensorloop.schedule.actions import Action, Advance, Forward, Snapshot, as_count
-from tensorloop.schedule.segments import binomial_segments, in_segments, reverse_segments
+from tensorloop.schedule.spans import binomial_segments, in_segments, reverse_segments
 
 
 class Schedule(abc.ABC):

@@ -12,7 +12,7 @@ from tensorloop._common.arguments import as_place, describe
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
-from tensorloop.schedule.segments import reverse_segments
+from tensorloop.schedule.spans import reverse_segments
 from tensorloop.schedule.tables import Costs, Plan, less, plan_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tensorloop.schedule.actions import Advance, Drop, Forward, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
-from tensorloop.schedule.segments import cost, longest
+from tensorloop.schedule.spans import cost, longest
 
 
 class Online(Schedule):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from operator import add
 from typing import NamedTuple
 
-from tensorloop.schedule.segments import binomial_segments, cost
+from tensorloop.schedule.spans import binomial_segments, cost
 
 BLOCKS = 512  # of a longer loop; the tables grow with their square
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import beam
-from tensorloop.beam import doubt
+from tensorloop.beam import diagnostics
 from tests.support.beam_cases import BOS, EOS, Table
 
 ROWS, VOCABULARY = 4, 5
@@ -139,7 +139,7 @@ def endless(likely: list[float], steps: int, **options: Any) -> beam.Hypotheses:
 
 @pytest.mark.parametrize(("likely", "ended"), [([0.5, 0.0, 0.5], 0), ([0.999, 0.001, 0.0], 2)])
 def test_a_search_that_may_not_end_says_so_once(likely: list[float], ended: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doubt, "ENDLESS", 20)
+    monkeypatch.setattr(diagnostics, "ENDLESS", 20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(Enough):
@@ -157,7 +157,7 @@ def test_raw_logits_are_noticed_before_a_search_that_does_not_end():
 
 
 def test_with_max_steps_it_ends(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doubt, "ENDLESS", 20)
+    monkeypatch.setattr(diagnostics, "ENDLESS", 20)
     hyps = endless([0.5, 0.0, 0.5], 60, max_steps=40)
     assert hyps.stopped == ["capped"] * 2
     assert not hyps.finished.any()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop import memory, schedule
-from tensorloop.loop.checkpoint import held as _held
+from tensorloop.loop.checkpoint import references as _held
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import collector_off
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot

@@ -281,9 +281,9 @@ def test_eight_in_memory_and_the_rest_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 17, 40])
 def test_compiled_loops_too(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorloop.loop.compiled import segments
+    from tensorloop.loop.compiled.run import blocks
 
-    monkeypatch.setattr(segments, "MOST_STEPS", 3)
+    monkeypatch.setattr(blocks, "MOST_STEPS", 3)
     for plan in (Hierarchy(2, Level("cpu", 3, write=0.5, read=0.5)), Hierarchy(1, Level("cpu", 2), Level(tmp_path))):
         found = torch.autograd.grad(turned(plan, steps, "strict"), ANGLE)
         torch.testing.assert_close(found, torch.autograd.grad(turned(None, steps), ANGLE))
@@ -329,9 +329,9 @@ class Everywhere(Schedule):
 
 @pytest.mark.parametrize("compile", [False, "strict"])
 def test_a_schedule_of_the_users_says_where(compile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorloop.loop.compiled import segments
+    from tensorloop.loop.compiled.run import blocks
 
-    monkeypatch.setattr(segments, "MOST_STEPS", 1)
+    monkeypatch.setattr(blocks, "MOST_STEPS", 1)
     (tmp_path / "other").mkdir()
     plan = Everywhere([None, "cpu", tmp_path, str(tmp_path / "other")])
     start = torch.ones(1, 2, dtype=torch.float64), torch.zeros((), dtype=torch.int64)

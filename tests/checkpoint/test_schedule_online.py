@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorloop.schedule import Advance, Drop, Online, Snapshot, advances
-from tensorloop.schedule.segments import cost
+from tensorloop.schedule.spans import cost
 from tests.support.schedule_checks import optimum, reversal, run, swept
 
 

@@ -18,7 +18,7 @@ from tensorloop.loop.checkpoint.sweep_result import CarryOutput
 from tensorloop.loop.checkpoint.writes import Writes
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 W = torch.tensor([0.5, 2.0], requires_grad=True)
 

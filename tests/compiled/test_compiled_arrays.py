@@ -10,10 +10,10 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import TensorArray
-from tensorloop.loop.compiled import cores
-from tensorloop.loop.compiled.eager_core import EagerCore
-from tensorloop.loop.compiled.emitter import threads
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.compiler.targets import cores
+from tensorloop.compiler.targets.cpu import threads
+from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.array_loops import LOOPS, attends, outcome
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, scanned, tensors
 from tests.support.compiled_cases import check_equal

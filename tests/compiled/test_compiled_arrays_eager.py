@@ -12,7 +12,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, scanned, tensors
 from tests.support.compiled_cases import check_equal
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorloop as tl
-from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.run.plan import Plan, plans
 
 B, F, H, T = 3, 5, 8, 6
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

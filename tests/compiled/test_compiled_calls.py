@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, bytes_kept, check_equal, leaf, outcome, rotation
 
 D = torch.float64
@@ -63,7 +63,7 @@ def test_other_constants_shapes_and_branches_are_other_plans():
 
 
 def test_the_least_used_plan_goes_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tensorloop.loop.compiled.plan.MOST_PLANS", 2)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.plan.MOST_PLANS", 2)
     U, xs = rotation(D), leaf(D, 5, 2, 4)
     for scale in (1.0, 2.0, 1.0, 3.0, 1.0):
         rnn(U, xs, scale=scale)

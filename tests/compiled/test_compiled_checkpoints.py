@@ -11,11 +11,11 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import Checkpoints, schedule
-from tensorloop.loop.compiled import segments
-from tensorloop.loop.compiled.plan import plans
-from tensorloop.loop.compiled.program import _Room
-from tensorloop.loop.compiled.segments import Segmented
-from tensorloop.loop.compiled.totals import Totals
+from tensorloop.loop.compiled.run import blocks
+from tensorloop.loop.compiled.run.blocks import Segmented
+from tensorloop.loop.compiled.run.plan import plans
+from tensorloop.loop.compiled.run.program import _Room
+from tensorloop.loop.compiled.run.totals import Totals
 from tensorloop.memory import peak, saved
 from tests.support.compiled_cases import CASES, check_equal, leaf, outcome, rotation
 
@@ -230,7 +230,7 @@ def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.Mo
         reverse(self, part, *args)
 
     monkeypatch.setattr(Totals, "reverse", counted)
-    monkeypatch.setattr("tensorloop.loop.compiled.node.FREE_BYTES", 0)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 0)
     expected, expected_grads = outcome(CASES[name], D, False)
     found, grads = outcome(CASES[name], D, "strict")
     check_equal(found, expected, 1e-11)
@@ -257,7 +257,7 @@ def test_no_more_is_held_than_by_the_eager_loop(known: bool, k: int) -> None:
         counts[compile] = saved(loss).bytes, peak(lambda loss=loss: loss().backward())
     (held, most), (eager_held, eager_most) = counts["strict"], counts[False]
     assert carry <= held <= eager_held + (60 * 8 if known else 0)
-    assert most <= eager_most + segments.FREE_BYTES
+    assert most <= eager_most + blocks.FREE_BYTES
 
 
 def test_blocks_of_large_carries_are_short() -> None:
@@ -276,7 +276,7 @@ def test_blocks_of_large_carries_are_short() -> None:
 
 def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here both keep one carry a step. What is free is left out: this loop is a small one."""
-    monkeypatch.setattr("tensorloop.loop.compiled.node.FREE_BYTES", 0)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 0)
     peaks = {}
     for compile in (False, "strict"):
         gradients(100, None, compile, rows=64)
@@ -301,7 +301,7 @@ def test_blocks_use_one_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append((self, room))
         return make(self, room)
 
-    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 4)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 4)
     found, expected = gradients(43, 3, "strict"), gradients(43, None, False)
     check_equal(found, expected, 1e-12)
     monkeypatch.setattr(_Room, "made", counted)
@@ -320,7 +320,7 @@ def test_kept_carries_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
         runs.append(self)
         make(self, *args)
 
-    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 4)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 4)
     monkeypatch.setattr(Segmented, "__init__", noted)
     loss, leaves = turned(60, 4, "strict", known=False)
     (run,) = runs

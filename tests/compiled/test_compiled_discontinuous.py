@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.both_ways import check_both
 
 D = torch.float64

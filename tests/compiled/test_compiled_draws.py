@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
 
 B, H, T = 3, 8, 5
@@ -93,7 +93,7 @@ def test_numbers_gradients_and_generators_are_those_of_the_eager_loop(name: str)
                 {"checkpoints": 1, "reverse": True}],
 )  # fmt: skip
 def test_blocks_are_drawn_again_from_where_they_began(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 2)
     check_same(BODIES["own generator"], **options)
     check_same(BODIES["dropout"], **options)
 

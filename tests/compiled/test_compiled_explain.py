@@ -10,10 +10,10 @@ from torch import Tensor
 
 import tensorloop as tl
 from docs import partition
+from tensorloop.compiler.divide.partition import Split
+from tensorloop.compiler.step import Recurrence, Unsupported
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.partition import Split
-from tensorloop.loop.compiled.plan import Plan, plans
-from tensorloop.loop.compiled.recurrence import Recurrence, Unsupported
+from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support import array_loops
 from tests.support.compiled_cases import CASES, check_equal, outcome
 
@@ -105,8 +105,8 @@ def test_a_loop_that_stays_eager_says_why_and_where():
 
 
 def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: pytest.MonkeyPatch):
-    from tensorloop.loop.compiled import cores
-    from tensorloop.loop.compiled.eager_core import EagerCore
+    from tensorloop.compiler.targets import cores
+    from tensorloop.compiler.targets.eager import EagerCore
 
     def without(name: str) -> Any:
         def native(recurrence: Recurrence) -> EagerCore:
@@ -136,7 +136,7 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
 
 
 def test_a_compiler_that_fails_costs_speed_alone(monkeypatch: pytest.MonkeyPatch):
-    from tensorloop.loop.compiled import cores
+    from tensorloop.compiler.targets import cores
 
     def fails(recurrence: Recurrence) -> Any:
         raise OSError("no room on the device")

@@ -16,8 +16,8 @@ from torch.export import Dim, export
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.operators import LOOP
-from tensorloop.loop.compiled.written import read
+from tensorloop.loop.compiled.in_graphs.operators import LOOP
+from tensorloop.loop.compiled.in_graphs.step_text import read
 
 turn = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
 

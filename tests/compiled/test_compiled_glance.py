@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import tensorloop as tl
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled import front
-from tensorloop.loop.compiled.glance import paths
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.look.known_calls import paths
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, leaf, outcome, rotation
 
 D = torch.float64

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled import operations
+from tensorloop.compiler import operations
 from tensorloop.loop.compiled.front import NotCompiledWarning
 
 D = torch.float64

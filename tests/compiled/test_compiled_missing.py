@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled.plan import plans
-from tensorloop.loop.compiled.program import Program
+from tensorloop.loop.compiled.run.plan import plans
+from tensorloop.loop.compiled.run.program import Program
 from tests.support.both_ways import Outcome, check_alike, check_both, outcome
 
 D = torch.float64

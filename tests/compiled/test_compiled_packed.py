@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tensorloop as tl
-from tensorloop.loop.compiled import front, padded_rows
+from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.padded_rows import PaddedScan
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.look import padded_rows
+from tensorloop.loop.compiled.look.padded_rows import PaddedScan
+from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.packed import PackedTensor
 from tests.support.compiled_cases import bytes_kept, check_equal, leaf, outcome, rotation
 from tests.support.packed_loops import CASES, LENS
@@ -105,7 +106,7 @@ def test_any_lengths(lens: list[int], reverse: bool, name: str):
 @pytest.mark.parametrize("checkpoints", [1, 2, 100])
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 2)
     both(name, checkpoints=checkpoints, tolerance=1e-10)
 
 

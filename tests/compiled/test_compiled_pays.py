@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop.compiler.targets.cpu import core, threads
 from tensorloop.loop.compiled import pays
-from tensorloop.loop.compiled.emitter import core, threads
 from tensorloop.loop.compiled.pays import FIRST, GAP, LONGEST_GAP, TRIED, Pays
 
 QUIET = {True: 0.6, False: 1.0}  # seconds of a step of the team, of one thread

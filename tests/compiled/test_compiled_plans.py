@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorloop as tl
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import check_equal
 
 D = torch.float64
@@ -97,7 +97,7 @@ def test_checkpoints_are_no_part_of_a_plan():
 
 
 def test_plans_are_few_whatever_comes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tensorloop.loop.compiled.plan.MOST_PLANS", 3)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.plan.MOST_PLANS", 3)
     net = Net()
     for rows in (1, 2, 3, 4, 5):
         agree(net, rows, 2)

@@ -11,9 +11,9 @@ from torch._dynamo.exc import Unsupported
 from torch.nn import functional
 
 import tensorloop as tl
-from tensorloop.loop.compiled.changing_floats import use_as_tensors
+from tensorloop.compiler.refused import Refused
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.loop.compiled.in_graphs.changing_floats import use_as_tensors
 
 D = torch.float64
 XS = torch.linspace(-1, 1, 20, dtype=D).reshape(5, 4)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled.carried_arrays import Template
-from tensorloop.loop.compiled.emitter import threads
+from tensorloop.compiler.targets.cpu import threads
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.plan import plans
-from tensorloop.loop.compiled.recorded import Recorded
+from tensorloop.loop.compiled.look.carried_arrays import Template
+from tensorloop.loop.compiled.look.look import Recorded
+from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.packed import PackedTensor
 from tests.support.compiled_cases import rotation
 

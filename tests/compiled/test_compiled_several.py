@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
-from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
 
 B, C, L, T = 2, 3, 7, 4
@@ -177,7 +177,7 @@ def test_what_vmap_does_not_do_or_does_wrong_goes_step_by_step(monkeypatch: pyte
 
     for mapped in (fails, wrong):
         plans.clear()
-        monkeypatch.setattr("tensorloop.loop.compiled.mapped.Mapped._mapped", mapped)
+        monkeypatch.setattr("tensorloop.compiler.divide.mapped.Mapped._mapped", mapped)
         for body in (rolls, selects):
             found, grads = outcome(body, "strict")
             expected, expected_grads = outcome(body, False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled.plan import Plan, plans
+from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
 
 D = torch.float64

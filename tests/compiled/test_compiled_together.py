@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled.emitter import threads
+from tensorloop.compiler.targets.cpu import threads
 
 HAD = {3} if threads._library(threads.os.getpid()) else set()  # without torch's OpenMP loops run on one thread
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.loop.compiled import cores
-from tensorloop.loop.compiled.eager_core import EagerCore
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.compiler.targets import cores
+from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, outcome
 
 
@@ -45,7 +45,7 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torc
     ],
 )
 def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tensorloop.loop.compiled.segments.MOST_STEPS", 2)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 2)
     expected, expected_grads = outcome(CASES[name], torch.float64, False)
     found, grads = outcome(CASES[name], torch.float64, "strict", checkpoints=checkpoints)
     check_equal(found, expected, 1e-12)

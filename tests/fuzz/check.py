@@ -114,7 +114,7 @@ def _more_said(usual: list[warnings.WarningMessage], said: list[warnings.Warning
 
 
 def _plans_made() -> int:
-    from tensorloop.loop.compiled.plan import plans
+    from tensorloop.loop.compiled.run.plan import plans
 
     return len(plans._plans)
 

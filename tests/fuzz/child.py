@@ -49,7 +49,7 @@ CALLS, LOSS, SECOND = [0], "", False
 
 
 def _forget_plans() -> None:
-    from tensorloop.loop.compiled.plan import plans
+    from tensorloop.loop.compiled.run.plan import plans
 
     plans.clear()
 
@@ -97,7 +97,7 @@ def _in_child(work: Callable[[], dict[str, Any]], write: int, said: int) -> None
 def _team_of_this_process() -> None:
     """Lets compiled loops have threads although this process was forked: its parent had none."""
     with contextlib.suppress(ImportError, AttributeError):
-        from tensorloop.loop.compiled.emitter import threads
+        from tensorloop.compiler.targets.cpu import threads
 
         threads._BORN[0] = os.getpid()
 

@@ -90,14 +90,14 @@ def guard_of(guarded: bool) -> Callable[[], Any]:
     """What compiled calls run in."""
     if not guarded:
         return contextlib.nullcontext
-    from tensorloop.loop.compiled.emitter.guarded import on
+    from tensorloop.compiler.targets.cpu.guarded import on
 
     return on
 
 
 def with_violations(found: dict[str, Any]) -> dict[str, Any]:
     """A result with what guarded loops noticed."""
-    from tensorloop.loop.compiled.emitter.guarded import violations
+    from tensorloop.compiler.targets.cpu.guarded import violations
 
     lines = [f"memory: {line}" for line in violations]
     return found | {"finds": lines + found["finds"], "outcome": "different"} if lines else found

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.run.plan import plans
 from tests.fuzz import programs, shrink, triage
 from tests.fuzz.check import check, differences, script
 from tests.fuzz.run import read

@@ -56,12 +56,12 @@ DOORS = {
     "tensor_array.block": {"attention", "beam", "loop"},
     "tensor_array.buffer": {"attention", "beam", "loop"},
     "tensor_array.gradient": {"attention", "beam"},
-    "tensor_array.friends": {"attention", "beam", "hf", "loop"},
+    "tensor_array.internals": {"attention", "beam", "hf", "loop"},
     "tensor_array.keys": {"loop"},
     "tensor_array.sequential_reads": {"loop"},
     "tensor_array.slot_list": {"loop"},
     "tensor_array.store": {"beam", "loop"},
-    "loop.for_rooms": {"beam", "compat"},
+    "loop.internals": {"beam", "compat"},
     "attention.engine": {"beam"},
     "kernels.moves": {"regroup"},
     "kernels.past": {"attention", "beam"},
@@ -87,9 +87,9 @@ INNER = {
             "loop.stopped_rows",
             "loop.checkpoint",
         ),
-        "loop.compiled.emitter",
+        "compiler.targets.cpu",
     },
-    "loop.compiled.emitter": {"loop.compiled.lengths", "loop.compiled.operations", "loop.compiled.recurrence"},
+    "compiler.targets.cpu": {"compiler.lengths", "compiler.operations", "compiler.step"},
     "packed.time": {
         *(f"packed.{name}" for name in ("autograd", "base", "dim", "dispatch", "index", "pointwise", "reduce")),
         *("packed.refusals", "packed.segment_reduce", "packed.segments"),
@@ -153,7 +153,7 @@ def _faults(module: str, here: str, found: Import, known: Mapping[str, str]) -> 
     elif name.startswith("."):
         yield f"{module} imports {name}; write the import with its full name"
     elif name.split(".")[0] != "tensorloop":
-        emits = module.startswith("loop.compiled.emitter")
+        emits = module.startswith("compiler.targets.cpu")
         special = {"kernels": COMPILERS, "hf": MODELS}.get(here, EMITTER if emits else set())
         allowed = sys.stdlib_module_names | THIRD_PARTY | special
         if name.split(".")[0] not in allowed:
@@ -267,7 +267,7 @@ def reaches_into_arrays(module: str, source: str, privates: set[str]) -> list[st
     others = [node for node in nodes(source) if not _is_of_self(node)]
     used = {node.attr for node in others if isinstance(node, ast.Attribute)}
     used |= {node.value for node in others if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return [f"{module} uses {name} of arrays; see tensor_array/friends.py" for name in sorted(used & privates)]
+    return [f"{module} uses {name} of arrays; see tensor_array/internals.py" for name in sorted(used & privates)]
 
 
 def test_rooms_import_what_they_may() -> None:
@@ -338,7 +338,7 @@ def test_no_room_overrides_what_is_private_in_another() -> None:
 def test_a_look_into_an_array_is_seen(source: str) -> None:
     privates = privates_of_arrays(modules())
     assert len(reaches_into_arrays("loop.carry", source, privates)) == 1
-    assert reaches_into_arrays("tensor_array.friends", source, privates) == []
+    assert reaches_into_arrays("tensor_array.internals", source, privates) == []
     assert reaches_into_arrays("loop.carry", "self._store = store_of(array).length", privates) == []
 
 
@@ -369,8 +369,8 @@ def test_the_tables_name_what_there_is() -> None:
         ("packed.dim", "def late():\n    from tensorloop import scan", "packed.dim imports __init__; inside"),
         ("packed.dim", "import tensorloop", "packed.dim imports __init__; inside"),
         ("packed.dim", "import numba", "packed.dim imports numba, which is neither"),
-        ("loop.compiled.plan", "import llvmlite", "loop.compiled.plan imports llvmlite, which is neither"),
-        ("loop.compiled.emitter.core", "import numba", "loop.compiled.emitter.core imports numba, which is neither"),
+        ("loop.compiled.run.plan", "import llvmlite", "loop.compiled.run.plan imports llvmlite, which is neither"),
+        ("compiler.targets.cpu.core", "import numba", "compiler.targets.cpu.core imports numba, which is neither"),
         ("packed.dim", "import_module('tensorloop.loop')", "packed.dim loads 'tensorloop.loop' when first needed"),
         ("packed.dim", "late('loop.api', 'scan')", "packed.dim loads 'loop.api' when first needed"),
         ("packed.time_first", "import_module(f'tensorloop.{x}')", "packed.time_first loads f'tensorloop.{x}' when"),
@@ -392,9 +392,9 @@ def test_the_tables_name_what_there_is() -> None:
             "loop.checkpoint.node imports loop.compiled.front; of loop loop.checkpoint may",
         ),
         (
-            "loop.compiled.emitter.core",
+            "compiler.targets.cpu.core",
             "from tensorloop.loop.compiled import plan",
-            "loop.compiled.emitter.core imports loop.compiled.plan; of loop loop.compiled.emitter may",
+            "compiler.targets.cpu.core imports loop.compiled.run.plan; of loop compiler.targets.cpu may",
         ),
         (
             "memory.counting.sites",

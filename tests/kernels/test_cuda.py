@@ -152,7 +152,7 @@ def test_with_a_gpu_and_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facade, "find_spec", lambda name: name)
     monkeypatch.setattr(ready, "cuda", SimpleNamespace(compile_ptx=lambda *_, **__: ("", None)))
     assert facade.available()
-    assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda.segments"
+    assert facade.kernel("segment_sum").__module__ == "tensorloop_cuda.segment_reductions"
 
 
 # ---- launches, with a stand-in for the device

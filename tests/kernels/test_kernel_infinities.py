@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from tensorloop import kernels
-from tensorloop.kernels.cpu import segments
-from tensorloop.kernels.eager import segments as eager
+from tensorloop.kernels.cpu import segment_reductions
+from tensorloop.kernels.eager import segment_reductions as eager
 from tensorloop.packed import PackedTensor
 from tests.support.cuda_cases import REDUCED, offsets_of
 
@@ -37,7 +37,7 @@ def test_kernels_agree_with_torch_operations(operation: str, dtype: torch.dtype)
             "segment_logsumexp_grad": (values, eager.segment_logsumexp(values, offsets), reduced, offsets),
             "segment_extreme_grad": (values, eager.segment_max(values, offsets, 0)[0], reduced, offsets),
         }.get(operation, (values, offsets))
-        found, expected = (getattr(module, operation)(*args) for module in (segments, eager))
+        found, expected = (getattr(module, operation)(*args) for module in (segment_reductions, eager))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 

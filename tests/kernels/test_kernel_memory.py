@@ -14,7 +14,7 @@ from tensorloop import kernels, reference
 from tensorloop._torch.dispatch import tree_leaves, tree_map_only
 from tensorloop.kernels import memory
 from tensorloop.kernels.cpu import rows as cpu_rows
-from tensorloop.kernels.cpu import segments
+from tensorloop.kernels.cpu import segment_reductions
 from tensorloop.kernels.eager.past import past_attend
 from tensorloop.kernels.past import Sight
 from tensorloop.packed import PackedTensor
@@ -248,7 +248,10 @@ def test_where_nothing_is_in_memory_a_kernel_says_so() -> None:
     torch.func.vmap(of_a_transform)(x.expand(2, 5, 4)[:, :2])
     assert seen
     kinds = {"a Tensor on meta": x.to("meta"), "a FakeTensor on cpu": fake}
-    for by_numba in (lambda x: cpu_rows.gather_rows(x, offsets[1:]), lambda x: segments.segment_sum(x, offsets)):
+    for by_numba in (
+        lambda x: cpu_rows.gather_rows(x, offsets[1:]),
+        lambda x: segment_reductions.segment_sum(x, offsets),
+    ):
         for kind, other in kinds.items():
             with pytest.raises(TypeError, match=f"kernels read numbers in memory, and {kind}"):
                 by_numba(other)

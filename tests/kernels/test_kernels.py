@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorloop import kernels
-from tensorloop.kernels.cpu import compiling, regroup, segments
+from tensorloop.kernels.cpu import compiling, regroup, segment_reductions
 from tensorloop.kernels.cpu import rows as cpu_rows
 from tensorloop.kernels.cpu import threads as _threads
 from tensorloop.kernels.eager import regroup as eager_moves
 from tensorloop.kernels.eager import rows as eager_rows
-from tensorloop.kernels.eager import segments as eager
+from tensorloop.kernels.eager import segment_reductions as eager
 from tensorloop.kernels.moves import Move, Moves
 from tests.support.cuda_cases import MOVED, OPERATIONS, arguments, kernel, offsets_of
 
@@ -112,7 +112,7 @@ def test_many_callers_at_once() -> None:
     args = arguments("segment_cumsum", [30, 0, 1, 77, 5, 12], 300)
     expected = eager.segment_cumsum(*args)
     with ThreadPoolExecutor(8) as callers:
-        for found in callers.map(lambda _: segments.segment_cumsum(*args), range(64)):
+        for found in callers.map(lambda _: segment_reductions.segment_cumsum(*args), range(64)):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -155,7 +155,7 @@ def test_softmax_is_exact_where_torch_s_is() -> None:
     x = torch.cat([torch.linspace(-120, 0, 10001), torch.tensor([-torch.inf])]).unsqueeze(1)
     offsets = torch.arange(0, 2 * len(x) + 1, 2)
     pairs = torch.stack([x, torch.zeros_like(x)], 1).flatten(0, 1)
-    found = segments.segment_softmax(pairs, offsets)
+    found = segment_reductions.segment_softmax(pairs, offsets)
     expected = pairs.double().view(-1, 2, 1).softmax(1).float().view(-1, 1)
     torch.testing.assert_close(found, expected, rtol=4e-7, atol=1e-37)
     assert found[-2] == 0
@@ -327,7 +327,7 @@ def test_find_gives_kernels_for_memory_alone() -> None:
     x = torch.randn(2, 3)
     assert kernels.find("regroup", x) is regroup.regroup
     assert kernels.find("pack_rows", x.bool()) is cpu_rows.pack_rows
-    assert kernels.find("segment_sum", torch.nn.Parameter(x)) is segments.segment_sum
+    assert kernels.find("segment_sum", torch.nn.Parameter(x)) is segment_reductions.segment_sum
     assert kernels.find("segment_sum", x.half()) is eager.segment_sum
     assert kernels.find("segment_softmax", x.double()) is eager.segment_softmax
     assert kernels.find("regroup", x.to("meta")) is eager_moves.regroup
@@ -397,14 +397,14 @@ def test_a_kernel_without_a_place_on_disk_is_compiled_all_the_same() -> None:
 def test_kernels_run_in_a_fork() -> None:
     code = (
         "import json, os, torch\n"
-        "from tensorloop.kernels.cpu import segments, threads\n"
+        "from tensorloop.kernels.cpu import segment_reductions, threads\n"
         "torch.set_num_threads(2)\n"
         "threads.PIECE = 1\n"
         "values, offsets = torch.ones(100, 300), torch.tensor([0, 40, 100])\n"
-        "before = segments.segment_sum(values, offsets).sum().item()\n"
+        "before = segment_reductions.segment_sum(values, offsets).sum().item()\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    total = segments.segment_sum(values, offsets).double().numpy().sum()\n"
+        "    total = segment_reductions.segment_sum(values, offsets).double().numpy().sum()\n"
         "    os._exit(0 if total == before == 30000 else 1)\n"
         "print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))"
     )

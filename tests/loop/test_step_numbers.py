@@ -12,7 +12,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 
 import tensorloop as tl
 from tensorloop.loop import NotCompiledWarning
-from tensorloop.loop.compiled.plan import plans
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.loop_cases import CHECKPOINTS, compare, randn, rotate, with_and_without_checkpoints
 
 

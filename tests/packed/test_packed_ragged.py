@@ -11,7 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from tensorloop import reference
 from tensorloop.kernels.eager import rows as eager_rows
-from tensorloop.kernels.eager import segments as eager
+from tensorloop.kernels.eager import segment_reductions as eager
 from tensorloop.packed import segment_reduce, segments
 from tensorloop.reference import offsets_of
 

@@ -6,7 +6,7 @@ import pytest
 import tensorloop_cuda
 import torch
 from numba.cuda.simulator import kernel as simulator
-from tensorloop_cuda import launch, moves, rows, segments
+from tensorloop_cuda import launch, moves, rows, segment_reductions
 
 import tensorloop as tl
 from tensorloop import cuda, kernels
@@ -54,7 +54,7 @@ def test_a_proof_meets_every_width_of_words(
 
 
 def test_a_kernel_that_is_wrong_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_column_sum", lambda own, shared: own)  # of one thread alone
+    monkeypatch.setattr(segment_reductions, "_column_sum", lambda own, shared: own)  # of one thread alone
     with pytest.warns(RuntimeWarning, match=r"segment_sum on cpu is left to torch .* gives \d+ of 5 numbers"):
         assert kernels.find("segment_sum", torch.zeros(1)) is kernel("eager", "segment_sum")
 
@@ -63,7 +63,7 @@ def test_a_kernel_that_raises_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any) -> Any:
         raise NotImplementedError("load")
 
-    monkeypatch.setattr(segments, "load", load)
+    monkeypatch.setattr(segment_reductions, "load", load)
     with pytest.warns(RuntimeWarning, match=r"segment_sum on cpu is left .* could not be tried: .*NotImplementedError"):
         assert kernels.find("segment_sum", torch.zeros(1)) is kernel("eager", "segment_sum")
 

@@ -12,7 +12,7 @@ import tensorloop_cuda
 import torch
 from numba import typeof
 from numba.cuda import dispatcher
-from tensorloop_cuda import moves, rows, segments
+from tensorloop_cuda import moves, rows, segment_reductions
 from tensorloop_cuda.target import cuda
 
 from tests.support.cuda_cases import MOVED, REDUCED, arguments, some_moves
@@ -31,7 +31,7 @@ def compile_instead(kernel: Any, like: torch.Tensor, blocks: int, shape: Any, *a
 def main() -> None:
     # device functions ask for the device at hand, which need not be there to compile for it
     setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY))  # noqa: B010
-    for module in (moves, rows, segments):
+    for module in (moves, rows, segment_reductions):
         setattr(module, "launch", compile_instead)  # noqa: B010
     for operation in MOVED:
         for dtype, features in ((torch.uint8, 3), (torch.float16, 3), (torch.float32, 3), (torch.float64, 4)):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tensorloop.loop.compiled.recurrence import Recurrence
+from tensorloop.compiler.step import Recurrence
 
 Step = Callable[..., dict[str, Any]]
 Given = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # invariants, sequences, carry

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from tensorloop.loop.compiled.emitter.arrays import Array, Buffer
-from tensorloop.loop.compiled.emitter.core import HANDLERS, expand
-from tensorloop.loop.compiled.emitter.function import Function
-from tensorloop.loop.compiled.emitter.fuse import Group, Unit
-from tensorloop.loop.compiled.emitter.kernels import Gather, Matmul, Scatter
-from tensorloop.loop.compiled.emitter.lowering import lower
-from tensorloop.loop.compiled.emitter.target import host
-from tensorloop.loop.compiled.emitter.team import Cut, Planner, Team
-from tensorloop.loop.compiled.recurrence import Recurrence
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
+from tensorloop.compiler.emitter.ir.target import host
+from tensorloop.compiler.emitter.lower.lowering import lower
+from tensorloop.compiler.emitter.write.function import Function
+from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.team import Cut, Planner, Team
+from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.targets.cpu.core import HANDLERS, expand
 
 Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # ranges of its dims; (size, step) more; writes
 Touched = tuple[dict[object, set[int]], dict[object, set[int]]]  # elements read and written, by whose memory it is

@@ -11,7 +11,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import memory
 from tensorloop.tensor_array.buffer import WAITING, Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from tensorloop._torch.grad_modes import recording
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import Block
 from tensorloop.tensor_array.buffer import Buffer, records_use
-from tensorloop.tensor_array.friends import refill, store_of, with_store
+from tensorloop.tensor_array.internals import refill, store_of, with_store
 from tensorloop.tensor_array.keys import Key, put_, take
 
 

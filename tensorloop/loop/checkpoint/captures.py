@@ -33,13 +33,13 @@ from tensorloop._torch.versions import version_of
 from tensorloop.loop.checkpoint.ambient_state import RngState
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
-from tensorloop.loop.checkpoint.held import held, references
 from tensorloop.loop.checkpoint.in_place import Given
+from tensorloop.loop.checkpoint.references import held, references
 from tensorloop.loop.checkpoint.step_use import StepUse
 from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, Writes, may_write
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -17,7 +17,7 @@ from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves, copied
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 class Conditions:

@@ -27,7 +27,7 @@ from tensorloop.loop.checkpoint.sweep_result import (
     StackedOutput,
     SweepResult,
 )
-from tensorloop.tensor_array.friends import with_store
+from tensorloop.tensor_array.internals import with_store
 
 # Explicit inputs, as leaves -> outputs with their graph.
 Function = Callable[[list[Tensor]], list[Tensor]]

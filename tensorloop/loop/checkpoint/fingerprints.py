@@ -18,7 +18,7 @@ from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))

@@ -36,7 +36,7 @@ from tensorloop.loop.checkpoint.sweep import Sweep
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import is_plain
+from tensorloop.tensor_array.internals import is_plain
 
 __all__ = ["Checkpoints", "HeldTensorWarning", "applies", "plan_of", "run"]
 

@@ -17,7 +17,7 @@ from tensorloop.loop.checkpoint.substitutes import substitute
 from tensorloop.loop.checkpoint.sweep_result import SweepResult
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 class Recomputed(NamedTuple):

@@ -15,7 +15,7 @@ from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.friends import store_of
+from tensorloop.tensor_array.internals import store_of
 
 
 class Steps:

@@ -9,7 +9,7 @@ from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place
 from tensorloop._torch import transforms
 from tensorloop._torch.tracing import blind_modes
-from tensorloop.loop.compiled.refused import NATIVE, Refused
+from tensorloop.compiler.refused import NATIVE, Refused
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 
 from tensorloop._common.user_line import cell_name
-from tensorloop.loop.compiled.lengths import said
-from tensorloop.loop.compiled.operations import value_of, values_of
-from tensorloop.loop.compiled.plan import Plan
-from tensorloop.loop.compiled.program import Program
-from tensorloop.loop.compiled.refused import Refused
+from tensorloop.compiler.lengths import said
+from tensorloop.compiler.operations import value_of, values_of
+from tensorloop.compiler.refused import Refused
+from tensorloop.loop.compiled.run.plan import Plan
+from tensorloop.loop.compiled.run.program import Program
 
 
 class Explanation:

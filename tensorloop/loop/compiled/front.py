@@ -14,23 +14,23 @@ from tensorloop._common.user_line import user_place, warn
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import without_hooks, without_modes
+from tensorloop.compiler.graph.capture import place_of
+from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled import asking, rows_apart
 from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do, without_inference
-from tensorloop.loop.compiled.array_plan import Looks, looked, planned, try_lengths
-from tensorloop.loop.compiled.autocast import without_autocast
-from tensorloop.loop.compiled.capture import place_of
 from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
-from tensorloop.loop.compiled.fingerprint import Recorder
-from tensorloop.loop.compiled.inspection import compare_flags, inspect
-from tensorloop.loop.compiled.outside import Outside
-from tensorloop.loop.compiled.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
+from tensorloop.loop.compiled.look.autocast import without_autocast
+from tensorloop.loop.compiled.look.look import AnswersInPython, Recorded, recorded
+from tensorloop.loop.compiled.look.operation_log import Recorder
+from tensorloop.loop.compiled.look.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
+from tensorloop.loop.compiled.look.python_state import Outside
+from tensorloop.loop.compiled.look.second_look import compare_flags, inspect
 from tensorloop.loop.compiled.pays import remember
-from tensorloop.loop.compiled.plan import Plan, plans
-from tensorloop.loop.compiled.recorded import AnswersInPython, Recorded, recorded
-from tensorloop.loop.compiled.refused import GAP, NATIVE, Refused, of_error
-from tensorloop.loop.compiled.results import Kept, run_plan, run_stretches
+from tensorloop.loop.compiled.run import python_condition, rows_apart
+from tensorloop.loop.compiled.run.array_plan import Looks, looked, planned, try_lengths
+from tensorloop.loop.compiled.run.plan import Plan, plans
+from tensorloop.loop.compiled.run.results import Kept, run_plan, run_stretches
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
@@ -123,8 +123,8 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
             first = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else None
         if first is False or (first is None and isinstance(loop, ConditionalLoop)):
             return None  # no step to do, or an error
-        if first is True or asking.is_known(loop):
-            ask = asking.Asking(loop)
+        if first is True or python_condition.is_known(loop):
+            ask = python_condition.Asking(loop)
             found, plan = _looked(ask.stepped, None, lambda x: ask.begin(x, grad=torch.is_grad_enabled()), before)
         else:
             whole = whole_of(loop, first)
@@ -133,7 +133,7 @@ def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: O
     except AnswersInPython:
         before.put_back()
         _forget(loop)
-        asking.learn(loop)
+        python_condition.learn(loop)
         return _compiled(loop, checkpoints, compile, before)
     steps = loop.length if loop.cond is None else None
     if found.arrays.places:

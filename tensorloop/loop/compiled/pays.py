@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tensorloop.loop.compiled import emitter
+from tensorloop.compiler.targets import cpu
 
 R = TypeVar("R")
 
@@ -106,7 +106,7 @@ class Clock:
         if team:
             found = call()
         else:
-            with emitter.alone(asks):
+            with cpu.alone(asks):
                 found = call()
         pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
         return found
@@ -127,4 +127,4 @@ def remember(root: Hashable, clock: Clock) -> None:
 def as_before(root: Hashable, steps: int | None) -> AbstractContextManager[object]:
     """For a look at the first of so many steps of a loop, whose numbers nobody sees."""
     clock = None if torch.get_num_threads() == 1 else _clocks.get(root)
-    return emitter.alone(True) if clock is not None and clock.looks_alone(steps) else nullcontext()
+    return cpu.alone(True) if clock is not None and clock.looks_alone(steps) else nullcontext()

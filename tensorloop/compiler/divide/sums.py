@@ -1,0 +1,195 @@
+"""The sum over all steps of a step's value, without the values: sums are pushed through linear operations.
+
+A weight's gradient, the sum of products x[t]^T g[t], becomes one product over all steps and rows.
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.compiler.divide.all_steps import Stage
+from tensorloop.compiler.lengths import meets_growing
+from tensorloop.compiler.operations import aten, is_part, value_of
+
+# Linear in their first argument, whatever the others are.
+_LINEAR = {
+    *(aten.view.default, aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.select.int),
+    *(aten.slice.Tensor, aten.constant_pad_nd.default, aten.neg.default, aten.flip.default, aten.clone.default),
+    *(aten.sum.dim_IntList, aten.diagonal.default, aten.cumsum.default),
+}
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ADDED = (torch.float32, torch.float64)  # one after another; halves would lose too much
+
+
+def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: Container[fx.Node]) -> list[fx.Node]:
+    """The nodes whose values at all steps the sum of a node needs; of `known` ones the sums are known."""
+    if n in known:
+        return []
+    if n not in moving:
+        return [n]  # times the number of steps
+    if (parts := _through(n, moving, given)) is None:
+        return [n]
+    if parts == "product":
+        return [a for a in n.args if isinstance(a, fx.Node)]
+    if parts == "scattered":
+        return n.all_input_nodes
+    if parts == "convolved":
+        return list(_node(n.args[0]).args[:3])  # pyright: ignore[reportReturnType]
+    return [leaf for a in parts for leaf in leaves(a, moving, given, known)] + [
+        a for a in n.all_input_nodes if a not in parts and a not in moving
+    ]
+
+
+def terms(
+    nodes: Iterable[fx.Node], moving: set[fx.Node], inside: Container[fx.Node], ready: Container[fx.Node]
+) -> list[fx.Node]:
+    """What a loop adds up for the sums of these nodes: of what they are made of, what is computed `inside` of it.
+
+    What is `ready` could be, too. Of that, what it is a linear function of is added up instead.
+    """
+    found: list[fx.Node] = []
+    left = list(nodes)
+    while left:
+        n = left.pop()
+        parts = _through(n, moving, ()) if n in moving else None
+        linear = isinstance(parts, list)
+        there = n in inside and n.target is not aten.expand.default
+        there = there or (n in ready and not (linear and all(a in inside or a in ready for a in parts)))
+        if there and value_of(n).dtype in _ADDED:
+            found.append(n)
+        elif linear:
+            left += parts
+    return list(dict.fromkeys(found))
+
+
+class Sums:
+    """Sums over all steps, as further nodes of a stage. Of `terms` the loop gives them: further values of the stage."""
+
+    def __init__(self, stage: Stage, terms: Sequence[fx.Node] = ()) -> None:
+        self.stage = stage
+        self.found: dict[fx.Node, fx.Node] = {n: stage.graph.placeholder(f"total_{i}") for i, n in enumerate(terms)}
+
+    def leaves(self, n: fx.Node) -> list[fx.Node]:
+        """The nodes whose values at all steps the sum of a node needs."""
+        return leaves(n, self.stage.moving, self.stage.given, self.found)
+
+    def of(self, n: fx.Node) -> fx.Node:
+        """The sum of a node over all steps. Its leaves are in the stage."""
+        if n not in self.found:
+            self.found[n] = self._made(n)
+        return self.found[n]
+
+    def _made(self, n: fx.Node) -> fx.Node:
+        s = self.stage
+        if n not in s.moving:
+            return s.call(_times, s.found[n], s.steps)
+        parts = _through(n, s.moving, s.given)
+        if parts is None:
+            return s.call(_over_steps, s.found[n])
+        if parts == "product":
+            a, b = (s.found[a] for a in n.args)  # pyright: ignore[reportArgumentType]
+            return s.call(_products if n.target is aten.mm.default else _batches_of_products, a, b)
+        if parts == "scattered":
+            return s.call(n.target, *fx.map_arg(n.args, lambda a: s.found[a] if _constant(a) else s.whole(a)))  # pyright: ignore[reportArgumentType]
+        if parts == "convolved":
+            grad, x, weight, *options = _node(n.args[0]).args
+            return s.call(_of_kernel, s.whole(_node(grad)), s.whole(_node(x)), s.found[_node(weight)], options)
+        if n.target in (aten.add.Tensor, aten.sub.Tensor):
+            args: Any = fx.map_arg(n.args, self.of)
+        else:
+            args = fx.map_arg(n.args, lambda a: self.of(a) if a in parts else s.found[a])
+        if n.target is aten.view.default:
+            return s.call(torch.reshape, *args)
+        return s.call(n.target, *args, **n.kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def _through(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Any:
+    """The arguments to sum in the place of a node, or None where that is no use.
+
+    "product" where both factors move, "scattered" where a node adds values to zeros in places, "convolved" where it
+    is the gradient of a kernel.
+    """
+    target: Any = n.target
+    if n.op != "call_function" or n in given or value_of(n).dtype not in _FLOATS or meets_growing(n):
+        return None
+    if is_part(n):
+        return "convolved" if _is_kernels(n, moving) else None
+    args = [a for a in n.args if isinstance(a, fx.Node)]
+    inner = [a for a in args if a in moving]
+    if target is aten._to_copy.default:
+        return inner if value_of(inner[0]).dtype in _FLOATS else None
+    if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
+        return None
+    if target in (aten.mm.default, aten.bmm.default):
+        return "product" if len(inner) == 2 else inner
+    if target in _LINEAR:
+        return inner
+    if _scatters(n):
+        return "scattered"
+    if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
+        return inner
+    if target is aten.mul.Tensor and len(inner) == 1:
+        return inner
+    if target is aten.div.Tensor and inner == args[:1]:
+        return inner
+    return None
+
+
+def _scatters(n: fx.Node) -> bool:
+    """Whether a node adds values to zeros: of many steps at once, it does so with the values of all."""
+    if n.target is aten.embedding_dense_backward.default:
+        return not n.args[4]
+    if n.target is not aten.index_put.default or len(n.args) < 4 or not n.args[3]:
+        return False
+    base, indices, values = n.args[:3]
+    if not isinstance(base, fx.Node) or not _constant(base) or base.args[1] != 0 or not isinstance(indices, list):
+        return False
+    if any(i is None or value_of(i).dtype is torch.bool for i in indices):  # pyright: ignore[reportArgumentType]
+        return False
+    ranks = {value_of(i).dim() for i in indices}  # pyright: ignore[reportArgumentType]
+    rest = value_of(base).dim() - len(indices)
+    return len(ranks) == 1 and isinstance(values, fx.Node) and value_of(values).dim() == ranks.pop() + rest
+
+
+def _is_kernels(n: fx.Node, moving: set[fx.Node]) -> bool:
+    """Whether a node is the gradient of a convolution's kernel, which is the same at each step."""
+    source = _node(n.args[0])
+    if source.target is not aten.convolution_backward.default or n.args[1] != 1:
+        return False
+    return _node(source.args[2]) not in moving
+
+
+def _of_kernel(grad: Tensor, x: Tensor, weight: Tensor, options: Any) -> Tensor:
+    """A kernel's gradient over all steps: they are further rows of the batch."""
+    return aten.convolution_backward.default(grad.flatten(0, 1), x.flatten(0, 1), weight, *options)[1]
+
+
+def _node(x: Any) -> fx.Node:
+    assert isinstance(x, fx.Node)
+    return x
+
+
+def _constant(n: fx.Node) -> bool:
+    return n.target is aten.full.default
+
+
+def _times(x: Tensor, steps: int) -> Tensor:
+    return x * steps
+
+
+def _over_steps(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a[t] @ b[t], as one product: (M, T K) by (T K, N)."""
+    return a.transpose(1, 2).flatten(0, 1).t() @ b.flatten(0, 1)
+
+
+def _batches_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of bmm(a[t], b[t]), as one bmm."""
+    steps, batch, m, k = a.shape
+    left = a.permute(1, 2, 0, 3).reshape(batch, m, steps * k)
+    return torch.bmm(left, b.transpose(0, 1).reshape(batch, steps * k, b.shape[3]))

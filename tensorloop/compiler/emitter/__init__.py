@@ -1,0 +1,1 @@
+"""Core operations as kernels, and kernels as LLVM's text."""

@@ -1,0 +1,136 @@
+"""What one step is lowered to: a list of kernels over arrays.
+
+Each says what it reads and writes; nothing else passes between them. Shapes are without dims of one element.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+
+
+class _ToOut:
+    """A kernel that writes one array."""
+
+    out: Array
+
+    def writes(self) -> tuple[Array, ...]:
+        """What it writes."""
+        return (self.out,)
+
+
+@dataclasses.dataclass(eq=False)
+class Point(_ToOut):
+    """out[i] = function(math, ins[i]...): `name` tells additions and copies apart for what is merged into others.
+
+    Pieces of one concatenation have one `piece`: they write the same buffer and never meet.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    ins: tuple[Array, ...]
+    out: Array
+    piece: object = None
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that is walked."""
+        return self.out.shape
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return self.ins
+
+
+@dataclasses.dataclass(eq=False)
+class Gather(_ToOut):
+    """out[i] = source[i, indices[k][i]]: of dims of stride steps[k] and size sizes[k], where source's stride is 0."""
+
+    source: Array
+    indices: tuple[Array, ...]
+    steps: tuple[int, ...]
+    sizes: tuple[int, ...]
+    out: Array
+    piece: object = None
+    wraps: bool = False  # whether an index below 0 counts from the end
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that is walked."""
+        return self.out.shape
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.source, *self.indices)
+
+
+@dataclasses.dataclass(eq=False)
+class Reduce(_ToOut):
+    """out[kept] = the elements of `array` over the dims `over`, taken together by `how`: sum, prod, amax, argmax...
+
+    `out` has `array`'s dims, with stride 0 at those reduced.
+    """
+
+    how: str
+    array: Array
+    over: tuple[int, ...]
+    out: Array
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape that is walked."""
+        return self.array.shape
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.array,)
+
+
+@dataclasses.dataclass(eq=False)
+class Matmul(_ToOut):
+    """out = a @ b (+ addend): (*batch, M, K), (*batch, K, N), (*batch, M, N)."""
+
+    a: Array
+    b: Array
+    out: Array
+    addend: Array | None = None
+    packed: Buffer | None = None  # b as panels, where it was packed once a loop
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.a, self.b, *(() if self.addend is None else (self.addend,)))
+
+
+@dataclasses.dataclass(eq=False)
+class Scatter(_ToOut):
+    """out[i, with index[i] at `dim`] = or += source[i], element after element; `out` holds what is beneath."""
+
+    index: Array
+    source: Array
+    out: Array
+    dim: int
+    add: bool
+    wraps: bool = False  # whether an index below 0 counts from the end
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.index, self.source, self.out)
+
+
+@dataclasses.dataclass(eq=False)
+class Running(_ToOut):
+    """out[.., i, ..] = array[.., 0, ..] + ... + array[.., i, ..] along `dim`, or the product, or the maximum."""
+
+    how: str
+    array: Array
+    dim: int
+    out: Array
+
+    def reads(self) -> tuple[Array, ...]:
+        """What it reads."""
+        return (self.array,)
+
+
+Kernel = Point | Gather | Reduce | Matmul | Scatter | Running
+Walk = Point | Gather | Reduce  # those that share a nest of loops where their spaces are the same

@@ -1,0 +1,1 @@
+"""From core operations to kernels."""

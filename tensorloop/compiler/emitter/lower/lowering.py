@@ -1,0 +1,363 @@
+"""A step's graph made kernels: what every operation is built from, and the walk over the nodes."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, broadcast, contiguous, dense
+from tensorloop.compiler.emitter.ir.code import KINDS, Value
+from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
+from tensorloop.compiler.emitter.ir.vector_math import Math
+from tensorloop.compiler.emitter.lower import growing
+from tensorloop.compiler.lengths import grows, meets_growing, stands_for_length
+from tensorloop.compiler.step import Recurrence, Unsupported
+
+Elementwise = Callable[..., Value]
+Handler = Callable[..., Any]
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Two-byte floats are computed in float32 and rounded after every operation, as torch does."""
+    return torch.float32 if dtype in HALVES else dtype
+
+
+def copied(math: Math, value: Value) -> Value:
+    """The function of a copy."""
+    return value
+
+
+class Lowering:
+    """Kernels as they are made, and the buffers between them."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self.constants: list[Tensor] = []
+        self.values: dict[fx.Node, Any] = {}
+        self.written: set[fx.Node] = set()  # nodes that are an array of the carry, changed in place
+
+    # buffers
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        """Scratch memory."""
+        if dtype not in KINDS:
+            raise Unsupported(f"elements of {dtype}")
+        if grows(shape):
+            return growing.scratch(shape, dtype)
+        return contiguous(Buffer("scratch", 0, math.prod(shape), dtype), shape)
+
+    def number(self, value: Any, dtype: torch.dtype) -> Array:
+        """One number, without memory."""
+        return Array(Buffer("value", 0, 1, dtype, value), (), ())
+
+    def constant(self, tensor: Tensor) -> Array:
+        """A tensor that is known now."""
+        if tensor.numel() == 1 and tensor.dtype in KINDS and not tensor.is_complex():
+            one = self.number(tensor.item(), tensor.dtype)
+            return Array(one.buffer, tuple(tensor.shape), (0,) * tensor.dim())
+        tensor = tensor.detach().contiguous()
+        self.constants.append(tensor)
+        buffer = Buffer("constant", len(self.constants) - 1, tensor.numel(), tensor.dtype)
+        return contiguous(buffer, tensor.shape)
+
+    def array(self, value: Any, dtype: torch.dtype) -> Array:
+        """An argument that may be a number."""
+        return value if isinstance(value, Array) else self.number(value, dtype)
+
+    # kernels
+
+    def point(
+        self,
+        name: str,
+        function: Elementwise,
+        ins: Sequence[Array],
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        out: Array | None = None,
+        piece: object = None,
+    ) -> Array:
+        """An elementwise kernel over arrays that broadcast together; gives its output."""
+        if shape is None:
+            shape = out.shape if out is not None else broadcast(*(one.shape for one in ins))
+        if out is None:
+            out = self.new(shape, dtype)
+        if out.numel:
+            kept = tuple(one.expand(shape) for one in ins)
+            self.kernels.append(Point(name, function, tuple(map(_squeezed(shape), kept)), out.squeeze(), piece))
+        return out
+
+    def compute(
+        self,
+        name: str,
+        function: Elementwise,
+        ins: Sequence[Any],
+        dtype: torch.dtype,
+        shape: Any = None,
+        out: Array | None = None,
+    ) -> Array:
+        """The same, operands cast to the output's dtype before."""
+        inner = computed_in(dtype)
+        kind, last = KINDS[inner], KINDS[dtype]
+
+        def cast(math: Math, *values: Value) -> Value:
+            return math.cast(function(math, *(math.cast(value, kind) for value in values)), last)
+
+        return self.point(name, cast, [self.array(one, inner) for one in ins], dtype, shape, out)
+
+    def cast(self, array: Array, dtype: torch.dtype) -> Array:
+        """The same values in another dtype."""
+        if array.dtype == dtype:
+            return array
+        kind, half = KINDS[dtype], "float" if computed_in(dtype) != dtype else None
+
+        def cast(math: Math, value: Value) -> Value:
+            return math.cast(math.cast(value, half) if half and value.kind not in ("double",) else value, kind)
+
+        return self.point("cast", cast, [array], dtype, array.shape)
+
+    def copy(self, array: Array, out: Array, piece: object = None) -> Array:
+        """Its elements elsewhere, in out's dtype."""
+        kind = KINDS[out.dtype]
+        function = copied if array.dtype == out.dtype else lambda math, value: math.cast(value, kind)
+        return self.point("copy", function, [array], out.dtype, out=out, piece=piece)
+
+    def dense(self, array: Array) -> Array:
+        """In order in memory: itself, or a copy."""
+        if grows(array.shape) and grows(dense(array.shape)):
+            raise Unsupported("a size that changes from step to step lies within another")
+        if array.buffer.kind != "value" and array.strides == dense(array.shape, array.strides):
+            return array
+        return self.copy(array, self.new(array.shape, array.dtype))
+
+    def view(self, array: Array, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A view, of a copy where strides cannot say it."""
+        if min(array.strides, default=0) < 0:
+            array = self.dense(array)
+        try:
+            return array.view(function, *args, **kwargs)
+        except (RuntimeError, ValueError):
+            return self.dense(array).view(function, *args, **kwargs)
+
+    def reshape(self, array: Array, shape: Sequence[int]) -> Array:
+        """The same elements in another shape."""
+        return self.view(array, Tensor.view, tuple(shape))
+
+    def reduce(
+        self, how: str, array: Array, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None
+    ) -> Array:
+        """sum, prod, amax, amin, argmax, argmin, any, all over dims; of no elements, what it begins with."""
+        rank = len(array.shape)
+        over = sorted({dim % rank for dim in dims}) if rank else []
+        dtype = dtype or (
+            torch.bool if how in ("any", "all") else torch.int64 if how.startswith("arg") else array.dtype
+        )
+        kept = tuple(1 if n in over else size for n, size in enumerate(array.shape))
+        out = self.new(kept, dtype)
+        if out.numel and array.numel == out.numel:  # nothing to take together
+            source = self.number(0, dtype).expand(kept) if how.startswith("arg") else array
+            self.copy(source, out)
+        elif out.numel and array.numel:
+            strides = tuple(0 if n in over else stride for n, stride in enumerate(out.strides))
+            left = [n for n, size in enumerate(array.shape) if size != 1]
+            target = Array(out.buffer, array.shape, strides)
+            walked = tuple(left.index(n) for n in over if n in left)
+            source = array if how.startswith("arg") else self.cast(array, computed_in(dtype))
+            self.kernels.append(Reduce(how, source.squeeze(), walked, target.squeeze()))
+        elif out.numel:
+            self.copy(self.number({"prod": 1, "all": True}.get(how, 0), dtype), out)
+        if keepdim:
+            return out
+        left = [n for n in range(rank) if n not in over]
+        return Array(out.buffer, tuple(kept[n] for n in left), tuple(out.strides[n] for n in left))
+
+    def gather(
+        self,
+        source: Array,
+        dims: Sequence[int],
+        indices: Sequence[Array],
+        shape: Sequence[int],
+        free: Array,
+        wraps: bool = False,
+    ) -> Array:
+        """source at indices: `free` is source broadcast to `shape` with stride 0 at what `indices` choose."""
+        if source.buffer.kind == "value":
+            return self.number(source.buffer.value, source.dtype).expand(shape)
+        out = self.new(shape, source.dtype)
+        if out.numel:
+            steps, sizes = tuple(source.strides[d] for d in dims), tuple(source.shape[d] for d in dims)
+            if not all(sizes):
+                raise Unsupported("an index into a dim of no elements")
+            clean = _squeezed(shape)
+            chosen = tuple(clean(one.expand(shape)) for one in indices)
+            self.kernels.append(Gather(clean(free), chosen, steps, sizes, out.squeeze(), wraps=wraps))
+        return out
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """(*batch, M, K) @ (*batch, K, N), batch dims broadcast before."""
+        if computed_in(a.dtype) is not a.dtype:
+            return self.cast(self.matmul(self.cast(a, torch.float32), self.cast(b, torch.float32)), a.dtype)
+        batch, m, k, n = a.shape[:-2], a.shape[-2], a.shape[-1], b.shape[-1]
+        if grows(a.shape) or grows(b.shape):
+            return growing.product(self, a, b)
+        out = self.new((*batch, m, n), a.dtype)
+        if out.numel and not k:
+            return self.copy(self.number(0, a.dtype), out)
+        if out.numel:
+            a, b = (self._placed(one) for one in (a, b))
+            self.kernels.append(Matmul(a, b, out))
+        return out
+
+    def _placed(self, array: Array) -> Array:
+        """An operand of a product, which is a function of its own: in memory, at a place that stays."""
+        if stands_for_length(array.offset):
+            return self.copy(array, self.new(array.shape, array.dtype))
+        return self.dense(array) if array.buffer.kind == "value" else array
+
+    # nodes
+
+    def run(self, nodes: Sequence[fx.Node], handlers: dict[str, Handler], fallback: Callable[..., Any]) -> None:
+        """Every call in order, each by its operation's handler; `fallback` takes those that have none."""
+        for node in nodes:
+            if node.op != "call_function":
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: self.values[one])  # pyright: ignore
+            name = _name(node)
+            try:
+                _known_elements(node)
+                if meets_growing(node):
+                    made = growing.lower(Call(self, node), name, handlers, args, kwargs)
+                    self.values[node] = growing.apart(self, made)
+                elif name in handlers:
+                    self.values[node] = handlers[name](Call(self, node), *args, **kwargs)
+                else:
+                    self.values[node] = fallback(self, node, args, kwargs)
+            except Unsupported as refusal:
+                raise Unsupported(f"{name}: {refusal.reason}", refusal.node or node) from None
+
+
+class Call:
+    """A node being lowered: the lowering, and what is known of its result."""
+
+    def __init__(self, low: Lowering, node: fx.Node) -> None:
+        self.low, self.node, self.value = low, node, node.meta["val"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The result's."""
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The result's."""
+        return tuple(self.value.shape)
+
+
+def _name(node: fx.Node) -> str:
+    """`add` of aten.add.Tensor; a name of another library with its namespace."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def _known_elements(node: fx.Node) -> None:
+    value = node.meta.get("val")
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(one, Tensor) and one.dtype not in KINDS:
+            raise Unsupported(f"elements of {one.dtype}")
+        if isinstance(one, Tensor) and one.device.type not in ("cpu", "meta"):
+            raise Unsupported(f"a tensor on {one.device}")
+
+
+def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:
+    """Drops the dims that are 1 in `shape` from arrays of this shape."""
+    kept = [n for n, size in enumerate(shape) if size != 1]
+    return lambda one: Array(
+        one.buffer, tuple(one.shape[n] for n in kept), tuple(one.strides[n] for n in kept), one.offset
+    )
+
+
+def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callable[..., Any]) -> "Step":
+    """All of a step: its nodes, then the copies into what outlives it."""
+    low = Lowering()
+    low.written = growing.written(recurrence)
+    for kind, nodes in (
+        ("invariant", recurrence.invariants),
+        ("sequence", recurrence.sequences),
+        ("carry", recurrence.carry),
+    ):
+        for n, node in enumerate(nodes):
+            low.values[node] = _placed(kind, n, node)
+    low.run(growing.scheduled(recurrence) if low.written else list(recurrence.graph.nodes), handlers, fallback)
+    return Step(low, recurrence)
+
+
+def _placed(kind: str, index: int, node: fx.Node) -> Array:
+    value = node.meta["val"]
+    try:
+        _known_elements(node)
+    except Unsupported as refusal:
+        raise Unsupported(refusal.reason, node) from None
+    shape = tuple(value.shape)
+    if grows(shape):
+        growing.check_elements(value.dtype)
+        kind = {"carry": "array", "sequence": "prefix"}[kind]
+    buffer = Buffer(kind, index, value.numel(), value.dtype)
+    strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)
+    return Array(buffer, shape, strides)
+
+
+def _span(value: Tensor) -> int:
+    """Elements from the first to the last: as many as there are where a tensor is dense in some order."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+class Step:
+    """A lowered step: kernels, constants, where the next carry will lie."""
+
+    def __init__(self, low: Lowering, recurrence: Recurrence) -> None:
+        self.kernels, self.constants, self.growth = low.kernels, low.constants, recurrence.growth
+        self.nodes = list(recurrence.graph.nodes)
+        self.invariants = [low.values[node] for node in recurrence.invariants]
+        self.carry = [low.values[node] for node in recurrence.carry]
+        self.sequences = [low.values[node] for node in recurrence.sequences]
+        for node in (*recurrence.outs, *recurrence.next_carry, *recurrence.terms):
+            if not isinstance(low.values[node], Array):
+                raise Unsupported("several tensors at once as one out", node)
+        self.outs = [self._out(low, n, node) for n, node in enumerate(recurrence.outs)]
+        self.next = [self._next(low, n, node) for n, node in enumerate(recurrence.next_carry)]
+        self.sums = [self._sum(low, n, node) for n, node in enumerate(recurrence.terms)]
+        going = recurrence.going
+        self.going = None if going is None else low.dense(low.values[going])
+
+    def _out(self, low: Lowering, index: int, node: fx.Node) -> Array:
+        value = low.values[node]
+        if value.buffer.kind == "scratch" and value.whole:
+            value.buffer.kind, value.buffer.index = "out", index
+            return value
+        return low.copy(value, contiguous(Buffer("out", index, value.numel, value.dtype), value.shape))
+
+    def _next(self, low: Lowering, index: int, node: fx.Node) -> Array:
+        """What a step stores is the next carry where it lies; anything else is put into two buffers in turn."""
+        value = low.values[node]
+        if self.carry[index].buffer.kind == "array":
+            return growing.following(value, self.carry[index], node)
+        if value.buffer.kind == "scratch" and value.whole:
+            value.buffer.kind, value.buffer.index = "next", index
+        if (value.whole and value.buffer.kind == "out") or (value.buffer.kind, value.buffer.index) == ("next", index):
+            return value
+        return low.copy(value, contiguous(Buffer("next", index, value.numel, value.dtype), value.shape))
+
+    def _sum(self, low: Lowering, index: int, node: fx.Node) -> Array:
+        value = low.values[node]
+        total = contiguous(Buffer("sum", index, value.numel, value.dtype), value.shape)
+        kind, inner = KINDS[value.dtype], KINDS[computed_in(value.dtype)]
+
+        def add(math: Math, a: Value, b: Value) -> Value:
+            return math.cast(math.add(math.cast(a, inner), math.cast(b, inner)), kind)
+
+        return low.point("add", add, [total, value], value.dtype, out=total)

@@ -1,0 +1,236 @@
+"""Elementwise operations that have arguments of their own: quotients, powers, limits, choices, casts."""
+
+from typing import Any
+
+import torch
+
+from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop.compiler.emitter.ir.code import KINDS, Value
+from tensorloop.compiler.emitter.ir.vector_math import Math
+from tensorloop.compiler.emitter.lower.lowering import Call, computed_in
+from tensorloop.compiler.emitter.lower.pointwise import handles, square
+from tensorloop.compiler.step import Unsupported
+
+
+@handles("add", "sub", "rsub")
+def add(call: Call, a: Any, b: Any, alpha: Any = 1) -> Array:
+    """a + alpha b; a - alpha b; b - alpha a."""
+    name = call.node.target._schema.name.split("::")[1]  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    if name == "rsub":
+        a, b = b, a
+    plus = name == "add"
+    if alpha == 1:
+        return call.low.compute(
+            "add" if plus else "sub", Math.add if plus else Math.sub, (a, b), call.dtype, call.shape
+        )
+    if call.dtype == torch.bool:
+        raise Unsupported("of bools with alpha")
+
+    def scaled(m: Math, x: Value, y: Value) -> Value:
+        product = m.mul(y, m.like(y, alpha))
+        return m.add(x, product) if plus else m.sub(x, product)
+
+    if name == "rsub":  # alpha belongs to what is taken away
+        return call.low.compute("sub", scaled, (a, b), call.dtype, call.shape)
+    return call.low.compute("scaled", scaled, (a, b), call.dtype, call.shape)
+
+
+@handles("div", "true_divide", "floor_divide")
+def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
+    """A quotient, of floats; rounded down or towards zero where asked."""
+    if "floor_divide" in str(call.node.target):
+        rounding_mode = "floor"
+    if not call.dtype.is_floating_point:
+        if rounding_mode is None:
+            raise Unsupported(f"to {call.dtype}")
+        _refuse_zero(b)
+        return call.low.compute(
+            "div", lambda m, x, y: whole_quotient(m, x, y, rounding_mode), (a, b), call.dtype, call.shape
+        )
+    if rounding_mode is None:
+        return call.low.compute("div", Math.div, (a, b), call.dtype, call.shape)
+    if rounding_mode == "floor":
+        return call.low.compute("div", floor_quotient, (a, b), call.dtype, call.shape)
+    kind = KINDS[call.dtype]
+
+    def cut(m: Math, x: Value, y: Value) -> Value:  # of two bytes, the quotient is rounded before it is cut
+        return m.rounded("trunc", m.cast(m.cast(m.div(x, y), kind), x.kind))
+
+    return call.low.compute("div", cut, (a, b), call.dtype, call.shape)
+
+
+def _refuse_zero(b: Any) -> None:
+    """Refuses integers that may be 0, by which torch does not divide."""
+    number = b.buffer.value if isinstance(b, Array) and b.buffer.kind == "value" else b
+    if isinstance(number, Array) or not number:
+        raise Unsupported("of integers by what may be 0")
+
+
+def whole_quotient(m: Math, x: Value, y: Value, mode: str) -> Value:
+    """x / y of integers; by 0, which is refused before, the instruction would end the process."""
+    zero, one = m.like(y, 0), m.like(y, 1)
+    minus = m.compare("eq", y, m.like(y, -1)) if y.kind != "u8" else m.like(m.compare("eq", y, y), 0)
+    safe = m.where(m.code.binary("or", m.compare("eq", y, zero), minus), one, y)
+    quotient = m.code.binary("udiv" if y.kind == "u8" else "sdiv", x, safe)
+    quotient = m.where(minus, m.neg(x), quotient)
+    if mode == "floor" and y.kind != "u8":
+        rest = m.sub(x, m.mul(quotient, y))
+        apart = m.compare("lt", m.bit("xor", rest, y), zero)
+        down = m.code.binary("and", apart, m.compare("ne", rest, zero))
+        quotient = m.sub(quotient, m.cast(down, y.kind))
+    return m.where(m.compare("eq", y, zero), zero, quotient)
+
+
+@handles("remainder", "fmod")
+def remainder(call: Call, a: Any, b: Any) -> Array:
+    """What a division leaves: with the sign of b, or of a."""
+    mode = "floor" if "remainder" in str(call.node.target) else "trunc"
+
+    if not call.dtype.is_floating_point:
+        _refuse_zero(b)
+
+    def of(m: Math, x: Value, y: Value) -> Value:
+        if not x.floating:
+            return m.sub(x, m.mul(whole_quotient(m, x, y, mode), y))
+        rest = m.code.binary("frem", x, y)  # C's fmod, which is exact: a call for each element
+        return rest if mode == "trunc" else m.where(_other_sign(m, rest, y), m.add(rest, y), rest)
+
+    return call.low.compute("remainder", of, (a, b), call.dtype, call.shape)
+
+
+def _other_sign(m: Math, rest: Value, y: Value) -> Value:
+    """Whether a rest is not 0, and has another sign than what was divided by."""
+    zero = m.like(y, 0)
+    differ = m.code.binary("xor", m.compare("lt", rest, zero), m.compare("lt", y, zero))
+    return m.code.binary("and", differ, m.compare("ne", rest, zero))
+
+
+def floor_quotient(m: Math, x: Value, y: Value) -> Value:
+    """floor(x / y) of floats by the rest, as torch has it: 1.0 // 0.1 is 9, though 1.0 / 0.1 is rounded to 10."""
+    code, zero, quotient = m.code, m.like(x, 0), m.div(x, y)
+    rest = code.binary("frem", x, y)
+    found = m.div(m.sub(x, rest), y)
+    found = m.where(_other_sign(m, rest, y), m.sub(found, m.like(x, 1)), found)
+    down = m.rounded("floor", found)
+    down = m.where(m.compare("gt", m.sub(found, down), m.like(x, 0.5)), m.add(down, m.like(x, 1)), down)
+    made = m.where(m.compare("eq", found, zero), m.copysign(zero, quotient), down)
+    return m.where(m.compare("eq", y, zero), quotient, made)
+
+
+@handles("pow")
+def power(call: Call, a: Any, b: Any) -> Array:
+    """a to the b; small known powers as products."""
+    known = {
+        1: lambda m, x: x,
+        2: square,
+        3: lambda m, x: m.mul(m.mul(x, x), x),
+    }
+    floats = {
+        0.5: Math.sqrt,
+        -0.5: lambda m, x: m.div(m.like(x, 1), m.sqrt(x)),
+        -1: lambda m, x: m.div(m.like(x, 1), x),
+        -2: lambda m, x: m.div(m.like(x, 1), m.mul(x, x)),
+    }
+    if not isinstance(b, Array) and isinstance(a, Array):
+        if call.dtype.is_floating_point:
+            known |= floats
+        if b in known:
+            return call.low.compute("pow", known[b], (a,), call.dtype, call.shape)
+    if not call.dtype.is_floating_point:
+        raise Unsupported("of integers")
+    return call.low.compute("pow", Math.power, (a, b), call.dtype, call.shape)
+
+
+@handles("clamp", "clamp_min", "clamp_max", "hardtanh")
+def clamp(call: Call, x: Array, low: Any = None, high: Any = None, **named: Any) -> Array:
+    """Between limits, each optional."""
+    low, high = named.get("min", low), named.get("max", high)
+    if "clamp_max" in str(call.node.target):
+        low, high = None, low
+    if "hardtanh" in str(call.node.target):
+        low, high = -1 if low is None else low, 1 if high is None else high
+    made = x
+    if low is not None:
+        made = call.low.compute("clamp", Math.maximum, (made, low), call.dtype, call.shape)
+    return call.low.compute("clamp", Math.minimum, (made, high), call.dtype, call.shape) if high is not None else made
+
+
+@handles("where")
+def where(call: Call, condition: Array, a: Any = None, b: Any = None) -> Array:
+    """a where the condition holds."""
+    if a is None:
+        raise Unsupported("with a condition alone")
+    kind = KINDS[call.dtype]
+
+    def chosen(m: Math, c: Value, x: Value, y: Value) -> Value:
+        return m.where(m.cast(c, "i1"), m.cast(x, kind), m.cast(y, kind))
+
+    inner = computed_in(call.dtype)
+    ins = [condition, call.low.array(a, inner), call.low.array(b, inner)]
+    return call.low.point("where", chosen, ins, call.dtype, call.shape)
+
+
+@handles("masked_fill")
+def masked_fill(call: Call, x: Array, mask: Array, value: Any) -> Array:
+    """value where the mask holds."""
+    return where(call, mask, value, x)
+
+
+@handles("threshold_backward")
+def threshold_backward(call: Call, grad: Array, x: Array, threshold: Any) -> Array:
+    """The gradient where x is above."""
+
+    def passed(m: Math, g: Value, x: Value) -> Value:
+        return m.where(m.compare("le", x, m.like(x, threshold)), m.like(g, 0), g)
+
+    return call.low.compute("threshold_backward", passed, (grad, x), call.dtype, call.shape)
+
+
+@handles("_to_copy", "to", "convert_element_type", "type_as", "prims.convert_element_type")
+def to(call: Call, x: Any, *args: Any, **kwargs: Any) -> Array:
+    """A cast, of a number too; what stays as it is needs no copy, as nothing is changed in place."""
+    return call.low.cast(call.low.array(x, call.dtype), call.dtype)
+
+
+@handles("alias", "detach", "contiguous", "clone", "lift_fresh_copy", "positive")
+def same(call: Call, x: Array, **kwargs: Any) -> Array:
+    """Nothing is changed in place: a copy is the tensor itself."""
+    return x
+
+
+@handles("addcmul", "addcdiv")
+def addcmul(call: Call, x: Array, a: Array, b: Array, value: Any = 1) -> Array:
+    """x + value a b, or x + value a / b."""
+    inner = Math.mul if "addcmul" in str(call.node.target) else Math.div
+
+    def of(m: Math, x: Value, a: Value, b: Value) -> Value:
+        product = inner(m, a, b)
+        return m.add(x, product if value == 1 else m.mul(product, m.like(x, value)))
+
+    return call.low.compute("addcmul", of, (x, a, b), call.dtype, call.shape)
+
+
+@handles("lerp")
+def lerp(call: Call, a: Array, b: Array, weight: Any) -> Array:
+    """a + weight (b - a), from the nearer end."""
+
+    def of(m: Math, a: Value, b: Value, w: Value) -> Value:
+        apart = m.sub(b, a)
+        near = m.compare("lt", m.abs(w), m.like(w, 0.5))
+        return m.where(near, m.fma(w, apart, a), m.fma(m.neg(m.sub(m.like(w, 1), w)), apart, b))
+
+    return call.low.compute("lerp", of, (a, b, weight), call.dtype, call.shape)
+
+
+@handles("gelu")
+def gelu(call: Call, x: Array, approximate: str = "none") -> Array:
+    """x times the normal distribution at x, or its approximation by tanh."""
+
+    def exact(m: Math, x: Value) -> Value:
+        return m.mul(m.mul(x, m.like(x, 0.5)), m.add(m.like(x, 1), m.erf(m.mul(x, m.like(x, 0.7071067811865476)))))
+
+    def by_tanh(m: Math, x: Value) -> Value:
+        inner = m.mul(m.like(x, 0.7978845608028654), m.fma(m.mul(m.mul(x, x), x), m.like(x, 0.044715), x))
+        return m.mul(m.mul(x, m.like(x, 0.5)), m.add(m.like(x, 1), m.tanh(inner)))
+
+    return call.low.compute("gelu", exact if approximate == "none" else by_tanh, (x,), call.dtype, call.shape)

@@ -1,0 +1,158 @@
+"""No address without a proved bound: every place that a step reads or writes lies in its tensor.
+
+A kernel walks a box of places, so the first and the last one of each array bound all of them. Where these are numbers
+they are looked at now. Where they follow the length of an array in the carry they become conditions on that length
+(`Length`s, none below zero): a core holds them against the lengths of its first and of its last step before it runs,
+and as both a length and a condition change by the same number at each step, what holds at both ends holds in between.
+Indices from tensors are compared in the code (`Memory.chosen`, `loops.scatter`); here they may be any that pass.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.lengths import Length, grows, length_in, stands_for_length
+from tensorloop.compiler.operations import aten, value_of
+from tensorloop.compiler.step import Unsupported
+
+# The largest and smallest of no elements are errors in torch; machine code would give what it began with.
+_OF_SOME = ("amax", "amin", "argmax", "argmin")
+
+
+def bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int]) -> list[Length]:
+    """The conditions under which a step stays in its memory; Unsupported where it does not under any.
+
+    `nodes` are the step's. An array has room for what the step appends, and that is not there to be read before.
+    """
+    found: dict[Length, None] = {}
+    kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, Group) else (unit,)))
+    numbers = itertools.chain.from_iterable(_conditions(kernel, growth) for kernel in kernels)
+    slices = itertools.chain.from_iterable(_of_slice(n) for n in nodes) if growth else ()
+    for number in itertools.chain(numbers, slices):
+        if growth and stands_for_length(number):
+            length = length_in(number, len(growth))
+            if length is None:
+                raise Unsupported("an address that follows the length of an array cannot be bounded")
+            found[length] = None
+        elif number < 0:
+            raise Unsupported("an address outside of its tensor")
+    return list(found)
+
+
+def _of_slice(node: fx.Node) -> Iterator[int]:
+    """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
+    whole: Any = node.args[0] if node.args else None
+    if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
+        return
+    args: Any = node.args
+    if node.target is aten.constant_pad_nd.default:
+        yield from args[1]
+    elif node.target in (aten.select.int, aten.select_scatter.default):
+        dim, index = args[-2:]
+        yield from _of_part(value_of(whole).shape[dim], index, 1, 1)
+    elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
+        rest = args[1:] if node.target is aten.slice.Tensor else args[2:]
+        dim, start, _, step = [*rest, *[0, None, None, 1][len(rest) :]]
+        part = node if node.target is aten.slice.Tensor else args[1]
+        yield from _of_part(value_of(whole).shape[dim], start or 0, value_of(part).shape[dim], step)
+
+
+def _of_part(size: int, start: int, count: int, step: int) -> Iterator[int]:
+    """That so many elements, from one on, are there."""
+    start = start + size if start < 0 else start
+    yield start
+    yield count
+    if count:
+        yield size - 1 - start - (count - 1) * step
+
+
+def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int) -> None:
+    """Raises Unsupported where threads would share out other rows than a unit walks."""
+    for n, unit in enumerate(units):
+        dim = dims[n]
+        if dim is None:
+            continue
+        if isinstance(unit, Matmul):
+            space = (*unit.out.shape, unit.a.shape[-1])
+        else:
+            space = unit.space if isinstance(unit, Group) else _boxes(unit)[0].shape
+        if space[dim] != count:
+            raise Unsupported(f"{space[dim]} rows of a unit, shared out as {count}")
+
+
+def hold(conditions: Iterable[Length], ends: Sequence[Sequence[int]]) -> bool:
+    """Whether they hold where arrays are this long, before the first step and before the last one."""
+    return all(length.at(lengths) >= 0 for length in conditions for lengths in ends)
+
+
+def _conditions(kernel: Kernel, growth: Sequence[int]) -> Iterator[int]:
+    """Numbers that must not be below zero."""
+    for array in _boxes(kernel):
+        yield from _of_box(array, growth)
+    if isinstance(kernel, Gather):
+        yield from (size - 1 for size in kernel.sizes)  # what is out of range reads the first
+        reach = sum((size - 1) * step for size, step in zip(kernel.sizes, kernel.steps, strict=True) if step > 0)
+        back = sum((size - 1) * step for size, step in zip(kernel.sizes, kernel.steps, strict=True) if step < 0)
+        low, high = _ends(_walked(kernel.source, kernel.space))
+        yield low + back
+        yield _room(kernel.source, growth) - 1 - high - reach
+    if isinstance(kernel, Reduce) and kernel.how in _OF_SOME:
+        yield from (kernel.array.shape[dim] - 1 for dim in kernel.over)
+
+
+def _boxes(kernel: Kernel) -> list[Array]:
+    """Arrays with the shape that is walked."""
+    if isinstance(kernel, Matmul):
+        (*batch, m, n), k = kernel.out.shape, kernel.a.shape[-1]
+        walked = [(kernel.a, (*batch, m, k)), (kernel.b, (*batch, k, n)), (kernel.out, (*batch, m, n))]
+        walked += [] if kernel.addend is None else [(kernel.addend, (*batch, m, n))]
+        return [_walked(array, shape) for array, shape in walked]
+    if isinstance(kernel, Scatter):
+        shape = list(kernel.index.shape)
+        at = [*shape[: kernel.dim], kernel.out.shape[kernel.dim], *shape[kernel.dim + 1 :]]
+        return [kernel.index, _walked(kernel.source, shape), _walked(kernel.out, at)]
+    if isinstance(kernel, Gather):
+        return [_walked(array, kernel.space) for array in (*kernel.indices, kernel.out)]
+    space = kernel.array.shape if isinstance(kernel, Running) else kernel.space
+    return [_walked(array, space) for array in (*kernel.reads(), *kernel.writes())]
+
+
+def _walked(array: Array, shape: Sequence[int]) -> Array:
+    """The places of an array that a walk over a shape meets."""
+    if len(array.strides) != len(shape):
+        raise Unsupported(f"a walk of {len(shape)} dims over an array of {len(array.strides)}")
+    return Array(array.buffer, tuple(shape), array.strides, array.offset)
+
+
+def _of_box(array: Array, growth: Sequence[int]) -> Iterator[int]:
+    """That sizes are sizes, and that the first and the last element are in memory."""
+    if array.buffer.kind == "value":
+        return
+    yield from (size for size in array.shape if growth and stands_for_length(size))
+    if 0 in array.shape:
+        return
+    low, high = _ends(array)
+    yield low
+    yield _room(array, growth) - 1 - high
+
+
+def _ends(array: Array) -> tuple[int, int]:
+    """The first and the last place, in elements."""
+    steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    return array.offset + sum(x for x in steps if x < 0), array.offset + sum(x for x in steps if x > 0)
+
+
+def _room(array: Array, growth: Sequence[int]) -> int:
+    """Elements of a buffer; arrays of the carry have room for what a step appends."""
+    buffer = array.buffer
+    if buffer.kind != "array":
+        return buffer.numel
+    length = length_in(buffer.numel, len(growth))
+    if length is None:
+        raise Unsupported("an array in the carry whose slots are too large")
+    return buffer.numel + max(growth[length.symbol], 0) * length.scale

@@ -1,0 +1,406 @@
+"""The whole loop as one function's text.
+
+    void prepare(i64* table)                                  packs what stays the same
+    void run(i64* table, i64 steps, i64 low, i64 high, char* scratch, i64 part)    rows low to high of every step
+    void member(i64* job)                                     a thread: claims parts of the rows until none is left
+
+Where rows meet, and a step is long, `run` is what thread `low` of `high` does, with the job's address as `part`.
+
+The table holds addresses: invariants, constants, packed panels, sequences, carry, outs, sums, last carry, status; then
+the lengths of arrays before the first step, and the greatest that they have before one.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, contiguous
+from tensorloop.compiler.emitter.ir.code import Code, Index, Value
+from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
+from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.lower import growing
+from tensorloop.compiler.emitter.lower.lowering import Step, copied
+from tensorloop.compiler.emitter.write import in_order, members
+from tensorloop.compiler.emitter.write.bounds import bounds, check_rows
+from tensorloop.compiler.emitter.write.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
+from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, panels, turned
+from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.nest import Nest
+from tensorloop.compiler.emitter.write.rows import Split, split
+from tensorloop.compiler.emitter.write.team import Planner, Team
+from tensorloop.compiler.lengths import Length, length_in, stands_for_length
+from tensorloop.compiler.step import Unsupported
+from tensorloop.compiler.targets.cpu import threads
+
+LINE = 64  # bytes; buffers begin at such
+RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Text:
+    """A module, and what a caller must know of it."""
+
+    module: str
+    scratch: int  # bytes a thread
+    packed: tuple[int, ...]  # bytes of each
+    rows: int  # how many can be shared out among threads; 0 for none
+    work: int  # operations a step, roughly
+    apart: tuple[int, ...] = ()  # sums of which each part of the rows has its own, one behind the other
+    growing: tuple[Length, ...] = ()  # further bytes, of what is as long as the longest arrays
+    barriers: int = 0  # of a step whose rows meet, where threads do it together
+    shared: int = 0  # operations of such a step that they share out, roughly
+    bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
+
+
+class Function:
+    """A step's kernels put together, and their text."""
+
+    gap = 0  # bytes left free behind each scratch buffer
+
+    def __init__(self, step: Step, target: Target, reverse: bool) -> None:
+        self.step, self.target, self.reverse = step, target, reverse
+        kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
+        kept |= {step.going.buffer} if step.going is not None else set()
+        kernels = [growing.ordered(kernel) for kernel in alive(step.kernels, kept)]
+        kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
+        kernels = split_by_readers(join_additions(kernels, kept), kept)
+        self.units: list[Unit] = grouped(kernels)
+        self.bounds = bounds(self.units, step.nodes, step.growth)
+        self.stored = stored(self.units, kept)
+        self.packed = panels(self.units, target)
+        work = [_operations(unit) for unit in self.units]
+        self.work = sum(work)
+        self.split: Split | None = split(step, self.units, self.packed)
+        if self.split is not None:
+            check_rows(self.units, self.split.dims, self.split.count)
+        self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
+        self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
+        self.offsets, self.scratch = self._place()
+        self.team: Team | None = None
+        if self.split is None:
+            found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
+            self.team = found if found is not None and threads.worth(found.shared, found.barriers) else None
+        buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
+        self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and self._grows(one)]
+        bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
+        self.attributes = f"nounwind {bits}"
+        self.products: dict[str, str] = {}  # text -> name
+
+    def _lives(self) -> dict[Buffer, tuple[int, int]]:
+        """The first and the last unit that each scratch buffer is there for."""
+        lives: dict[Buffer, tuple[int, int]] = {}
+        for n, unit in enumerate(self.units):
+            arrays = [*unit.reads(), *unit.writes()]
+            moved = [self.packed[a].buffer for a in arrays if a in self.packed]
+            for buffer in (*(a.buffer for a in arrays), *moved):
+                if self._grows(buffer):
+                    continue
+                if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
+                    lives[buffer] = lives.get(buffer, (n, n))[0], n
+        if self.step.going is not None and self.step.going.buffer in lives:
+            lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
+        return lives
+
+    def _place(self) -> tuple[dict[Buffer, int], int]:
+        """Offsets of scratch buffers: those that are not needed at one time share memory."""
+        lives, end = self._lives(), sum(2 * self._room(self.step.next[n].buffer) for n in self.pairs)
+        places: dict[Buffer, int] = {}
+        for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
+            busy = sorted(
+                (places[other], places[other] + self._room(other))
+                for other, (a, b) in lives.items()
+                if other in places and a <= last and first <= b
+            )
+            at = end
+            for low, high in busy:
+                if at + self._room(buffer) <= low:
+                    break
+                at = max(at, high)
+            places[buffer] = at
+        total = max((place + self._room(buffer) for buffer, place in places.items()), default=end)
+        return places, max(total, LINE)
+
+    def _room(self, buffer: Buffer) -> int:
+        return _line(buffer.bytes) + self.gap
+
+    # text
+
+    def text(self) -> Text:
+        """The module."""
+        step = self.step
+        tables: list[list[Buffer]] = [
+            [array.buffer for array in step.invariants],
+            [Buffer("constant", n, one.numel(), one.dtype) for n, one in enumerate(step.constants)],
+            [one.buffer for one in self.fixed],
+        ]
+        run, prepare = Code(), Code()
+        self._run(run, [len(part) for part in tables])
+        self._prepare(prepare, [len(part) for part in tables])
+        declared = sorted({*run.declared.values(), *prepare.declared.values()})
+        parts = [
+            f'target triple = "{self.target.triple}"',
+            *declared,
+            f"define void @prepare(ptr %table) {self.attributes} {{\nentry:",
+            *prepare.lines,
+            "  ret void\n}",
+            f"define void @run({RUN}) {self.attributes} {{\nentry:",
+            *run.lines,
+            "  ret void\n}",
+            *(f"define internal void @{name}{text}" for text, name in self.products.items()),
+            *([members.APART] if self.team is None else [*members.wait(self.target.triple), members.TOGETHER]),
+        ]
+        rows = self.split.count if self.split else 0
+        sizes = tuple(one.buffer.bytes for one in self.fixed)
+        more = tuple(self._length_of(one) for one in self.growing)
+        apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
+        barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
+        module, held = "\n".join(parts) + "\n", tuple(self.bounds)
+        return Text(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
+
+    def _grows(self, buffer: Buffer) -> bool:
+        """Whether a buffer is as long as an array in the carry."""
+        return bool(self.step.growth) and stands_for_length(buffer.numel)
+
+    def _length_of(self, buffer: Buffer) -> Length:
+        """The bytes of one that is."""
+        length = length_in(buffer.bytes, len(self.step.growth))
+        if length is None:
+            raise Unsupported("a value as long as an array in the carry, of slots that are too large")
+        return length
+
+    def _is_apart(self, n: int) -> bool:
+        """Whether each part of the rows has a sum of its own."""
+        return self.split is not None and self.step.sums[n].buffer in self.split.apart
+
+    def _fixed_pointers(self, code: Code, sizes: list[int]) -> tuple[dict[tuple[str, int], str], Callable[[int], str]]:
+        """Names of what stays where it is, by kind and index, and a reader of the table."""
+
+        def entry(place: int) -> str:
+            return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
+
+        names, place = {}, 0
+        for kind, size in zip(("invariant", "constant", "packed"), sizes, strict=True):
+            for n in range(size):
+                names[kind, n] = entry(place)
+                place += 1
+        return names, entry
+
+    def _prepare(self, code: Code, sizes: list[int]) -> None:
+        names, _ = self._fixed_pointers(code, sizes)
+        memory = Memory(code, self.target, _Pointers(names), "poison")
+        for n, one in enumerate(self.fixed):
+            one.buffer.index = n
+            pack(memory, one)
+
+    def _run(self, code: Code, sizes: list[int]) -> None:
+        step = self.step
+        for n, one in enumerate(self.fixed):
+            one.buffer.index = n
+        names, entry = self._fixed_pointers(code, sizes)
+        place = sum(sizes)
+        tables = []
+        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
+            tables.append([entry(place + n) for n in range(len(part))])
+            place += len(part)
+        sequences, first, outs, sums, last = tables
+        status = entry(place)
+        self._lengths(code, place + 1)
+        share = self._shares(code)
+        leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
+        pairs = self._pairs(code)
+        for n, (name, array) in enumerate(zip(sums, step.sums, strict=True)):
+            own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
+            names["sum", n] = own
+        before = code.block
+        code.line("br label %step")
+        code.label("step")
+        turn = len(code.lines)
+        code.lines += [""] * (1 + len(step.carry) + len(pairs))
+        here = [code.name("carry") for _ in step.carry]
+        there = {n: code.name("next") for n in pairs}
+        index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
+        growing.at_step(code, self.step.growth)
+        names |= {("array", n): name for n, name in enumerate(first)}
+        for kind, bases, arrays in (("sequence", sequences, step.sequences), ("out", outs, step.outs)):
+            for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
+                if array.buffer.kind == "prefix":
+                    names["prefix", n] = base
+                    continue
+                names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
+        names |= {("carry", n): name for n, name in enumerate(here)}
+        names |= {("next", n): name for n, name in there.items()}
+        pointers = _Pointers(names)
+        for buffer, offset in self.offsets.items():
+            pointers[buffer] = code.pointer("%scratch", offset)
+        pointers.update(self.scratch_pointers)
+        memory = Memory(code, self.target, pointers, code.pointer(status, 8))
+        for n, unit in enumerate(self.units):
+            if self.team is not None and self.team.waits[n]:
+                self._wait(code)
+            self._unit(memory, n, unit, *share(n), leading)
+        after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
+        swapped = {}
+        for n, (one, other) in pairs.items():
+            same = code.op(f"icmp eq ptr {there[n]}, {one}", "i1").text
+            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
+        if self.team is not None:
+            self._wait(code)
+        code.op("add nsw i64 %turn, 1", "i64")
+        done = code.lines[-1].split()[0]
+        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
+        if step.going is not None:
+            going = memory.load(step.going.squeeze(), (), None, 1, None)
+            more = code.binary("and", more, going)
+        latch = code.block
+        code.line(f"br i1 {more.text}, label %step, label %finish")
+        code.lines[turn] = f"  %turn = phi i64 [ 0, %{before} ], [ {done}, %{latch} ]"
+        for n, (name, begin, end) in enumerate(zip(here, first, after, strict=True), turn + 1):
+            code.lines[n] = f"  {name} = phi ptr [ {begin}, %{before} ], [ {end}, %{latch} ]"
+        for n, (k, (one, _)) in enumerate(pairs.items(), turn + 1 + len(here)):
+            code.lines[n] = f"  {there[k]} = phi ptr [ {one}, %{before} ], [ {swapped[k]}, %{latch} ]"
+        code.label("finish")
+        self._finish(memory, after, last, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
+
+    def _lengths(self, code: Code, place: int) -> None:
+        """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
+        most = growing.at_start(code, place, len(self.step.growth))
+        self.scratch_pointers: dict[Buffer, str] = {}
+        offset: Index = self.scratch
+        for buffer in self.growing:
+            self.scratch_pointers[buffer] = code.pointer("%scratch", offset)
+            size = growing.line(code, most, buffer)
+            offset = code.add(offset, size, self.gap)
+
+    def _pairs(self, code: Code) -> dict[int, tuple[str, str]]:
+        """Two places for each carry that has none in an output."""
+        if self.reverse:
+            code.line("%last.step = sub i64 %steps, 1")
+        made, offset = {}, 0
+        for n in self.pairs:
+            size = self._room(self.step.next[n].buffer)
+            made[n] = code.pointer("%scratch", offset), code.pointer("%scratch", offset + size)
+            if offset == 0:
+                made[n] = "%scratch", made[n][1]
+            offset += 2 * size
+        return made
+
+    def _shares(self, code: Code) -> Callable[[int], tuple[Rows | None, int | None]]:
+        """What this call does of a unit: rows of a dim; all of it where there are none."""
+        split, team = self.split, self.team
+        if split is not None:
+            rows = Rows("%low", "%high", split.count)
+            return lambda n: (None if split.dims[n] is None else rows, split.dims[n])
+        if team is not None:
+            cuts = team.cuts
+            made = members.shares(code, [(cut.size, cut.grain) for cut in cuts if cut is not None])
+            return lambda n: (None, None) if (cut := cuts[n]) is None else (made[cut.size, cut.grain], cut.dim)
+        return lambda n: (None, None)
+
+    def _wait(self, code: Code) -> None:
+        code.line("call void @wait(i64 %part, i64 %high)")
+
+    def _unit(
+        self, memory: Memory, n: int, unit: Unit, rows: Rows | None, dim: int | None, leading: Value | None
+    ) -> None:
+        """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
+        code = memory.code
+        packed = self.packed.get(unit.b) if isinstance(unit, Matmul) else None
+        adds = any(array.buffer.kind == "sum" for array in unit.writes())
+        by_first = leading is not None and dim is None and (adds or self.team is not None)
+        if packed is not None and packed.buffer.kind == "scratch":
+            with code.when(leading) if leading is not None and self.team is not None else contextlib.nullcontext():
+                pack(memory, packed)
+            if self.team is not None and self.team.packing[n]:
+                self._wait(code)
+        with code.when(leading) if leading is not None and by_first else contextlib.nullcontext():
+            if isinstance(unit, Group):
+                Nest(memory, unit, self.stored, rows, dim).emit()
+            elif isinstance(unit, Matmul):
+                self._product(memory, unit, packed, rows, dim)
+            elif isinstance(unit, Scatter):
+                in_order.scatter(memory, unit, rows, dim)
+            else:
+                in_order.running(memory, unit, rows, dim)
+
+    def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: Rows | None, dim: int | None) -> None:
+        """A call of a function of its own: products of one shape share it, which is less to compile."""
+        right = unit.b.buffer if packed is None else packed.buffer
+        arrays = [unit.a, unit.out, *([] if unit.addend is None else [unit.addend])]
+        buffers = [one for one in dict.fromkeys([right, *(array.buffer for array in arrays)]) if one.kind != "value"]
+        inner = Code()
+        pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
+        pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
+        own = None if rows is None else Rows("%low", "%high", rows.total)
+        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own, dim).emit()
+        memory.code.declared |= inner.declared
+        arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
+        text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.lines) + "\n  ret void\n}"
+        name = self.products.setdefault(text, f"product{len(self.products)}")
+        low, high = (0, 0) if rows is None else (rows.low, rows.high)
+        given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), f"i64 {low}, i64 {high}"])
+        memory.code.line(f"call void @{name}({given})")
+
+    def _finish(
+        self,
+        memory: Memory,
+        after: list[str],
+        last: list[str],
+        leading: Value | None,
+        count: Callable[[], None],
+    ) -> None:
+        """The last carry into the caller's memory."""
+        shared: list[Group] = []
+        for array, source, place in zip(self.step.carry, after, last, strict=True):
+            a, b = (Buffer("last", n, array.buffer.numel, array.dtype) for n in range(2))
+            memory.pointers[a], memory.pointers[b] = source, place
+            if not array.numel or array.buffer.kind == "array":
+                continue
+            x, y = contiguous(a, array.shape), contiguous(b, array.shape)
+            group = Group(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
+            if self.split is not None and self.split.buffers[array.buffer]:
+                Nest(memory, group, {b}, Rows("%low", "%high", self.split.count), 0).emit()
+            else:
+                shared.append(group)
+
+        def rest() -> None:
+            count()
+            for group in shared:
+                Nest(memory, group, {array.buffer for array in group.writes()}, None, None).emit()
+
+        if leading is None:
+            rest()
+        else:
+            with memory.code.when(leading):
+                rest()
+
+
+class _Pointers(dict[Buffer, str]):
+    """Names by buffer: of those with a place of their own, else by kind and index."""
+
+    def __init__(self, names: dict[tuple[str, int], str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __missing__(self, buffer: Buffer) -> str:
+        if buffer.kind == "value":
+            return "poison"
+        return self.names[buffer.kind, buffer.index]
+
+
+def _like(array: Array) -> Array:
+    return array.squeeze()
+
+
+def _line(size: int) -> int:
+    return -(-max(size, 1) // LINE) * LINE
+
+
+def _operations(unit: Unit) -> int:
+    if isinstance(unit, Matmul):
+        return 2 * unit.out.numel * unit.a.shape[-1]
+    if isinstance(unit, Group):
+        size = 1
+        for one in unit.space:
+            size *= one
+        return 8 * size * len(unit.walks)
+    return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel

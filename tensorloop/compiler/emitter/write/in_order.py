@@ -1,0 +1,76 @@
+"""Kernels that go element after element: scatters, and sums along a dim."""
+
+from tensorloop.compiler.emitter.ir.code import KINDS, Index
+from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
+from tensorloop.compiler.emitter.write.memory import Memory, Rows
+
+
+def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | None) -> None:
+    """In the index's order; what is out of range is noted and left out."""
+    code, math = memory.code, memory.math
+    shape = kernel.index.shape
+
+    def walk(index: list[Index]) -> None:
+        if len(index) < len(shape):
+            dim = len(index)
+            start, stop = (rows.low, rows.high) if rows is not None and dim == row_dim else (0, shape[dim])
+            with code.loop(start, stop) as loop:
+                walk([*index, loop.index])
+            return
+        size = code.number("i64", kernel.out.shape[kernel.dim], 1)
+        raw = math.cast(memory.load(kernel.index, index, None, 1, None), "i64")
+        wrapped = memory.wrapped(raw, size) if kernel.wraps else raw
+        good = code.compare("ult", wrapped, size)
+        memory.note(good)
+        with code.when(good):
+            place = [wrapped.text if d == kernel.dim else i for d, i in enumerate(index)]
+            value = memory.load(kernel.source, index, None, 1, None)
+            if kernel.add:
+                before = memory.load(kernel.out, place, None, 1, None)
+                kind = KINDS[kernel.out.dtype]
+                inner = "float" if kind in ("half", "bfloat") else kind
+                value = math.cast(math.add(math.cast(before, inner), math.cast(value, inner)), kind)
+            memory.store(value, kernel.out, place, None, None)
+
+    walk([])
+
+
+def running(memory: Memory, kernel: Running, rows: Rows | None, row_dim: int | None) -> None:
+    """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
+    code, math, shape = memory.code, memory.math, kernel.array.shape
+    others = [dim for dim in range(len(shape)) if dim != kernel.dim]
+    lane = others[-1] if others and others[-1] != row_dim else None
+    width = memory.target.lanes({kernel.out.dtype}) if lane is not None else 1
+    width = min(width, 1 << (shape[lane] - 1).bit_length()) if lane is not None else 1
+    kind = KINDS[kernel.out.dtype]
+
+    def line(index: list[Index], mask: object) -> None:
+        first = code.constant(kind, 0 if kernel.how == "sum" else 1, width)
+        with code.loop(0, shape[kernel.dim], 1, [first]) as loop:
+            index[kernel.dim] = loop.index
+            value = memory.load(kernel.array, index, lane, width, mask)  # pyright: ignore[reportArgumentType]
+            total = (math.add if kernel.how == "sum" else math.mul)(loop.values[0], value)
+            memory.store(total, kernel.out, index, lane, mask)  # pyright: ignore[reportArgumentType]
+            loop.carry([total])
+
+    def walk(index: list[Index], left: list[int]) -> None:
+        if not left:
+            line(index, None)
+            return
+        dim = left[0]
+        if dim == lane and width > 1:
+            whole = shape[dim] - shape[dim] % width
+            if whole:
+                with code.loop(0, whole, width) as loop:
+                    index[dim] = loop.index
+                    line(index, None)
+            if whole < shape[dim]:
+                index[dim] = whole
+                line(index, code.lanes("i1", [whole + n < shape[dim] for n in range(width)]))
+            return
+        start, stop = (rows.low, rows.high) if rows is not None and dim == row_dim else (0, shape[dim])
+        with code.loop(start, stop) as loop:
+            index[dim] = loop.index
+            walk(index, left[1:])
+
+    walk([0] * len(shape), others)

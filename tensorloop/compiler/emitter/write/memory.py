@@ -1,0 +1,150 @@
+"""Where buffers lie in a function, and reading and writing their elements: vectors, lanes apart, under masks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.code import KINDS, Code, Index, Value, llvm_type, suffix_of
+from tensorloop.compiler.emitter.ir.kernels import Gather
+from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.vector_math import Math
+from tensorloop.compiler.emitter.lower.lowering import computed_in
+
+
+class Rows(NamedTuple):
+    """The rows of dim 0 that a call works on: names of two i64, of `total` in all."""
+
+    low: str
+    high: str
+    total: int
+
+
+class Memory:
+    """Where buffers lie in this function, and reading and writing elements of them."""
+
+    def __init__(self, code: Code, target: Target, pointers: dict[Buffer, str], error: str) -> None:
+        self.code, self.target, self.pointers, self.error = code, target, pointers, error
+        self.math = Math(code)
+
+    def address(self, array: Array, index: Sequence[Index]) -> str:
+        """Of one element."""
+        code, size = self.code, array.dtype.itemsize
+        offset = code.add(
+            array.offset * size, *(code.times(i, s * size) for i, s in zip(index, array.strides, strict=True))
+        )
+        return code.pointer(self.pointers[array.buffer], offset)
+
+    def load(self, array: Array, index: Sequence[Index], lane_dim: int | None, width: int, mask: Value | None) -> Value:
+        """The elements at an index and those after it along one dim."""
+        code, kind = self.code, KINDS[array.dtype]
+        if array.buffer.kind == "value":
+            wide = code.number(KINDS[computed_in(array.dtype)], array.buffer.value, width)
+            return self.math.cast(wide, kind)
+        memory = "i8" if kind == "i1" else kind
+        stride = 0 if lane_dim is None or width == 1 else array.strides[lane_dim]
+        base, align = self.address(array, index), array.dtype.itemsize
+        if stride == 0:
+            one = code.op(f"load {llvm_type(memory)}, ptr {base}, align {align}", memory)
+            return code.splat(self._from_memory(one, kind), width)
+        if stride == 1 and mask is None:
+            made = code.op(f"load {llvm_type(memory, width)}, ptr {base}, align {align}", memory, width)
+        elif stride == 1:
+            made = self.masked("load", memory, width, base, align, mask)
+        else:
+            made = self.masked("gather", memory, width, self._lanes(base, stride * align, width), align, mask)
+        return self._from_memory(made, kind)
+
+    def _from_memory(self, value: Value, kind: str) -> Value:
+        return self.math.compare("ne", value, self.math.like(value, 0)) if kind == "i1" else value
+
+    def _lanes(self, base: str, step: int, width: int) -> str:
+        offsets = self.code.lanes("i64", [n * step for n in range(width)])
+        return self.code.op(f"getelementptr i8, ptr {base}, {offsets.type} {offsets.text}", "ptr", width).text
+
+    def masked(self, how: str, kind: str, width: int, where: str, align: int, mask: Value | None) -> Value:
+        """A load, or a gather from addresses of lanes: zero outside of the mask."""
+        vector = llvm_type(kind, width)
+        suffix = f"v{width}{suffix_of(kind)}"
+        many = how == "gather"
+        pointer = f"<{width} x ptr>" if many else "ptr"
+        name = f"llvm.masked.{how}.{suffix}.{f'v{width}p0' if many else 'p0'}"
+        mask = mask or self.code.constant("i1", 1, width)
+        self.code.declare(name, vector, [pointer, "i32", mask.type, vector])
+        call = (
+            f"call {vector} @{name}({pointer} {where}, i32 {align}, {mask.type} {mask.text}, {vector} zeroinitializer)"
+        )
+        return self.code.op(call, kind, width)
+
+    def store(
+        self, value: Value, array: Array, index: Sequence[Index], lane_dim: int | None, mask: Value | None
+    ) -> None:
+        """The other way."""
+        code = self.code
+        if value.kind == "i1":
+            value = self.math.cast(value, "u8")
+        width = value.width
+        stride = 1 if lane_dim is None or width == 1 else array.strides[lane_dim]
+        base, align = self.address(array, index), array.dtype.itemsize
+        if mask is not None and width > 1 and mask.text == code.lanes("i1", [n == 0 for n in range(width)]).text:
+            # LLVM stores four bytes of a vector of two-byte lanes that it has just narrowed, where one lane is left.
+            value, width, mask = code.op(f"extractelement {value.type} {value.text}, i64 0", value.kind), 1, None
+            stride = 1
+        if stride == 1 and (mask is None or width == 1):
+            code.line(f"store {value.type} {value.text}, ptr {base}, align {align}")
+            return
+        suffix = suffix_of(value.kind)
+        mask = mask or code.constant("i1", 1, width)
+        many = stride != 1
+        where, pointer = (self._lanes(base, stride * align, width), f"<{width} x ptr>") if many else (base, "ptr")
+        name = f"llvm.masked.{'scatter' if many else 'store'}.v{width}{suffix}.{f'v{width}p0' if many else 'p0'}"
+        code.declare(name, "void", [value.type, pointer, "i32", mask.type])
+        code.line(
+            f"call void @{name}({value.type} {value.text}, {pointer} {where}, i32 {align}, {mask.type} {mask.text})"
+        )
+
+    def chosen(
+        self,
+        walk: Gather,
+        values: Sequence[Value],
+        index: Sequence[Index],
+        lane_dim: int | None,
+        width: int,
+        mask: Value | None,
+    ) -> Value:
+        """Elements of `source` at indices that were read; one out of range is noted and reads the first."""
+        code, math, size = self.code, self.math, walk.source.dtype.itemsize
+        total: Value | None = None
+        for value, step, length in zip(values, walk.steps, walk.sizes, strict=True):
+            raw, size_of = math.cast(value, "i64"), code.number("i64", length, width)
+            wrapped = self.wrapped(raw, size_of) if walk.wraps else raw
+            good = code.compare("ult", wrapped, size_of)
+            self.note(good)
+            wrapped = math.where(good, wrapped, math.like(wrapped, 0))
+            part = math.mul(wrapped, math.like(wrapped, step * size))
+            total = part if total is None else math.add(total, part)
+        assert total is not None
+        base, kind = self.address(walk.source, index), KINDS[walk.source.dtype]
+        stride = 0 if lane_dim is None or width == 1 else walk.source.strides[lane_dim] * size
+        memory = "i8" if kind == "i1" else kind
+        if width == 1:
+            where = code.pointer(base, total.text)
+            return self._from_memory(code.op(f"load {llvm_type(memory)}, ptr {where}, align {size}", memory), kind)
+        if stride:
+            total = math.add(total, code.lanes("i64", [n * stride for n in range(width)]))
+        where = code.op(f"getelementptr i8, ptr {base}, {total.type} {total.text}", "ptr", width).text
+        return self._from_memory(self.masked("gather", memory, width, where, size, mask), kind)
+
+    def wrapped(self, index: Value, size: Value) -> Value:
+        """An index, from the end where it is below 0."""
+        math = self.math
+        return math.where(math.compare("lt", index, math.like(index, 0)), math.add(index, size), index)
+
+    def note(self, good: Value) -> None:
+        """An index out of range: the call raises when the loop is over."""
+        code = self.code
+        bad = self.math.invert(good)
+        if bad.width > 1:
+            bits = code.op(f"bitcast {bad.type} {bad.text} to i{bad.width}", f"i{bad.width}")
+            bad = code.op(f"icmp ne i{bad.width} {bits.text}, 0", "i1")
+        with code.when(bad):
+            code.line(f"store i64 1, ptr {self.error}, align 8")

@@ -1,0 +1,199 @@
+"""Rows that meet, shared out all the same: each unit of a step is cut along a dim of its own.
+
+Threads wait for each other before a unit that reads, or writes, what another one may have touched since they last met.
+What cannot be cut is done by the first.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
+from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.lower.lowering import Step
+from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.matmul import Panels, lanes
+from tensorloop.compiler.lengths import grows
+
+ENOUGH = 16  # parts of a unit: a dim of more is no better for it
+Piece = tuple[int, int, int]
+FIRST: Piece = (0, 0, 0)  # what the first thread alone touches
+
+
+class Cut(NamedTuple):
+    """A dim of a unit: thread n of N has size * n / N to size * (n + 1) / N of it, in whole grains."""
+
+    dim: int
+    size: int
+    grain: int
+
+    @property
+    def parts(self) -> int:
+        """Among how many threads it can be shared out."""
+        return -(-self.size // self.grain)
+
+
+class Access(NamedTuple):
+    """A buffer touched: thread n its own piece of it; None where a thread may touch all of it."""
+
+    buffer: Buffer
+    piece: Piece | None
+    writes: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """How each unit is cut (None: the first thread does it), and before which of them threads wait."""
+
+    cuts: list[Cut | None]
+    waits: list[bool]
+    packing: list[bool]  # whether they wait between the packing of a product's panels and the product
+    shared: int  # operations of a step that are shared out
+
+    @property
+    def barriers(self) -> int:
+        """A step's, with the one at its end."""
+        return sum(self.waits) + sum(self.packing) + 1
+
+
+class Planner:
+    """Goes through a step's units and remembers what was touched since the threads last met."""
+
+    def __init__(
+        self, packed: Mapping[Array, Panels], stored: set[Buffer], places: Mapping[Buffer, int], target: Target
+    ) -> None:
+        self.packed, self.stored, self.places, self.target = packed, stored, places, target
+        self.touched: list[Access] = []
+
+    def plan(self, step: Step, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
+        """None where a step has arrays of the carry, or nothing that can be cut."""
+        if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
+            return None
+        if step.going is not None:  # read after the end of the step before, by all
+            self.touched.append(Access(step.going.buffer, None, False))
+        cuts, waits, packing = [], [], []
+        for unit in units:
+            cut = self._cut(unit)
+            panels = _panels(unit, self.packed)
+            accesses = list(self._accesses(unit, cut))
+            first = list(_packing(panels)) if panels is not None else accesses
+            waits.append(self._meet(first))
+            packing.append(panels is not None and self._meet(accesses))
+            cuts.append(cut)
+        shared = sum(one for one, cut in zip(work, cuts, strict=True) if cut is not None)
+        return Team(cuts, waits, packing, shared) if shared else None
+
+    def _meet(self, accesses: Sequence[Access]) -> bool:
+        """Notes what is touched now; whether the threads must wait before."""
+        waits = self._clashes(accesses) > 0
+        self.touched = [*([] if waits else self.touched), *accesses]
+        return waits
+
+    def _clashes(self, accesses: Sequence[Access]) -> int:
+        return sum(self._clash(a, b) for a in accesses for b in self.touched)
+
+    def _clash(self, a: Access, b: Access) -> bool:
+        if not (a.writes or b.writes):
+            return False
+        if a.buffer is b.buffer:
+            return a.piece is None or a.piece != b.piece
+        if a.buffer not in self.places or b.buffer not in self.places:
+            return False
+        low, high = self.places[a.buffer], self.places[b.buffer]
+        return low < high + b.buffer.bytes and high < low + a.buffer.bytes
+
+    def _cut(self, unit: Unit) -> Cut | None:
+        """Of the dims that are long enough, or else the longest, the one that makes the fewest threads wait."""
+        found = [cut for cut in self._usable(unit) if cut.parts > 1]
+        return min(
+            found,
+            key=lambda cut: (-min(cut.parts, ENOUGH), self._clashes(list(self._accesses(unit, cut))), cut.dim),
+            default=None,
+        )
+
+    def _usable(self, unit: Unit) -> Iterator[Cut]:
+        for dim, size in enumerate(_space(unit)):
+            if isinstance(unit, Group):
+                if dim not in unit.over:
+                    yield Cut(dim, size, self._grain(unit, dim))
+            elif not isinstance(unit, Matmul):
+                if dim != unit.dim:
+                    yield Cut(dim, size, 1)
+            elif dim < len(unit.out.shape) - 1:
+                yield Cut(dim, size, 1)
+            else:
+                yield Cut(dim, size, lanes(unit, self.target))
+
+    def _grain(self, unit: Group, dim: int) -> int:
+        """Whole vectors where elements are neighbours, as products have them."""
+        near = any(array.strides[dim] == 1 for array in unit.writes())
+        return self.target.lanes({unit.writes()[0].dtype}) if near else 1
+
+    def _accesses(self, unit: Unit, cut: Cut | None) -> Iterator[Access]:
+        written = set(unit.writes())
+        for array in (*unit.reads(), *written):
+            buffer = array.buffer
+            if buffer.written and (buffer.kind != "scratch" or buffer in self.stored):
+                piece = FIRST if cut is None else _piece(unit, array, cut)
+                yield Access(buffer, piece, array in written)
+        panels = _panels(unit, self.packed)
+        if panels is not None:
+            yield Access(panels.buffer, FIRST if cut is None else None, False)
+
+
+def _packing(panels: Panels) -> Iterator[Access]:
+    yield Access(panels.source.buffer, FIRST, False)
+    yield Access(panels.buffer, FIRST, True)
+
+
+def _panels(unit: Unit, packed: Mapping[Array, Panels]) -> Panels | None:
+    """Those that the unit packs at every step."""
+    found = packed.get(unit.b) if isinstance(unit, Matmul) else None
+    return found if found is not None and found.buffer.kind == "scratch" else None
+
+
+def _grows(unit: Unit) -> bool:
+    return any(grows(array.shape) or grows((array.offset,)) for array in (*unit.reads(), *unit.writes()))
+
+
+def _space(unit: Unit) -> tuple[int, ...]:
+    """The sizes that a unit's loops walk."""
+    if isinstance(unit, Group):
+        return unit.space
+    if isinstance(unit, Matmul):
+        return unit.out.shape
+    return unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
+
+
+def _piece(unit: Unit, array: Array, cut: Cut) -> Piece | None:
+    """What all threads' parts of an array have in common; None where a part is not of its own elements alone."""
+    dim, more = cut.dim, list[tuple[int, int]]()
+    if isinstance(unit, Matmul):
+        if array is unit.a and dim == len(unit.out.shape) - 1:
+            return None
+        if array is unit.b and dim == len(unit.out.shape) - 2:
+            return None
+    if isinstance(unit, Group):
+        for walk in unit.walks:
+            if isinstance(walk, Gather) and array is walk.source:
+                more += zip(walk.sizes, walk.steps, strict=True)
+    if array.shape[dim] != cut.size:
+        return None
+    return _apart(array, dim, more, cut.grain)
+
+
+def _apart(array: Array, dim: int, more: Sequence[tuple[int, int]], grain: int) -> Piece | None:
+    """(stride, size, grain) where index i touches only elements e with e // stride % size == i, whatever the others.
+
+    Those are the other dims, and `more`: sizes with their strides.
+    """
+    stride, size = array.strides[dim], array.shape[dim]
+    turn = stride * size
+    pairs = enumerate(zip(array.shape, array.strides, strict=True))
+    others = [(n, step) for other, (n, step) in pairs if other != dim]
+    near = [(n, step) for n, step in (*others, *more) if turn <= 0 or step % turn]
+    reach = sum((n - 1) * step for n, step in near)
+    if stride <= 0 or any(step < 0 for _, step in near) or array.offset % turn + reach >= stride:
+        return None
+    return stride, size, grain

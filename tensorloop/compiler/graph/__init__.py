@@ -1,0 +1,1 @@
+"""From what a step did to one graph of core operations."""

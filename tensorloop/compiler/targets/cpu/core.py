@@ -1,0 +1,272 @@
+"""A compiled recurrence as something to call."""
+
+import collections
+from array import array
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop._torch.memory import is_symbolic
+from tensorloop._torch.tracing import without_modes
+from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop.compiler.emitter.ir.target import Target, host
+from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
+from tensorloop.compiler.emitter.lower.expand import expand
+from tensorloop.compiler.emitter.lower.lowering import Step, lower
+from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
+from tensorloop.compiler.emitter.write import rows
+from tensorloop.compiler.emitter.write.bounds import hold
+from tensorloop.compiler.emitter.write.function import Function, Text
+from tensorloop.compiler.lengths import stands_for_length
+from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.targets.cpu import cache, threads
+from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
+
+LINE = 64
+CHECKED = 3  # calls of a core whose tensors are looked at
+NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
+instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
+_HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
+
+
+def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
+    """The step's kernels, and the module's text."""
+    step = lower(recurrence, HANDLERS, expand)
+    return step, Function(step, target, recurrence.reverse).text()
+
+
+def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bool:
+    """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
+    step = lower(recurrence, HANDLERS, expand)
+    made = Function(step, host(), recurrence.reverse)
+    read = zip((*recurrence.sequences, *recurrence.invariants), (*step.sequences, *step.invariants), strict=True)
+    return rows.meet(step, made.units, count, [array for n, array in read if n in own])
+
+
+def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
+    """One native function for a recurrence; Unsupported where an operation or this machine is not known."""
+    if instead:
+        return instead[-1](recurrence, folder=folder, target=target)
+    target = target or host()
+    step, text = text_of(recurrence, target)
+    code = machine_code(text.module, target, folder or cache.user_folder())
+    return NativeCore(recurrence, step, text, Loaded(code, target))
+
+
+class NativeCall(NamedTuple):
+    """What the native function is called with: addresses of its table and of scratch memory, and how it runs."""
+
+    table: int
+    tensors: Sequence[Tensor]  # those that the table begins with
+    steps: int
+    parts: int
+    scratch: int
+    lengths: Sequence[int]  # of arrays before the first step
+    pack: bool  # whether panels are to be packed
+
+
+class NativeCore:
+    """Runs a loop; scratch memory is kept from call to call, each call has its own."""
+
+    def __init__(self, recurrence: Recurrence, step: Step, text: Text, loaded: Loaded) -> None:
+        self.text, self._loaded, self._constants = text, loaded, step.constants
+        self._layouts = [(one.shape, one.strides) for one in step.invariants]
+        self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
+        self._checked = 0  # calls
+        self._growth, self.work = step.growth, text.work
+        given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
+        self._needed = [[_needed(one, len(step.growth)) for one in arrays] for arrays in given]
+        self.way = f"one native function, {_by_whom(text)}"
+        self._idle: collections.deque[list] = collections.deque(maxlen=8)
+
+    def __call__(
+        self,
+        steps: int,
+        invariants: Sequence[Tensor],
+        sequences: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        lengths: Sequence[int] = (),
+    ) -> tuple[list[Tensor], int]:
+        """Runs at most `steps` steps: (the last carry, how many were done)."""
+        last = self._new(carry)
+        if steps <= 0:
+            pairs = zip(last, carry, strict=True)
+            return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
+        self._check(steps, invariants, sequences, carry, outs, sums, lengths)
+        text = self.text
+        if text.barriers:
+            parts, apart = threads.together(text.shared, text.barriers, steps), 1
+        else:
+            parts = apart = threads.parts(text.rows, steps * text.work)
+        memory = self._take(apart, self._growing(steps, lengths))
+        laid = self._laid(invariants)
+        done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
+        self._idle.append(memory)
+        return last, done
+
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
+        """As `Core` says: invariants are laid out and packed once."""
+        laid = [*self._laid(invariants), *self._constants]
+        held: list[list] = []
+
+        def run(
+            steps: int,
+            invariants: Sequence[Tensor],
+            sequences: Sequence[Tensor],
+            carry: Sequence[Tensor],
+            outs: Sequence[Tensor],
+            sums: Sequence[Tensor],
+            lengths: Sequence[int] = (),
+        ) -> tuple[list[Tensor], int]:
+            last, more, begun = self._new(carry), self._growing(steps, lengths), bool(held)
+            if not begun:
+                self._check(steps, invariants, sequences, carry, outs, sums, lengths)
+            elif not self.fits(steps, lengths):
+                raise IndexError(NO_SLOT)
+            if not held:
+                held.append(self._take(1, more))
+            elif held[0][0].numel() < self.text.scratch + more:
+                held[0][0] = _aligned(self.text.scratch + 2 * more)
+            done = self._run(steps, 1, held[0], laid, sequences, carry, outs, sums, last, lengths, packed=begun)
+            return last, done
+
+        return run
+
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """Whether each address of so many steps is in its tensor, where arrays are this long before the first one."""
+        last = [n + more * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
+        return hold(self.text.bounds, (lengths, last))
+
+    def _check(self, steps: int, *given: Any) -> None:
+        """Raises before the code runs where it would leave a tensor that it was given.
+
+        Lengths are looked at in every call; the tensors, which are always of the same shapes for so many steps, in the
+        first ones: who calls has them from the same places.
+        """
+        *tensors, lengths = given
+        if self.text.bounds and not self.fits(steps, lengths):
+            raise IndexError(NO_SLOT)
+        if self._checked >= CHECKED:
+            return
+        self._checked += 1
+        counts = (1, steps, 1, steps, 1)
+        for kind, needed, count in zip(tensors, self._needed, counts, strict=True):
+            for x, (numel, dtype) in zip(kind, needed, strict=True):
+                enough = numel is None or x.numel() >= numel * count
+                if not enough or x.dtype is not dtype or not x.is_cpu or is_symbolic(x):
+                    raise AssertionError(f"a compiled loop was given {x.dtype} of shape {tuple(x.shape)} on {x.device}")
+
+    def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            x if stays else torch.empty(shape, dtype=dtype, device="cpu")
+            for x, (shape, dtype, stays) in zip(carry, self._carry, strict=True)
+        ]
+
+    def _laid(self, invariants: Sequence[Tensor]) -> list[Tensor]:
+        return [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
+
+    def _longest(self, steps: int, lengths: Sequence[int]) -> list[int]:
+        return [n + max(0, more) * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
+
+    def _growing(self, steps: int, lengths: Sequence[int]) -> int:
+        """Bytes of scratch for what is as long as arrays."""
+        longest = self._longest(steps, lengths)
+        return sum(_line(size.at(longest)) for size in self.text.growing)
+
+    def _run(
+        self,
+        steps: int,
+        parts: int,
+        memory: list,
+        fixed: list[Tensor],
+        sequences: Sequence[Tensor],
+        carry: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        last: Sequence[Tensor],
+        lengths: Sequence[int],
+        *,
+        packed: bool = False,
+    ) -> int:
+        """How many steps were done; with `packed` the panels are there from the call before."""
+        scratch, panels = memory
+        status, totals = array("q", (0, 0)), list(sums)
+        if parts > 1:
+            for n in self.text.apart:
+                totals[n] = torch.zeros((parts, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
+        tensors = [*fixed, *panels, *sequences, *carry, *outs, *totals, *last]
+        table = array("q", [one.data_ptr() for one in tensors])
+        table.append(status.buffer_info()[0])
+        table.extend((*lengths, *self._longest(steps, lengths)))
+        first = bool(panels) and not packed
+        self._enter(NativeCall(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first))
+        if parts > 1:
+            for n in self.text.apart:
+                sums[n].add_(totals[n].sum(0))
+        if status[1]:
+            raise IndexError(
+                "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
+            )
+        return status[0]
+
+    def _enter(self, call: "NativeCall") -> None:
+        """Calls the native function."""
+        table, _, steps, parts, scratch, lengths, pack = call
+        team = threads.here.team  # else this thread does the parts, one after the other: the same bits
+        if pack:
+            self._loaded.prepare(table)
+        if parts == 1 or (self.text.barriers and not team):
+            self._loaded.run(table, steps, 0, 1 if self.text.barriers else self.text.rows, scratch, 0)
+        elif self.text.barriers:
+            threads.run_together(self._loaded.member, table, steps, scratch, parts)
+        else:
+            each = self.text.scratch + self._growing(steps, lengths)
+            enter = threads.team(self._loaded.member, parts) if team else self._loaded.alone
+            threads.run(enter, table, steps, (scratch, each), self.text.rows, parts)
+
+    def _take(self, parts: int, more: int) -> list:
+        """[scratch for so many, panels] from an earlier call that is over, or new; `more` bytes behind each's."""
+        size = parts * (self.text.scratch + more)
+        try:
+            memory = self._idle.pop()
+            if memory[0].numel() >= size:
+                return memory
+        except IndexError:
+            pass
+        scratch = _aligned(size)
+        return [scratch, [_aligned(size) for size in self.text.packed]]
+
+
+def _needed(array: Array, count: int) -> tuple[int | None, torch.dtype]:
+    """Elements of one step; None for what is as long as an array in the carry."""
+    grows = count and stands_for_length(array.buffer.numel)
+    return None if grows else array.buffer.numel, array.dtype
+
+
+def _by_whom(text: Text) -> str:
+    if text.barriers:
+        times = "once" if text.barriers == 1 else f"{text.barriers} times"
+        return f"by threads that share each step and wait for each other {times} in it"
+    return "by threads that share the rows" if text.rows > 1 else "by one thread"
+
+
+def _line(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+def _aligned(size: int) -> Tensor:
+    with without_modes():  # it serves every call, so a tool that counts what one call keeps must not count it
+        whole = torch.empty(size + LINE, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % LINE
+    return whole[start : start + size]
+
+
+def _laid(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """A tensor in the layout that the code was made for."""
+    if tuple(tensor.stride()) == tuple(strides) or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

@@ -1,0 +1,104 @@
+"""What one step did, as data: its operations in order, and which of its tensors go in and come out."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import traceback
+
+from tensorloop._common.user_line import Place
+from tensorloop.compiler.operations import aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """The number of a tensor of a step: its arguments first, then captures and results as they are met."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """`scale * i + shift`, where i is the number of the step: a tensor of the step has it."""
+
+    number: int
+    scale: int
+    shift: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a step. `results` are the numbers of its tensors, in order."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    results: Any
+    place: Place | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step did, its tensors as numbers: what goes in and comes out, and a condition's answer."""
+
+    operations: Sequence[Operation]
+    carry: Sequence[int]
+    xs: Sequence[int]
+    captures: Sequence[int]
+    next_carry: Sequence[int]
+    ys: Sequence[int]
+    answer: int | None
+    writes: bool
+
+    @property
+    def inputs(self) -> list[int]:
+        """The numbers of all that goes in."""
+        return [*self.carry, *self.xs, *self.captures]
+
+    @property
+    def outputs(self) -> list[int]:
+        """The numbers of all that comes out."""
+        return [*self.next_carry, *self.ys, *([] if self.answer is None else [self.answer])]
+
+    def replay(self, *tensors: Tensor) -> list[Tensor]:
+        """Does the operations again, with other tensors."""
+        found = dict(zip(self.inputs, tensors, strict=True))
+        for o in self.operations:
+            args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
+            traceback.set_stack_trace(["" if o.place is None else "{}:{}".format(*o.place)])
+            if o.function is aten.view.default and not self.writes:  # memory may be in another order here
+                _store(found, o.results, aten.reshape.default(*args))
+            else:
+                _store(found, o.results, _called(o, args, kwargs))
+        return [found[n] for n in self.outputs]
+
+
+def _read(found: dict[int, Tensor], x: Any) -> Any:
+    if isinstance(x, Ref):
+        return found[x.number]
+    if isinstance(x, Number):
+        return found[x.number] * x.scale + x.shift
+    return [_read(found, y) for y in x] if isinstance(x, list) else x
+
+
+def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """An operation again; where it takes the number of the step, as a tensor of one."""
+    if not any(isinstance(x, Number) for x in o.args):
+        return o.function(*args, **kwargs)
+    if o.function is aten.select.int:
+        x, dim, index = args
+        index = torch.where(index < 0, index + x.shape[dim], index)  # select() counts from the end, index_select() not
+        return aten.index_select.default(x, dim, index.reshape(1)).squeeze(dim)
+    if o.function is aten.scalar_tensor.default:
+        return args[0].to(kwargs.get("dtype") or torch.get_default_dtype())
+    return o.function.overloadpacket(*args, **kwargs)
+
+
+def _store(found: dict[int, Tensor], results: Any, out: Any) -> None:
+    if isinstance(results, Ref):
+        found[results.number] = out
+    elif results is not None:
+        for ref, x in zip(results, out, strict=True):
+            _store(found, ref, x)

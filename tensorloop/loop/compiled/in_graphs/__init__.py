@@ -1,0 +1,1 @@
+"""Loops inside of torch.compile and torch.export."""

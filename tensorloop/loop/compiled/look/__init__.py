@@ -1,0 +1,1 @@
+"""One step of the user's body, run once to see what it does."""

@@ -1,0 +1,168 @@
+"""Calls of torch while a body is looked at: some are refused, for a graph of operations would not show what they do.
+
+Around every look there is a mode of this kind, so that what a call does is known before the call is made, on every call
+of the loop: a body may register a hook today and none tomorrow, and its operations are the same.
+"""
+
+import inspect
+import sys
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tensorloop._common.scope import here
+from tensorloop._common.user_line import Place, is_ours, user_place
+from tensorloop._torch import transforms
+from tensorloop.compiler.refused import VALUES, Refused
+
+PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})  # classes of tensors that are nothing else
+_READS = {
+    "numpy": "turns a tensor into an array",
+    "__array__": "turns a tensor into an array",
+    "tolist": "turns a tensor into a list",
+    "__dlpack__": "hands a tensor to another library",
+    "__repr__": "prints a tensor",
+    "__format__": "prints a tensor",
+    "register_hook": "registers a hook",
+    "register_post_accumulate_grad_hook": "registers a hook",
+    "retain_grad": "retains a gradient",
+    "backward": "runs a backward pass",
+    "data_ptr": "asks where a tensor is in memory",
+    "untyped_storage": "asks where a tensor is in memory",
+}
+_AFTER = "do so with what the loop returns"
+_CURES = {"turns": VALUES, "hands": VALUES, "prints": _AFTER, "registers": _AFTER, "retains": _AFTER}
+_CURES |= {"asks": "use operations of torch", "runs": "torch.func.grad of a function compiles"}
+_REFUSED: dict[Any, tuple[str, str]] = {
+    function: (f"the body {what} ({name})", _CURES[what.partition(" ")[0]])
+    for name, what in _READS.items()
+    if (function := getattr(Tensor, name, None))
+}
+_REFUSED[torch.autograd.backward] = "the body runs a backward pass (torch.autograd.backward)", _CURES["runs"]
+_GRAD = "the body calls torch.autograd.grad", _CURES["runs"]
+# Attributes: a node of autograd's graph takes hooks, which no later step would have.
+_GRAPH = "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"
+_ATTRIBUTES = {"grad_fn": (_GRAPH, _AFTER)}
+_ITEMS = ("_local_scalar_dense", "item", "is_nonzero")
+_SAID = {"item": ".item()", "__bool__": "a tensor as a condition (if, while, and, bool())"}
+_SAID |= {f"__{kind}__": f"{kind}() of a tensor" for kind in ("float", "int", "complex")}
+_SAID |= {"__getitem__": "indexing by a tensor of no dims", "__setitem__": "indexing by a tensor of no dims"}
+_SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a tensor", "tolist": ".tolist()"}
+LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
+# Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
+_NORMS = frozenset({functional.batch_norm, functional.instance_norm})
+_BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
+
+
+class CallWatch(TorchFunctionMode):
+    """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
+
+    inside = False
+    call: Any = None  # the user's, while it runs
+    grad = True  # what it is made under
+    asked_layout = False  # whether the body asked how a tensor lies in memory
+    asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
+
+    def __enter__(self) -> Self:
+        """Begins to look."""
+        here.looks += 1
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        here.looks -= 1
+        super().__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes one call."""
+        return self._seen(func, args, kwargs)
+
+    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+        """A call during which operations are no surprise."""
+        self.asked_layout |= func in LAYOUT
+        reason = _REFUSED.get(func)
+        if reason is None and type(func) is MethodWrapperType:
+            name = getattr(func.__self__, "__name__", "")
+            reason = _ATTRIBUTES.get(name)
+            self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")
+        elif func is torch.autograd.grad and transforms.maybe_level() is None:  # torch.func.grad calls it, too
+            reason = _GRAD
+        elif func in _NORMS and _updates(func, args, kwargs or {}):
+            reason = (
+                f"{func.__name__}() updates its running statistics",
+                "use eval(), or track_running_stats=False, or compile=False",
+            )
+        if reason is not None:
+            raise Refused(*reason, user_place())
+        outer, self.inside = self.inside, True
+        if not outer:
+            self.call, self.grad = func, torch.is_grad_enabled()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.inside = outer
+
+    def said(self, operation: str) -> str:
+        """The call that does this operation, as a user writes it."""
+        name = getattr(self.call, "__name__", "") if self.inside else ""
+        if operation in _ITEMS:
+            return _SAID.get(name) or (f"{name}()" if name else ".item()")
+        return f"{name}()" if name and name.strip("_") == name else operation
+
+
+def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a norm writes to statistics: its sixth argument says so."""
+    given = (
+        dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False)) | kwargs
+    )
+    now = given.get("training", given.get("use_input_stats", norm is functional.instance_norm))
+    return bool(now) and given.get("running_mean") is not None
+
+
+def custom_function() -> tuple[str, Place | None] | None:
+    """The name of the `torch.autograd.Function` whose forward runs here, and the user's line that calls it.
+
+    It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14). A forward may call that
+    of the class above it; the name is that of the class whose `apply` was called.
+    """
+    forwards, found = _forwards(), None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if id(frame.f_code) in forwards:
+            found = frame
+        elif found is not None and not is_ours(frame):
+            break
+        frame = frame.f_back
+    return None if found is None else (forwards[id(found.f_code)], user_place(found.f_back))
+
+
+def _forwards() -> dict[int, str]:
+    """By the id of its code, as codes of equal text are equal: the class that has written each Function's forward."""
+    found: dict[int, str] = {}
+    classes = [torch.autograd.Function]
+    while classes:
+        cls = classes.pop()
+        classes += cls.__subclasses__()
+        for name in ("forward", "setup_context"):
+            function = cls.__dict__.get(name)
+            if isinstance(function, staticmethod):
+                code = getattr(inspect.unwrap(function.__func__), "__code__", None)  # custom_fwd of AMP wraps it
+                found |= {} if code is None else {id(code): cls.__name__}
+    return found
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function is torch's own: below another's, which it may hand to `__torch_function__`, all may change."""
+    if type(function) is FunctionType:
+        return function.__module__ == "torch" or function.__module__.startswith("torch.")
+    return type(function) in _BUILT_IN

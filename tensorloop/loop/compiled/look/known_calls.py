@@ -1,0 +1,204 @@
+"""What a body does in one step, seen from above: its calls of torch, by which a step is known again at little cost.
+
+Below one call of torch lie the same operations whenever the call, the kinds of its tensors and its other arguments are
+the same. So the first look at a body, which writes down operations (`fingerprint`), notes the calls around them too: a
+path. Later the calls are held against the paths that are known, each before it is made. One that leaves them ends the
+glance (`Missed`), before it has drawn a random number or written to anything.
+
+A body has no path where calls do not tell everything: an operation outside of any call (a script, a function that hides
+itself), a tensor that comes from nowhere (vmap), arguments that cannot be compared.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from types import MethodWrapperType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop.loop.compiled.look import autocast
+from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, is_torchs
+
+MOST_PATHS = 512
+# What says something about a tensor and makes none. What Python makes of it shows in the calls that follow.
+_QUERIES = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous, Tensor.element_size),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension, Tensor.nelement, Tensor.__hash__),
+}
+_ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout})
+_ALIKE |= {torch.memory_format}
+
+
+class Missed(BaseException):
+    """A call that no known step makes: the body ends here, whatever exceptions it expects."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The end of a path: the key of the step's plan, and where its captures are among those of the glance."""
+
+    key: Any
+    captures: tuple[int, ...]
+
+
+class Glance(CallWatch):
+    """Follows the calls of one step along `known` paths; without them it notes a new one."""
+
+    def __init__(self, arguments: Sequence[Tensor], known: dict[Any, Any] | None = None) -> None:
+        super().__init__()
+        self.path: list[tuple[Any, ...]] = []
+        self.captures: list[Tensor] = []
+        self.clear = True  # whether the path tells everything, as far as one sees here
+        self.reads = False  # a value in Python, which is no known call
+        self._known = known
+        self._held = list(arguments)  # so that no id comes twice
+        self._numbers = {id(x): i for i, x in enumerate(arguments)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes one call, and notes or compares it before. In one piece: it is done at every call."""
+        if func in _QUERIES:
+            return func(*args, **(kwargs or {}))
+        if type(func) is MethodWrapperType:
+            return self._attribute(func, args)
+        key: list[Any] = [func, torch.is_grad_enabled(), autocast.state(), torch.get_default_dtype()]
+        numbers = self._numbers
+        for x in args:
+            number = numbers.get(id(x))
+            if number is not None:
+                key.append(number)
+            else:
+                self._note(key, x)
+        if kwargs:
+            for name, x in kwargs.items():
+                key.append(name)
+                self._note(key, x)
+        self._step(key)
+        if self._known is None:
+            self.clear &= is_torchs(func)
+            out = self._seen(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        if type(out) is Tensor:
+            if id(out) not in numbers:  # a call in place gives its argument
+                numbers[id(out)] = len(self._held)
+                self._held.append(out)
+        else:
+            self._made(out)
+        return out
+
+    def end(self, tensors: Sequence[Tensor], others: Hashable) -> Leaf | None:
+        """The leaf of a known path, None where a new one was noted. `others` is what else came out."""
+        key: list[Any] = [others]
+        for x in tensors:
+            self._note(key, x)
+        self._step(key)
+        return self._known  # pyright: ignore[reportReturnType]
+
+    def _step(self, key: list[Any]) -> None:
+        """One call further on the path."""
+        if self._known is None:
+            self.path.append(tuple(key))
+            return
+        self._known = self._known.get(tuple(key))
+        if self._known is None:
+            self._known = {}  # for a body that goes on all the same
+            raise Missed
+
+    def _attribute(self, func: Any, args: Any) -> Any:
+        """Reads an attribute; one that is a tensor is noted as a call, and writing one has no path."""
+        if func.__name__ != "__get__":
+            self._step([self._unclear()])
+        out = self._seen(func, args, None)
+        if isinstance(out, Tensor):
+            key: list[Any] = [func.__self__]
+            self._note(key, args[0])
+            self._step(key)
+        self._made(out)
+        return out
+
+    def _note(self, key: list[Any], x: Any) -> None:
+        """Adds an argument to the key of a call."""
+        kind = type(x)
+        if kind in PLAIN:
+            number = self._numbers.get(id(x))
+            key.append(self._capture(key, x) if number is None else number)
+        elif kind in _ALIKE:
+            key.append(kind)
+            key.append(x)
+        elif kind is float:
+            key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
+        elif kind is tuple or kind is list or kind is torch.Size:
+            key.append((kind, len(x)))
+            for y in x:
+                self._note(key, y)
+        elif kind is slice:
+            key.append(slice)
+            for y in (x.start, x.stop, x.step):
+                self._note(key, y)
+        else:
+            key.append(self._unclear())
+
+    def _unclear(self) -> Any:
+        """Stands for what cannot be compared: nothing is equal to it."""
+        self.clear = False
+        return object()
+
+    def _capture(self, key: list[Any], x: Tensor) -> int:
+        if x.layout is not torch.strided:
+            key.append(self._unclear())
+        else:
+            key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
+        number = self._numbers[id(x)] = len(self._held)
+        self._held.append(x)
+        self.captures.append(x)
+        return number
+
+    def _made(self, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if id(out) not in self._numbers:
+                self._numbers[id(out)] = len(self._held)
+                self._held.append(out)
+        elif isinstance(out, (tuple, list)):
+            for x in out:
+                self._made(x)
+
+
+class Paths:
+    """Known paths, below what is known of a loop before its step."""
+
+    def __init__(self) -> None:
+        self._roots: dict[Hashable, dict[Any, Any] | None] = {}
+        self._count = 0
+
+    def of(self, root: Hashable) -> dict[Any, Any] | None:
+        """The paths of such loops; None where there are none."""
+        return self._roots.get(root)
+
+    def unclear(self, root: Hashable) -> bool:
+        """Whether calls do not tell steps of such loops apart."""
+        return self._roots.get(root, ()) is None
+
+    def add(self, root: Hashable, glance: Glance, key: Hashable, captures: Sequence[Tensor]) -> None:
+        """Notes that a path leads to a plan; `captures` are the step's as the plan wants them."""
+        if self._count >= MOST_PATHS:
+            self.clear()
+        self._count += 1
+        places = {id(x): i for i, x in enumerate(glance.captures)}
+        order = tuple(places.get(id(x), -1) for x in captures)
+        if not glance.clear or glance.asked_grad or -1 in order or len(places) != len(order):
+            self._roots[root] = None
+            return
+        place = self._roots.setdefault(root, {})
+        if place is not None:
+            for key_of_call in glance.path[:-1]:
+                place = place.setdefault(key_of_call, {})
+            place[glance.path[-1]] = Leaf(key, order)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._roots.clear()
+        self._count = 0
+
+
+paths = Paths()

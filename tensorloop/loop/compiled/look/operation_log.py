@@ -1,0 +1,460 @@
+"""What a body does in one step: its operations, constants and captures, written down while the step runs.
+
+That is done on every call and costs some microseconds an operation. So a closure that is made again, a branch in
+Python, another weight under the same name need no rule: what the step did is the key of the plan. A tensor that is
+neither an argument nor a result of the step is a capture, whatever way it came.
+
+What makes a step more than its operations is refused (`Refused`), and the loop runs as an eager one: values read in
+Python, writes to tensors from outside, random numbers, blocks under another grad mode (a custom Function's among them).
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.user_line import user_place
+from tensorloop._torch.dispatch import OperationMode
+from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
+from tensorloop.compiler.trace import Number, Operation, Ref
+from tensorloop.loop.compiled.look import draws
+from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function
+
+MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
+
+_aten = torch.ops.aten
+_READS = "reads a value in Python"
+_SHAPES = "has a result whose shape depends on values"
+_MEMORY = "replaces the memory of a tensor"
+_DRAWS = "draws random numbers"
+_CHECKS = "raises where a value is not as it should be"
+_OWN = "is an operation of its own, whose gradient a graph does not have"
+_CURES = {
+    _READS: VALUES,
+    _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
+    _MEMORY: "make another tensor",
+    _CHECKS: "check before the loop, or what it returns",
+    _DRAWS: "draw before the loop and give the numbers as xs",
+    _OWN: "call it before or after the loop, or set compile=False",
+}
+# Operations that say something about a step which a graph of it would not.
+_REASONS = {
+    _aten._local_scalar_dense.default: _READS,
+    _aten.item.default: _READS,
+    _aten.is_nonzero.default: _READS,
+    _aten.equal.default: _READS,
+    _aten.nonzero.default: _SHAPES,
+    _aten.masked_select.default: _SHAPES,
+    _aten.unique_consecutive.default: _SHAPES,
+    _aten._unique2.default: _SHAPES,
+    _aten._assert_async.default: _CHECKS,
+    _aten._assert_async.msg: _CHECKS,
+    _aten.set_.source_Storage: _MEMORY,
+    _aten.resize_.default: _MEMORY,
+}
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
+# Operations that may take the number of a step: they take a tensor of one number as well.
+_NUMBERED = {
+    *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
+    *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
+}
+_OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
+_STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
+_STRIDED |= {_aten.as_strided_scatter.default}
+_MASKS = (torch.bool, torch.uint8)
+_FILL = {"fill_", "zero_", "copy_"}
+
+
+class Recorder(OperationMode):
+    """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
+
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, glance: Any = None) -> None:
+        super().__init__()
+        self.key: list[Any] = []
+        self.functions: list[Any] = []
+        self.starts: list[int] = []  # where in the key each of these begins
+        self.operations: list[Operation] = []
+        self.captures: dict[int, Tensor] = {}  # number -> tensor
+        self.lines, self.glance = lines, glance
+        self.watch = CallWatch() if glance is None else glance
+        self.writes, self.strided = False, False
+        self.number: Tensor | None = None  # of the step, where the body gets one
+        self.grad = torch.is_grad_enabled()  # what the body is called under
+        self.may_draw = True
+        self.may_read = False  # values in Python; `reads` then says whether that was done
+        self.reads = False
+        self.draws: list[draws.Draw] = []
+        self.generators = draws.Generators(watched=lines)
+        self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
+        self._given = len(arguments)
+        self._numbers = {id(x): i for i, x in enumerate(arguments)}
+        self._foreign: set[int] = set()  # the memory of captures
+        self._cut: set[int] = set()  # what detach() gave, and views of it
+        self._empty: set[int] = set()  # memory that empty() gave
+        self._instead: Tensor | None = None
+        self._unread = False  # whether the operation at hand fills what was empty, or gives a part of it to be filled
+
+    def __enter__(self) -> Self:
+        """Begins to look, with the glance that is to be learnt."""
+        self.watch.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self.watch.__exit__(*raised)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation and writes it down."""
+        traits = _TRAITS.get(id(func)) or _traits(func)
+        if traits.reason is not None and not draws.never(func, args, kwargs):
+            if not (self.may_read and traits.reason == _READS):
+                raise Refused(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason], user_place())
+            self.reads = True
+        if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
+            self._other_grad_mode(traits.name)
+        if not self.watch.inside:
+            self._without_a_call(func, args)
+        self.functions.append(func)
+        self.starts.append(len(self.key))
+        self._unread = traits.fills or traits.view
+        key, note = self.key, self._note
+        key.append(id(func))  # what hashes quickly
+        for x in args:
+            note(x)
+        if kwargs:
+            for name, x in kwargs.items():
+                key.append(name)
+                note(x)
+        if traits.writes or traits.named or traits.masks:
+            self._check(traits, args, kwargs or {})
+        if func in _STRIDED:
+            self._check_place(func, args, kwargs or {})
+        noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
+        if traits.draws:
+            return self._draw(func, args, kwargs or {}, noted[0])
+        if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
+            args = _with_numbers(func, args)
+        if self._instead is not None:
+            zeros = torch.zeros_like(self._instead)
+            args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._made(out)
+        if traits.empty:
+            self._empty.add(_storage(out))
+        if self.lines:
+            if func is _aten.detach.default:
+                func = self._detached(args[0], out)
+            elif self._cut:
+                self._follow(args, out)
+            self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
+        if len(self.functions) > MOST_OPERATIONS:
+            raise Refused(
+                f"a step has more than {MOST_OPERATIONS} operations",
+                "make it a loop of its own inside the step",
+                user_place(),
+            )
+        return out
+
+    def _other_grad_mode(self, name: str) -> None:
+        """Refuses what a graph of operations does not show: gradients that are not those of the operations."""
+        if (function := custom_function()) is not None:
+            raise Refused(f"the body uses the custom Function {function[0]}", FUNCTION, function[1])
+        said = self.watch.said(name)
+        if self.watch.inside and self.watch.grad is self.grad:
+            raise Refused(f"{said} computes a part of itself without gradients", NATIVE, user_place())
+        cure = "cut gradients off by detach(), and set grad modes around the loop"
+        raise Refused(f"{said} runs under another grad mode than the loop", cure, user_place())
+
+    def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
+        """An operation that no call of torch made: a script's, or one that hides itself.
+
+        A script that has run a few times cuts its arguments off and gives what it computes a gradient of its own, which
+        operations do not show.
+        """
+        if func is _aten.detach.default and args[0].requires_grad:
+            raise Refused(
+                "a scripted function computes its own gradient", "call the function that was scripted", user_place()
+            )
+        if self.glance is not None:
+            self.glance.clear = False
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
+        """Runs an operation that draws random numbers; to the step they are given, like xs."""
+        if not self.may_draw:
+            raise Refused(
+                "random numbers are drawn in a loop of unknown length",
+                "draw them before the loop and index them by the step",
+                user_place(),
+            )
+        k = self.generators.index(kwargs.get("generator"))
+        if self.generators.moved():
+            raise Refused("the body sets the state of a generator", "seed before the loop", user_place())
+        out = func(*args, **kwargs)
+        self.generators.drew(k)
+        draw = draws.of(func, args, kwargs, out, len(self._tensors))
+        fresh = id(out) not in self._numbers
+        if not fresh or draw.made is not None:
+            draw.example = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            self._tensors.append(draw.example)
+            self._made(out)
+            if self.lines:
+                ref, result = Ref(draw.number), self._structure(out)
+                made = _aten.copy_.default if draw.made is None else draw.made
+                given = [result, ref] if draw.made is None else [ref, *noted]
+                self.operations.append(Operation(made, given, {}, result, user_place()))
+        else:
+            self._made(out)
+        self.draws.append(draw)
+        return out
+
+    def _check_place(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
+        place = 4 if func is _aten.as_strided_scatter.default else 3
+        offset = args[place] if len(args) > place else kwargs.get("storage_offset")
+        own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
+        self.strided = True
+        if offset is not None and _storage(args[0]) in own:
+            raise Refused(
+                "as_strided() with an offset into memory from outside of the step",
+                "index, or use unfold() or narrow()",
+                user_place(),
+            )
+
+    def finish(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The numbers of what the step gave; checks what only shows at the end."""
+        for x in tensors:
+            self._note(x)
+        if self.lines:
+            own = {_storage(x) for x in self._tensors[: self._given]}
+            if any(_storage(x) in own for x in self.captures.values()):
+                raise Refused("a tensor was taken out of its graph by .data or the like", "use detach()")
+        return [self._numbers[id(x)] for x in tensors]
+
+    def made(self, x: Tensor) -> bool:
+        """Whether an operation of the step gave this tensor."""
+        number = self._numbers.get(id(x), 0)
+        return number >= self._given and number not in self.captures
+
+    def shapes(self) -> list[torch.Size]:
+        """Those of the step's tensors, by number."""
+        return [x.shape for x in self._tensors]
+
+    def stand(self, x: Tensor, number: int) -> None:
+        """From now on x, which the step made, is the argument of this number, whose shape nobody knew."""
+        self._numbers[id(x)] = number
+
+    @contextmanager
+    def instead_of(self, index: Tensor) -> Iterator[None]:
+        """Operations run with zeros for this index: what is written down has the index."""
+        self._instead = index
+        try:
+            yield
+        finally:
+            self._instead = None
+
+    def course(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """The operations with their arguments that are no tensors, beside what autograd does for itself."""
+        ends = [*self.starts[1:], len(self.key)][: len(self.starts)]
+        found = []
+        for func, start, end in zip(self.functions, self.starts, ends, strict=True):
+            if func not in _OF_AUTOGRAD:
+                part = self.key[start:end]
+                kinds = [(x, y) for x, y in pairwise(part) if isinstance(x, type)]
+                found.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
+        return found
+
+    def let_go(self) -> list[weakref.ref[Tensor]]:
+        """Holds no tensor of the step any more; gives those that operations made, weakly."""
+        made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
+        self._tensors.clear()
+        self._numbers.clear()
+        self.draws.clear()
+        self.number = None
+        return made
+
+    def _note(self, x: Any) -> None:
+        """Adds an argument to the key."""
+        key = self.key
+        if isinstance(x, Tensor):
+            number = self._numbers.get(id(x))
+            if number is None:
+                number = self._capture(x)
+            elif self._empty and not self._unread and _storage(x) in self._empty:
+                raise Refused(
+                    "a tensor made by empty() is filled by no operation that torch sees",
+                    "make it with zeros()",
+                    user_place(),
+                )
+            key.append(number)
+        elif isinstance(x, (list, tuple)):
+            key.append(len(x))
+            for y in x:
+                self._note(y)
+        elif isinstance(x, torch.SymInt):
+            assert self.number is not None
+            key.append((self._numbers[id(self.number)], x.node.scale, x.node.shift))
+        elif isinstance(x, torch.Generator):
+            key.append(self.generators.index(x))
+        elif isinstance(x, (float, complex)):
+            key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
+        else:
+            key.append(type(x))
+            key.append(x)
+
+    def _structure(self, x: Any) -> Any:
+        """Arguments or results with numbers in the place of tensors."""
+        if isinstance(x, Tensor):
+            return Ref(self._numbers[id(x)])
+        if isinstance(x, (list, tuple)):
+            return [self._structure(y) for y in x]
+        if isinstance(x, dict):
+            return {name: self._structure(y) for name, y in x.items()}
+        if isinstance(x, torch.SymInt):
+            return Number(self._numbers[id(self.number)], x.node.scale, x.node.shift)
+        return x
+
+    def _capture(self, x: Tensor) -> int:
+        if type(x) not in PLAIN or x.layout is not torch.strided:
+            raise Refused(
+                f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
+                "give plain tensors: what is in it, or its values()",
+                user_place(),
+            )
+        _check_device(x)
+        number = self._numbers[id(x)] = len(self._tensors)
+        self._tensors.append(x)
+        self.captures[number] = x
+        self._foreign.add(_storage(x))
+        self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
+        return number
+
+    def _made(self, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if id(out) not in self._numbers:  # an operation in place gives its argument
+                _check_device(out)
+                if out.layout is not torch.strided:
+                    raise Refused(f"a tensor of layout {out.layout} is made", "use dense tensors", user_place())
+                self._numbers[id(out)] = len(self._tensors)
+                self._tensors.append(out)
+        elif isinstance(out, (list, tuple)):
+            for x in out:
+                self._made(x)
+
+    def _detached(self, x: Tensor, out: Tensor) -> Any:
+        """What a detach is in the graph: without a gradient to cut off it is a plain view, which may be written to."""
+        if not x.requires_grad:
+            self._follow((x,), out)
+            return _aten.alias.default
+        self._cut.add(self._numbers[id(out)])
+        return _aten.detach.default
+
+    def _follow(self, args: Sequence[Any], out: Any) -> None:
+        """Notes views of what was detached."""
+        cut = {_storage(x) for x in args if isinstance(x, Tensor) and self._numbers[id(x)] in self._cut}
+        if cut:
+            outs = out if isinstance(out, (list, tuple)) else [out]
+            self._cut |= {self._numbers[id(x)] for x in outs if isinstance(x, Tensor) and _storage(x) in cut}
+
+    def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Refuses masks as indices and writes to memory from outside."""
+        if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
+            raise Refused(
+                f"{traits.name} by a mask has a result whose shape depends on values",
+                "torch.where(mask, x, 0) and masked sums keep the shape",
+                user_place(),
+            )
+        written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
+        for x in written:
+            for y in x if isinstance(x, (list, tuple)) else (x,):
+                if isinstance(y, Tensor):
+                    self.writes = True
+                    if _storage(y) in self._foreign:
+                        raise Refused(
+                            f"{traits.name} writes to a tensor from outside of the body",
+                            "put it in the carry, or write to a clone()",
+                            user_place(),
+                        )
+                    if self._numbers[id(y)] in self._cut:
+                        raise Refused(
+                            f"{traits.name} writes to a tensor that was detached before",
+                            "write before detach(), or to a clone()",
+                            user_place(),
+                        )
+                    if traits.fills:
+                        self._empty.discard(_storage(y))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traits:
+    name: str
+    reason: str | None
+    writes: tuple[int, ...]  # places of the arguments that it writes to
+    named: tuple[str, ...]
+    empty: bool
+    masks: bool
+    fills: bool
+    view: bool
+    draws: bool
+
+
+_TRAITS: dict[int, _Traits] = {}  # by the id of an operation, which lives for ever
+
+
+def _traits(func: Any) -> _Traits:
+    schema = func._schema
+    writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    reason = _REASONS.get(func)
+    drawn = torch.Tag.nondeterministic_seeded in func.tags and draws.known(func)
+    if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
+        reason = _DRAWS
+    elif torch.Tag.data_dependent_output in func.tags:
+        reason = _READS
+    elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
+        reason = _SHAPES
+    elif func.namespace not in ("aten", "prims"):
+        reason = _OWN
+    fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
+    places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
+    returned = [x.alias_info for x in schema.returns]
+    view = bool(returned) and all(x is not None and not x.is_write for x in returned)
+    flags = func in _EMPTY, func in _INDEXED, fills, view, drawn
+    found = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
+    return _TRAITS.setdefault(id(func), found)
+
+
+def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
+    """Whether torch itself runs this in another grad mode: autograd does, and so did torch.utils.checkpoint to 2.12."""
+    return func is _aten.detach.default or (func is _aten.empty.memory_format and list(args[0]) == [0])
+
+
+def _check_device(x: Tensor) -> None:
+    """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
+    if not x.is_cpu:
+        raise Refused(
+            f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
+            "compile=False says that this is meant",
+            user_place(),
+        )
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The operation as it runs now: with this step's number."""
+    if func.overloadpacket not in _NUMBERED:
+        raise Refused(
+            f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number",
+            "make it a tensor: torch.as_tensor(i), torch.select(table, 0, i)",
+            user_place(),
+        )
+    return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)

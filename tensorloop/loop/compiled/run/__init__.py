@@ -1,0 +1,1 @@
+"""What is made of a look, and how it runs."""

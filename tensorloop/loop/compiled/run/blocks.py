@@ -1,0 +1,296 @@
+"""Checkpoints of a compiled loop: a few carries are kept, and the programs run again over blocks of steps.
+
+A block is to the schedule what a step is to that of an eager loop. What a backward keeps is there for one block at a
+time: a block is as long as the carries that are kept leave it room, and small loops a little more.
+"""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop import schedule
+from tensorloop._common.errors import Misuse, named
+from tensorloop.compiler.operations import value_of
+from tensorloop.loop.checkpoint.in_order import reversal
+from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
+from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
+from tensorloop.loop.compiled.run.drawn_numbers import Draws
+from tensorloop.loop.compiled.run.node import Run
+from tensorloop.loop.compiled.run.plan import Plan
+from tensorloop.loop.compiled.run.program import Program, Ran
+from tensorloop.loop.compiled.run.python_condition import Asking
+from tensorloop.loop.compiled.run.totals import Totals, room_for
+from tensorloop.schedule import Schedule
+
+MOST_STEPS = 128  # in a block: more would run no faster
+FREE_BYTES = 2**20  # what a block may take, however few carries are kept
+AT_A_TIME = 16  # carries in one piece of memory
+LARGE = 2**17  # bytes, of which malloc gives each piece back to the system as soon as it is free
+AT_ONCE = 1024  # steps that run at once where nothing is kept of them, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a loop is cut into blocks of `size` steps, and where the carries before them are kept."""
+
+    schedule: Schedule
+    size: int
+    offload: Any = None
+
+
+def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> Blocks:
+    """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
+    carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
+    own = checkpoints if isinstance(checkpoints, Schedule) else None
+    offload = None if isinstance(checkpoints, Schedule) else checkpoints.offload
+    k, budget = checkpoints.k, None if isinstance(checkpoints, Schedule) else checkpoints.budget
+    in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
+    room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else budget // 2
+    size = max(1, min(MOST_STEPS, room // step))
+    if budget is not None:
+        k = max((budget - size * step) // carry, 1)
+    return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)
+
+
+class Segmented(Run):
+    """One loop that runs by a plan in blocks."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        steps: int | None,
+        most: int | None,
+        blocks: Blocks,
+        name: str,
+        draws: Draws | None = None,
+        lengths: Sequence[int] = (),
+        ask: Asking | None = None,
+    ) -> None:
+        super().__init__(plan, steps, draws=draws, lengths=lengths, ask=ask)
+        self.known, self.most = plan.traced.answer is None and ask is None, most
+        self.arrays = ArrayMemory(plan, lengths)
+        self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
+        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step + bytes_a_step(plan), 1))
+        few = 0 if draws is not None else few
+        self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
+        self.places = Places(blocks.offload)
+        self.shelf = Shelf(min(self.schedule.k or AT_A_TIME, AT_A_TIME))
+        self.shelved = blocks.offload is None and 0 < plan.bytes_of_carry() < LARGE
+        self.carries: dict[int, Stored | None] = {}  # before which block; of the first one there is init
+        self.lock = threading.Lock()  # one backward at a time
+
+    def _count(self, steps: int) -> int:
+        return -(-steps // self.size)
+
+    def _part(self, start: int, stop: int, steps: int | None) -> slice:
+        """The indices of these steps among so many; a reversed loop begins at the end."""
+        if not self.plan.reverse:
+            return slice(start, stop)
+        assert steps is not None
+        return slice(steps - stop, steps - start)
+
+    def _run(
+        self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor], **options: Any
+    ) -> Ran:
+        """What a program gives for these steps."""
+        captures, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
+        self.arrays.seek(start)
+        found = program(stop - start, captures, rows, state, self._lengths(start), **options)
+        self.arrays.at = start + found.done
+        return found
+
+    def _rows(self, start: int, stop: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sequences of these steps; those that are drawn are drawn now."""
+        _, xs, _ = self.split(tensors)
+        part = self._part(start, stop, self.steps)
+        given = [x[part] for x in xs[: len(xs) - self.drawn]]
+        return given if self.draws is None else [*given, *self.draws.between(start, stop, self.size)]
+
+    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+        """All sequences, of all steps: those that are drawn, drawn again."""
+        if self.draws is None:
+            return xs
+        return [*xs[: len(xs) - self.drawn], *self.draws.between(0, self.done, self.size)]
+
+    # -- forward
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Runs all blocks and keeps the carries that the schedule wants."""
+        state, limit = self.split(tensors)[0], self._limit()
+        if self.known:
+            self.arrays.make_room(state, int(limit))
+        ys = _Outputs(self)
+        for action in self.schedule.sweep(self._count(int(limit)) if self.known else None):
+            if isinstance(action, schedule.Advance):
+                state, going = self._advance(min(action.stop * self.size, limit), tensors, state, ys)
+                if not going or self.done >= limit:
+                    break
+            else:
+                self._keep(action, state)
+        else:
+            raise Misuse(f"the schedule's sweep ended at step {self.done}, where the loop goes on")
+        return self.arrays.result(state), ys.whole(), [state[i] for i in self.arrays.appended]
+
+    def _limit(self) -> float:
+        """The most steps that there can be."""
+        bounds = [n for n in (self.steps, self.most) if n is not None]
+        return min(bounds, default=math.inf)
+
+    def _advance(
+        self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], ys: "_Outputs"
+    ) -> tuple[list[Tensor], bool]:
+        """(the carry after the steps before `stop`, or fewer, whether the loop goes on)."""
+        going = True
+        while going and self.done < stop:
+            start = self.done
+            end = int(min(start + self.stride, stop))
+            self.arrays.make_room(state, end - start)
+            state, done, wanted, _, going = self._run(self.plan.light, start, end, tensors, state, ask=self.ask)
+            self.done += done
+            found = self.plan.light_of(wanted)
+            self.arrays.note(found, start, self.done)
+            ys.add([found[n] for n in self.plan.traced.ys], start, self.done)
+        return state, going
+
+    def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:
+        """Carries out what the schedule wants with the carry before a block."""
+        if isinstance(action, schedule.Snapshot):
+            self.carries[action.step] = self._stored(state, action.place) if action.step else None
+        elif isinstance(action, schedule.Drop) and (stored := self.carries.pop(action.step)) is not None:
+            stored.drop()
+            if self.shelved and not stored.moved:
+                self.shelf.take_back(stored.values)
+
+    def _stored(self, state: list[Tensor], place: Place) -> Stored:
+        state = [x for i, x in enumerate(state) if i not in self.arrays.symbols]  # arrays are versions of one memory
+        shelved = self.shelved and place is None
+        return self.places.store(self.shelf.copied(state) if shelved else state, place)
+
+    # -- backward
+
+    def reverse(self, total: Totals, tensors: list[Tensor], saved: list[Tensor]) -> Totals:
+        """Takes gradients through all steps, block by block from the last one."""
+        with self.lock:
+            try:
+                self.arrays.own |= dict(zip(self.arrays.appended, saved, strict=True))
+                named(self.name)(self._reverse_blocks)(total, tensors)
+            finally:
+                for step in list(self.carries):
+                    self._keep(schedule.Drop(step), [])
+                self.shelf = Shelf(self.shelf.slots)
+                self.arrays.let_go()
+        return total
+
+    def _reverse_blocks(self, total: Totals, tensors: list[Tensor]) -> None:
+        count = self._count(self.done)
+        if not self.carries:
+            self._keep_again(tensors, count)
+        state: list[Tensor] = []
+        for action in reversal(self.schedule, count, [*self.carries]):
+            if isinstance(action, schedule.Restore):
+                state = self._restored(action.step, tensors)
+            elif isinstance(action, schedule.Advance):
+                state = self._again(action.start, action.stop, tensors, state)
+            elif isinstance(action, schedule.Backward):
+                self._reverse(action.step, tensors, state, total)
+                state = []
+            else:
+                self._keep(action, state)
+
+    def _keep_again(self, tensors: list[Tensor], count: int) -> None:
+        """Takes the carries of the sweep anew: an earlier backward has used them up."""
+        state = self.split(tensors)[0]
+        self.arrays.make_room(state, self.done)
+        for action in self.schedule.sweep(count if self.known else None):
+            if isinstance(action, schedule.Advance):
+                state = self._again(action.start, min(action.stop, count), tensors, state, anew=True)
+                if action.stop >= count:
+                    break
+            else:
+                self._keep(action, state)
+
+    def _restored(self, block: int, tensors: list[Tensor]) -> list[Tensor]:
+        stored, arrays = self.carries.get(block), self.arrays.before(block * self.size)
+        if stored is None:
+            return [arrays.get(i, x) for i, x in enumerate(self.split(tensors)[0])]
+        kept = iter(stored.read())
+        return [arrays[i] if i in arrays else next(kept) for i in range(len(self.plan.step.carry))]
+
+    def _again(
+        self, first: int, last: int, tensors: list[Tensor], state: list[Tensor], *, anew: bool = False
+    ) -> list[Tensor]:
+        """The carry after some blocks, run for it alone; and `anew` what they overwrite, where that was let go."""
+        stop, light = min(last * self.size, self.done), anew and self.arrays.overwritten
+        for start in range(first * self.size, stop, self.stride):
+            end = min(start + self.stride, stop)
+            with self.arrays.unchanged(start, end):
+                found = self._run(self.plan.light if light else self.plan.bare, start, end, tensors, state)
+            state = found.last
+            if light:
+                self.arrays.note(self.plan.light_of(found.wanted), start, end)
+        return state
+
+    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: Totals) -> None:
+        """Runs block i with what a backward keeps, and then that."""
+        start, stop = i * self.size, min((i + 1) * self.size, self.done)
+        rows = self._rows(start, stop, tensors)
+        with self.arrays.unchanged(start, stop):
+            last, _, wanted, _, _ = self._run(self.plan.again, start, stop, tensors, state, pool=total.pool)
+        saved = self.plan.saved_of(wanted, rows, last)
+        del wanted, rows, last
+        total.reverse(self._part(start, stop, self.done), self.split(tensors)[2], saved, self._lengths(stop - 1))
+
+
+class Shelf:
+    """Memory for carries, for some in one piece: made and let go singly, they leave holes that nothing else fits."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots  # in one piece
+        self._free: list[list[Tensor]] = []
+
+    def copied(self, state: list[Tensor]) -> list[Tensor]:
+        """The same values, in memory of the shelf."""
+        if not self._free:
+            rooms = [torch.empty((self.slots, *x.shape), dtype=x.dtype, device="cpu").unbind() for x in state]
+            self._free = [list(slot) for slot in zip(*rooms, strict=True)]
+        slot = self._free.pop()
+        for room, x in zip(slot, state, strict=True):
+            room.copy_(x)
+        return slot
+
+    def take_back(self, values: list[Tensor]) -> None:
+        """Memory that it gave. Who still reads it is done before another carry is kept."""
+        self._free.append(values)
+
+
+class _Outputs:
+    """ys on their way: in memory for all steps where their number is known, else block by block."""
+
+    def __init__(self, run: Segmented) -> None:
+        self.run = run
+        self.values = [value_of(n) for n in run.plan.traced.ys]
+        self.parts: list[list[Tensor]] = [[] for _ in self.values]
+        self.made: list[Tensor] = []
+        if run.known:
+            self.made = [room_for(run.steps or 0, x) for x in self.values]
+
+    def add(self, ys: list[Tensor], start: int, stop: int) -> None:
+        """Those of some steps."""
+        for y, x in zip(self.made, ys, strict=False):
+            y[self.run._part(start, stop, self.run.steps)] = x
+        if not self.made:
+            for parts, x in zip(self.parts, ys, strict=True):
+                parts.append(x)
+
+    def whole(self) -> list[Tensor]:
+        """Those of all steps."""
+        if self.run.known:
+            return self.made
+        step = -1 if self.run.plan.reverse else 1
+        return [torch.cat(parts[::step]) for parts in self.parts]

@@ -1,0 +1,228 @@
+"""A compiled loop as one autograd node: (carry, xs, captures) -> (carry, ys)."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop._torch import transforms
+from tensorloop._torch.memory import in_memory
+from tensorloop._torch.overrides import unseen
+from tensorloop.compiler.lengths import Sized, actual
+from tensorloop.compiler.operations import value_of
+from tensorloop.compiler.verify import Broken
+from tensorloop.loop.compiled.look.autocast import without_autocast
+from tensorloop.loop.compiled.run.array_memory import ArrayMemory
+from tensorloop.loop.compiled.run.drawn_numbers import Draws
+from tensorloop.loop.compiled.run.plan import Missing, Plan
+from tensorloop.loop.compiled.run.python_condition import Asking
+from tensorloop.loop.compiled.run.totals import Coming, Totals
+
+R = TypeVar("R")
+FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
+
+
+@dataclasses.dataclass
+class Run:
+    """One loop that runs by a plan. `steps` is None where nobody knows how many there are at most."""
+
+    plan: Plan
+    steps: int | None
+    done: int = 0
+    draws: Draws | None = None  # whose numbers are the last of xs
+    lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
+    ask: Asking | None = None  # where a condition is asked in Python
+
+    @property
+    def drawn(self) -> int:
+        """How many of xs are drawn."""
+        return 0 if self.draws is None else self.draws.tensors
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """(carry, xs, captures) of all inputs."""
+        n, m = len(self.plan.step.carry), len(self.plan.step.xs)
+        return list(tensors[:n]), list(tensors[n : n + m]), list(tensors[n + m :])
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """(the last carry, ys, what a backward keeps)."""
+        assert self.steps is not None
+        state, xs, captures = self.split(tensors)
+        plan = self.plan
+        ArrayMemory(plan, self.lengths).make_room(state, self.steps)
+        last, self.done, wanted, _, _ = plan.forward(self.steps, captures, xs, state, self.lengths, self.ask)
+        if self.done != self.steps:
+            part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
+            xs = [x[part] for x in xs]
+        return last, apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
+
+    def timed(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Runs the loop forward, by a team of threads where that pays."""
+        return self._by_clock("forward", self.steps, lambda: self.forward(tensors))
+
+    def timed_backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
+        """The gradients of the inputs, by a team of threads where that pays."""
+        return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
+
+    def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
+        """Runs of about as many steps, of arrays about as long, have a clock of their own."""
+        about = what, type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
+        return self.plan.clock.run(about, call, lambda: self.done, self.ask is not None)
+
+    def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
+        """What was kept as it lies in memory: (of how many steps, that), the first steps first."""
+        return [(self.done, saved)]
+
+    def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
+        """The gradients of the inputs, None where there is none."""
+        coming = self.coming(grads)
+        total = self.reverse(Totals(self.plan, self.done, coming), tensors, saved)
+        if not total.sound():
+            total = self.reverse(Totals(self.plan, self.done, coming, exact=True), tensors, saved)
+        return self._placed(total)
+
+    def reverse(self, total: Totals, tensors: list[Tensor], saved: list[Tensor]) -> Totals:
+        """Takes gradients through all steps, part by part."""
+        room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
+        size = max(1, room // max(total.reversed.program.bytes_a_step, 1))
+        captures, reverse, end = self.split(tensors)[2], self.plan.reverse, self.done
+        for count, kept in reversed(self.pieces(saved)):
+            end -= count
+            for stop in range(count, 0, -size):
+                start = max(stop - size, 0)
+                part = slice(count - stop, count - start) if reverse else slice(start, stop)
+                some = kept
+                if stop - start < count:
+                    some = [x if array else x[part] for x, array in zip(kept, self.plan.whole, strict=True)]
+                whole = slice(end + part.start, end + part.stop)  # a reversed loop is in one piece
+                total.reverse(whole, captures, some, self._lengths(end + stop - 1))
+        return total
+
+    def coming(self, grads: Sequence[Tensor | None]) -> Coming:
+        """What comes, with the gradients of the carry and of ys as tensors."""
+        plan = self.plan
+        n = len(plan.step.carry)
+        missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
+        absent = frozenset(i for i in plan.flowing_carry if grads[i] is None)
+        ys = [in_memory(g) for k in plan.flowing_ys if (g := grads[n + k]) is not None]
+        carry = [
+            self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else in_memory(g).contiguous()
+            for i in plan.flowing_carry
+        ]
+        return Coming(Missing(missing, absent), carry, ys)
+
+    def _lengths(self, done: int) -> list[int]:
+        """Those of arrays after so many steps."""
+        return [n + more * done for n, more in zip(self.lengths, self.plan.growth, strict=True)]
+
+    def _zeros(self, node: fx.Node) -> Tensor:
+        """Zeros like a carry after the last step."""
+        value = value_of(node)
+        shape = actual(value.shape, self._lengths(self.done - 1)) if self.lengths else value.shape
+        return torch.zeros(shape, dtype=value.dtype, device="cpu")
+
+    def _placed(self, total: Totals) -> list[Any]:
+        plan, step = self.plan, self.plan.step
+        found: list[Any] = [None] * len(step.inputs)
+        n, m = len(step.carry), len(step.xs)
+        reached = plan.reached_in(total.coming.missing, self.done)
+        for i, g in zip(plan.flowing_carry, total.carry, strict=True):
+            found[i] = g if plan.wants[i] and i not in reached.none else None
+        for k in reached.xs:
+            g = total.xs[k]
+            found[n + k] = g if self.done == self.steps or self.steps is None else self._all_steps(g)
+        for k in reached.captures:
+            found[n + m + k] = total.sums[k]
+        return found
+
+    def _all_steps(self, grad: Tensor) -> Tensor:
+        """The gradient of a sequence of which only the steps done were seen."""
+        assert self.steps is not None
+        whole = grad.new_zeros((self.steps, *grad.shape[1:]))
+        whole[slice(self.steps - self.done, None) if self.plan.reverse else slice(self.done)] = grad
+        return whole
+
+    def differentiable(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], create: bool) -> list[Any]:
+        """The same gradients with graphs of their own: the step's graph, run once for each step under autograd."""
+        wants = [i for i, want in enumerate(self.plan.wants) if want]
+        with torch.enable_grad():
+            inputs = list(tensors)
+            for i in wants:  # a capture may be computed from another: what follows stops at these
+                inputs[i] = inputs[i].view_as(inputs[i])
+            outputs = self._unrolled(inputs)
+            pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad]
+            if not pairs:
+                return [None] * len(tensors)
+            ys, gs = zip(*pairs, strict=True)
+            found = torch.autograd.grad(ys, [inputs[i] for i in wants], gs, allow_unused=True, create_graph=create)
+        by_place = dict(zip(wants, found, strict=True))
+        return [by_place.get(i) for i in range(len(tensors))]
+
+    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+        """All sequences, of all steps."""
+        return xs
+
+    def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        carry, xs, captures = self.split(tensors)
+        xs = self.whole(xs)
+        n, k = len(carry), len(self.plan.step.ys)
+        ys: list[list[Tensor]] = []
+        length = self.done if self.steps is None else self.steps
+        steps = range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done)
+        for done, t in enumerate(steps):
+            found = Sized(self.plan.module, self._lengths(done)).run(*carry, *(x[t] for x in xs), *captures)
+            carry = list(found[:n])
+            ys.append(list(found[n : n + k]))
+        ys = ys[::-1] if self.plan.reverse else ys
+        return [*carry, *(torch.stack([y[j] for y in ys]) for j in range(k))]
+
+
+def apart(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs as graphs have them: contiguous, sharing memory neither with each other nor with an input."""
+    met = {x.untyped_storage()._cdata for x in inputs}
+    found = []
+    for y in ys:
+        storage = y.untyped_storage()._cdata
+        found.append(y.clone(memory_format=torch.contiguous_format) if storage in met or not y.is_contiguous() else y)
+        met.add(storage)
+    return found
+
+
+class Looped(torch.autograd.Function):
+    """The node. Its first input is the run."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs the loop."""
+        ctx.set_materialize_grads(False)
+        with unseen(), without_autocast():  # nor a default device, or other modes of the caller's
+            last, ys, saved = run.timed(tensors)
+        ctx.run = run
+        ctx.save_for_backward(*tensors, *saved)
+        reached = run.plan.differentiable(run.done)
+        outputs = tuple(x.detach() for x in (*last, *ys))  # those that are kept hold no graph
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in reached))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Runs the loop backward."""
+        run: Run = ctx.run
+        n = len(run.plan.step.inputs)
+        if all(g is None for g in grads):
+            return (None,) * (n + 1)
+        kept = ctx.saved_tensors
+        batched = transforms.maybe_level() is not None or any(
+            g is not None and transforms.is_legacy_batched(g) for g in grads
+        )
+        if torch.is_grad_enabled() or batched:
+            with without_autocast():
+                return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
+        with unseen(), without_autocast():
+            try:
+                return (None, *run.timed_backward(grads, list(kept[:n]), list(kept[n:])))
+            except Broken as error:
+                warnings.warn(f"{error.reason}; the loop's gradient is computed step by step", stacklevel=2)
+                return (None, *run.differentiable(kept[:n], grads, False))

@@ -1,0 +1,120 @@
+"""Conditions that are asked in Python: those that give a Python bool, or look at values to find what they give.
+
+The steps are native all the same, one after another; in between the condition gets the carry, as often as an eager loop
+asks it. What it does beside answering is its own, as long as the body sees nothing of it.
+"""
+
+import copy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tensorloop._common.errors import Misuse
+from tensorloop._torch.overrides import modes
+from tensorloop._torch.versions import Versions
+from tensorloop.compiler.graph import complex_pairs
+from tensorloop.compiler.refused import Refused
+from tensorloop.loop import advice
+from tensorloop.loop.compiled.look import autocast
+from tensorloop.loop.compiled.look.key import code_of
+from tensorloop.loop.compiled.look.look import CURE_OF_ROWS, ROWS_STOP, Recorded
+from tensorloop.loop.compiled.look.python_state import Outside
+from tensorloop.loop.loop import Loop
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.internals import refill, written_state
+
+_MOST_KNOWN = 512
+_known: set[Any] = set()  # the code of conditions after a step that are asked in Python
+
+
+def is_known(loop: Loop) -> bool:
+    """Whether the condition after a step was seen to answer in Python."""
+    return loop.until is not None and code_of(loop.until) in _known
+
+
+def learn(loop: Loop) -> None:
+    """Notes that it was."""
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known.add(code_of(loop.until))
+
+
+class Asking:
+    """A loop's condition between its steps; `going` is what it said last."""
+
+    def __init__(self, loop: Loop) -> None:
+        if modes() or autocast.state() is not None:
+            raise Refused(
+                "the condition is asked in Python, and autocast or another mode is on",
+                "let the condition give a tensor, by operations on the carry alone",
+            )
+        self.loop, self.going = loop, True
+        self.stepped = copy.copy(loop)  # the steps, which know of no condition
+        self.stepped.cond = self.stepped.until = None
+        self.stepped.functions = tuple(f for f in loop.functions if f.what == "body_fn")
+        self._body = Outside(self.stepped.functions)
+        self._condition = Outside([f for f in loop.functions if f.what != "body_fn"])
+
+    def begin(self, found: Recorded, *, grad: bool) -> None:
+        """Before the first step, which was recorded: it must have changed nothing in Python."""
+        if found.draws:
+            raise Refused(
+                "random numbers are drawn in a loop of unknown length",
+                "draw them before the loop and index them by the step",
+            )
+        self._body.check()
+        self._found, self._grad, self._like = found, grad, found.given()
+
+    def __call__(self, state: Sequence[Tensor]) -> bool:
+        """Asks, after a step that gave this carry."""
+        loop, found = self.loop, self._found
+        if loop.cond is not None:
+            loop.taken += 1
+            if loop.taken == loop.length:
+                self.going = False
+                return False
+        parts = complex_pairs.joined(state, self._like)
+        own, foreign = Versions(parts), Versions(found.captures)
+        held = [sys.getrefcount(x) for x in parts]
+        self.going = self._answer(parts)
+        if foreign.changed() is not None:
+            raise Misuse(
+                f"the condition writes to a tensor that the body uses, at step {loop.taken} and not before; "
+                f"give compile=False"
+            )
+        if own.changed() is not None:
+            raise Refused("the condition writes to the carry", "write in the body")
+        if self._grad and [sys.getrefcount(x) for x in parts] != held:
+            raise Refused(
+                "the condition keeps the carry elsewhere, where it has no gradient", "read it when the loop is over"
+            )
+        if self._condition.changed():
+            self._body.check()
+        loop.taken += loop.until is not None
+        return self.going
+
+    def _answer(self, parts: Sequence[Tensor]) -> bool:
+        loop = self.loop
+        carry = list(loop.init)
+        for i, x in zip(self._found.places, parts, strict=True):
+            carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
+        tree = loop.carry.tree.unflatten(carry)
+        arrays = [x for x in carry if isinstance(x, TensorArray)]
+        before = [written_state(x) for x in arrays]
+        what, ask = ("cond_fn", loop.cond) if loop.cond is not None else ("until", loop.until)
+        assert ask is not None
+        try:
+            answer = ask(tree, *loop.context_at(loop.taken))
+            if what == "until" and not loop.taken and loop.stops_rows(answer, carry):
+                raise Refused(ROWS_STOP, CURE_OF_ROWS)
+            answer = loop.truth(answer, what)
+            if [written_state(x) for x in arrays] != before:
+                raise Refused("the condition writes to a TensorArray in the carry", "write in the body")
+        except Refused:
+            raise
+        except BaseException as error:
+            advice.explain(loop, error)
+            raise
+        return answer if what == "cond_fn" else not answer

@@ -1,0 +1,228 @@
+"""Whether a step does the same for each row alone, however many there are: then rows that leave may as well stay.
+
+Three things are looked at. The step's kernels, for addresses of other rows. The step with every number of rows that the
+loop has, as the body may ask for it: the operations must be the same, but for sizes. And where torch has others for one
+row, the values.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch.fake import quiet_fakes
+from tensorloop.compiler.divide.partition import Parts, recurrence
+from tensorloop.compiler.divide.saving import depends_on, needed_for
+from tensorloop.compiler.lengths import Sized
+from tensorloop.compiler.operations import aten, value_of
+from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.step import Unsupported
+from tensorloop.compiler.trace import Operation, Ref
+from tensorloop.loop.compiled.look.autocast import without_autocast
+from tensorloop.loop.compiled.look.look import Recorded, filled_by, python_values
+from tensorloop.loop.compiled.run.plan import Plan
+from tensorloop.loop.loop import Loop
+
+_UNIFORM = frozenset(
+    op.overloadpacket
+    for op in (
+        *(aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, aten.expand.default),
+        *(aten.new_full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default),
+        *(aten.scalar_tensor.default, aten.empty_strided.default, aten.new_empty_strided.default),
+    )
+)  # what makes rows of no rows: the same in each
+_SIZES = frozenset({"size", "sizes", "shape", "stride"})  # arguments that may say how many rows there are
+_MIXES = "rows leave the batch, and the body makes one row of others, by a mean over them or the like"
+_COUNTS = "rows leave the batch, and what the body does depends on how many there are"
+
+
+@dataclasses.dataclass
+class Known:
+    """What was found of a plan's step, where some captures have rows of their own: by these."""
+
+    whole: "_Look"
+    counts: set[Any]
+
+
+def check(found: Recorded, plan: Plan, rows: int, counts: Iterable[int], few: Callable[[Tensor], Loop]) -> None:
+    """Raises `Refused` where rows that leave would not do as well if they stayed.
+
+    `few` makes the loop of some rows; `counts` are how many there may be beside `rows`.
+    """
+    own = _own_captures(found)
+    values = python_values(found)
+    known = plan.apart.get(own)
+    if known is None:
+        if rows > 1 and _rows_meet(plan, rows, own):
+            raise Refused(_MIXES, "keep rows apart, or set compile=False")
+        whole = _Look(Recorded(found.loop, found.first, lines=True, live=False))
+        known = plan.apart[own] = Known(whole, set())
+    for n in counts:
+        if (values, n) not in known.counts:
+            _compare(found, plan, known.whole, rows, few(torch.arange(n, device="cpu")), n, own)
+            known.counts.add((values, n))
+
+
+def _own_captures(found: Recorded) -> tuple[int, ...]:
+    """Which captures have rows of their own: those of the context, which rows leave too."""
+    context = {id(x) for x in found.loop.context.leaves if isinstance(x, Tensor) and x.dim()}
+    return tuple(i for i, x in enumerate(found.captures) if id(x) in context)
+
+
+# -- addresses
+
+
+def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
+    from tensorloop.compiler.targets.cpu import rows_meet
+
+    t = plan.traced
+    apart = [t.captures[i] for i in own]
+    order, given = list(t.graph.nodes), {*t.captures, *t.xs, *t.carry}
+    ends = [*t.next_carry, *t.ys]
+    needed = needed_for(ends, given)
+    moving = depends_on((n for n in order if n not in given), [*t.carry, *t.xs, *apart])
+    made = {n for n in needed if n not in given and n not in moving and n.all_input_nodes}  # once, of no rows
+    read = [a for n in needed if n in moving or n in ends for a in n.all_input_nodes]
+    read += ends
+    once = list(dict.fromkeys(n for n in read if n in made or n in t.captures))
+    inside = [n for n in order if n in needed_for(ends, {*given, *once}) and n not in given and n not in once]
+    parts = Parts(t.captures, t.xs, t.carry, t.next_carry, t.ys, growth=plan.growth)
+    with quiet_fakes():
+        whole = recurrence(parts, once, t.xs, inside, list(dict.fromkeys(t.ys)))
+        own_nodes = [n for a, n in zip(once, whole.invariants, strict=True) if a in apart]
+        for n in own_nodes:
+            n.meta["val"] = value_of(n).contiguous()
+        try:
+            return rows_meet(whole, rows, {*whole.sequences, *own_nodes})
+        except Unsupported as lack:
+            raise Refused(
+                f"rows leave the batch, and nobody knows whether they stay apart: {lack.reason}",
+                "set compact=False, or compile=False",
+            ) from None
+
+
+# -- numbers of rows
+
+
+class _Look:
+    """The operations of a step, and the shapes of what it met."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        assert recorded.recorder is not None
+        self.operations = recorded.step.operations
+        self.outputs, self.shapes = recorded.outputs, recorded.recorder.shapes()
+        self.numbers = recorded.step.captures
+        recorded.let_go()
+
+
+def _compare(found: Recorded, plan: Plan, whole: _Look, rows: int, loop: Loop, n: int, own: Sequence[int]) -> None:
+    """Raises where a step of n rows is not that of all rows, with fewer."""
+    first = None if found.first is None else found.first[:n]
+    seen = Recorded(loop, first, lines=True, live=False)
+    if not _same_captures(found.captures, seen.captures, own):
+        raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False")
+    look = _Look(seen)
+    place = _Same(whole, look, rows, n).difference()
+    if place is None:
+        return
+    if n > 1 or not _same_values(found, plan, rows, loop, first, own):
+        raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False", place[0])
+
+
+def _same_captures(these: Sequence[Tensor], those: Sequence[Tensor], own: Sequence[int]) -> bool:
+    pairs = enumerate(zip(these, those, strict=False))
+    return len(these) == len(those) and all(
+        i in own or a is b or (a.shape == b.shape and torch.equal(a.detach(), b.detach())) for i, (a, b) in pairs
+    )
+
+
+class _Same:
+    """Two looks at a step, with many rows and with few."""
+
+    def __init__(self, many: _Look, few: _Look, rows: int, n: int) -> None:
+        self.many, self.few, self.rows, self.n = many, few, rows, n
+
+    def difference(self) -> tuple[Any] | None:
+        """The user's line where they differ, as a tuple; None where they do not."""
+        a, b = self.many, self.few
+        if a.outputs != b.outputs or a.numbers != b.numbers or len(a.operations) != len(b.operations):
+            return (None,)
+        for x, y in zip(a.operations, b.operations, strict=True):
+            if not self._alike(x, y):
+                return (y.place,)
+        return None
+
+    def _alike(self, x: Operation, y: Operation) -> bool:
+        if x.function is not y.function or x.results != y.results or (x.kwargs or {}).keys() != (y.kwargs or {}).keys():
+            return False
+        names = [a.name for a in x.function._schema.arguments]
+        pairs = [*zip(names, x.args, y.args, strict=False)]
+        pairs += [(name, z, (y.kwargs or {})[name]) for name, z in (x.kwargs or {}).items()]
+        if len(x.args) != len(y.args) or not all(self._equal(p, q, name in _SIZES) for name, p, q in pairs):
+            return False
+        results, inputs = list(_refs(x.results)), [*_refs(x.args), *_refs(list((x.kwargs or {}).values()))]
+        kinds = [self._has_rows(n) for n in results]
+        made = any(kinds) and not any(map(self._has_rows, inputs))
+        return None not in kinds and not (made and x.function.overloadpacket not in _UNIFORM)
+
+    def _equal(self, x: Any, y: Any, sizes: bool) -> bool:
+        if isinstance(x, (list, tuple)):
+            return isinstance(y, (list, tuple)) and len(x) == len(y) and all(map(self._equal, x, y, [sizes] * len(x)))
+        if type(x) is not type(y):
+            return False
+        if isinstance(x, float):
+            return repr(x) == repr(y)
+        return x == y or (sizes and type(x) is int and x * self.n == y * self.rows)
+
+    def _has_rows(self, number: int) -> bool | None:
+        """Whether a tensor has as many times the elements as there are rows; None for another relation."""
+        a, b = self.many.shapes[number], self.few.shapes[number]
+        if a == b:
+            return False
+        return True if a.numel() * self.n == b.numel() * self.rows and len(a) == len(b) else None
+
+
+def _refs(x: Any) -> Iterable[int]:
+    if isinstance(x, Ref):
+        yield x.number
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from _refs(y)
+
+
+# -- values
+
+
+def _same_values(found: Recorded, plan: Plan, rows: int, loop: Loop, first: Tensor | None, own: Sequence[int]) -> bool:
+    """Whether the plan's step gives each of its rows what the body gives to one."""
+    if any(x.is_complex() for x in found.carry):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        arrays = found.arrays.of_rows(loop.init, 1)
+        seen = Recorded(loop, first, lines=True, live=False, change=filled_by(generator), arrays=arrays)
+        captures = [_spread(x, rows) if i in own else x for i, x in enumerate(seen.captures)]
+        dims = [int(i in arrays.first) for i in seen.places]
+        of_all = [*dims, *[0] * (len(seen.before) - len(dims))]
+        given = [_spread(x, rows, dim) for x, dim in zip(seen.before, of_all, strict=True)]
+        with torch.no_grad(), without_autocast():
+            values = Sized(plan.module, arrays.lengths).run(*given, *captures)
+        new = [*(seen.leaves[i] for i in seen.places)]
+        ys = [y for y in seen.ys if isinstance(y, Tensor)]
+        k = len(found.carry)
+        given = [*values[: len(new)], *values[k : k + len(ys)]]
+        for a, b, dim in zip([*new, *ys], given, [*dims, *(0 for _ in ys)], strict=True):
+            small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0
+            a = _spread(a, rows, dim)
+            if b.shape != a.shape or not torch.allclose(a, b, small, small, equal_nan=True):
+                return False
+        seen.let_go()
+    return True
+
+
+def _spread(x: Tensor, rows: int, dim: int = 0) -> Tensor:
+    """One row as so many, at `dim`."""
+    x = x.detach()
+    return x.expand(*x.shape[:dim], rows, *x.shape[dim + 1 :]).contiguous() if x.dim() else x
