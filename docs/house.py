@@ -28,6 +28,7 @@ WHAT = {  # what is in a room, in so many words as a box takes
     "tensor_array": "the loop buffer",
     "compat": "torch's loops, by name",
     "regroup": "columns of many tensors",
+    "compiler": "a step's graph to machine code",
     "kernels": "operation x device",
     "schedule": "which carries to keep",
     "cuda": "door to tensorloop_cuda",

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorloop.compiler.emitter.ir.target import host
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, compile, emit
 from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu.machine import host
 from tests.support.recurrences import assert_same, recurrence
 
 GIVEN = (), [torch.randn(4, 3)], [torch.randn(3)]

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.code import Code
-from tensorloop.compiler.emitter.ir.target import host
+from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write import matmul, members
 from tensorloop.compiler.emitter.write.function import Function
 from tensorloop.compiler.emitter.write.memory import Memory
 from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.guarded import GuardedCore, OutsideMemory
+from tensorloop.compiler.targets.cpu.machine import host
 from tests.compiler.test_emitter_operations import FLOAT
 from tests.compiler.test_emitter_team import case
 from tests.support.array_loops import LOOPS, outcome
@@ -137,7 +138,7 @@ def test_threads_with_rows_of_their_own(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["columns by columns", "rows added to"])
 def test_threads_together(name: str, monkeypatch: pytest.MonkeyPatch, folder: Folder) -> None:
-    monkeypatch.setattr(threads, "worth", lambda shared, barriers: True)
+    monkeypatch.setattr(Target, "worth_sharing", lambda self, shared, barriers: True)
     rec, given = case(name)
     core = emit(rec, folder=folder)
     assert core.text.barriers

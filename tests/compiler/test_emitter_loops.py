@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorloop.compiler.emitter.ir.target import host
 from tensorloop.compiler.step import Recurrence, Unsupported
 from tensorloop.compiler.targets.cpu import emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
+from tensorloop.compiler.targets.cpu.machine import host
 from tests.support.recurrences import Given, assert_same, interpreted, places, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 

@@ -6,10 +6,11 @@ import re
 import pytest
 import torch
 
-from tensorloop.compiler.emitter.ir.target import Target, host
+from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.targets.cpu import compile, emit
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import text_of
+from tensorloop.compiler.targets.cpu.machine import host
 from tests.support.recurrences import assert_same, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 

@@ -30,7 +30,8 @@ ROOMS = {
     "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
     "risk": {"packed", "kernels"},
     "ordering": {"kernels"},
-    "loop": {"packed", "tensor_array", "kernels", "schedule"},
+    "loop": {"compiler", "packed", "tensor_array", "kernels", "schedule"},
+    "compiler": set(),
     "attention": {"packed", "tensor_array", "kernels"},
     "packed": {"kernels"},
     "tensor_array": {"kernels"},
@@ -43,6 +44,12 @@ ROOMS = {
     "_torch": set(),
 }
 
+# What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
+_OF_THE_COMPILER = (
+    *("lengths", "operations", "refused", "step", "trace", "verify", "walks"),
+    *("graph.capture", "graph.complex_pairs", "graph.simplify"),
+    *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.cores", "targets.cpu"),
+)
 # A module that others may import although it is not the face of its room -> the rooms that do.
 DOORS = {
     "packed.base": {"attention", "loop"},  # what a packed tensor is, without its operations
@@ -63,6 +70,7 @@ DOORS = {
     "tensor_array.store": {"beam", "loop"},
     "loop.internals": {"beam", "compat"},
     "attention.engine": {"beam"},
+    **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
     "kernels.moves": {"regroup"},
     "kernels.past": {"attention", "beam"},
     "kernels.lattices": {"packed"},
@@ -72,24 +80,36 @@ DOORS = {
     "kernels.cpu.slabs": {"ordering"},
     "kernels.cpu.swaps": {"ordering"},
 }
+# What all stages of the compiler share: a step, the operations, what a graph may hold.
+_CONTRACTS = {f"compiler.{name}" for name in ("lengths", "operations", "refused", "step", "trace", "verify", "walks")}
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
     "loop.checkpoint": {"loop.advice", "loop.loop"},
     "loop.compiled": {
-        *(
-            "loop.advice",
-            "loop.carry",
-            "loop.loop",
-            "loop.outputs",
-            "loop.packed_scan",
-            "loop.rows_loop",
-            "loop.slices",
-            "loop.stopped_rows",
-            "loop.checkpoint",
-        ),
-        "compiler.targets.cpu",
+        *("loop.advice", "loop.loop", "loop.rows_loop", "loop.checkpoint"),
+        *("loop.compiled.look", "loop.compiled.run"),
     },
-    "compiler.targets.cpu": {"compiler.lengths", "compiler.operations", "compiler.step"},
+    "loop.compiled.look": {
+        *("loop.loop", "loop.packed_scan", "loop.slices", "loop.stopped_rows", "loop.checkpoint"),
+        "loop.compiled.pays",
+    },
+    "loop.compiled.run": {
+        *("loop.advice", "loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.checkpoint"),
+        *("loop.compiled.pays", "loop.compiled.look"),
+    },
+    "loop.compiled.in_graphs": {
+        *("loop.outputs", "loop.checkpoint", "loop.compiled.front", "loop.compiled.look", "loop.compiled.run"),
+    },
+    "compiler.graph": _CONTRACTS,
+    "compiler.divide": _CONTRACTS,
+    "compiler.emitter.ir": _CONTRACTS,
+    "compiler.emitter.lower": {*_CONTRACTS, "compiler.emitter.ir"},
+    "compiler.emitter.write": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
+    "compiler.targets": {*_CONTRACTS, "compiler.targets.cpu"},
+    "compiler.targets.cpu": {
+        *_CONTRACTS,
+        *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
+    },
     "packed.time": {
         *(f"packed.{name}" for name in ("autograd", "base", "dim", "dispatch", "index", "pointwise", "reduce")),
         *("packed.refusals", "packed.segment_reduce", "packed.segments"),
@@ -106,17 +126,30 @@ INNER_DOORS = {
         f"loop.checkpoint.{name}"
         for name in ("adjoint", "closures", "in_order", "leaving", "node", "options", "snapshots")
     ),
+    *(f"loop.compiled.{name}" for name in ("around", "explain", "front", "in_graphs.in_graph", "pays")),
     *(
-        f"loop.compiled.{name}"
-        for name in ("around", "explain", "front", "in_graph", "lengths", "operations", "recurrence")
+        f"loop.compiled.look.{name}"
+        for name in ("autocast", "carried_arrays", "draws", "key", "look", "operation_log", "padded_rows")
     ),
+    *("loop.compiled.look.python_state", "loop.compiled.look.second_look"),
+    *(
+        f"loop.compiled.run.{name}"
+        for name in ("array_plan", "blocks", "node", "plan", "program", "python_condition", "results", "rows_apart")
+    ),
+    *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "target", "vector_math")),
+    *(
+        f"compiler.emitter.lower.{name}"
+        for name in ("convolution", "expand", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
+    ),
+    "compiler.emitter.lower.reductions",
+    *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("channels_first", "convolution", "padding", "pooling", "resampling")),
     *("packed.time.spectrum", "packed.time.statistics"),
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "picture")),
     *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),
-    *(f"kernels.eager.{name}" for name in ("beam", "edits", "past", "segments", "slots")),
+    *(f"kernels.eager.{name}" for name in ("beam", "edits", "past", "segment_reductions", "slots")),
 }
 # What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
 LATE_DOORS = {
@@ -351,7 +384,9 @@ def test_the_tables_name_what_there_is() -> None:
     inner = {
         (inner_room(m), name) for m, found in edges.items() for there in found for name in (there, inner_room(there))
     }
-    assert inner >= {(here, name) for here, names in INNER.items() for name in names}, "an inner way that nobody goes"
+    assert inner >= {(here, name) for here, names in INNER.items() for name in names - _CONTRACTS}, (
+        "an inner way that nobody goes"
+    )
     outside = {there for m, found in edges.items() for there in found if inner_room(m) != inner_room(there)}
     assert outside >= INNER_DOORS, "an inner door that nobody uses"
     late = {module for module, source in known.items() if any(found.late for found in imports(source))}
@@ -394,7 +429,7 @@ def test_the_tables_name_what_there_is() -> None:
         (
             "compiler.targets.cpu.core",
             "from tensorloop.loop.compiled import plan",
-            "compiler.targets.cpu.core imports loop.compiled.run.plan; of loop compiler.targets.cpu may",
+            "compiler.targets.cpu.core imports loop.compiled; compiler may import nothing and the ground",
         ),
         (
             "memory.counting.sites",

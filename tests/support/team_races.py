@@ -6,13 +6,13 @@ import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
-from tensorloop.compiler.emitter.ir.target import host
 from tensorloop.compiler.emitter.lower.lowering import lower
 from tensorloop.compiler.emitter.write.function import Function
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
 from tensorloop.compiler.emitter.write.team import Cut, Planner, Team
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu.core import HANDLERS, expand
+from tensorloop.compiler.targets.cpu.machine import host
 
 Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # ranges of its dims; (size, step) more; writes
 Touched = tuple[dict[object, set[int]], dict[object, set[int]]]  # elements read and written, by whose memory it is

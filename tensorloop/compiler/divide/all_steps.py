@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.mapped import Mapped, Place
-from tensorloop.compiler.divide.saving import needed_for
 from tensorloop.compiler.operations import aten, is_pointwise, value_of
+from tensorloop.compiler.walks import needed_for
 
 
 class Stage:

@@ -12,7 +12,6 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import fx
 
-from tensorloop.compiler.divide.saving import depends_on, needed_for
 from tensorloop.compiler.divide.sums import leaves, terms
 from tensorloop.compiler.lengths import grows, meets_growing
 from tensorloop.compiler.operations import (
@@ -27,6 +26,7 @@ from tensorloop.compiler.operations import (
     with_parts,
 )
 from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.walks import depends_on, needed_for
 
 _FLOATS = (torch.float32, torch.float64)
 SMALL = 2**16  # bytes of a matrix that stays in the cache from step to step

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.divide.saving import depends_on
 from tensorloop.compiler.operations import aten, is_view, shares_memory
 from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.walks import depends_on
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 

@@ -30,7 +30,6 @@ from tensorloop.compiler.emitter.write.rows import Split, split
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length, length_in, stands_for_length
 from tensorloop.compiler.step import Unsupported
-from tensorloop.compiler.targets.cpu import threads
 
 LINE = 64  # bytes; buffers begin at such
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
@@ -79,7 +78,7 @@ class Function:
         self.team: Team | None = None
         if self.split is None:
             found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
-            self.team = found if found is not None and threads.worth(found.shared, found.barriers) else None
+            self.team = found if found is not None and target.worth_sharing(found.shared, found.barriers) else None
         buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
         self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and self._grows(one)]
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'

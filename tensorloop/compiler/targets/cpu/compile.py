@@ -4,8 +4,9 @@ import ctypes
 import hashlib
 from typing import Any
 
-from tensorloop.compiler.emitter.ir.target import Target, llvm
+from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.targets.cpu import cache
+from tensorloop.compiler.targets.cpu.machine import llvm
 
 LEVEL = 3
 

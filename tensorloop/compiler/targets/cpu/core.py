@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tensorloop._torch.memory import is_symbolic
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
-from tensorloop.compiler.emitter.ir.target import Target, host
+from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
 from tensorloop.compiler.emitter.lower.expand import expand
 from tensorloop.compiler.emitter.lower.lowering import Step, lower
@@ -23,6 +23,7 @@ from tensorloop.compiler.lengths import stands_for_length
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
+from tensorloop.compiler.targets.cpu.machine import host
 
 LINE = 64
 CHECKED = 3  # calls of a core whose tensors are looked at

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.arrays import Buffer
-from tensorloop.compiler.emitter.ir.target import Target, host
+from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower.expand import expand
 from tensorloop.compiler.emitter.lower.lowering import lower
 from tensorloop.compiler.emitter.write.function import Function, Text
@@ -28,6 +28,7 @@ from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.core import HANDLERS, NativeCall, NativeCore, instead
 from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, Block, Piece
+from tensorloop.compiler.targets.cpu.machine import host
 
 violations: list[str] = []  # all that were noticed: an exception may not reach who looks for it
 _SAID = {"array": "array of the carry", "prefix": "array of the sequences", "last": "last carry"}

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from tensorloop.compiler.emitter.ir.target import BARRIER
+
 LEAST = 100_000_000  # operations that a thread should have, some milliseconds: below, waking it costs more than it does
-BARRIER = 100_000  # operations between two barriers that a thread should have, some microseconds: one costs about one
 LINE = 64
 
 
@@ -58,11 +59,6 @@ def parts(rows: int, work: int) -> int:
         return 1
     most = min(here.count or torch.get_num_threads(), rows, work // LEAST)
     return most if most > 1 and _library(os.getpid()) is not None else 1
-
-
-def worth(shared: int, barriers: int) -> bool:
-    """Whether threads may do a step together, which waits so often and shares out so many operations."""
-    return shared >= 2 * barriers * BARRIER
 
 
 def together(shared: int, barriers: int, steps: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.partition import Parts
-from tensorloop.compiler.divide.saving import depends_on, kept, needed_for
+from tensorloop.compiler.divide.saving import kept
 from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.graph.capture import Traced, functional, with_gradients
 from tensorloop.compiler.graph.simplify import without_grads, zeros_in
@@ -22,6 +22,7 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Step
 from tensorloop.compiler.verify import check_graph
+from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.pays import Clock
 from tensorloop.loop.compiled.run.program import Program
 

@@ -8,7 +8,6 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.divide.all_steps import Stage
 from tensorloop.compiler.divide.partition import Parts, Split, outside, seen_by_discontinuous, split
-from tensorloop.compiler.divide.saving import needed_for
 from tensorloop.compiler.divide.sums import Sums
 from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, value_of
@@ -16,6 +15,7 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, Unsupported
 from tensorloop.compiler.targets.cores import made
 from tensorloop.compiler.verify import Promise, check_values, promise
+from tensorloop.compiler.walks import needed_for
 
 HELD = 3  # calls
 Ask = Callable[[Sequence[Tensor]], bool]

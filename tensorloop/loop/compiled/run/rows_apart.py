@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tensorloop._torch.fake import quiet_fakes
 from tensorloop.compiler.divide.partition import Parts, recurrence
-from tensorloop.compiler.divide.saving import depends_on, needed_for
 from tensorloop.compiler.lengths import Sized
 from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Operation, Ref
+from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.look import Recorded, filled_by, python_values
 from tensorloop.loop.compiled.run.plan import Plan
