@@ -141,8 +141,8 @@ def test_second_derivatives_and_kept_graphs():
 
 
 def test_numbers_that_only_the_forward_pass_needs_are_not_held_for_long_loops(monkeypatch: pytest.MonkeyPatch):
-    for module in ("results", "segments"):
-        monkeypatch.setattr(f"tensorloop.loop.compiled.{module}.MOST_STEPS", 3)
+    for module in ("results", "blocks"):
+        monkeypatch.setattr(f"tensorloop.loop.compiled.run.{module}.MOST_STEPS", 3)
 
     def body(h: Tensor, x: Tensor) -> Any:
         return h @ TURN + torch.randn_like(x), x.sum()
