@@ -29,7 +29,7 @@ class Recorder(Protocol):
         """These were made in this step, which no torch function shows."""
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     serial = 0
     # That of the innermost checkpointed loop whose body runs here.
     recorder: Recorder | None = None
@@ -52,7 +52,7 @@ class _Here(threading.local):
     substitutes: tuple[dict[int, Any], ...] = ()
 
 
-here = _Here()
+here = _ThreadState()
 _latest = [0]
 # Told of every loop that runs: by name, it gives a context to run the loop in.
 observer: ContextVar[Callable[[str], AbstractContextManager[object]] | None] = ContextVar("observer", default=None)

@@ -15,7 +15,7 @@ from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
 
 
-class Rules(NamedTuple):
+class ScoreRules(NamedTuple):
     """What queries see of the slots of two arrays, and what is done to their scores."""
 
     scale: float
@@ -51,7 +51,9 @@ class Rules(NamedTuple):
         return Sight(self.scale, causal=self.causal, window=self.window, first=first, bias=bias, **options)
 
 
-def read_rules(scale: float, causal: bool, starts: Any, window: Any, bias: Any, softcap: Any, dropout: Any) -> Rules:
+def read_rules(
+    scale: float, causal: bool, starts: Any, window: Any, bias: Any, softcap: Any, dropout: Any
+) -> ScoreRules:
     """The rules with numbers checked; starts and bias are as they came."""
     if window is not None and (window := arguments.as_int(window, "window")) < 1:
         raise WrongValue(f"window must be at least 1, got {window}; 1 is the query's own slot")
@@ -61,10 +63,10 @@ def read_rules(scale: float, causal: bool, starts: Any, window: Any, bias: Any, 
         raise WrongValue(f"softcap must be above 0, got {softcap}; None leaves scores as they are")
     if not 0 <= dropout < 1:
         raise WrongValue(f"dropout must be in [0, 1), got {dropout}")
-    return Rules(scale, bool(causal), starts, window or 0, softcap, bias, dropout)
+    return ScoreRules(scale, bool(causal), starts, window or 0, softcap, bias, dropout)
 
 
-def attend(q: Tensor, k: TensorArray, v: TensorArray, given: Rules) -> Any:
+def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
     """The output for q (*batch, heads, D) or (*batch, t, heads, D); NotImplemented for a step without rules, or slots.
 
     `given`: as `read_rules` makes them.

@@ -117,7 +117,7 @@ class BlockTable:
                 sees[b, h, some.queries.to(device)[g, i], some.keys.to(device)[g, j]] = True
         return sees
 
-    def groups(self, b: int, h: int, n: int) -> "Iterator[Group]":
+    def groups(self, b: int, h: int, n: int) -> "Iterator[BlockGroup]":
         """Blocks of n queries that are computed together, those with most keys first; without those that have none."""
         counts, numbers, full = self.listed(b, h)
         whole, rest = divmod(n, self.q_size)
@@ -135,17 +135,19 @@ class BlockTable:
             last = torch.tensor([whole], device="cpu")
             yield self._group(b, h, last, rest, int(counts[whole]), numbers, full)
 
-    def _group(self, b: int, h: int, rows: Tensor, length: int, most: int, numbers: Tensor, full: Tensor) -> "Group":
+    def _group(
+        self, b: int, h: int, rows: Tensor, length: int, most: int, numbers: Tensor, full: Tensor
+    ) -> "BlockGroup":
         queries = rows[:, None] * self.q_size + torch.arange(length, device="cpu")
         blocks, steps = numbers[rows, :most], torch.arange(self.k_size, device="cpu")
         there = blocks * self.k_size < self.width
         keys = (torch.where(there, blocks, blocks[:, :1])[..., None] * self.k_size + steps).flatten(1)
         inside = there.repeat_interleave(self.k_size, 1) & (keys < self.width)
         sure = full[rows, :most].repeat_interleave(self.k_size, 1) & inside
-        return Group(b, h, queries, keys.clamp(max=self.width - 1), inside, sure)
+        return BlockGroup(b, h, queries, keys.clamp(max=self.width - 1), inside, sure)
 
 
-class Group(NamedTuple):
+class BlockGroup(NamedTuple):
     """Some blocks of queries, and the keys of all blocks that each meets."""
 
     b: int

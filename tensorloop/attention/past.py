@@ -54,8 +54,8 @@ def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tens
     try:
         v_live, v_written = v.settle()
         bare = sight if bias is None and sinks is None else sight._replace(bias=None, sinks=None)
-        call = Call((k_live, v_live), start, k.length, bare)
-        out, k.token, v.token = _Attend.apply(call, q, bias, sinks, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
+        call = PastRead((k_live, v_live), start, k.length, bare)
+        out, k.token, v.token = _AttendPast.apply(call, q, bias, sinks, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
     except BaseException:  # the arrays stay, and so must the gradients of what was written
         for array, x in ((k, k_written), (v, v_written)):
             if x is not None:
@@ -89,7 +89,7 @@ def _as_rows(x: Tensor, rows: int) -> Tensor:
     return x if x.dim() == 4 else x.reshape(len(x), rows, *x.shape[-2:])
 
 
-class Call(NamedTuple):
+class PastRead(NamedTuple):
     """What one attention reads. No array is held: it holds us, by its token."""
 
     live: tuple[LiveBlock, LiveBlock]
@@ -125,12 +125,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Ten
     return drain(out, lse, sight.sinks)
 
 
-class _Attend(torch.autograd.Function):
+class _AttendPast(torch.autograd.Function):
     """(q, bias, sinks, tokens of the arrays, values that were written last) -> (output, the next tokens)."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: Call, q: Tensor, bias: Tensor | None, sinks: Tensor | None, *given: Tensor | None
+        ctx: Any, call: PastRead, q: Tensor, bias: Tensor | None, sinks: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         out, lse = _compute(q, *call.slots(), call.full(bias, sinks))
@@ -146,7 +146,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call: Call = ctx.call
+        call: PastRead = ctx.call
         of_q = of_bias = of_sinks = None
         sums = list(grads)
         if grad is not None:
@@ -164,7 +164,7 @@ class _Attend(torch.autograd.Function):
         return None, of_q, of_bias, of_sinks, *before, *written
 
 
-def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> tuple[Any, Any, list[Tensor | None]]:
+def _reverse(call: PastRead, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> tuple[Any, Any, list[Tensor | None]]:
     """The gradients of q and of the bias, and the gradient buffers with those of the slots added."""
     q, bias, out, lse = saved
     sums: list[Tensor] = []
@@ -183,7 +183,7 @@ def _reverse(call: Call, saved: Any, tokens: Any, grad: Tensor, grads: Any) -> t
     return of_q, of_bias, [None if k_token is None else sums[0], None if v_token is None else sums[1]]
 
 
-def _differentiate(call: Call, given: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:
+def _differentiate(call: PastRead, given: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:
     """The same by autograd of the formula, as part of the graph where backward is recorded."""
     recorded = torch.is_grad_enabled()
     every = slice(call.start, call.length)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.attention.products import find_hidden, group, log_sum, share_heads, widen
-from tensorloop.attention.scores import Places, Scoring, bend, keep, select_rows
+from tensorloop.attention.scores import ScorePlaces, Scoring, bend, keep, select_rows
 from tensorloop.attention.strips import Span, Strip
 
 
@@ -23,7 +23,7 @@ class Scorer:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
         """The output (G, heads, L, Dv) and the log-sum-exp (G, heads, L)."""
-        places = Places.of(strip, self._like.shape, q.device)
+        places = ScorePlaces.of(strip, self._like.shape, q.device)
         scores = _score(q, k, self._take(strip, places), places, strip, scale)
         lse = log_sum(scores)
         weights = scores.sub_(lse).exp_()
@@ -35,7 +35,7 @@ class Scorer:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, strip: Strip, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
-        places = Places.of(strip, self._like.shape, q.device)
+        places = ScorePlaces.of(strip, self._like.shape, q.device)
         with torch.enable_grad():
             scoring = self._take(strip, places)
             given = [x.detach().requires_grad_() for x in (q, k)]
@@ -71,7 +71,7 @@ class Scorer:
             self._sums = [None if x is None else x.new_zeros(x.shape, dtype=widen(x.dtype)) for x in given]
         return self._sums
 
-    def _take(self, strip: Strip, places: Places) -> Scoring:
+    def _take(self, strip: Strip, places: ScorePlaces) -> Scoring:
         """What a strip needs of each tensor."""
         bias, queries, table, *given = self._scoring.tensors
         if bias is not None:
@@ -81,7 +81,7 @@ class Scorer:
             table = table[_rows(table, places)]
         return self._scoring.with_tensors((bias, queries, table, *given))
 
-    def _add(self, strip: Strip, places: Places, grads: list[Tensor | None]) -> None:
+    def _add(self, strip: Strip, places: ScorePlaces, grads: list[Tensor | None]) -> None:
         for n, (sums, part) in enumerate(zip(self._gathered(), grads, strict=True)):
             if sums is None or part is None:
                 continue
@@ -97,7 +97,7 @@ class Scorer:
                     sums.index_put_(index, part.to(sums.dtype), accumulate=True)
 
 
-def _score(q: Tensor, k: Tensor, scoring: Scoring, places: Places, strip: Strip, scale: float) -> Tensor:
+def _score(q: Tensor, k: Tensor, scoring: Scoring, places: ScorePlaces, strip: Strip, scale: float) -> Tensor:
     """The scores (G, heads, L, S), -inf where a query does not see."""
     wide = widen(q.dtype)
     products = group(q, k, k)
@@ -110,7 +110,7 @@ def _score(q: Tensor, k: Tensor, scoring: Scoring, places: Places, strip: Strip,
 
 def score_all(products: Tensor, scoring: Scoring, scale: float) -> tuple[Tensor, Tensor | None]:
     """The scores of all products (B, heads, T, S), and the factors of weights that dropout makes."""
-    places = Places.dense(products.shape, products.device)
+    places = ScorePlaces.dense(products.shape, products.device)
     if scoring.queries is not None and scoring.table is not None:
         queries, table = scoring.queries.transpose(1, 2).to(products.dtype), scoring.table
         scoring = scoring._replace(queries=queries, table=table[select_rows(table, places)])
@@ -129,13 +129,13 @@ def _slope(grad: Tensor, v: Tensor) -> Tensor:
     return (grouped @ v[:, :, None].to(grad.dtype).transpose(-1, -2)).flatten(1, 2)
 
 
-def _rows(table: Tensor, places: Places) -> tuple[Any, ...]:
+def _rows(table: Tensor, places: ScorePlaces) -> tuple[Any, ...]:
     """The index of what a strip needs of the table, (R', 1 or heads)."""
     heads = places.h[0] if table.shape[1] > 1 else places.h[0, :1] * 0
     return select_rows(table, places)[:, None], heads
 
 
-def _index(bias: Tensor, strip: Strip, at: Places) -> tuple[Any, ...]:
+def _index(bias: Tensor, strip: Strip, at: ScorePlaces) -> tuple[Any, ...]:
     """The index of what a strip needs of a bias, dims of 1 as they are: slices where it can be."""
     sizes = bias.shape
     if isinstance(strip.q, Span):

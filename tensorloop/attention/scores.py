@@ -52,7 +52,7 @@ class Scoring(NamedTuple):
         return self._replace(bias=bias, queries=queries, table=table, given=tuple(given))
 
 
-class Places(NamedTuple):
+class ScorePlaces(NamedTuple):
     """What each score of (G, heads, L, S) stands for: int64."""
 
     b: Tensor  # (G or 1, heads or 1), the batch entry
@@ -62,20 +62,20 @@ class Places(NamedTuple):
     straight: bool = False  # i and j rise by one, with G = 1 for both
 
     @classmethod
-    def of(cls, strip: Any, shape: torch.Size, device: torch.device) -> "Places":
+    def of(cls, strip: Any, shape: torch.Size, device: torch.device) -> "ScorePlaces":
         """Those of a strip of queries of a tensor of this shape."""
         b, h = strip.q.entries(strip.row, shape, device)
         i, j = (x.positions(base, device) for x, base in zip((strip.q, strip.k), strip.bases, strict=True))
         return cls(b, h, i, j, len(i) == len(j) == 1)
 
     @classmethod
-    def dense(cls, shape: torch.Size, device: torch.device) -> "Places":
+    def dense(cls, shape: torch.Size, device: torch.device) -> "ScorePlaces":
         """All of (B, heads, T, S)."""
         b, h, i, j = (torch.arange(n, device=device) for n in shape)
         return cls(b[:, None], h[None], i[None], j[None], True)
 
 
-def bend(products: Tensor, scale: float, scoring: Scoring, places: Places) -> Tensor:
+def bend(products: Tensor, scale: float, scoring: Scoring, places: ScorePlaces) -> Tensor:
     """The scores of products (G, heads, L, S); bias, queries and the rows of the table are those of these places."""
     if scoring.queries is not None and scoring.table is not None:
         products = products + _find_relative(scoring.queries, scoring.table, places)
@@ -87,7 +87,7 @@ def bend(products: Tensor, scale: float, scoring: Scoring, places: Places) -> Te
     return scores if scoring.mod is None else _modify(scores, scoring, places)
 
 
-def select_rows(table: Tensor, places: Places) -> Tensor:
+def select_rows(table: Tensor, places: ScorePlaces) -> Tensor:
     """(R',) int64: the rows of the table that these places need, as `bend` wants them."""
     far, new, seen = len(table) // 2, places.i.shape[1], places.j.shape[1]
     if not places.straight or not new or not seen:
@@ -96,7 +96,7 @@ def select_rows(table: Tensor, places: Places) -> Tensor:
     return (most - torch.arange(new + seen - 1, device=table.device)).clamp(-far, far) + far
 
 
-def _find_relative(queries: Tensor, table: Tensor, places: Places) -> Tensor:
+def _find_relative(queries: Tensor, table: Tensor, places: ScorePlaces) -> Tensor:
     """(G, heads, L, S): the product of each query (G, heads, L, D) with the row of the table for its distance."""
     far, new, seen = len(table) // 2, places.i.shape[1], places.j.shape[1]
     products = torch.einsum("ghld,nhd->ghln", queries, table.to(queries.dtype).expand(-1, queries.shape[1], -1))
@@ -109,7 +109,7 @@ def _find_relative(queries: Tensor, table: Tensor, places: Places) -> Tensor:
     return flat.unflatten(2, (new, new + seen - 2))[..., :seen] if new > 1 else products
 
 
-def _modify(scores: Tensor, scoring: Scoring, places: Places) -> Tensor:
+def _modify(scores: Tensor, scoring: Scoring, places: ScorePlaces) -> Tensor:
     """`mod` of every score."""
     assert scoring.mod is not None
     count = scores.shape[:2]
@@ -180,14 +180,14 @@ def find_captured(mod: Any, like: Tensor) -> tuple[Tensor, ...]:
     one = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
     with torch.no_grad(), _Captures() as noted:
         try:
-            _modify(one[:, :, None, None].to(widen(like.dtype)), Scoring(mod=mod), Places(one, one, one, one))
+            _modify(one[:, :, None, None].to(widen(like.dtype)), Scoring(mod=mod), ScorePlaces(one, one, one, one))
         except TypeError as error:
             _refuse_arguments(mod, error)
             raise
     return tuple(noted.found.values()) if torch.is_grad_enabled() else ()
 
 
-def keep(scoring: Scoring, places: Places, dtype: torch.dtype) -> Tensor:
+def keep(scoring: Scoring, places: ScorePlaces, dtype: torch.dtype) -> Tensor:
     """(G, heads, L, S): 0 where a weight is dropped, else 1 / (1 - dropout)."""
     first, second = _FACTORS
     rows = _mix(_mix(places.b + scoring.seed) + places.h)[..., None] + places.i[:, None]  # (G, heads, L)

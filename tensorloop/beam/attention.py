@@ -24,7 +24,7 @@ from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.formula import differentiate, is_differentiated
-from tensorloop.attention import Rules, engine
+from tensorloop.attention import ScoreRules, engine
 from tensorloop.beam.ancestry import Family
 from tensorloop.kernels import find
 from tensorloop.kernels.past import Sight, whole
@@ -109,7 +109,7 @@ class Seen(NamedTuple):
 
 
 @named(_NAME)
-def attend(q: Tensor, keys: Any, values: Any, rules: Rules) -> Any:
+def attend(q: Tensor, keys: Any, values: Any, rules: ScoreRules) -> Any:
     """(B, K, heads, Dv) of q (B, K, heads, D) over two arrays of one carry; NotImplemented where others must do it.
 
     Shapes and dtypes are checked by the caller. Gradient: to q, to the bias and to what was appended, twice.
@@ -141,7 +141,7 @@ def _attend(
 ) -> Tensor:
     if not torch.is_grad_enabled():
         return _compute(q, bias, prefix, [x.look(seen.first) for x in buffers], seen)[0]
-    out, *after = _Attend.apply(seen, q, bias, *prefix, *(x.whole_token() for x in buffers))
+    out, *after = _AttendHypotheses.apply(seen, q, bias, *prefix, *(x.whole_token() for x in buffers))
     for buffer, token in zip(buffers, after, strict=True):
         if token is not None:
             buffer.token = token
@@ -156,7 +156,7 @@ def _read_prefix(array: TensorArray, start: int) -> Tensor:
     return store.look(start)
 
 
-def _understand(rules: Rules, k: Any, start: int) -> tuple[Sight, Tensor | None]:
+def _understand(rules: ScoreRules, k: Any, start: int) -> tuple[Sight, Tensor | None]:
     """What K queries see of the slots from `start` on, and their bias (1 or B, heads, 1 or K, S)."""
     first, bias, rows = rules.starts, rules.bias, k.family.rows
     if first is not None:
@@ -199,7 +199,7 @@ def _can_attend(q: Any, k: Any, v: Any) -> bool:
     )
 
 
-class _Attend(torch.autograd.Function):
+class _AttendHypotheses(torch.autograd.Function):
     """(q, bias, prefix of k and v, tokens of the arrays) -> (output, the next tokens).
 
     The gradient of slots goes into the gradients of the tokens; into new ones where backward is itself differentiated.

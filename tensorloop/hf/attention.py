@@ -54,7 +54,7 @@ def stand_ins(
     return keys, keys if values is None else values
 
 
-class Asked(NamedTuple):
+class AttentionRequest(NamedTuple):
     """What a model asks of its attention, beside keys and values."""
 
     module: Any
@@ -111,7 +111,7 @@ def attend(
             query = autocast(query)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if reader is not None:
-            asked = Asked(module, query, attention_mask, dropout, scale, softcap, position_bias)
+            asked = AttentionRequest(module, query, attention_mask, dropout, scale, softcap, position_bias)
             out = None if s_aux is not None else reader.attend(asked)
             if out is not None:
                 return out, None

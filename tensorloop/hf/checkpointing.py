@@ -67,12 +67,12 @@ def checkpoint_layers(model: nn.Module, enabled: bool = True) -> None:
 
 def _run_layer(forward: Callable[..., Any], *args: Any) -> Any:
     """A layer's forward, checkpointed; `forward` is transformers' partial of it, with the keywords."""
-    views: list[_View | _Pair] = []
+    views: list[_View | _LayerCaches] = []
 
     def seen(x: Any) -> Any:
         if not isinstance(x, TrainCache | EncoderDecoderCache):
             return x
-        views.append(_View(x) if isinstance(x, TrainCache) else _Pair(x))
+        views.append(_View(x) if isinstance(x, TrainCache) else _LayerCaches(x))
         return views[-1]
 
     keywords = getattr(forward, "keywords", {})
@@ -180,7 +180,7 @@ class _Kept(NamedTuple):
         return cls(keys, values)
 
 
-class _Pair(EncoderDecoderCache):
+class _LayerCaches(EncoderDecoderCache):
     """An EncoderDecoderCache as one layer sees it: what was there before the first run is there before each."""
 
     def __init__(self, cache: EncoderDecoderCache) -> None:

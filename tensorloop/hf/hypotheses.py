@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tensorloop._common.errors import Misuse
 from tensorloop._torch.autocast import is_on
-from tensorloop.attention import Rules, attention
-from tensorloop.hf.attention import Asked, handed_by, is_plain, stand_ins
+from tensorloop.attention import ScoreRules, attention
+from tensorloop.hf.attention import AttentionRequest, handed_by, is_plain, stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
@@ -59,7 +59,7 @@ class HypothesesLayer(ArrayLayer):
         keys, values = stand_ins(self.arrays, self.start, (key_states, value_states))
         return handed_by(self, keys), values
 
-    def attend(self, asked: Asked) -> Tensor | None:
+    def attend(self, asked: AttentionRequest) -> Tensor | None:
         """(B * K, 1, heads, D) of a query (B * K, heads, 1, D); None where its mask must be looked at."""
         if asked.mask is not None and not is_plain(asked.mask):
             return None
@@ -69,7 +69,8 @@ class HypothesesLayer(ArrayLayer):
         query, out = asked.query.reshape(rows, size, heads, width), NotImplemented
         if bias is None and not asked.softcap and not asked.dropout:  # the store's own, as it needs nothing checked
             store: Any = store_of(self.arrays[0])
-            out = store.attend(query, *self.arrays, Rules(asked.scale, starts=starts, window=self.kind.window or 0))
+            rules = ScoreRules(asked.scale, starts=starts, window=self.kind.window or 0)
+            out = store.attend(query, *self.arrays, rules)
         if bias is not None:  # (1 or B * K, heads, 1, n)
             bias = bias.squeeze(2) if len(bias) == 1 else bias.reshape(rows, size, *bias.shape[1:2], -1)
         if out is NotImplemented:
@@ -131,7 +132,7 @@ class SourceLayer(CacheLayerMixin):
         """Refused."""
         raise Misuse("the source of a search does not grow")
 
-    def attend(self, asked: Asked) -> Tensor | None:
+    def attend(self, asked: AttentionRequest) -> Tensor | None:
         """Attention of K queries of a row to its keys, (B * K, 1, heads, D)."""
         bias = asked.bias
         if asked.softcap or (bias is not None and len(bias) != 1):

@@ -13,7 +13,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.hf import known
-from tensorloop.hf.packed_attention import Rows, copy_for_rows
+from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.packed import PackedTensor
 
@@ -126,7 +126,7 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
         one = PackedTensor(ids.values.new_zeros(1), [1])
         none = _forward(model, one, options, None).values[:0]
         return PackedTensor(none, ids.dims[0]) if places is None else none
-    rows = Rows(ids.dims[0])
+    rows = CallRows(ids.dims[0])
     takes = inspect.signature(inner.forward).parameters
     chosen = places is not None and "logits_to_keep" in takes
     if chosen:

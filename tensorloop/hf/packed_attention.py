@@ -27,7 +27,7 @@ _ALIKE = 0.8  # of the longest row of a group, the least that another may have
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class Rows:
+class CallRows:
     """The rows of one call, what was made for them once for all layers, and how often a layer has attended to them."""
 
     def __init__(self, dim: Dim) -> None:
@@ -72,12 +72,12 @@ def _group(dim: Dim) -> _Groups:
     return _Groups(shapes, found.to(dim.device), places.to(dim.device))
 
 
-def copy_for_rows(model: _M, rows: Rows) -> _M:
+def copy_for_rows(model: _M, rows: CallRows) -> _M:
     """The same modules over the same parameters, whose attention is that of `rows`. Cost: O(modules)."""
     return _copy_module(model, rows, {})
 
 
-def _copy_module(module: nn.Module, rows: Rows, copies: dict[int, Any]) -> Any:
+def _copy_module(module: nn.Module, rows: CallRows, copies: dict[int, Any]) -> Any:
     if id(module) in copies:
         return copies[id(module)]
     made = copies[id(module)] = object.__new__(type(module))
@@ -94,7 +94,7 @@ def _copy_module(module: nn.Module, rows: Rows, copies: dict[int, Any]) -> Any:
     return made
 
 
-def _copy_config(config: PreTrainedConfig, rows: Rows, copies: dict[int, Any]) -> Any:
+def _copy_config(config: PreTrainedConfig, rows: CallRows, copies: dict[int, Any]) -> Any:
     if id(config) in copies:
         return copies[id(config)]
     made = copies[id(config)] = copy.copy(config)
@@ -122,7 +122,7 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of query (1, heads, N, D) in its rows, as transformers asks for it: (1, N, heads, D), no weights."""
-    rows: Rows = getattr(module.config, _ROWS)
+    rows: CallRows = getattr(module.config, _ROWS)
     if attention_mask is None and is_causal is False:
         raise WrongType(f"model must be decoder-only, but {type(module).__name__} sees later tokens")
     window = window_of(module, attention_mask, sliding_window)
@@ -152,7 +152,7 @@ def attend(
     return out.values[None], None
 
 
-def _attend_by_length(rows: Rows, parts: tuple[Tensor, ...], sight: Sight, sinks: Tensor | None) -> Tensor:
+def _attend_by_length(rows: CallRows, parts: tuple[Tensor, ...], sight: Sight, sinks: Tensor | None) -> Tensor:
     """(N, heads, D): rows of about equal length at a time, padded at the end; backward makes their weights again.
 
     What stands behind an end is seen by nothing before it, and nobody reads what it sees.

@@ -26,7 +26,7 @@ ADDED = REAL | {torch.complex64, torch.complex128}
 TOKENS = frozenset({torch.int64})
 
 
-class Operation(NamedTuple):
+class KernelEntry(NamedTuple):
     """The module that an operation is in, of the same name in each backend; for which dtypes that has a kernel."""
 
     module: str
@@ -37,41 +37,41 @@ class Operation(NamedTuple):
 # On the CPU, by numba; milliseconds beside torch's, 2 threads, (33610, 256) float32 in 64 segments of up to 1000 rows.
 # What moves rows writes 34 MB of fresh memory, most of its time; regroup: docs.
 TABLE = {
-    "regroup": Operation("regroup", cpu=ANY, cuda=ANY),
-    "regroup_sums": Operation("regroup", cpu=ADDED, cuda=ADDED),
-    "pack_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.0 : 9.6
-    "pad_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 18 : 33
-    "spread_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 8.6 : 8.6; wakes no second pool of threads
-    "gather_rows": Operation("rows", cpu=ANY, cuda=ANY),  # 9.9 : 10; few or narrow rows are handed to torch there
-    "write_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.004 : 0.034 in B = 32 rows of 256
-    "take_rows": Operation("slots", cpu=ANY, cuda=ANY),  # 0.007 : 0.046
-    "segment_sum": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 1.0 : 1.1
-    "segment_max": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 1.5 : 66
-    "segment_min": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 1.6 : 57
-    "segment_logsumexp": Operation(
+    "regroup": KernelEntry("regroup", cpu=ANY, cuda=ANY),
+    "regroup_sums": KernelEntry("regroup", cpu=ADDED, cuda=ADDED),
+    "pack_rows": KernelEntry("rows", cpu=ANY, cuda=ANY),  # 9.0 : 9.6
+    "pad_rows": KernelEntry("rows", cpu=ANY, cuda=ANY),  # 18 : 33
+    "spread_rows": KernelEntry("rows", cpu=ANY, cuda=ANY),  # 8.6 : 8.6; wakes no second pool of threads
+    "gather_rows": KernelEntry("rows", cpu=ANY, cuda=ANY),  # 9.9 : 10; few or narrow rows are handed to torch there
+    "write_rows": KernelEntry("slots", cpu=ANY, cuda=ANY),  # 0.004 : 0.034 in B = 32 rows of 256
+    "take_rows": KernelEntry("slots", cpu=ANY, cuda=ANY),  # 0.007 : 0.046
+    "segment_sum": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 1.0 : 1.1
+    "segment_max": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 1.5 : 66
+    "segment_min": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 1.6 : 57
+    "segment_logsumexp": KernelEntry(
         "segment_reductions", cpu=SINGLE, cuda=REAL
     ),  # 4.8 : 24; in float64 exp is libm's, and slow
-    "segment_logsumexp_grad": Operation("segment_reductions", cpu=SINGLE, cuda=REAL),  # 12 : 50
-    "segment_extreme_grad": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 12 : 75
-    "segment_softmax": Operation("segment_reductions", cpu=SINGLE, cuda=REAL),  # 16 : 39
-    "segment_softmax_grad": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 13 : 42
-    "segment_cumsum": Operation("segment_reductions", cpu=REAL, cuda=REAL),  # 11 : 320
-    "edit_distance": Operation("edits", cpu=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
-    "edit_cost": Operation("edits", cpu=TOKENS),  # 7.5 : 80
-    "edit_paths": Operation("edits", cpu=TOKENS),  # 16 : 170
-    "ctc_loss": Operation("ctc", cpu=SINGLE),  # 39 : 210, one thread, 16 rows of 100 to 1000 frames, 128 classes
-    "ctc_loss_grad": Operation("ctc", cpu=SINGLE),  # 52 : 430
-    "rnnt_loss": Operation("rnnt", cpu=REAL),
-    "rnnt_loss_grad": Operation("rnnt", cpu=REAL),
-    "beam_best": Operation("beam", cpu=REAL),  # 0.06 : 0.35, one thread, 16 rows of 8 hypotheses, 1000 tokens
-    "beam_trace": Operation("beam", cpu=ANY),  # 0.09 : 1.7 in 128 steps
-    "beam_pool": Operation("beam", cpu=REAL),  # 0.005 : 0.09
-    "beam_chosen": Operation("beam", cpu=TOKENS),  # 0.006 : 0.03
-    "beam_ancestors": Operation("beam", cpu=ANY),  # 0.003 : 0.04, 12 states
-    "past_attend": Operation("past", cpu=SINGLE),
-    "past_attend_grad": Operation("past", cpu=SINGLE),
-    "linear_recurrence": Operation("recurrence", cpu=REAL),
-    "beam_attend": Operation("attend", cpu=SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
+    "segment_logsumexp_grad": KernelEntry("segment_reductions", cpu=SINGLE, cuda=REAL),  # 12 : 50
+    "segment_extreme_grad": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 12 : 75
+    "segment_softmax": KernelEntry("segment_reductions", cpu=SINGLE, cuda=REAL),  # 16 : 39
+    "segment_softmax_grad": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 13 : 42
+    "segment_cumsum": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 11 : 320
+    "edit_distance": KernelEntry("edits", cpu=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
+    "edit_cost": KernelEntry("edits", cpu=TOKENS),  # 7.5 : 80
+    "edit_paths": KernelEntry("edits", cpu=TOKENS),  # 16 : 170
+    "ctc_loss": KernelEntry("ctc", cpu=SINGLE),  # 39 : 210, one thread, 16 rows of 100 to 1000 frames, 128 classes
+    "ctc_loss_grad": KernelEntry("ctc", cpu=SINGLE),  # 52 : 430
+    "rnnt_loss": KernelEntry("rnnt", cpu=REAL),
+    "rnnt_loss_grad": KernelEntry("rnnt", cpu=REAL),
+    "beam_best": KernelEntry("beam", cpu=REAL),  # 0.06 : 0.35, one thread, 16 rows of 8 hypotheses, 1000 tokens
+    "beam_trace": KernelEntry("beam", cpu=ANY),  # 0.09 : 1.7 in 128 steps
+    "beam_pool": KernelEntry("beam", cpu=REAL),  # 0.005 : 0.09
+    "beam_chosen": KernelEntry("beam", cpu=TOKENS),  # 0.006 : 0.03
+    "beam_ancestors": KernelEntry("beam", cpu=ANY),  # 0.003 : 0.04, 12 states
+    "past_attend": KernelEntry("past", cpu=SINGLE),
+    "past_attend_grad": KernelEntry("past", cpu=SINGLE),
+    "linear_recurrence": KernelEntry("recurrence", cpu=REAL),
+    "beam_attend": KernelEntry("attend", cpu=SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
 
 

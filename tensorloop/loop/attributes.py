@@ -68,10 +68,10 @@ class Attributes:
 
     def first(self, call: Callable[[], R], names: Sequence[str]) -> tuple[R, State]:
         """The first step: what it gave, and the attributes that it set, and those of `names`."""
-        given: list[dict[Any, _Given]] = []
+        given: list[dict[Any, _AttributeBefore]] = []
         copies = Copies()
         for holder in self._holders:
-            given.append({key: _Given(copies.of(holder.values[key])) for key in holder.names()})
+            given.append({key: _AttributeBefore(copies.of(holder.values[key])) for key in holder.names()})
             holder.values.update({key: x.value for key, x in given[-1].items()})
         out = call()
         for holder, shown, before in zip(self._holders, given, self._before, strict=True):
@@ -143,7 +143,9 @@ class Attributes:
                     )
         return None
 
-    def _find(self, holder: Holder, given: dict[Any, "_Given"], before: dict[Any, Any], names: Sequence[str]) -> None:
+    def _find(
+        self, holder: Holder, given: dict[Any, "_AttributeBefore"], before: dict[Any, Any], names: Sequence[str]
+    ) -> None:
         """Notes what the first step has set in one place."""
         written = False
         for key in {**given, **dict.fromkeys(holder.names())}:
@@ -165,7 +167,7 @@ class Attributes:
             place.put(_TAKEN)
 
 
-class _Given:
+class _AttributeBefore:
     """An attribute as the first step finds it."""
 
     __slots__ = ("_leaves", "_tree", "_versions", "value")

@@ -55,7 +55,7 @@ class CutContext:
         """The arguments of a step after so many cuts."""
         return self._arguments[cuts]
 
-    def cut(self, cut: stopped_rows.Cut, *, copies: bool) -> None:
+    def cut(self, cut: stopped_rows.RowCut, *, copies: bool) -> None:
         """Rows leave. `copies`: whether arrays are copied at once."""
         self.check_unchanged()
         # Each from the caller's, none from another: a replay that follows one must not meet the next.

@@ -29,7 +29,7 @@ class Holder(NamedTuple):
         return f"{self.path}{key}" if self.kind != "items" else f"{self.path}{_in_brackets(key, self.numbers)}"
 
 
-class Slots(MutableMapping[str, Any]):
+class SlotsDict(MutableMapping[str, Any]):
     """The `__slots__` of an object that are set, as a dict."""
 
     def __init__(self, x: Any) -> None:
@@ -60,7 +60,7 @@ def find_holders(objects: Sequence[Any]) -> list[Holder]:
     for i, x in enumerate(objects):
         for holder in _holders(x, f"objects[{i}]" if len(objects) > 1 else "", set()):
             values = holder.values
-            found.setdefault(id(values.object if isinstance(values, Slots) else values), holder)
+            found.setdefault(id(values.object if isinstance(values, SlotsDict) else values), holder)
     return list(found.values())
 
 
@@ -85,7 +85,7 @@ def _holders(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
                 if not (isinstance(x, nn.Module) and key in _OF_MODULES):
                     yield from _in_container(value, f"{prefix}{key}", met)
         if slots_of(x):
-            yield Holder(prefix, Slots(x), "attributes", {})
+            yield Holder(prefix, SlotsDict(x), "attributes", {})
 
 
 def _in_container(x: Any, path: str, met: set[int]) -> Iterator[Holder]:

@@ -14,7 +14,7 @@ from tensorloop._torch.versions import Versions
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.carry import Carry, describe
 from tensorloop.loop.checkpoint import adjoint
-from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning, Search, distance
+from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning, SearchLimits, distance
 from tensorloop.loop.compiled import around
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop
@@ -125,7 +125,7 @@ def fixed_point(
     if compact and not rows:
         raise WrongValue("compact=True is for rows that converge on their own; give rows=True")
     around.check_whole("fixed_point")
-    search = Search("fixed_point", _tolerance(tol, leaves), _most(max_steps), bool(rows), bool(strict))
+    search = SearchLimits("fixed_point", _tolerance(tol, leaves), _most(max_steps), bool(rows), bool(strict))
 
     with torch.no_grad():
         found, steps, ratios = _search(fn, carry, init, context, search, compact, functions)
@@ -141,7 +141,7 @@ def _search(
     carry: Carry,
     init: Any,
     context: Any,
-    search: Search,
+    search: SearchLimits,
     compact: bool,
     functions: tuple[Called, ...],
 ) -> tuple[Any, Any, Tensor]:
@@ -177,7 +177,7 @@ def _search(
 
 
 def _with_gradient(
-    fn: Callable[..., Any], z: Any, steps: Any, context: Any, search: Search, functions: tuple[Called, ...]
+    fn: Callable[..., Any], z: Any, steps: Any, context: Any, search: SearchLimits, functions: tuple[Called, ...]
 ) -> Any:
     """The solution with its gradient, where one is wanted."""
 

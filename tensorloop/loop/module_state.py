@@ -268,9 +268,9 @@ class Carrying:
 
         return run.end(run.over(lambda start: counted.facts_of_fori_loop(lower, upper, body, start, **options)))
 
-    def _begin(self, init: Any, called: Called, name: str) -> "_Run":
+    def _begin(self, init: Any, called: Called, name: str) -> "_LoopRun":
         around.check_whole("carrying")
-        return _Run(Attributes(self._objects), self._names, init, called, f"carrying.{name}")
+        return _LoopRun(Attributes(self._objects), self._names, init, called, f"carrying.{name}")
 
 
 def _context_of(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ class Carried(NamedTuple):
     state: State | None  # None before the first step
 
 
-class _Run:
+class _LoopRun:
     """One loop."""
 
     def __init__(self, attributes: Attributes, names: Sequence[str], init: Any, called: Called, title: str) -> None:

@@ -197,7 +197,7 @@ class RowsLoop(Loop):
         """Whether the body put another array in the place of one."""
         return any(new[i] is not old[i] and store_of(new[i]) is not store_of(old[i]) for i in self.carry.arrays)
 
-    def _without_ended(self, cut: stopped_rows.Cut, carry: State, last: State, t: int) -> tuple[State, State]:
+    def _without_ended(self, cut: stopped_rows.RowCut, carry: State, last: State, t: int) -> tuple[State, State]:
         ids = self.rows.ids_at(t - 1)
         ended = cut.ended if ids is None else ids[cut.ended]
         if self.copies:

@@ -27,7 +27,7 @@ from tensorloop.tensor_array.slot_list import Slots
 from tensorloop.tensor_array.store import Store
 
 
-class Part(NamedTuple):
+class SlotRun(NamedTuple):
     """Slots from `start` on, (n, rows, *F), of the rows `ids` of the full batch."""
 
     start: int
@@ -97,7 +97,7 @@ class Shrunk(_OfFewerRows):
 
     __slots__ = ("parts", "start")
 
-    def __init__(self, parts: list[Part], start: int, store: Any, ids: Tensor) -> None:
+    def __init__(self, parts: list[SlotRun], start: int, store: Any, ids: Tensor) -> None:
         super().__init__(store, ids)
         self.parts = parts
         self.start = start  # the first slot of `store`
@@ -146,7 +146,7 @@ class Shrunk(_OfFewerRows):
             left.append(part.values.index_select(1, stays.nonzero().squeeze(1)))
             ended = (~stays).nonzero().squeeze(1)
             if len(ended):
-                gone.append(Part(part.start, part.values.index_select(1, ended), part.ids[ended]))
+                gone.append(SlotRun(part.start, part.values.index_select(1, ended), part.ids[ended]))
         tail = [self.store.whole()] if self.store.length else []
         self.parts, self.start = gone, 0
         self.store = _store_like(torch.cat(left + tail), self.store)
@@ -190,7 +190,7 @@ def shrink(array: TensorArray, ids_before: Tensor, ids: Tensor) -> TensorArray:
     parts, start = (list(store.parts), store.start) if isinstance(store, Shrunk) else ([], 0)
     current = store.store if isinstance(store, Shrunk) else store
     if current.length:
-        parts.append(Part(start, current.span(0, current.length), ids_before))
+        parts.append(SlotRun(start, current.span(0, current.length), ids_before))
         start += current.length
     assert array.element_shape is not None
     like = torch.empty((len(ids), *array.element_shape[1:]), dtype=array.dtype, device=array.device)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -229,7 +229,7 @@ def restore_batch(array: TensorArray, rows: int) -> TensorArray:
     assert isinstance(store, Shrunk)
     parts = list(store.parts)
     if store.store.length:
-        parts.append(Part(store.start, store.store.span(0, store.store.length), store.ids))
+        parts.append(SlotRun(store.start, store.store.span(0, store.store.length), store.ids))
     if not parts:
         return with_rows(array, None, rows)
     places = [(part.start, part.ids) for part in parts]

@@ -28,7 +28,7 @@ from tensorloop.tensor_array.internals import mask_rows, replace, store_of, with
 RUNNING = torch.iinfo(torch.int64).max
 
 
-class Cut(NamedTuple):
+class RowCut(NamedTuple):
     """Before `step`, the batch keeps the rows at `kept` and loses those at `ended` (places in the batch)."""
 
     step: int
@@ -45,7 +45,7 @@ class ActiveRows:
         self.size = len(first) if first.dim() else None
         self.batched = transforms.is_batched(first)  # under vmap: the mask is only ever used by `where`
         self.steps = torch.full_like(first, RUNNING, dtype=torch.int64)
-        self.cuts: list[Cut] = []
+        self.cuts: list[RowCut] = []
         self._cut_steps: list[int] = []
         # At step `_step`: the rows of the batch that run, and whether they all do.
         self._step, self.active, self._all_active = -1, torch.ones_like(first), True
@@ -62,7 +62,7 @@ class ActiveRows:
                 active = lens[ids] > t
                 kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
                 ids = ids[kept]
-                rows.cuts.append(Cut(t, kept, ended, ids))
+                rows.cuts.append(RowCut(t, kept, ended, ids))
                 rows._cut_steps.append(t)
         rows.steps = lens
         return rows
@@ -91,11 +91,11 @@ class ActiveRows:
 
     def _cut(self, t: int, active: Tensor, ids: Tensor | None) -> None:
         kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
-        self.cuts.append(Cut(t, kept, ended, kept if ids is None else ids[kept]))
+        self.cuts.append(RowCut(t, kept, ended, kept if ids is None else ids[kept]))
         self._cut_steps.append(t)
         self.active, self._all_active = active[kept], True
 
-    def cut_at(self, t: int) -> Cut | None:
+    def cut_at(self, t: int) -> RowCut | None:
         """The cut made before step t."""
         number = self.cuts_until(t)
         return self.cuts[number - 1] if number and self._cut_steps[number - 1] == t else None
@@ -219,12 +219,12 @@ def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
     ]  # fmt: skip
 
 
-def shrink_carry(carry: Sequence[Any], cut: Cut, ids: Tensor) -> list[Any]:
+def shrink_carry(carry: Sequence[Any], cut: RowCut, ids: Tensor) -> list[Any]:
     """The carry without the rows that ended; `ids` are those it had. Arrays are not copied."""
     return [shrink(x, ids, cut.ids) if isinstance(x, TensorArray) else select([x], cut.kept)[0] for x in carry]
 
 
-def pick_rows(context: Sequence[Any], cut: Cut, before: Sequence[Any]) -> list[Any]:
+def pick_rows(context: Sequence[Any], cut: RowCut, before: Sequence[Any]) -> list[Any]:
     """The caller's context for the rows that a cut leaves; arrays are not copied."""
     pairs = zip(context, before, strict=True)
     return [pick(x, cut.ids, y) if isinstance(x, TensorArray) else select([x], cut.ids)[0] for x, y in pairs]

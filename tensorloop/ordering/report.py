@@ -12,7 +12,7 @@ from tensorloop.kernels.cpu import graph_walks, graphs
 from tensorloop.ordering.problem import Orders, Problem, find_blocks
 
 
-class Blocks(NamedTuple):
+class MaskBlocks(NamedTuple):
     """The blocks of a mask in one order.
 
     Attributes:
@@ -48,8 +48,8 @@ class Report(NamedTuple):
         True
     """
 
-    before: Blocks
-    after: Blocks
+    before: MaskBlocks
+    after: MaskBlocks
     bound: int
     bound_by: str
     method: str
@@ -103,14 +103,14 @@ def areas_of(problem: Problem, rows: Tensor, columns: Tensor) -> Tensor:
     return (n - rows * problem.size).clamp(max=problem.size) * (m - columns * problem.size).clamp(max=problem.size)
 
 
-def count_all(problem: Problem, orders: Orders) -> tuple[Blocks, tuple[Tensor, Tensor]]:
+def count_all(problem: Problem, orders: Orders) -> tuple[MaskBlocks, tuple[Tensor, Tensor]]:
     """The numbers, and (rows, columns) of the blocks."""
     offsets, columns, pairs = list_blocks(problem, orders)
     rows = torch.arange(problem.rows, device="cpu").repeat_interleave(offsets.diff())
     areas = areas_of(problem, rows, columns.long())
     number, area = len(columns), int(areas.sum())
     density = number / max(problem.rows * problem.columns, 1)
-    found = Blocks(number, int((pairs == areas).sum()), density, int(pairs.sum()) / area if area else 0.0)
+    found = MaskBlocks(number, int((pairs == areas).sum()), density, int(pairs.sum()) / area if area else 0.0)
     return found, (rows, columns)
 
 

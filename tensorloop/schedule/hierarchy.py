@@ -13,7 +13,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 from tensorloop.schedule.spans import reverse_segments
-from tensorloop.schedule.tables import Costs, Plan, less, plan_of
+from tensorloop.schedule.tables import Costs, SweepPlan, less, plan_of
 
 
 class Level:
@@ -136,7 +136,7 @@ class Hierarchy(Schedule):
     def _places(self) -> list[Any]:
         return [level.place for level in self.levels]
 
-    def _plan(self, length: int, method: str) -> Plan:
+    def _plan(self, length: int, method: str) -> SweepPlan:
         length = as_count(length, 0, f"Hierarchy.{method}", "length")
         return _plan(self.memory, tuple(Costs(x.slots, x.write, x.read) for x in self.levels), length)
 
@@ -145,13 +145,13 @@ class Hierarchy(Schedule):
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(memory: int, levels: tuple[Costs, ...], length: int) -> Plan:
+def _plan(memory: int, levels: tuple[Costs, ...], length: int) -> SweepPlan:
     """The best plan; where it needs no more slots than there are, that for any number, which is found at once."""
     plan = plan_of(memory, [costs._replace(slots=None) for costs in levels], length)
     return plan if _fits(plan, memory, levels) else plan_of(memory, levels, length)
 
 
-def _fits(plan: Plan, memory: int, levels: tuple[Costs, ...]) -> bool:
+def _fits(plan: SweepPlan, memory: int, levels: tuple[Costs, ...]) -> bool:
     numbers_of = range(len(levels))
     held: dict[int, Any] = {}
     used = Counter[Any]()
@@ -168,7 +168,7 @@ def _fits(plan: Plan, memory: int, levels: tuple[Costs, ...]) -> bool:
     return True
 
 
-def _sweep(plan: Plan, places: Sequence[Any]) -> Iterator[Forward]:
+def _sweep(plan: SweepPlan, places: Sequence[Any]) -> Iterator[Forward]:
     for part in plan.parts:
         start, end = plan.at(part.start), plan.at(part.start + part.blocks)
         yield Snapshot(start, places[part.level - 1])
@@ -178,7 +178,7 @@ def _sweep(plan: Plan, places: Sequence[Any]) -> Iterator[Forward]:
         yield Advance(start, start + length)
 
 
-def _reverse(plan: Plan, places: Sequence[Any], memory: int) -> Iterator[Action]:
+def _reverse(plan: SweepPlan, places: Sequence[Any], memory: int) -> Iterator[Action]:
     yield from reverse_segments(plan.length, plan.steps(slower=False), memory)
     stack = [*plan.parts]
     while stack:

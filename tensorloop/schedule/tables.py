@@ -42,7 +42,7 @@ class Part(NamedTuple):
     here: bool  # whether that is the working state
 
 
-class Plan(NamedTuple):
+class SweepPlan(NamedTuple):
     """What a sweep leaves, in blocks but for what is in memory, and the tables for the rest."""
 
     length: int
@@ -129,7 +129,7 @@ def _cheaper(whole: float, splits: "map[float]") -> int | None:
     return None if whole <= best else found.index(best) + 1
 
 
-def plan_of(memory: int, levels: Sequence[Costs], length: int) -> Plan:
+def plan_of(memory: int, levels: Sequence[Costs], length: int) -> SweepPlan:
     """The best plan for a length."""
     size = max(1, -(-length // BLOCKS))
     blocks = -(-length // size)
@@ -142,7 +142,7 @@ def plan_of(memory: int, levels: Sequence[Costs], length: int) -> Plan:
         down, swept_down = table.free[costs.slots], table.swept[costs.slots]
     parts, at = _sweep(tables, blocks)
     rest = length - min(at * size, length)
-    return Plan(length, size, tables, parts, binomial_segments(rest, memory) if rest else [])
+    return SweepPlan(length, size, tables, parts, binomial_segments(rest, memory) if rest else [])
 
 
 def _swept_in_memory(blocks: int, size: int, memory: int) -> Row:

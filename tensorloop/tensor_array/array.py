@@ -28,7 +28,7 @@ from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
 from tensorloop.tensor_array import checks, core
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.core import PLAIN, Core
+from tensorloop.tensor_array.core import PLAIN, ArrayCore
 from tensorloop.tensor_array.holes import Holes
 from tensorloop.tensor_array.slot_list import Slots, element_of
 from tensorloop.tensor_array.store import Store
@@ -37,7 +37,7 @@ _STRIDED = torch.strided
 
 
 @runs_eagerly
-class TensorArray(Core):
+class TensorArray(ArrayCore):
     """A growing list of tensors of one shape that a loop writes and reads, with gradients, in O(n) bytes for n steps.
 
         ta = tl.TensorArray()  # shape, dtype and device come from the first write
@@ -470,7 +470,7 @@ class TensorArray(Core):
     def _twin(self, store: Store | None) -> "TensorArray":
         """A new array with the facts of this one, before another store."""
         twin = object.__new__(TensorArray)  # its arguments were checked: loops make one at every step
-        Core.__init__(twin, self._given, self._capacity)
+        ArrayCore.__init__(twin, self._given, self._capacity)
         twin._shape, twin._dtype, twin._device = self._shape, self._dtype, self._device
         twin._home, twin._mask, twin._holes, twin._store = self._home, self._mask, Holes(self._holes), store
         return twin

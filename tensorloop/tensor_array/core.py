@@ -25,7 +25,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 @runs_eagerly
-class Core(NoTensor):
+class ArrayCore(NoTensor):
     """The state of an array, and the way into its store."""
 
     __slots__ = (
@@ -179,7 +179,7 @@ class Core(NoTensor):
 # What the array's methods of these names do with many slots in one call.
 
 
-def write_rows(array: Core, pos: Tensor, x: Tensor, where: Tensor | None, check: bool | None) -> None:
+def write_rows(array: ArrayCore, pos: Tensor, x: Tensor, where: Tensor | None, check: bool | None) -> None:
     """`TensorArray.write_rows`."""
     arguments.dense_tensor(x, "x")
     pos = arguments.index_tensor(pos, array.device or x.device, "pos")
@@ -211,7 +211,7 @@ def write_rows(array: Core, pos: Tensor, x: Tensor, where: Tensor | None, check:
         array._holes.clear()
 
 
-def scatter(array: Core, indices: Tensor | Sequence[int], values: Tensor, check: bool | None) -> None:
+def scatter(array: ArrayCore, indices: Tensor | Sequence[int], values: Tensor, check: bool | None) -> None:
     """`TensorArray.scatter`."""
     arguments.dense_tensor(values, "values")
     index = arguments.index_tensor(indices, array.device or values.device)
@@ -237,7 +237,7 @@ def scatter(array: Core, indices: Tensor | Sequence[int], values: Tensor, check:
     array._holes.fill(written)
 
 
-def truncate(array: Core, length: SupportsIndex) -> None:
+def truncate(array: ArrayCore, length: SupportsIndex) -> None:
     """`TensorArray.truncate`."""
     length = arguments.as_int(length, "length")
     if not 0 <= length <= len(array):
@@ -254,7 +254,7 @@ def truncate(array: Core, length: SupportsIndex) -> None:
     del array._holes[length:]
 
 
-def gather(array: Core, indices: Tensor | Sequence[int], check: bool | None) -> Tensor:
+def gather(array: ArrayCore, indices: Tensor | Sequence[int], check: bool | None) -> Tensor:
     """`TensorArray.gather`."""
     store = array._known_store()
     length = len(array)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorloop._common.scope import here
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
-from tensorloop.tensor_array.core import Core
+from tensorloop.tensor_array.core import ArrayCore
 from tensorloop.tensor_array.holes import Holes
 from tensorloop.tensor_array.store import Store
 
@@ -39,7 +39,7 @@ def with_rows(array: TensorArray, store: Store | None, rows: int) -> TensorArray
 def show_through(store: Store, like: TensorArray, shape: Sequence[int] | None = None) -> TensorArray:
     """A new array before `store`, with elements of the kind of `like`, or of another shape."""
     view = object.__new__(TensorArray)  # its arguments were checked: loops make some at every step
-    Core.__init__(view, like._given, None)
+    ArrayCore.__init__(view, like._given, None)
     view._store = store
     view._shape, view._dtype, view._device = like._shape, like._dtype, like._device
     if shape is not None:

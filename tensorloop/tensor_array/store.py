@@ -77,5 +77,5 @@ class Store(Protocol):
         return False
 
     def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:
-        """Attention of q to what two arrays hold, as `attention.Rules` say, without a copy; else NotImplemented."""
+        """Attends from q to two arrays by `attention.ScoreRules`, without a copy; NotImplemented where it cannot."""
         return NotImplemented

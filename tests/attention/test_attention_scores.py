@@ -13,7 +13,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop._torch.dispatch import tree_leaves, tree_map_only
 from tensorloop.attention import attention, engine, scores, strips
-from tensorloop.attention.scores import Places, Scoring
+from tensorloop.attention.scores import ScorePlaces, Scoring
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.support.attention_cases import block_mask, by_head, tensors
@@ -210,7 +210,7 @@ def test_with_a_block_mask(H: int | None):
 
 
 def factors_of(seed: int, rows: int, heads: int, new: int, seen: int, dropout: float) -> Tensor:
-    places = Places.dense(torch.Size((rows, heads, new, seen)), torch.device("cpu"))
+    places = ScorePlaces.dense(torch.Size((rows, heads, new, seen)), torch.device("cpu"))
     return scores.keep(Scoring(dropout=dropout, seed=seed), places, torch.float64)
 
 

@@ -41,9 +41,8 @@ def beam_attend(
     heads_kv = kv[0].shape[-2]
     laid = Laid(q, n_before + n_shared + n_own, heads_kv, sight)
     of_prefix, of_slots = at[5 : 5 + len(prefix)], at[5 + len(prefix) :]
-    args = (
-        *at[:5], *_pair(of_prefix), *_pair(of_slots), n_before, n_shared, n_own, *laid.args, LIKE[own.dtype],
-    )  # fmt: skip
+    arrays = (*_pair(of_prefix), *_pair(of_slots), n_before, n_shared, n_own)
+    args = (tuple(at[:5]), arrays, laid.sizes, laid.sight, LIKE[own.dtype])
     seen = n_before + n_shared + size * n_own
     held += laid.tensors
     share(_attend, rows, 8 * rows * seen * heads_kv * width, args, held)
@@ -57,11 +56,18 @@ def _pair(places: Sequence[int]) -> tuple[int, int]:
 
 @summing
 def _attend(
-    begin: int, end: int, q: int, out: int, lse: int, shared: int, own: int, k_before: int, v_before: int,
-    k: int, v: int, n_before: int, n_shared: int, n_own: int, first: int, seen: int, bias: int, each_bias: int,
-    rows: int, size: int, heads: int, heads_kv: int, width: int, length: int, slots: int, scale: Any, cap: Any,
-    drop: int, grown: Any, seed: int, causal: bool, window: int, like: Any,
-) -> None:  # fmt: skip
+    begin: int,
+    end: int,
+    tensors: tuple[int, ...],
+    arrays: tuple[int, ...],
+    sizes: tuple[int, ...],
+    sight: tuple[tuple[Any, ...], ...],
+    like: Any,
+) -> None:
+    q, out, lse, shared, own = tensors
+    k_before, v_before, k, v, n_before, n_shared, n_own = arrays
+    rows, size, heads, heads_kv, width, length = sizes
+    (_, _, first), (scale, cap, _, bias, each_bias), (drop, grown, seed, slots) = sight
     each, slot, group = heads * width, heads_kv * width, heads // heads_kv
     state, states = pointer(shared, like), pointer(own, like)
     at, scores = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.float32)

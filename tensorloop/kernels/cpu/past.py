@@ -30,7 +30,7 @@ def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, 
     q, k, v = lay_all((q, k, v))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     ours, held = Laid(q, k.shape[0], k.shape[2], sight), (q, k, v, out, lse)
-    args = (*addresses(held), *ours.args)
+    args = (tuple(addresses(held)), ours.sizes, ours.sight)
     share(_attend, ours.rows * ours.new, ours.size, args, (*held, *ours.tensors))
     return out, lse
 
@@ -46,10 +46,10 @@ def past_attend_grad(
     dq, ours = torch.empty_like(q), Laid(q, length, heads_kv, sight)
     of_bias = None if sight.bias is None else q.new_zeros(rows, heads, new, length)
     bias = 0 if of_bias is None else address(of_bias)
-    given = (grad, q, k, v, out, lse, dq, *laid)
-    args = (*addresses(given), bias, *ours.args)
+    held, gradients = (grad, q, k, v, out, lse), (dq, *laid)
+    args = (tuple(addresses(held)), (*addresses(gradients), bias), ours.sizes, ours.sight)
     kept = () if of_bias is None else (of_bias,)
-    share(_reverse, ours.rows, 3 * ours.size, args, (*given, *kept, *ours.tensors))
+    share(_reverse, ours.rows, 3 * ours.size, args, (*held, *gradients, *kept, *ours.tensors))
     for into, found in zip((of_k, of_v), laid, strict=True):
         if found is not into:
             into.copy_(found)
@@ -59,7 +59,10 @@ def past_attend_grad(
 
 
 class Laid:
-    """A `Sight` of queries (B, t, heads, D) as kernels get it: addresses, 0 for what there is not, and numbers."""
+    """A `Sight` of queries (B, t, heads, D) as kernels get it: addresses, 0 for what there is not, and numbers.
+
+    They stand in plain tuples, which kernels unpack: a NamedTuple would cost numba 3 us more in each call.
+    """
 
     def __init__(self, q: Tensor, length: int, heads_kv: int, sight: Sight) -> None:
         rows, new, heads, width = q.shape
@@ -77,27 +80,25 @@ class Laid:
                 self.tensors.append(x)
                 places[i] = address(x)
         drop, slots = int(sight.dropout * (1 << 24)), length if sight.slots is None else sight.slots
-        self.args = (
-            *places, each, rows, new, heads, heads_kv, width, length, slots, np.float32(sight.scale),
-            np.float32(sight.softcap), drop, np.float32(1 / (1 - sight.dropout)), sight.seed, sight.causal,
-            sight.window,
-        )  # fmt: skip
+        self.sizes = (rows, new, heads, heads_kv, width, length)
+        scale, cap, grown = map(np.float32, (sight.scale, sight.softcap, 1 / (1 - sight.dropout)))
+        noise = (drop, grown, sight.seed, slots)
+        self.sight = ((sight.causal, sight.window, places[0]), (scale, cap, places[1], places[2], each), noise)
 
 
 @summing
 def _attend(
-    begin: int, end: int, q: int, k: int, v: int, out: int, lse: int, first: int, seen: int, bias: int, each: int,
-    rows: int, new: int, heads: int, heads_kv: int, width: int, length: int, slots: int, scale: Any, cap: Any,
-    drop: int, grown: Any, seed: int, causal: bool, window: int,
-) -> None:  # fmt: skip
+    begin: int, end: int, tensors: tuple[int, ...], sizes: tuple[int, ...], sight: tuple[tuple[Any, ...], ...]
+) -> None:
+    q, k, v, out, lse = tensors
+    rows, new, heads, heads_kv, width, length = sizes
+    range_of, (scale, cap, seen, bias, each), (drop, grown, seed, slots) = sight
     group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
     table = np.empty((heads, length + FEW), np.float32)
     for task in range(begin, end):
         b, i = task // new, task % new
         k_b, v_b = k + 4 * b * slot, v + 4 * b * slot
-        high = length - new + i + 1 if causal else length
-        low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
-        low = min(max(low, length - new + i + 1 - window), high) if window else low
+        low, high = _slots_seen(range_of, b, length, length - new + i)
         q_i, out_i, log = q + 4 * task * heads * width, out + 4 * task * heads * width, _floats(lse + 4 * task * heads)
         for start in range(low, high, BLOCK):  # all heads of a slot stand together
             stop = min(start + BLOCK, high)
@@ -138,19 +139,23 @@ def _attend(
 
 @summing
 def _reverse(
-    begin: int, end: int, grad: int, q: int, k: int, v: int, out: int, lse: int, of_q: int, of_k: int, of_v: int,
-    of_bias: int, first: int, seen: int, bias: int, each: int, rows: int, new: int, heads: int, heads_kv: int,
-    width: int, length: int, slots: int, scale: Any, cap: Any, drop: int, grown: Any, seed: int, causal: bool,
-    window: int,
-) -> None:  # fmt: skip
+    begin: int,
+    end: int,
+    tensors: tuple[int, ...],
+    gradients: tuple[int, ...],
+    sizes: tuple[int, ...],
+    sight: tuple[tuple[Any, ...], ...],
+) -> None:
+    grad, q, k, v, out, lse = tensors
+    of_q, of_k, of_v, of_bias = gradients
+    rows, new, heads, heads_kv, width, length = sizes
+    range_of, (scale, cap, seen, bias, each), (drop, grown, seed, slots) = sight
     group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
     size = (heads, length + FEW)
     weights, slopes, bends = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     for task in range(begin * new, end * new):
         b, i = task // new, task % new
-        high = length - new + i + 1 if causal else length
-        low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
-        low = min(max(low, length - new + i + 1 - window), high) if window else low
+        low, high = _slots_seen(range_of, b, length, length - new + i)
         row, at_b = 4 * task * heads * width, 4 * b * slot
         log = _floats(lse + 4 * task * heads)
         for start in range(low, high, BLOCK):
@@ -199,6 +204,16 @@ def _reverse(
                     for d in range(width):
                         key_grad[d] += s * query[d]
                         value_grad[d] += w * coming[d]
+
+
+@inlined
+def _slots_seen(range_of: Any, b: Any, length: Any, last: Any) -> Any:
+    """The slots that a query of row b sees lie in range(low, high); `last` is the slot of its own token."""
+    causal, window, first = range_of
+    high = last + 1 if causal else length
+    low = min(max(pointer(first, np.int64(0))[b], 0), high) if first else 0
+    low = min(max(low, last + 1 - window), high) if window else low
+    return low, high
 
 
 @inlined

@@ -47,7 +47,7 @@ class NotConvergedWarning(UserWarning):
     """
 
 
-class Search(NamedTuple):
+class SearchLimits(NamedTuple):
     """How long to search. `rows`: whether leading dims are rows, each with a distance of its own."""
 
     name: str
@@ -94,7 +94,7 @@ def applies() -> bool:
     return torch.is_grad_enabled() and transforms.maybe_level() is None and not transforms.forward_mode()
 
 
-def connected(loop: Loop, search: Search) -> list[Tensor]:
+def connected(loop: Loop, search: SearchLimits) -> list[Tensor]:
     """The solution that a loop of one step begins at, as outputs of a node that knows its gradient."""
     values: list[Tensor] = [x.detach() for x in loop.init]
     with running(), library_code():
@@ -102,7 +102,7 @@ def connected(loop: Loop, search: Search) -> list[Tensor]:
         with sweep.steps.ambient.autocast.restored(), Progress(False, loop.name, 1) as bar:
             sweep.run(bar)
         swept = sweep.result([CarryOutput(i) for i in range(len(values))])
-        step = Step(Replay(swept, False), search)
+        step = StepEquation(Replay(swept, False), search)
         if not step.params:
             return values
         if here.recorder is not None:
@@ -127,7 +127,7 @@ class Equation:
 
     params: Sequence[Tensor] | None = None  # where a change of them is noticed by others than autograd
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: SearchLimits) -> None:
         self.search = search
 
     def function(self, values: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor]:
@@ -159,10 +159,10 @@ class Equation:
         yield Linear(lambda grads: back(grads, at), lambda grads: back(grads, of))
 
 
-class Step(Equation):
+class StepEquation(Equation):
     """A user's function: params are the arrays and tensors that it closes over."""
 
-    def __init__(self, replay: Replay, search: Search) -> None:
+    def __init__(self, replay: Replay, search: SearchLimits) -> None:
         super().__init__(search)
         self.replay, inputs = replay, replay.swept.inputs
         self.params = [*inputs.explicit[len(inputs.init) :], *inputs.captures]
@@ -260,7 +260,7 @@ def _gradients(
     return equation.vjp(values, params, w)[len(values) :]
 
 
-def _solved(linear: Linear, v: list[Tensor], search: Search) -> list[Tensor]:
+def _solved(linear: Linear, v: list[Tensor], search: SearchLimits) -> list[Tensor]:
     """w = v + w df/dz, by iteration from v."""
     w, steps, going = v, 0, True
     ratios = torch.full((), torch.inf)

@@ -21,7 +21,7 @@ from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, DepartedRows, Output, StackedOutput
 
 
-class Sum:
+class RunningSum:
     """A running sum that writes only into tensors of its own: a gradient that comes in may be held elsewhere."""
 
     __slots__ = ("in_place", "mine", "value")
@@ -55,7 +55,7 @@ class Reversal:
                 self._begin(output, grad)
         self.xs: dict[int, Tensor] = {}  # gradients, by leaf
         batched = any(grad is not None and transforms.is_batched(grad) for grad in grads)  # by `is_grads_batched`
-        self.sums = [Sum(not batched) for _ in inputs.captures]
+        self.sums = [RunningSum(not batched) for _ in inputs.captures]
         self.arrays: list[Tensor | None] = [None] * len(inputs.arrays)
 
     def _begin(self, output: Output, grad: Tensor) -> None:

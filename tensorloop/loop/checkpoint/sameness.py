@@ -16,10 +16,10 @@ _DEEPEST, _MOST = 12, 1000  # beyond, things count as others
 
 def is_same(a: Any, b: Any) -> bool:
     """Whether two values are plain and equal, or functions or modules that do the same."""
-    return a is b or _Pairs().same(a, b)
+    return a is b or _Comparison().same(a, b)
 
 
-class _Pairs:
+class _Comparison:
     """Compares, and remembers what is being compared: a function may close over itself."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[t
     return out, leaves, tokens
 
 
-class Folder:
+class SnapshotFolder:
     """A folder of a loop's own below one of the user's, which goes with it; and numbered files in it."""
 
     def __init__(self, below: Path) -> None:
@@ -90,16 +90,16 @@ class Places:
 
     def __init__(self, default: Place) -> None:
         self.default = default
-        self._folders: dict[Path, Folder] = {}
+        self._folders: dict[Path, SnapshotFolder] = {}
         self.folder_at(default)  # before the body runs
 
-    def folder_at(self, place: Place) -> Folder | None:
+    def folder_at(self, place: Place) -> SnapshotFolder | None:
         """That of a place which is one."""
         if place is None or place == "cpu":
             return None
         below = Path(place).absolute()
         if below not in self._folders:
-            self._folders[below] = Folder(below)
+            self._folders[below] = SnapshotFolder(below)
         return self._folders[below]
 
     def store(self, values: list[Tensor], place: Place = None) -> "Stored":
@@ -168,7 +168,7 @@ def _read(path: Path, expected: int) -> list[Tensor]:
 class Stored:
     """Tensors as they are, or moved: copied to the CPU, or in a file below a folder."""
 
-    def __init__(self, values: list[Tensor], *, moved: bool, folder: Folder | None) -> None:
+    def __init__(self, values: list[Tensor], *, moved: bool, folder: SnapshotFolder | None) -> None:
         self.values = values
         self.path: Path | None = None
         self.sum, self.process = 0, 0  # of that file: its checksum, and who wrote it
@@ -192,7 +192,7 @@ class Stored:
             self.path.unlink(missing_ok=True)
 
 
-class Snapshot:
+class StepSnapshot:
     """The state before one step, and all else that its result depends on."""
 
     def __init__(self, state: State, captures: Captures, places: Places, place: Place) -> None:
@@ -226,11 +226,11 @@ class Snapshots:
 
     def __init__(self, captures: Captures, offload: Place) -> None:
         self.captures, self.places = captures, Places(offload)
-        self.by_step: dict[int, Snapshot] = {}
-        self._initial: Snapshot | None = None
+        self.by_step: dict[int, StepSnapshot] = {}
+        self._initial: StepSnapshot | None = None
 
     @property
-    def initial(self) -> Snapshot:
+    def initial(self) -> StepSnapshot:
         """That of step 0."""
         assert self._initial is not None
         return self._initial
@@ -238,7 +238,7 @@ class Snapshots:
     def keep(self, step: int, state: State, place: Place = None) -> State:
         """Takes a snapshot; gives the state to go on with."""
         self.captures.settle()
-        snapshot = self.by_step[step] = Snapshot(state, self.captures, self.places, place)
+        snapshot = self.by_step[step] = StepSnapshot(state, self.captures, self.places, place)
         if step == 0 and self._initial is None:  # a schedule may move it to another place, and drop that again
             self._initial = snapshot
         return copied(state)
@@ -249,7 +249,7 @@ class Snapshots:
         self.set_surroundings(snapshot, draws=draws)
         return snapshot.restored()
 
-    def set_surroundings(self, snapshot: Snapshot, *, draws: bool) -> None:
+    def set_surroundings(self, snapshot: StepSnapshot, *, draws: bool) -> None:
         """Sets again what the body writes to, and the generators where the loop draws from them."""
         if draws:
             snapshot.rng.restore(self.captures.generators)

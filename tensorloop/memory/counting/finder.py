@@ -42,7 +42,7 @@ class Line:
         self.now = self.most = 0
 
 
-class Place:
+class OperationBytes:
     """One operation of one line, in forward or in backward, with the bytes it made."""
 
     __slots__ = ("at_peak", "count", "epoch", "first", "flags", "func", "last", "line", "made", "now", "times")
@@ -62,7 +62,7 @@ class Spot:
 
     def __init__(self, line: Line, called: tuple[weakref.ref[torch.nn.Module], ...] = ()) -> None:
         self.line, self.called = line, called
-        self.places: dict[tuple[int, int], Place] = {}
+        self.places: dict[tuple[int, int], OperationBytes] = {}
 
 
 class _Code:

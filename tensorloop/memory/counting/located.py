@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop.memory.counting.accumulate import added_in_place, holders_of_a_sum
-from tensorloop.memory.counting.finder import Finder, Line, Place, Spot
+from tensorloop.memory.counting.finder import Finder, Line, OperationBytes, Spot
 from tensorloop.memory.counting.nodes import only_holders, sequence_number, storage_holders
 from tensorloop.memory.counting.storages import FRESH, SAME, LiveStorages, StorageRef, is_one_of
 
@@ -29,7 +29,7 @@ class LocatedStorages(LiveStorages):
         super().__init__()
         self.described = described  # whether shapes and dtypes are wanted
         self.finder = Finder()
-        self.places: list[Place] = []
+        self.places: list[OperationBytes] = []
         self._epoch = 0
         self._number = 0
         self._spot: tuple[Spot, int] | None = None
@@ -74,7 +74,7 @@ class LocatedStorages(LiveStorages):
         key = id(func), flags
         place = spot.places.get(key)
         if place is None:
-            place = spot.places[key] = Place(spot.line, func, flags)
+            place = spot.places[key] = OperationBytes(spot.line, func, flags)
             place.epoch, place.first = self._epoch, size
             self.places.append(place)
         self._refs[ref] = ref
@@ -98,7 +98,7 @@ class LocatedStorages(LiveStorages):
             self._peak = now
             self._epoch += 1
 
-    def _change(self, place: Place, size: int) -> None:
+    def _change(self, place: OperationBytes, size: int) -> None:
         """More or, below 0, less is alive of a place."""
         if place.epoch != self._epoch:
             place.epoch, place.at_peak = self._epoch, place.now
@@ -151,7 +151,7 @@ class LocatedStorages(LiveStorages):
         """What is known of a storage; None where it is older."""
         return self._refs.get(key)
 
-    def at_peak(self, place: Place) -> int:
+    def at_peak(self, place: OperationBytes) -> int:
         """Bytes of a place when all bytes together were at their peak."""
         return place.at_peak if place.epoch == self._epoch else place.now
 

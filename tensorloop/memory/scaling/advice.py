@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Part:
+class LineOperation:
     """An operation of a line: its name, whether backward ran it, whether this library called it for the line."""
 
     operation: str
@@ -101,7 +101,7 @@ KEPT = (
 )
 
 
-def advice(parts: Mapping[Part, int], code: str, keeps: bool) -> str | None:
+def advice(parts: Mapping[LineOperation, int], code: str, keeps: bool) -> str | None:
     """What to write instead.
 
     Args:
@@ -125,7 +125,7 @@ def advice(parts: Mapping[Part, int], code: str, keeps: bool) -> str | None:
     return (KEPT if forward[0].repeated else ONCE) if keeps and forward else None
 
 
-def _advice_for(part: Part, code: str) -> str | None:
+def _advice_for(part: LineOperation, code: str) -> str | None:
     if part.backward:
         if part.varied:  # not one buffer that all steps share
             return None

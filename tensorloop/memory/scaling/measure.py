@@ -22,7 +22,7 @@ from tensorloop.memory.counting.storages import collector_off
 from tensorloop.memory.report.exponents import exponent, line_exponent, marginal, settled
 from tensorloop.memory.report.figures import SUPERLINEAR, LineGrowth
 from tensorloop.memory.report.growth import Growth
-from tensorloop.memory.scaling.advice import Part, advice
+from tensorloop.memory.scaling.advice import LineOperation, advice
 
 _T = TypeVar("_T")
 
@@ -176,7 +176,7 @@ class _Counts:
     saved: int = 0
     peak: int = 0
     made: int = 0
-    parts: dict[Part, list[int]] = field(default_factory=dict)
+    parts: dict[LineOperation, list[int]] = field(default_factory=dict)
     """Of each operation: saved bytes, made bytes, storages made, and how many spots made them of several sizes."""
 
 
@@ -237,7 +237,7 @@ def _count(fn: Callable[[], Any], T: int, bar: _Passes) -> _Run:
     for i, place in enumerate(live.places):
         counts = lines[place.line.site]
         counts.made += place.made
-        part = Part(operation_name(place.func), bool(place.flags & BACKWARD), bool(place.flags & OURS))
+        part = LineOperation(operation_name(place.func), bool(place.flags & BACKWARD), bool(place.flags & OURS))
         sizes = counts.parts.setdefault(part, [0, 0, 0, 0])
         for j, n in enumerate((kept[i] if i < len(kept) else 0, place.made, place.times, place.first != place.last)):
             sizes[j] += n
@@ -308,7 +308,7 @@ def _lines(Ts: tuple[int, ...], runs: list[_Run]) -> tuple[LineGrowth, ...]:
 def _line(Ts: tuple[int, ...], site: Site, counts: list[_Counts], all_saved: int) -> LineGrowth:
     saved, peak, made = (tuple(getattr(c, name) for c in counts) for name in ("saved", "peak", "made"))
     powers = line_exponent(Ts, saved), line_exponent(Ts, peak), line_exponent(Ts, made)
-    growing: dict[Part, int] = {}
+    growing: dict[LineOperation, int] = {}
     for part in {part for c in counts for part in c.parts}:
         parts = zip(*(c.parts.get(part, (0, 0, 0, 0)) for c in counts), strict=True)
         of_saved, of_made, times, varied = parts
