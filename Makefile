@@ -5,23 +5,29 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-compiled test-guarded fuzz check format bench docs site package clean
+.PHONY: demo test test-all test-compiled test-guarded fuzz check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
 
 # A process for each core, four at most, of one thread each.
+PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+# What is worth its time at every change: tests/conftest.py says what it leaves out.
 test: $(STAMP)
-	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+	$(PYTEST)
+
+test-all: $(STAMP)
+	$(PYTEST) --all
 
 # Every test of loops with compiled loops; `test` has some of them.
 test-compiled: $(STAMP)
-	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --compiled tests/loop tests/checkpoint
+	$(PYTEST) --all --compiled tests/loop tests/checkpoint
 
 # The same and those of compiled loops, in a form that checks each address that a loop touches.
 test-guarded: $(STAMP)
-	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --compiled --guarded tests/loop tests/checkpoint
-	$(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal --guarded tests/compiled
+	$(PYTEST) --all --compiled --guarded tests/loop tests/checkpoint
+	$(PYTEST) --all --guarded tests/compiled tests/compiler
 
 # Random loops, compiled and not, for a night: what differs is a find. A run that was stopped goes on; FUZZ= has options
 # (--seed 20000, --out build/more, --guarded). `python tests/fuzz/triage.py` shows the finds in groups.

@@ -4,13 +4,17 @@ With `--compiled` the loops of every test run with `compile=True` where a test l
 some files do, beside the eager ones. Tests for which that cannot hold are marked `eager_only`, with the reason. They
 run compiled all the same, and must fail: a mark that is needed no more is an error.
 
+Without `--all` a run takes what is worth its time at every change: no test and no case that is marked `extended`, and
+of a test with three parameters or more as many cases as have every pair of values. What is named by its id always runs.
+
 With `--guarded` every compiled loop runs in a form that notices where it touches memory which is not its own.
 """
 
 import contextlib
 import gc
 import inspect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -37,15 +41,21 @@ _MARK = (
     "eager_only(reason, cases=(), run=True): compiled loops do this otherwise, all of it or where the test's id has "
     "one of `cases`; run=False where the outcome depends on other tests or would take minutes"
 )
+_EXTENDED = (
+    "extended(*cases): repeats what other cases hold, with more seeds or sizes; all of the test, or where its id has "
+    "one of `cases`. Runs with --all alone"
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every case of every test")
     parser.addoption("--compiled", action="store_true", help="run loops with compile=True where a test leaves it out")
     parser.addoption("--guarded", action="store_true", help="check each address that a compiled loop touches")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
+    config.addinivalue_line("markers", _EXTENDED)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -56,7 +66,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("loops", [False, True], ids=["eager", "compiled"], indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all") and not any("::" in arg for arg in config.args):
+        leave_out_what_repeats(config, items)
     for item in items:
         if not (isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("loops")):
             continue
@@ -65,6 +77,49 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 run = marker.kwargs.get("run", True)
                 item.add_marker(pytest.mark.xfail(reason=marker.args[0], strict=True, run=run))
         item.add_marker(pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.NotCompiledWarning"))
+
+
+def leave_out_what_repeats(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not any(not mark.args or any(case in item.name for case in mark.args) for mark in marks(item, "extended")):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {cases[n] for cases in tests.values() for n in of_every_pair([values(case) for case in cases])}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def marks(item: pytest.Item, name: str) -> list[pytest.Mark]:
+    return list(item.iter_markers(name))
+
+
+def values(item: pytest.Item) -> tuple[object, ...]:
+    """What stands for the value of each parameter of a case; names in one `parametrize` are one parameter."""
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return ()
+    # The cases of a test share the very objects of its lists, of which not all can be compared.
+    left = {name: id(value) for name, value in item.callspec.params.items()}
+    found = []
+    for mark in marks(item, "parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        found.append(tuple(left.pop(name.strip()) for name in names))
+    return (*found, *left.values())
+
+
+def of_every_pair(cases: Sequence[tuple[object, ...]]) -> Iterable[int]:
+    """The numbers of about the fewest cases in which each value of a parameter meets each value of every other.
+
+    Each next one is that with the most pairs that no chosen one has. Cases of two parameters are pairs themselves.
+    """
+    if len(cases[0]) < 3:
+        return range(len(cases))
+    pairs = {n: set(itertools.combinations(enumerate(case), 2)) for n, case in enumerate(cases)}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        chosen.append(max(pairs, key=lambda n: len(pairs[n] & missing)))
+        missing -= pairs.pop(chosen[-1])
+    return chosen
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 import tensorloop as tl
@@ -56,22 +55,25 @@ def test_the_list_of_names_is_that_of_the_pages():
     assert sorted(listed) == sorted(path.stem for path in (DOCS / "api").glob("*.md") if path.stem != "README")
 
 
-@pytest.mark.parametrize("name", sorted(api_names()))
-def test_every_entry_is_of_something_that_is_there(name: str):
+def is_described(name: str) -> bool:
     _, *path, last = name.split(".")
     thing = getattr(importlib.import_module(".".join(["tensorloop", *path])), last)
     if isinstance(thing, type) or inspect.isroutine(inspect.unwrap(thing)):
-        assert thing.__doc__
-    else:  # what a signature calls a type: a line of text below its assignment describes it
-        room = (ROOT / "tensorloop" / path[0]).rglob("*.py")
-        assert sum(bool(re.search(rf'^{last} = .+\n"""\w', file.read_text(), re.MULTILINE)) for file in room) == 1
+        return bool(thing.__doc__)
+    # what a signature calls a type: a line of text below its assignment describes it
+    room = (ROOT / "tensorloop" / path[0]).rglob("*.py")
+    return sum(bool(re.search(rf'^{last} = .+\n"""\w', file.read_text(), re.MULTILINE)) for file in room) == 1
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_anchors_are_those_of_github(path: Path):
-    text = path.read_text()
-    headings = re.findall(r"^#{1,6}\s+(.*?)\s*#*$", prose(text), re.MULTILINE)
-    assert {slug(heading) for heading in headings} <= anchors(text)
+def test_every_entry_is_of_something_that_is_there():
+    assert [name for name in sorted(api_names()) if not is_described(name)] == []
+
+
+def test_anchors_are_those_of_github():
+    texts = {path: path.read_text() for path in DOCUMENTS}
+    headings = {path: re.findall(r"^#{1,6}\s+(.*?)\s*#*$", prose(text), re.MULTILINE) for path, text in texts.items()}
+    other = {path: {slug(heading) for heading in found} - anchors(texts[path]) for path, found in headings.items()}
+    assert {path: found for path, found in other.items() if found} == {}
 
 
 def test_links_out_of_the_site_lead_into_the_repository():
@@ -116,9 +118,9 @@ def loaded_from_elsewhere(text: str) -> list[str]:
     return re.findall(r"(?:!\[[^\]]*\]\(|\bsrc=[\"']?|url\([\"']?|@import [\"']?)((?:https?:)?//[^\s)\"'>]+)", text)
 
 
-@pytest.mark.parametrize("path", sorted([*DOCS.rglob("*.md"), DOCS / "site.css"]), ids=lambda path: path.name)
-def test_pages_load_nothing_from_elsewhere(path: Path):
-    assert loaded_from_elsewhere(prose(path.read_text())) == []
+def test_pages_load_nothing_from_elsewhere():
+    pages = [*DOCS.rglob("*.md"), DOCS / "site.css"]
+    assert [found for path in pages for found in loaded_from_elsewhere(prose(path.read_text()))] == []
 
 
 def test_what_loads_something_is_found():
@@ -149,9 +151,8 @@ def swallowed_lists(text: str) -> list[str]:
     return re.findall(r"^(?![-*#|<> ]|\d+\. )[^\n]+\n((?:[-*]|1\.) [^\n]*)", prose(text), re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_list_begins_after_an_empty_line(path: Path):
-    assert swallowed_lists(path.read_text()) == []
+def test_a_list_begins_after_an_empty_line():
+    assert [(path, found) for path in DOCS.rglob("*.md") for found in swallowed_lists(path.read_text())] == []
 
 
 def test_a_swallowed_list_is_found():
