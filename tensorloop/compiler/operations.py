@@ -1,148 +1,138 @@
-"""What kinds of aten operations there are for a partition: views, pointwise ones, dear ones, those without inputs."""
+"""The operations that a step is made of, as data: what each is, and what may be done with it.
+
+One table, a row for each of aten's names; a row for one overload (`div.Tensor_mode`) goes before that of its name. Rows
+of the kinds in `CORE` are what every target is asked to know. `ordered` ones are taken apart before a target sees them
+(`graph/core_operations`); of `other` ones, which torch computes outside of the loop, a row says what its result depends
+on. An operation without a row has none of these properties.
+"""
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-# One of these is free, in the loop and out of it: strides say it.
-VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.expand.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.diagonal.default,
-        aten.alias.default,
-        aten.detach.default,
-    }
-)
-# Copies and casts, one number to one number; torch does not tag them.
-_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
-# Dear to do twice: each is a dozen multiplications.
-_DEAR = frozenset(
-    {
-        *(
-            "acos",
-            "acosh",
-            "asin",
-            "asinh",
-            "atan",
-            "atan2",
-            "atanh",
-            "cos",
-            "cosh",
-            "digamma",
-            "erf",
-            "erfc",
-            "erfinv",
-        ),
-        *("exp", "exp2", "expm1", "gelu", "lgamma", "log", "log10", "log1p", "log2", "logit", "mish", "pow", "sigmoid"),
-        *("silu", "sin", "sinh", "softplus", "tan", "tanh", "elu", "celu", "logaddexp", "special_ndtr", "xlogy"),
-    }
-)
+Kind = Literal[
+    "view", "pointwise", "reduction", "product", "running", "gather", "scatter", "movement", "constant",
+    "ordered", "other",
+]  # fmt: skip
+CORE = ("view", "pointwise", "reduction", "product", "running", "gather", "scatter", "movement", "constant")
 
 
-# A small change of what goes in may change what comes out by a whole number, or from false to true. Of these names no
-# operation is done twice: the second time its arguments may be rounded otherwise (another order of a sum, another
-# library's exponential), and a number that was the largest of its row is then the largest of no row.
-_DISCONTINUOUS = frozenset(
-    {
-        *(
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "isclose",
-            "isnan",
-            "isinf",
-            "isfinite",
-            "isposinf",
-            "isneginf",
-            "signbit",
-        ),
-        *(
-            "sign",
-            "sgn",
-            "copysign",
-            "heaviside",
-            "floor",
-            "ceil",
-            "round",
-            "trunc",
-            "fix",
-            "frac",
-            "remainder",
-            "fmod",
-        ),
-        *(
-            "floor_divide",
-            "angle",
-            "atan2",
-            "nextafter",
-            "frexp",
-            "argmax",
-            "argmin",
-            "sort",
-            "argsort",
-            "topk",
-            "mode",
-        ),
-        *(
-            "kthvalue",
-            "median",
-            "nanmedian",
-            "max",
-            "min",
-            "aminmax",
-            "any",
-            "all",
-            "bucketize",
-            "searchsorted",
-        ),
-        *("logical_and", "logical_or", "logical_xor", "logical_not", "count_nonzero", "histc", "cummax", "cummin"),
-        *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "fractional_max_pool2d"),
-        *("threshold", "threshold_backward", "hardshrink", "hardshrink_backward", "softshrink_backward"),
-        *("hardtanh_backward", "leaky_relu_backward", "hardsigmoid_backward", "hardswish_backward", "_prelu_kernel"),
-        *("masked_select", "rrelu_with_noise_backward"),
-    }
-)
+class Traits(NamedTuple):
+    """A row.
+
+    linear: in its "first" argument whatever the others are, in "each" alone as a product is, in all "together" as a
+        sum is. Sums over steps are pushed through it.
+    batched: there is a rule for all steps at once (`divide/all_steps`); others run under vmap, or step by step.
+    discontinuous: a small change of what goes in may change what comes out by a whole number, or from false to true.
+        None of these is done twice: the second time its arguments may be rounded otherwise (another order of a sum,
+        another library's exponential), and a number that was the largest of its row is then the largest of no row.
+    indexes: a tensor says where it reads or writes, and each place is compared with the size before it is used.
+    exact: floats that are only chosen or moved, or what IEEE 754 says to the last bit, in torch and in machine code.
+        Square roots are not: torch's are MKL's, some of which are one bit off.
+    expensive: to do twice, a dozen multiplications; better kept than computed again.
+    """
+
+    kind: Kind
+    linear: Literal["", "first", "each", "together"] = ""
+    batched: bool = False
+    discontinuous: bool = False
+    indexes: bool = False
+    exact: bool = False
+    expensive: bool = False
+
+
+def _rows(kind: Kind, names: str, **traits: Any) -> dict[str, Traits]:
+    return dict.fromkeys(names.split(), Traits(kind, **traits))
+
+
+OPERATIONS: dict[str, Traits] = {
+    # free, in the loop and out of it: strides say it
+    **_rows("view", "view permute unsqueeze expand select slice", linear="first", batched=True, exact=True),
+    **_rows("view", "diagonal", linear="first", exact=True),
+    # each number from one number of each argument
+    **_rows("pointwise", "clone neg", linear="first", exact=True),
+    **_rows("pointwise", "add sub", linear="together", exact=True),
+    **_rows("pointwise", "mul", linear="each", exact=True),
+    **_rows("pointwise", "div", linear="first", exact=True),
+    **_rows("pointwise", "_to_copy where masked_fill abs relu maximum minimum clamp clamp_min clamp_max", exact=True),
+    **_rows("pointwise", "reciprocal", exact=True),
+    **_rows("pointwise", "sqrt rsqrt hypot bitwise_and bitwise_or bitwise_xor bitwise_not"),
+    **_rows("pointwise", "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh erf erfc", expensive=True),
+    **_rows("pointwise", "exp exp2 expm1 log log10 log1p log2 pow sigmoid", expensive=True),
+    **_rows("pointwise", "atan2", expensive=True, discontinuous=True),
+    **_rows("pointwise", "eq ne lt le gt ge isnan isinf signbit sign sgn copysign", discontinuous=True),
+    **_rows("pointwise", "floor ceil round trunc remainder fmod", discontinuous=True),
+    **_rows("pointwise", "div.Tensor_mode div.Scalar_mode", discontinuous=True),
+    **_rows("pointwise", "logical_and logical_or logical_xor logical_not", discontinuous=True),
+    # elements taken together
+    **_rows("reduction", "sum", linear="first", batched=True),
+    **_rows("reduction", "amax amin", batched=True, exact=True),
+    **_rows("reduction", "argmax argmin any all", batched=True, discontinuous=True),
+    **_rows("reduction", "prod", batched=True),
+    **_rows("product", "mm bmm", linear="each", batched=True),
+    **_rows("product", "convolution convolution_backward", batched=True),
+    **_rows("running", "cumsum", linear="first", batched=True),
+    **_rows("running", "cumprod", batched=True),
+    # at indices
+    **_rows("gather", "gather index index_select", batched=True, indexes=True, exact=True),
+    **_rows("scatter", "scatter scatter_add", batched=True, indexes=True),
+    **_rows("scatter", "index_add index_copy index_put", indexes=True),
+    # elsewhere in memory
+    **_rows("movement", "cat", batched=True, exact=True),
+    **_rows("movement", "constant_pad_nd flip", linear="first", batched=True, exact=True),
+    **_rows("movement", "slice_scatter select_scatter", batched=True),
+    **_rows("movement", "unfold repeat roll diagonal_scatter"),
+    # the same at each step, or the same number everywhere
+    **_rows("constant", "full arange tril_indices triu_indices"),
+    **_rows("ordered", "sort topk kthvalue", discontinuous=True),
+    **_rows("other", "fmax fmin", exact=True),
+    **_rows("other", "digamma erfinv lgamma logit logaddexp", expensive=True),
+    **_rows("other", "angle nextafter frexp frac mode median nanmedian aminmax bucketize searchsorted count_nonzero",
+            discontinuous=True),
+    **_rows("other", "histc cummax cummin max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d",
+            discontinuous=True),
+    **_rows("other", "fractional_max_pool2d hardshrink hardshrink_backward softshrink_backward _prelu_kernel",
+            discontinuous=True),
+    **_rows("other", "rrelu_with_noise_backward", discontinuous=True),
+}  # fmt: skip
+_NOTHING = Traits("other")
+
+
+def traits(node: fx.Node) -> Traits:
+    """The row of what a node does."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return _NOTHING
+    name = target._opname
+    return OPERATIONS.get(f"{name}.{target._overloadname}") or OPERATIONS.get(name, _NOTHING)
+
+
+def is_core(node: fx.Node) -> bool:
+    """Whether a target has to know what a node does."""
+    return traits(node).kind in CORE or is_part(node)
 
 
 def is_discontinuous(node: fx.Node) -> bool:
     """Whether a node's value may jump where its arguments are rounded otherwise."""
     if node.op != "call_function":
         return False
-    name, given = getattr(node.target, "_opname", ""), node.all_input_nodes
-    floats = any(x.is_floating_point() or x.is_complex() for n in given for x in values_of(n))
-    if not floats:
+    given = [x for n in node.all_input_nodes for x in values_of(n)]
+    if not any(x.is_floating_point() or x.is_complex() for x in given):
         return False
-    if name == "div":
-        return node.kwargs.get("rounding_mode") is not None
     casts = any(not (x.is_floating_point() or x.is_complex()) for x in values_of(node))
-    return name in _DISCONTINUOUS or casts
+    return traits(node).discontinuous or casts
 
 
 def asks_for_infinity(node: fx.Node) -> bool:
     """Whether a node compares with infinity or NaN alone, which no rounding makes or takes away but at the very end."""
     name = getattr(node.target, "_opname", "")
     other = node.args[1] if len(node.args) > 1 else None
-    return name in ("isinf", "isnan", "isfinite", "isposinf", "isneginf") or (
+    return name in ("isinf", "isnan") or (
         name in ("eq", "ne") and isinstance(other, float) and other in (float("inf"), float("-inf"))
     )
 
@@ -156,23 +146,12 @@ def is_exact(node: fx.Node) -> bool:
     values = values_of(node)
     if values and not any(x.is_floating_point() or x.is_complex() for x in values):
         return True
-    return getattr(node.target, "_opname", "") in _EXACT
-
-
-# Of floats: what only chooses or moves numbers, and what IEEE 754 says to the last bit, in torch and in machine code.
-# That it says so of square roots too does not help: torch's are MKL's, some of which are one bit off.
-_EXACT = frozenset(
-    {
-        *("where", "neg", "abs", "relu", "maximum", "minimum", "fmax", "fmin", "clamp", "clamp_min", "clamp_max"),
-        *("masked_fill", "clone", "lift_fresh_copy", "_to_copy", "flip", "gather", "index_select", "index", "cat"),
-        *("constant_pad_nd", "amax", "amin", "add", "sub", "rsub", "mul", "div", "square", "reciprocal"),
-    }
-)
+    return traits(node).exact
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's value is another look at its argument's, and one that is free in a loop."""
-    return node.target in VIEWS
+    return traits(node).kind == "view"
 
 
 def shares_memory(node: fx.Node) -> bool:
@@ -188,13 +167,12 @@ def is_pointwise(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or not hasattr(target, "tags") or not isinstance(node.meta.get("val"), Tensor):
         return False
-    return target in _COPIES or torch.Tag.pointwise in target.tags
+    return traits(node).kind == "pointwise" or torch.Tag.pointwise in target.tags
 
 
-def is_dear(node: fx.Node) -> bool:
-    """Whether it is pointwise, and better kept than computed again."""
-    target: Any = node.target
-    return getattr(target, "_opname", "") in _DEAR
+def is_expensive(node: fx.Node) -> bool:
+    """Whether a node's value is better kept than computed again."""
+    return traits(node).expensive
 
 
 def is_part(node: fx.Node) -> bool:
@@ -214,7 +192,7 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Of a node's value."""
+    """The bytes of a node's value."""
     return sum(x.numel() * x.element_size() for x in values_of(node))
 
 

@@ -108,7 +108,7 @@ INNER = {
     "compiler.targets": {*_CONTRACTS, "compiler.targets.cpu"},
     "compiler.targets.cpu": {
         *_CONTRACTS,
-        *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
+        *("compiler.graph", "compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
     },
     "packed.time": {
         *(f"packed.{name}" for name in ("autograd", "base", "dim", "dispatch", "index", "pointwise", "reduce")),
@@ -136,10 +136,11 @@ INNER_DOORS = {
         f"loop.compiled.run.{name}"
         for name in ("array_plan", "blocks", "node", "plan", "program", "python_condition", "results", "rows_apart")
     ),
+    "compiler.graph.core_operations",
     *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "target", "vector_math")),
     *(
         f"compiler.emitter.lower.{name}"
-        for name in ("convolution", "expand", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
+        for name in ("convolution", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
     ),
     "compiler.emitter.lower.reductions",
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),

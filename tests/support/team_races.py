@@ -6,12 +6,11 @@ import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
-from tensorloop.compiler.emitter.lower.lowering import lower
 from tensorloop.compiler.emitter.write.function import Function
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
 from tensorloop.compiler.emitter.write.team import Cut, Planner, Team
 from tensorloop.compiler.step import Recurrence
-from tensorloop.compiler.targets.cpu.core import HANDLERS, expand
+from tensorloop.compiler.targets.cpu.core import lowered
 from tensorloop.compiler.targets.cpu.machine import host
 
 Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # ranges of its dims; (size, step) more; writes
@@ -23,7 +22,7 @@ def assert_no_race(rec: Recurrence, count: int) -> None:
 
     Nor would it where every buffer had memory of its own, so that nobody waits for that.
     """
-    made = Function(lower(rec, HANDLERS, expand), host(), rec.reverse)
+    made = Function(lowered(rec), host(), rec.reverse)
     assert made.team is not None
     _go(made, made.team, made.offsets, count)
     team = Planner(made.packed, made.stored, {}, host()).plan(made.step, made.units, [1] * len(made.units))

@@ -15,9 +15,9 @@ from tensorloop.compiler.lengths import grows, meets_growing
 from tensorloop.compiler.operations import (
     asks_for_infinity,
     bytes_of,
-    is_dear,
     is_discontinuous,
     is_exact,
+    is_expensive,
     is_pointwise,
     is_view,
 )
@@ -97,7 +97,7 @@ def _price(n: fx.Node) -> int:
 
 def _again(n: fx.Node) -> bool:
     """Whether a node's operation is cheap enough to be done twice."""
-    return is_view(n) or (is_pointwise(n) and not is_dear(n))
+    return is_view(n) or (is_pointwise(n) and not is_expensive(n))
 
 
 class _Edges:

@@ -47,6 +47,7 @@ def before_autograd() -> Table:
         _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
         _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
         _aten.unsafe_split.Tensor: _aten.split.Tensor,
+        _aten.unsafe_split_with_sizes.default: _aten.split_with_sizes.default,
         _aten.unsafe_chunk.default: _aten.chunk.default,
         _aten.lift_fresh.default: lambda x: x,
         _aten.copy.default: lambda x, source, *_: source.to(x.dtype).expand(x.shape),
@@ -138,42 +139,21 @@ def _extreme(x: Tensor, which: Any, dim: int, keepdim: bool) -> tuple[Tensor, Te
 
 # Torch's own serve for these: pointwise formulas and short compositions.
 _TORCHS = (
-    *("addcdiv", "addcmul", "celu", "elu", "elu_backward", "gelu_backward", "glu", "glu_backward", "hardsigmoid"),
-    *("hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh", "hardtanh_backward", "huber_loss"),
-    *("leaky_relu", "leaky_relu_backward", "lerp", "log_sigmoid_backward", "log_sigmoid_forward", "logsumexp"),
-    *("logit_backward", "mish", "mish_backward", "mse_loss", "mse_loss_backward", "nan_to_num", "rsub", "selu"),
-    *("sigmoid_backward", "silu", "silu_backward", "smooth_l1_loss", "smooth_l1_loss_backward", "softplus"),
-    *(
-        "softplus_backward",
-        "softshrink",
-        "stack",
-        "std",
-        "std_mean",
-        "tanh_backward",
-        "threshold",
-        "threshold_backward",
-    ),
-    *("trace", "unfold_backward", "var_mean", "_softmax_backward_data", "_log_softmax_backward_data", "xlogy", "hypot"),
-    *("_softmax", "_log_softmax", "nll_loss_forward", "nll_loss_backward", "isneginf"),
-    *("isposinf", "square", "rad2deg", "deg2rad", "logical_and", "logical_or", "fill", "masked_fill", "index_add"),
-    *("relu6", "heaviside", "native_dropout_backward", "var", "embedding", "tril", "triu", "linspace", "eye"),
+    "addcdiv addcmul celu deg2rad elu elu_backward embedding eye gelu_backward glu glu_backward hardsigmoid "
+    "hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward heaviside huber_loss isneginf "
+    "isposinf leaky_relu leaky_relu_backward lerp linspace log_sigmoid_backward log_sigmoid_forward _log_softmax "
+    "_log_softmax_backward_data logit_backward masked_fill mish mish_backward mse_loss mse_loss_backward "
+    "nan_to_num native_dropout_backward nll_loss_backward nll_loss_forward rad2deg relu6 rsub selu "
+    "sigmoid_backward silu silu_backward smooth_l1_loss smooth_l1_loss_backward _softmax _softmax_backward_data "
+    "softplus softplus_backward softshrink tanh_backward threshold threshold_backward trace tril triu "
+    "unfold_backward xlogy"
 )
-_KEPT = {
-    "fill",
-    "stack",
-    "index_add",
-    "logical_and",
-    "logical_or",
-    "logsumexp",
-    "hypot",
-}  # as simple as they are, or ours
 
 
 @cache
 def after_autograd() -> Table:
     """For the step with its gradients."""
-    packets = [getattr(_aten, name) for name in _TORCHS if name not in _KEPT and hasattr(_aten, name)]
-    torchs = decompositions(packets)
+    torchs = decompositions([getattr(_aten, name) for name in _TORCHS.split() if hasattr(_aten, name)])
     return torchs | {
         _aten.native_layer_norm.default: _layer_norm,
         _aten.native_layer_norm_backward.default: _layer_norm_backward,  # torch's loads sympy
@@ -182,6 +162,13 @@ def after_autograd() -> Table:
         _aten.mean.dim: lambda x, dim, keepdim=False, *, dtype=None: _mean(x, dim, keepdim, dtype),
         _aten.add.Tensor: lambda a, b, *, alpha=1: NotImplemented if alpha == 1 else a + b * alpha,
         _aten.sub.Tensor: lambda a, b, *, alpha=1: NotImplemented if alpha == 1 else a - b * alpha,
+        _aten.add.Scalar: lambda a, b, alpha=1: a + b * alpha,
+        _aten.sub.Scalar: lambda a, b, alpha=1: a - b * alpha,
+        _aten.floor_divide.default: lambda a, b: torch.div(a, b, rounding_mode="floor"),
+        _aten.max.default: lambda x: torch.amax(x, list(range(x.dim()))),
+        _aten.min.default: lambda x: torch.amin(x, list(range(x.dim()))),
+        _aten._unsafe_index.Tensor: _aten.index.Tensor,
+        _aten._unsafe_index_put.default: _aten.index_put.default,
         _aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
         _aten.select_backward.default: _select_backward,
         _aten.slice_backward.default: _slice_backward,
@@ -194,6 +181,12 @@ def after_autograd() -> Table:
         _aten.square.default: lambda x: x * x,
         **_of_plain_dtypes(torchs, _aten.tanh_backward.default, lambda grad, y: grad * (1 - y * y)),
         **_of_plain_dtypes(torchs, _aten.sigmoid_backward.default, lambda grad, y: grad * (y * (1 - y))),
+        _aten.fill.Scalar: lambda x, value: _filled(x, value, {}),
+        _aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape),
+        _aten.empty.memory_format: lambda size, **options: _aten.full.default(size, 0, **_typed(options)),
+        _aten.empty_strided.default: lambda size, _, **options: _aten.full.default(size, 0, **_typed(options)),
+        _aten.empty_like.default: lambda x, **options: _filled(x, 0, options),
+        _aten.new_empty.default: lambda x, size, **options: _filled(x, 0, options, size),
         _aten.ones_like.default: lambda x, **options: _filled(x, 1, options),
         _aten.zeros_like.default: lambda x, **options: _filled(x, 0, options),
         _aten.full_like.default: lambda x, value, **options: _filled(x, value, options),
@@ -320,8 +313,9 @@ def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def _vector_norm(x: Tensor, p: Any = 2, dim: Any = None, keep: bool = False, *, dtype: Any = None) -> Tensor:
-    if dtype is not None or x.is_complex() or not x.numel():
+    if x.is_complex() or (not x.numel() and p in (math.inf, -math.inf)):
         return NotImplemented
+    x = x if dtype is None else x.to(dtype)
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     if not dims:
         return torch.abs(x) if p else (x != 0).to(x.dtype)
@@ -337,8 +331,9 @@ def _vector_norm(x: Tensor, p: Any = 2, dim: Any = None, keep: bool = False, *, 
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    if not x.numel() or not x.is_floating_point():
+    if not x.numel() or x.is_complex():
         return NotImplemented
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
     dims = [dim] if isinstance(dim, int) else list(dim)
     top = torch.amax(x, dims, True)
     top = torch.where(torch.abs(top) == float("inf"), torch.zeros((), dtype=x.dtype, device=x.device), top)
@@ -354,7 +349,7 @@ def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
     if step != 1:
-        return NotImplemented
+        return torch.slice_scatter(grad.new_zeros(list(sizes)), grad, dim, start, end, step)
     dim, n = dim % len(sizes), sizes[dim]
     start = min(max(start + n if start < 0 else start, 0), n)
     return _padded(grad, len(sizes), dim, start, n - start - grad.shape[dim])

@@ -15,13 +15,10 @@ from tensorloop.compiler.emitter.lower.pointwise import handles
 from tensorloop.compiler.step import Unsupported
 
 
-@handles("index_select", "embedding")
-def index_select(call: Call, x: Array, *args: Any) -> Array:
-    """Slices chosen by a vector of indices, or rows by any tensor of them."""
-    if "embedding" in str(call.node.target):
-        dim, index = 0, args[0]
-    else:
-        dim, index = args[0] % max(1, len(x.shape)), args[1]
+@handles("index_select")
+def index_select(call: Call, x: Array, dim: int, index: Array) -> Array:
+    """Slices chosen by a vector of indices."""
+    dim %= max(1, len(x.shape))
     return _index(call, x, {dim: index}, index.shape, dim, False)
 
 
@@ -43,7 +40,7 @@ def _index(call: Call, x: Array, chosen: dict[int, Array], shape: Sequence[int],
     return call.low.gather(x, list(chosen), indices, full, free, wraps)
 
 
-@handles("index", "_unsafe_index")
+@handles("index")
 def index(call: Call, x: Array, indices: Sequence[Array | None]) -> Array:
     """x[i, :, j]: tensors of integers, together."""
     chosen = {dim: one for dim, one in enumerate(indices) if one is not None}
@@ -86,7 +83,7 @@ def scatter(
     return out
 
 
-@handles("index_put", "_unsafe_index_put")
+@handles("index_put")
 def index_put(call: Call, x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
     """x[:, i, j] = values."""
     chosen = [(dim, one) for dim, one in enumerate(indices) if one is not None]

@@ -218,8 +218,8 @@ class Lowering:
 
     # nodes
 
-    def run(self, nodes: Sequence[fx.Node], handlers: dict[str, Handler], fallback: Callable[..., Any]) -> None:
-        """Every call in order, each by its operation's handler; `fallback` takes those that have none."""
+    def run(self, nodes: Sequence[fx.Node], handlers: dict[str, Handler]) -> None:
+        """Lowers every call in order, each by its operation's handler."""
         for node in nodes:
             if node.op != "call_function":
                 continue
@@ -233,9 +233,10 @@ class Lowering:
                 elif name in handlers:
                     self.values[node] = handlers[name](Call(self, node), *args, **kwargs)
                 else:
-                    self.values[node] = fallback(self, node, args, kwargs)
+                    raise Unsupported("not known, and torch does not take it apart")
             except Unsupported as refusal:
-                raise Unsupported(f"{name}: {refusal.reason}", refusal.node or node) from None
+                whole = node.meta.get("part_of", node)
+                raise Unsupported(f"{name}: {refusal.reason}", refusal.node or whole) from None
 
 
 class Call:
@@ -281,7 +282,7 @@ def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:
     )
 
 
-def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callable[..., Any]) -> "Step":
+def lower(recurrence: Recurrence, handlers: dict[str, Handler]) -> "Step":
     """All of a step: its nodes, then the copies into what outlives it."""
     low = Lowering()
     low.written = growing.written(recurrence)
@@ -292,7 +293,7 @@ def lower(recurrence: Recurrence, handlers: dict[str, Handler], fallback: Callab
     ):
         for n, node in enumerate(nodes):
             low.values[node] = _placed(kind, n, node)
-    low.run(growing.scheduled(recurrence) if low.written else list(recurrence.graph.nodes), handlers, fallback)
+    low.run(growing.scheduled(recurrence) if low.written else list(recurrence.graph.nodes), handlers)
     return Step(low, recurrence)
 
 

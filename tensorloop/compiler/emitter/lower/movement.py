@@ -7,36 +7,20 @@ import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.lower.lowering import Call
-from tensorloop.compiler.emitter.lower.pointwise import HANDLERS, handles
+from tensorloop.compiler.emitter.lower.pointwise import handles
+from tensorloop.compiler.operations import OPERATIONS, aten
 from tensorloop.compiler.step import Unsupported
 
-aten = torch.ops.aten
-VIEWS = (
-    "view", "_unsafe_view", "permute", "t", "transpose", "expand", "unsqueeze", "squeeze", "slice", "select",
-    "split", "split_with_sizes", "unbind", "diagonal", "unfold", "movedim", "swapaxes", "chunk", "narrow",
-    "unsafe_split", "unsafe_split_with_sizes", "view_as", "expand_as", "mT", "matrix_H", "mH", "adjoint",
-)  # fmt: skip
 
-
-def _view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
-    args = tuple(torch.empty(a.shape, device="meta") if isinstance(a, Array) else a for a in args)
-    target = call.node.target
-    name = target._schema.name.split("::")[1]  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
-    if name in ("view", "_unsafe_view"):
-        if any(isinstance(a, torch.dtype) for a in args):
-            raise Unsupported("bits read as another dtype")
+@handles(*(name for name, row in OPERATIONS.items() if row.kind == "view"), "unfold")
+def view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
+    """The same memory with other sizes and strides."""
+    target: Any = call.node.target
+    if target is aten.view.dtype:
+        raise Unsupported("bits read as another dtype")
+    if target is aten.view.default:
         return call.low.reshape(x, call.shape)
-    made = call.low.view(x, target, *args, **kwargs)  # pyright: ignore[reportArgumentType]
-    return made
-
-
-HANDLERS.update(dict.fromkeys(VIEWS, _view))
-
-
-@handles("reshape", "flatten", "unflatten", "_reshape_alias", "ravel", "reshape_as")
-def reshape(call: Call, x: Array, *args: Any, **kwargs: Any) -> Array:
-    """The same elements in the result's shape."""
-    return call.low.reshape(x, call.shape)
+    return call.low.view(x, target, *args, **kwargs)
 
 
 @handles("getitem")
@@ -45,7 +29,7 @@ def getitem(call: Call, values: Sequence[Any], index: int) -> Any:
     return values[index]
 
 
-@handles("cat", "concat", "concatenate")
+@handles("cat")
 def cat(call: Call, tensors: Sequence[Array], dim: int = 0) -> Array:
     """Each written into its part."""
     low, out, piece, start = call.low, call.low.new(call.shape, call.dtype), object(), 0
@@ -58,17 +42,6 @@ def cat(call: Call, tensors: Sequence[Array], dim: int = 0) -> Array:
         assert isinstance(part, Array)
         low.copy(one, part, piece)
         start += length
-    return out
-
-
-@handles("stack")
-def stack(call: Call, tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Each written into its slice."""
-    low, out, piece = call.low, call.low.new(call.shape, call.dtype), object()
-    for n, one in enumerate(tensors):
-        part = out.view(torch.select, dim, n)
-        assert isinstance(part, Array)
-        low.copy(one, part, piece)
     return out
 
 
@@ -182,69 +155,13 @@ def _around(low: Any, x: Array, out: Array, part: Array, source: Array) -> None:
         low.copy(source.expand(shape), part)
 
 
-@handles("select_backward")
-def select_backward(call: Call, grad: Array, sizes: Sequence[int], dim: int, index: int) -> Array:
-    """Zero but for one slice."""
-    low, out = call.low, call.low.new(call.shape, call.dtype)
-    dim, index = dim % len(sizes), index % sizes[dim]
-    slot = box(out, dim, index, index + 1)
-    shape = (*grad.shape[:dim], 1, *grad.shape[dim:])
-    source = Array(grad.buffer, shape, (*grad.strides[:dim], 0, *grad.strides[dim:]), grad.offset)
-    _around(low, low.number(0, call.dtype).expand(out.shape), out, slot, source)
-    return out
-
-
-@handles("slice_backward")
-def slice_backward(call: Call, grad: Array, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Array:
-    """Zero but for some slices."""
-    low, out = call.low, call.low.new(call.shape, call.dtype)
-    part = out.view(aten.slice.Tensor, dim, start, end, step)
-    assert isinstance(part, Array)
-    _around(low, low.number(0, call.dtype).expand(out.shape), out, part, grad)
-    return out
-
-
-@handles(
-    "full",
-    "full_like",
-    "new_full",
-    "zeros",
-    "zeros_like",
-    "new_zeros",
-    "ones",
-    "ones_like",
-    "new_ones",
-    "scalar_tensor",
-)
-def full(call: Call, *args: Any, **kwargs: Any) -> Array:
+@handles("full")
+def full(call: Call, size: Sequence[int], value: Any, **kwargs: Any) -> Array:
     """One number everywhere, without memory."""
-    name = str(call.node.target)[5:].split(".")[0]
-    numbers = [a for a in (*args, kwargs.get("fill_value")) if isinstance(a, int | float | bool)]
-    value = 0 if "zeros" in name else 1 if "ones" in name else numbers[-1]
     return call.low.number(value, call.dtype).expand(call.shape)
 
 
-@handles("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-def empty(call: Call, *args: Any, **kwargs: Any) -> Array:
-    """What nobody wrote: zero."""
-    return call.low.number(0, call.dtype).expand(call.shape)
-
-
-@handles("fill")
-def fill(call: Call, x: Array, value: Any) -> Array:
-    """A number, or a tensor of one element, everywhere."""
-    return call.low.cast(
-        value.expand(()) if isinstance(value, Array) else call.low.number(value, call.dtype), call.dtype
-    ).expand(call.shape)
-
-
-@handles("copy")
-def copy(call: Call, x: Array, source: Array, *args: Any) -> Array:
-    """The source in x's shape and dtype."""
-    return call.low.cast(source, call.dtype).expand(call.shape)
-
-
-@handles("arange", "eye", "linspace", "tril_indices", "triu_indices")
+@handles("arange", "tril_indices", "triu_indices")
 def known(call: Call, *args: Any, **kwargs: Any) -> Array:
     """Made once, by torch."""
     kwargs["device"] = "cpu"

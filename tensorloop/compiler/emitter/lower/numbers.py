@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import torch
-
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.vector_math import Math
@@ -12,34 +10,9 @@ from tensorloop.compiler.emitter.lower.pointwise import handles, square
 from tensorloop.compiler.step import Unsupported
 
 
-@handles("add", "sub", "rsub")
-def add(call: Call, a: Any, b: Any, alpha: Any = 1) -> Array:
-    """a + alpha b; a - alpha b; b - alpha a."""
-    name = call.node.target._schema.name.split("::")[1]  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
-    if name == "rsub":
-        a, b = b, a
-    plus = name == "add"
-    if alpha == 1:
-        return call.low.compute(
-            "add" if plus else "sub", Math.add if plus else Math.sub, (a, b), call.dtype, call.shape
-        )
-    if call.dtype == torch.bool:
-        raise Unsupported("of bools with alpha")
-
-    def scaled(m: Math, x: Value, y: Value) -> Value:
-        product = m.mul(y, m.like(y, alpha))
-        return m.add(x, product) if plus else m.sub(x, product)
-
-    if name == "rsub":  # alpha belongs to what is taken away
-        return call.low.compute("sub", scaled, (a, b), call.dtype, call.shape)
-    return call.low.compute("scaled", scaled, (a, b), call.dtype, call.shape)
-
-
-@handles("div", "true_divide", "floor_divide")
+@handles("div")
 def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
     """A quotient, of floats; rounded down or towards zero where asked."""
-    if "floor_divide" in str(call.node.target):
-        rounding_mode = "floor"
     if not call.dtype.is_floating_point:
         if rounding_mode is None:
             raise Unsupported(f"to {call.dtype}")
@@ -141,14 +114,12 @@ def power(call: Call, a: Any, b: Any) -> Array:
     return call.low.compute("pow", Math.power, (a, b), call.dtype, call.shape)
 
 
-@handles("clamp", "clamp_min", "clamp_max", "hardtanh")
+@handles("clamp", "clamp_min", "clamp_max")
 def clamp(call: Call, x: Array, low: Any = None, high: Any = None, **named: Any) -> Array:
     """Between limits, each optional."""
     low, high = named.get("min", low), named.get("max", high)
     if "clamp_max" in str(call.node.target):
         low, high = None, low
-    if "hardtanh" in str(call.node.target):
-        low, high = -1 if low is None else low, 1 if high is None else high
     made = x
     if low is not None:
         made = call.low.compute("clamp", Math.maximum, (made, low), call.dtype, call.shape)
@@ -156,10 +127,8 @@ def clamp(call: Call, x: Array, low: Any = None, high: Any = None, **named: Any)
 
 
 @handles("where")
-def where(call: Call, condition: Array, a: Any = None, b: Any = None) -> Array:
-    """a where the condition holds."""
-    if a is None:
-        raise Unsupported("with a condition alone")
+def where(call: Call, condition: Array, a: Any, b: Any) -> Array:
+    """Chooses a where the condition holds, else b."""
     kind = KINDS[call.dtype]
 
     def chosen(m: Math, c: Value, x: Value, y: Value) -> Value:
@@ -176,61 +145,13 @@ def masked_fill(call: Call, x: Array, mask: Array, value: Any) -> Array:
     return where(call, mask, value, x)
 
 
-@handles("threshold_backward")
-def threshold_backward(call: Call, grad: Array, x: Array, threshold: Any) -> Array:
-    """The gradient where x is above."""
-
-    def passed(m: Math, g: Value, x: Value) -> Value:
-        return m.where(m.compare("le", x, m.like(x, threshold)), m.like(g, 0), g)
-
-    return call.low.compute("threshold_backward", passed, (grad, x), call.dtype, call.shape)
-
-
-@handles("_to_copy", "to", "convert_element_type", "type_as", "prims.convert_element_type")
+@handles("_to_copy")
 def to(call: Call, x: Any, *args: Any, **kwargs: Any) -> Array:
     """A cast, of a number too; what stays as it is needs no copy, as nothing is changed in place."""
     return call.low.cast(call.low.array(x, call.dtype), call.dtype)
 
 
-@handles("alias", "detach", "contiguous", "clone", "lift_fresh_copy", "positive")
+@handles("clone")
 def same(call: Call, x: Array, **kwargs: Any) -> Array:
-    """Nothing is changed in place: a copy is the tensor itself."""
+    """Gives the tensor itself: nothing is changed in place."""
     return x
-
-
-@handles("addcmul", "addcdiv")
-def addcmul(call: Call, x: Array, a: Array, b: Array, value: Any = 1) -> Array:
-    """x + value a b, or x + value a / b."""
-    inner = Math.mul if "addcmul" in str(call.node.target) else Math.div
-
-    def of(m: Math, x: Value, a: Value, b: Value) -> Value:
-        product = inner(m, a, b)
-        return m.add(x, product if value == 1 else m.mul(product, m.like(x, value)))
-
-    return call.low.compute("addcmul", of, (x, a, b), call.dtype, call.shape)
-
-
-@handles("lerp")
-def lerp(call: Call, a: Array, b: Array, weight: Any) -> Array:
-    """a + weight (b - a), from the nearer end."""
-
-    def of(m: Math, a: Value, b: Value, w: Value) -> Value:
-        apart = m.sub(b, a)
-        near = m.compare("lt", m.abs(w), m.like(w, 0.5))
-        return m.where(near, m.fma(w, apart, a), m.fma(m.neg(m.sub(m.like(w, 1), w)), apart, b))
-
-    return call.low.compute("lerp", of, (a, b, weight), call.dtype, call.shape)
-
-
-@handles("gelu")
-def gelu(call: Call, x: Array, approximate: str = "none") -> Array:
-    """x times the normal distribution at x, or its approximation by tanh."""
-
-    def exact(m: Math, x: Value) -> Value:
-        return m.mul(m.mul(x, m.like(x, 0.5)), m.add(m.like(x, 1), m.erf(m.mul(x, m.like(x, 0.7071067811865476)))))
-
-    def by_tanh(m: Math, x: Value) -> Value:
-        inner = m.mul(m.like(x, 0.7978845608028654), m.fma(m.mul(m.mul(x, x), x), m.like(x, 0.044715), x))
-        return m.mul(m.mul(x, m.like(x, 0.5)), m.add(m.like(x, 1), m.tanh(inner)))
-
-    return call.low.compute("gelu", exact if approximate == "none" else by_tanh, (x,), call.dtype, call.shape)

@@ -33,14 +33,6 @@ def _log_of_base(number: float) -> Callable[[Math, Value], Value]:
     return lambda m, x: m.mul(m.log(x), m.like(x, number))
 
 
-def _softsign(m: Math, x: Value) -> Value:
-    return m.div(x, m.add(m.abs(x), m.like(x, 1)))
-
-
-def _silu(m: Math, x: Value) -> Value:
-    return m.div(x, m.add(m.like(x, 1), m.exp(m.neg(x))))
-
-
 def _half_power(m: Math, a: Value) -> Value:
     """exp(a) / 2 up to where that ends, not exp(a)."""
     root = m.exp(m.mul(a, m.like(a, 0.5)))
@@ -108,7 +100,6 @@ FLOAT = {
     "sqrt": Math.sqrt,
     "rsqrt": lambda m, x: m.div(m.like(x, 1), m.sqrt(x)),
     "reciprocal": lambda m, x: m.div(m.like(x, 1), x),
-    "silu": _silu,
     "atan": Math.atan,
     "atan2": Math.atan2,
     "asin": lambda m, x: m.atan2(x, m.sqrt(m.mul(m.sub(m.like(x, 1), x), m.add(m.like(x, 1), x)))),
@@ -119,14 +110,11 @@ FLOAT = {
     "erf": Math.erf,
     "erfc": Math.erfc,
     "hypot": _hypot,
-    "xlogy": lambda m, x, y: m.where(
-        m.code.binary("and", m.compare("eq", x, m.like(x, 0)), m.invert(m.isnan(y))), m.like(x, 0), m.mul(x, m.log(y))
-    ),
-    "tanh_backward": lambda m, g, y: m.mul(g, m.fma(m.neg(y), y, m.like(y, 1))),
-    "sigmoid_backward": lambda m, g, y: m.mul(m.mul(g, y), m.sub(m.like(y, 1), y)),
 }
 # in the result's dtype, whatever it is
 SAME = {
+    "add": Math.add,
+    "sub": Math.sub,
     "mul": Math.mul,
     "maximum": Math.maximum,
     "minimum": Math.minimum,
@@ -134,7 +122,6 @@ SAME = {
     "abs": Math.abs,
     "sgn": Math.sign,
     "sign": Math.sign,
-    "square": square,
     "relu": lambda m, x: m.at_least(x, 0),
     "floor": lambda m, x: m.rounded("floor", x),
     "ceil": lambda m, x: m.rounded("ceil", x),
@@ -153,7 +140,6 @@ COMPARED = {
 COMPARED |= {
     "isnan": Math.isnan,
     "isinf": lambda m, x: m.compare("eq", m.abs(x), m.like(x, float("inf"))),
-    "isfinite": lambda m, x: m.compare("lt", m.abs(x), m.like(x, float("inf"))),
     "signbit": lambda m, x: m.compare("lt", m.copysign(m.like(x, 1), x), m.like(x, 0)),
 }
 # of operands cast to bool
@@ -183,8 +169,8 @@ def _compared(name: str, function: Any) -> Handler:
     def handler(call: Call, *args: Any) -> Array:
         inner = computed_in(promoted(*args))
         kind = KINDS[inner]
-        if name in ("isinf", "isfinite") and not inner.is_floating_point:
-            return call.low.compute(name, lambda m, x: m.like(x, name == "isfinite"), args, torch.bool, call.shape)
+        if name == "isinf" and not inner.is_floating_point:
+            return call.low.compute(name, lambda m, x: m.like(x, 0), args, torch.bool, call.shape)
         if name == "signbit" and not inner.is_floating_point:
             raise Unsupported("of integers")
 

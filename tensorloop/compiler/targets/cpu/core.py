@@ -13,12 +13,12 @@ from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
-from tensorloop.compiler.emitter.lower.expand import expand
 from tensorloop.compiler.emitter.lower.lowering import Step, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import hold
 from tensorloop.compiler.emitter.write.function import Function, Text
+from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import stands_for_length
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, threads
@@ -32,15 +32,20 @@ instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores
 _HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
 
 
+def lowered(recurrence: Recurrence) -> Step:
+    """The step as kernels."""
+    return lower(in_core_operations(recurrence), HANDLERS)
+
+
 def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
     """The step's kernels, and the module's text."""
-    step = lower(recurrence, HANDLERS, expand)
+    step = lowered(recurrence)
     return step, Function(step, target, recurrence.reverse).text()
 
 
 def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bool:
     """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
-    step = lower(recurrence, HANDLERS, expand)
+    step = lowered(recurrence)
     made = Function(step, host(), recurrence.reverse)
     read = zip((*recurrence.sequences, *recurrence.invariants), (*step.sequences, *step.invariants), strict=True)
     return rows.meet(step, made.units, count, [array for n, array in read if n in own])

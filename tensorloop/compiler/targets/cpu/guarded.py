@@ -19,14 +19,12 @@ from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.arrays import Buffer
 from tensorloop.compiler.emitter.ir.target import Target
-from tensorloop.compiler.emitter.lower.expand import expand
-from tensorloop.compiler.emitter.lower.lowering import lower
 from tensorloop.compiler.emitter.write.function import Function, Text
 from tensorloop.compiler.lengths import length_in
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
-from tensorloop.compiler.targets.cpu.core import HANDLERS, NativeCall, NativeCore, instead
+from tensorloop.compiler.targets.cpu.core import NativeCall, NativeCore, instead, lowered
 from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, Block, Piece
 from tensorloop.compiler.targets.cpu.machine import host
 
@@ -51,7 +49,7 @@ def on() -> Iterator[None]:
 def emitted(recurrence: Recurrence, *, folder: cache.Folder | None, target: Target | None) -> NativeCore:
     """Makes a core that checks each access to memory; takes what `emit` takes."""
     target = target or host()
-    function = Apart(lower(recurrence, HANDLERS, expand), target, recurrence.reverse)
+    function = Apart(lowered(recurrence), target, recurrence.reverse)
     text = function.text()
     try:
         module = guard_text.checked(text.module, function.attributes)

@@ -31,11 +31,6 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
     return torch.gather(x, dim, index), index
 
 
-def stable_sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """The same."""
-    return sort(x, dim, descending)
-
-
 def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
     """The k-th smallest, and where it is."""
     found = sort(x, dim)
@@ -86,7 +81,7 @@ def _less(a: Tensor, b: Tensor) -> Tensor:
 
 TABLE = {
     _aten.sort.default: sort,
-    _aten.sort.stable: stable_sort,
+    _aten.sort.stable: lambda x, *, stable=None, dim=-1, descending=False: sort(x, dim, descending),
     _aten.kthvalue.default: kthvalue,
     _aten.topk.default: topk,
 }
