@@ -9,7 +9,7 @@ One object serves the forward loop and the reversed backward one:
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, fx
 
@@ -47,26 +47,32 @@ class Recurrence:
     growth: tuple[int, ...] = ()
 
 
+class CoreCall(NamedTuple):
+    """What a core is called with: `steps` is the most steps that it runs.
+
+    `sequences[k]` are (at least `steps`, *shape), `outs[k]` are (at least `steps`, *shape) to be filled, `sums[k]` are
+    added to in place; all are contiguous. `lengths` are those of arrays before the first step, by symbol; the arrays
+    have room for all steps.
+    """
+
+    steps: int
+    invariants: Sequence[Tensor]
+    sequences: Sequence[Tensor]
+    carry: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    sums: Sequence[Tensor]
+    lengths: Sequence[int] = ()
+
+
 class Core(Protocol):
     """A recurrence made runnable. It may be called from several threads at once. `way` says how it runs, in words."""
 
     way: str
 
-    def __call__(
-        self,
-        steps: int,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        sums: Sequence[Tensor],
-        lengths: Sequence[int] = (),
-    ) -> tuple[list[Tensor], int]:
-        """Runs at most `steps` steps: (the last carry in new memory, how many steps were done).
+    def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
+        """Runs the steps: (the last carry in new memory, how many steps were done).
 
-        `sequences[k]` are (at least `steps`, *shape), `outs[k]` are (at least `steps`, *shape) to be filled, `sums[k]`
-        are added to in place; all are contiguous. Under `reverse` step 0 is the one at index steps - 1. 0 steps give
-        the carry again. `lengths` are those before the first step, by symbol; arrays have room for all steps.
+        Under `reverse` step 0 is the one at index steps - 1. 0 steps give the carry again.
         """
         ...
 
@@ -74,6 +80,6 @@ class Core(Protocol):
         """Whether so many steps stay in their memory, where arrays are this long before the first of them."""
         ...
 
-    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
-        """The same for many calls of few steps, of one thread, that all have these invariants."""
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
+        """Returns a faster core for many calls of few steps, from one thread, that all have these invariants."""
         ...

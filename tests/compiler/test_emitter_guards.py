@@ -15,6 +15,7 @@ from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write import matmul, members
 from tensorloop.compiler.emitter.write.function import Function
 from tensorloop.compiler.emitter.write.memory import Memory
+from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.guarded import GuardedCore, OutsideMemory
@@ -162,9 +163,9 @@ def test_calls_of_one_step(folder: Folder) -> None:
     (outs, sums), (theirs, totals) = places(rec, 5), places(rec, 5)
     run = core.stepping([w])
     for t in range(5):
-        last, done = run(1, [w], [xs[t : t + 1]], last, [y[t : t + 1] for y in outs], sums)
+        last, done = run(CoreCall(1, [w], [xs[t : t + 1]], last, [y[t : t + 1] for y in outs], sums))
         assert done == 1
-    expected, _ = core(5, *given, theirs, totals)
+    expected, _ = core(CoreCall(5, *given, theirs, totals))
     check_equal([*last, *outs], [*expected, *theirs], 0)
 
 
@@ -180,7 +181,7 @@ def test_an_end_and_an_index_out_of_range(folder: Folder) -> None:
     core = emit(rec, folder=folder)
     assert_same(core, rec, 3, *given)
     with pytest.raises(IndexError, match="compiled loop"):
-        core(3, given[0], [places_of + 1], given[2], *places(rec, 3))
+        core(CoreCall(3, given[0], [places_of + 1], given[2], *places(rec, 3)))
 
 
 # -- what is planted
@@ -280,7 +281,7 @@ def test_an_index_that_is_not_compared(name: str, folder: Folder, monkeypatch: p
     assert_same(core, rec, 1, *given)
     words = "reads 4 bytes 4 bytes behind the end of (carry|scratch|out) 0"
     with pytest.raises(OutsideMemory, match=words):
-        core(1, (), [torch.tensor([[0, 4, 2]]), *given[1][1:]], given[2], *places(rec, 1))
+        core(CoreCall(1, (), [torch.tensor([[0, 4, 2]]), *given[1][1:]], given[2], *places(rec, 1)))
 
 
 @pytest.mark.usefixtures("noticed")
@@ -310,11 +311,11 @@ def test_rows_of_another_part(monkeypatch: pytest.MonkeyPatch, folder: Folder) -
         planted.setattr(members, "APART", members.APART.replace("  %high.p", far, 1))
         core = emit(rec, folder=folder)
         with pytest.raises(OutsideMemory, match=r"reads 8 bytes far from .*%far = load i64"):
-            core(4, *given, *places(rec, 4))
+            core(CoreCall(4, *given, *places(rec, 4)))
     core = emit(rec, folder=folder)
     core.text = dataclasses.replace(core.text, rows=core.text.rows + 1)
     with pytest.raises(OutsideMemory, match=r"behind the end of|over the end of"):
-        core(4, *given, *places(rec, 4))
+        core(CoreCall(4, *given, *places(rec, 4)))
 
 
 @pytest.mark.usefixtures("noticed")

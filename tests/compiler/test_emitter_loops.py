@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorloop.compiler.step import Recurrence, Unsupported
+from tensorloop.compiler.step import CoreCall, Recurrence, Unsupported
 from tensorloop.compiler.targets.cpu import emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
@@ -62,8 +62,8 @@ def test_the_carry_given_is_not_written_and_the_last_is_new(folder: Folder) -> N
     given: Given = (), [torch.randn(2, 3, 5)], [c, torch.tensor(0)]
     core = emit(recurrence(counting, *given), folder=folder)
     before = c.clone()
-    first, _ = core(2, *given, *places(recurrence(counting, *given), 2))
-    again, _ = core(2, *given, *places(recurrence(counting, *given), 2))
+    first, _ = core(CoreCall(2, *given, *places(recurrence(counting, *given), 2)))
+    again, _ = core(CoreCall(2, *given, *places(recurrence(counting, *given), 2)))
     torch.testing.assert_close(c, before, rtol=0, atol=0)
     assert {one.data_ptr() for one in first}.isdisjoint({one.data_ptr() for one in again})
 
@@ -162,7 +162,7 @@ def test_an_index_out_of_range_is_refused(wrong: int, folder: Folder) -> None:
     core = emit(rec, folder=folder)
     assert_same(core, rec, 2, *given)
     with pytest.raises(IndexError, match="compiled loop"):
-        core(2, (), [torch.tensor([[0, 1], [wrong, 1]])], given[2], *places(rec, 2))
+        core(CoreCall(2, (), [torch.tensor([[0, 1], [wrong, 1]])], given[2], *places(rec, 2)))
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -173,11 +173,11 @@ def test_threads_give_what_one_gives(name: str, monkeypatch: pytest.MonkeyPatch,
     core = emit(rec, folder=folder)
     assert (core.text.rows == 13) == cell.apart
     alone, sums = places(rec, 4)
-    last, _ = core(4, *given, alone, sums)
+    last, _ = core(CoreCall(4, *given, alone, sums))
     for count in (2, 5, 13):
         monkeypatch.setattr(threads, "parts", lambda rows, work, n=count: n if rows else 1)
         shared, totals = places(rec, 4)
-        other, _ = core(4, *given, shared, totals)
+        other, _ = core(CoreCall(4, *given, shared, totals))
         for a, b in zip((*alone, *sums, *last), (*shared, *totals, *other), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
@@ -216,12 +216,12 @@ def test_calls_from_several_python_threads(folder: Folder) -> None:
     given = inputs(cell, 50, 3, 9, torch.float32)
     rec = recurrence(cell.step, *given)
     core = emit(rec, folder=folder)
-    expected, _ = interpreted(rec, 50, *given, *places(rec, 50))
+    expected, _ = interpreted(rec, CoreCall(50, *given, *places(rec, 50)))
     wrong: list[Tensor] = []
 
     def work() -> None:
         for _ in range(20):
-            last, _ = core(50, *given, *places(rec, 50))
+            last, _ = core(CoreCall(50, *given, *places(rec, 50)))
             wrong.extend(
                 a for a, b in zip(last, expected, strict=True) if not torch.allclose(a, b, rtol=1e-4, atol=1e-5)
             )
@@ -254,14 +254,14 @@ def test_a_default_device_and_gradients_do_not_matter(folder: Folder) -> None:
     cell = CELLS["layer norm"]
     given = inputs(cell, 3, 2, 5, torch.float32)
     rec = recurrence(cell.step, *given)
-    expected, _ = interpreted(rec, 3, *given, *places(rec, 3))
+    expected, _ = interpreted(rec, CoreCall(3, *given, *places(rec, 3)))
     outs, sums = places(rec, 3)
     for tensor in (*given[0], *given[2]):
         tensor.requires_grad_()
     with torch.device("meta"):
         core = emit(rec, folder=folder)
-        none, _ = core(0, *given, outs, sums)
-        last, _ = core(3, *given, outs, sums)
+        none, _ = core(CoreCall(0, *given, outs, sums))
+        last, _ = core(CoreCall(3, *given, outs, sums))
     torch.testing.assert_close(last[0], expected[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(none[0], given[2][0].detach(), rtol=0, atol=0)
     assert not last[0].requires_grad

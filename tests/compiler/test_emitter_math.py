@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.cpu import emit
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tests.support.recurrences import places, recurrence
@@ -55,7 +56,7 @@ def native(function: Function, folder: Folder, *xs: Tensor) -> Tensor:
         lambda inv, slices, carry: {"carry": carry, "outs": [function(*slices)]}, (), sequences, [torch.ones(())]
     )
     outs, sums = places(rec, 1)
-    emit(rec, folder=folder)(1, (), sequences, [torch.ones(())], outs, sums)
+    emit(rec, folder=folder)(CoreCall(1, (), sequences, [torch.ones(())], outs, sums))
     return outs[0][0]
 
 

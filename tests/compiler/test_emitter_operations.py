@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import CoreCall, Recurrence
 from tensorloop.compiler.targets.cpu import emit
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tests.support.recurrences import interpreted, places, recurrence
@@ -230,8 +230,8 @@ def check(
 ) -> None:
     """The outs are those of torch; `names` has the operation of each."""
     found, expected = places(rec, 2)[0], places(rec, 2)[0]
-    emit(rec, folder=folder)(2, (), ys, [x], found, ())
-    interpreted(rec, 2, (), ys, [x], expected, ())
+    emit(rec, folder=folder)(CoreCall(2, (), ys, [x], found, ()))
+    interpreted(rec, CoreCall(2, (), ys, [x], expected, ()))
     for name, mine, theirs, tolerance in zip(names, found, expected, tolerances, strict=True):
         torch.testing.assert_close(
             mine, theirs, rtol=tolerance, atol=tolerance / 10, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"

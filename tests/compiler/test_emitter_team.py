@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write import team
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import CoreCall, Recurrence
 from tensorloop.compiler.targets.cpu import compile, emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
@@ -108,11 +108,11 @@ def test_a_team_gives_what_one_thread_gives(name: str, dtype: torch.dtype, toget
     else:  # some of these steps double what rounding does
         assert_same(core, rec, 1, *given, rtol=1e-3, atol=1e-4)
     alone, sums = places(rec, 5)
-    last, _ = core(5, *given, alone, sums)
+    last, _ = core(CoreCall(5, *given, alone, sums))
     for count in (2, 3, 7):
         together(count)
         outs, totals = places(rec, 5)
-        other, done = core(5, *given, outs, totals)
+        other, done = core(CoreCall(5, *given, outs, totals))
         assert done == 5
         for a, b in zip((*alone, *sums, *last), (*outs, *totals, *other), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -230,7 +230,7 @@ def test_an_index_out_of_range_is_refused_by_the_team(together, folder: Folder) 
     together(3)
     assert_same(core, rec, 2, *given)
     with pytest.raises(IndexError, match="compiled loop"):
-        core(2, (), [torch.tensor([[0, 1, 1], [1, 1, 3]])], given[2], *places(rec, 2))
+        core(CoreCall(2, (), [torch.tensor([[0, 1, 1], [1, 1, 3]])], given[2], *places(rec, 2)))
     assert_same(core, rec, 2, *given)
 
 
@@ -263,12 +263,12 @@ def test_teams_of_several_python_threads(together, folder: Folder) -> None:
     rec, given = case("rows moved")
     core = emit(rec, folder=folder)
     together(2)
-    expected, _ = interpreted(rec, 5, *given, *places(rec, 5))
+    expected, _ = interpreted(rec, CoreCall(5, *given, *places(rec, 5)))
     wrong: list[Tensor] = []
 
     def work() -> None:
         for _ in range(20):
-            last, _ = core(5, *given, *places(rec, 5))
+            last, _ = core(CoreCall(5, *given, *places(rec, 5)))
             wrong.extend(a for a, b in zip(last, expected, strict=True) if not torch.allclose(a, b))
 
     workers = [threading.Thread(target=work) for _ in range(4)]
@@ -284,7 +284,7 @@ def test_a_team_has_the_scratch_memory_of_one_thread(together, folder: Folder) -
     core = emit(rec, folder=folder)
     for count in (1, 3):
         together(count)
-        core(5, *given, *places(rec, 5))
+        core(CoreCall(5, *given, *places(rec, 5)))
         ((scratch, *_),) = core._idle
         assert scratch.numel() == core.text.scratch
 

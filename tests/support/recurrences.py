@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import CoreCall, Recurrence
 
 Step = Callable[..., dict[str, Any]]
 Given = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # invariants, sequences, carry
@@ -64,16 +64,9 @@ def recurrence(
     )
 
 
-def interpreted(
-    rec: Recurrence,
-    steps: int,
-    invariants: Sequence[Tensor],
-    sequences: Sequence[Tensor],
-    carry: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    sums: Sequence[Tensor],
-) -> tuple[list[Tensor], int]:
+def interpreted(rec: Recurrence, call: CoreCall) -> tuple[list[Tensor], int]:
     """What a core does, by torch."""
+    steps, invariants, sequences, carry, outs, sums, _ = call
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), rec.graph))
     now, done = list(carry), 0
     names = [*rec.next_carry, *rec.outs, *rec.terms, *([rec.going] if rec.going is not None else [])]
@@ -115,8 +108,8 @@ def assert_same(
     mine, sums = places(rec, steps)
     theirs, totals = places(rec, steps)
     sequences = [one[:steps].contiguous() for one in sequences]
-    last, done = core(steps, invariants, sequences, carry, mine, sums)
-    expected, count = interpreted(rec, steps, invariants, sequences, carry, theirs, totals)
+    last, done = core(CoreCall(steps, invariants, sequences, carry, mine, sums))
+    expected, count = interpreted(rec, CoreCall(steps, invariants, sequences, carry, theirs, totals))
     assert done == count
     for name, a, b in (("carry", last, expected), ("outs", mine, theirs), ("sums", sums, totals)):
         for n, (one, other) in enumerate(zip(a, b, strict=True)):

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.lengths import Sized, grows, length_in
 from tensorloop.compiler.operations import aten, value_of
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import CoreCall, Recurrence
 
 
 class EagerCore:
@@ -33,17 +33,9 @@ class EagerCore:
         self._sizes = len(r.carry), len(r.outs), len(r.terms)
         self._reverse, self._asks = r.reverse, bool(going)
 
-    def __call__(
-        self,
-        steps: int,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        sums: Sequence[Tensor],
-        lengths: Sequence[int] = (),
-    ) -> tuple[list[Tensor], int]:
-        """As `Core` says."""
+    def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
+        """Runs the steps one after the other and returns the last carry, and how many there were."""
+        steps, invariants, sequences, carry, outs, sums, lengths = call
         n, m, k = self._sizes
         of_sequences, of_carry = self._sizes_of_arrays[: len(sequences)], self._sizes_of_arrays[len(sequences) :]
         state = [x if size is None else x[: size.at(lengths)] for x, size in zip(carry, of_carry, strict=True)]
@@ -76,6 +68,6 @@ class EagerCore:
         """Whether so many steps stay in their memory. They do: torch checks each index itself."""
         return True
 
-    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
-        """As `Core` says."""
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
+        """Returns this core: it prepares nothing that many calls could share."""
         return self

@@ -3,7 +3,7 @@
 import collections
 from array import array
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +20,7 @@ from tensorloop.compiler.emitter.write.bounds import hold
 from tensorloop.compiler.emitter.write.function import Function, Text
 from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import stands_for_length
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import CoreCall, Recurrence
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.machine import host
@@ -87,58 +87,39 @@ class NativeCore:
         self.way = f"one native function, {_by_whom(text)}"
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
-    def __call__(
-        self,
-        steps: int,
-        invariants: Sequence[Tensor],
-        sequences: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        sums: Sequence[Tensor],
-        lengths: Sequence[int] = (),
-    ) -> tuple[list[Tensor], int]:
-        """Runs at most `steps` steps: (the last carry, how many were done)."""
-        last = self._new(carry)
+    def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
+        """Runs at most so many steps: (the last carry, how many were done)."""
+        steps, last = call.steps, self._new(call.carry)
         if steps <= 0:
-            pairs = zip(last, carry, strict=True)
+            pairs = zip(last, call.carry, strict=True)
             return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
-        self._check(steps, invariants, sequences, carry, outs, sums, lengths)
+        self._check(call)
         text = self.text
         if text.barriers:
             parts, apart = threads.together(text.shared, text.barriers, steps), 1
         else:
             parts = apart = threads.parts(text.rows, steps * text.work)
-        memory = self._take(apart, self._growing(steps, lengths))
-        laid = self._laid(invariants)
-        done = self._run(steps, parts, memory, [*laid, *self._constants], sequences, carry, outs, sums, last, lengths)
+        memory = self._take(apart, self._growing(steps, call.lengths))
+        done = self._run(call, last, self._laid(call.invariants), parts, memory)
         self._idle.append(memory)
         return last, done
 
-    def stepping(self, invariants: Sequence[Tensor]) -> Callable[..., tuple[list[Tensor], int]]:
-        """As `Core` says: invariants are laid out and packed once."""
-        laid = [*self._laid(invariants), *self._constants]
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
+        """Returns a core for many calls of few steps, from one thread: invariants are laid out and packed once."""
+        laid = self._laid(invariants)
         held: list[list] = []
 
-        def run(
-            steps: int,
-            invariants: Sequence[Tensor],
-            sequences: Sequence[Tensor],
-            carry: Sequence[Tensor],
-            outs: Sequence[Tensor],
-            sums: Sequence[Tensor],
-            lengths: Sequence[int] = (),
-        ) -> tuple[list[Tensor], int]:
-            last, more, begun = self._new(carry), self._growing(steps, lengths), bool(held)
+        def run(call: CoreCall) -> tuple[list[Tensor], int]:
+            last, more, begun = self._new(call.carry), self._growing(call.steps, call.lengths), bool(held)
             if not begun:
-                self._check(steps, invariants, sequences, carry, outs, sums, lengths)
-            elif not self.fits(steps, lengths):
+                self._check(call)
+            elif not self.fits(call.steps, call.lengths):
                 raise IndexError(NO_SLOT)
             if not held:
                 held.append(self._take(1, more))
             elif held[0][0].numel() < self.text.scratch + more:
                 held[0][0] = _aligned(self.text.scratch + 2 * more)
-            done = self._run(steps, 1, held[0], laid, sequences, carry, outs, sums, last, lengths, packed=begun)
-            return last, done
+            return last, self._run(call, last, laid, 1, held[0], packed=begun)
 
         return run
 
@@ -147,13 +128,13 @@ class NativeCore:
         last = [n + more * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
         return hold(self.text.bounds, (lengths, last))
 
-    def _check(self, steps: int, *given: Any) -> None:
+    def _check(self, call: CoreCall) -> None:
         """Raises before the code runs where it would leave a tensor that it was given.
 
         Lengths are looked at in every call; the tensors, which are always of the same shapes for so many steps, in the
         first ones: who calls has them from the same places.
         """
-        *tensors, lengths = given
+        steps, *tensors, lengths = call
         if self.text.bounds and not self.fits(steps, lengths):
             raise IndexError(NO_SLOT)
         if self._checked >= CHECKED:
@@ -173,7 +154,9 @@ class NativeCore:
         ]
 
     def _laid(self, invariants: Sequence[Tensor]) -> list[Tensor]:
-        return [_laid(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
+        """Invariants in the layout that the code was made for, and the constants behind them."""
+        pairs = zip(invariants, self._layouts, strict=True)
+        return [*(_laid(one, *layout) for one, layout in pairs), *self._constants]
 
     def _longest(self, steps: int, lengths: Sequence[int]) -> list[int]:
         return [n + max(0, more) * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
@@ -184,27 +167,16 @@ class NativeCore:
         return sum(_line(size.at(longest)) for size in self.text.growing)
 
     def _run(
-        self,
-        steps: int,
-        parts: int,
-        memory: list,
-        fixed: list[Tensor],
-        sequences: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        sums: Sequence[Tensor],
-        last: Sequence[Tensor],
-        lengths: Sequence[int],
-        *,
-        packed: bool = False,
+        self, call: CoreCall, last: list[Tensor], laid: list[Tensor], parts: int, memory: list, *, packed: bool = False
     ) -> int:
-        """How many steps were done; with `packed` the panels are there from the call before."""
+        """Runs the steps and returns how many were done; with `packed` the panels are there from the call before."""
+        steps, _, sequences, carry, outs, sums, lengths = call
         scratch, panels = memory
         status, totals = array("q", (0, 0)), list(sums)
         if parts > 1:
             for n in self.text.apart:
                 totals[n] = torch.zeros((parts, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
-        tensors = [*fixed, *panels, *sequences, *carry, *outs, *totals, *last]
+        tensors = [*laid, *panels, *sequences, *carry, *outs, *totals, *last]
         table = array("q", [one.data_ptr() for one in tensors])
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))

@@ -12,7 +12,7 @@ from tensorloop.compiler.divide.sums import Sums
 from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, value_of
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.step import Core, Unsupported
+from tensorloop.compiler.step import Core, CoreCall, Unsupported
 from tensorloop.compiler.targets.cores import made
 from tensorloop.compiler.verify import Promise, check_values, promise
 from tensorloop.compiler.walks import needed_for
@@ -186,7 +186,7 @@ class Program:
             state[i] = _with_room(carry[i], max(more, 0) * steps)
         outs = [r.after(x) for r, x in zip(self._rooms, memory, strict=True)]
         if ask is None:
-            last, done = core(steps, invariants, sequences, state, outs, totals, lengths)
+            last, done = core(CoreCall(steps, invariants, sequences, state, outs, totals, lengths))
             going = done == steps and (self._going is None or bool(outs[self._going][0 if reverse else -1]))
         else:
             run, done, going, last = core.stepping(invariants), 0, True, state
@@ -194,7 +194,7 @@ class Program:
                 at = steps - 1 - done if reverse else done
                 now = [n + more * done for n, more in zip(lengths, self.parts.growth, strict=True)]
                 rows = [x if whole else x[at : at + 1] for x, whole in zip(sequences, self._grown, strict=True)]
-                last, _ = run(1, invariants, rows, last, [x[at : at + 1] for x in outs], totals, now)
+                last, _ = run(CoreCall(1, invariants, rows, last, [x[at : at + 1] for x in outs], totals, now))
                 done += 1
                 going = ask(self._filled(last, carry, done))
         first = steps - done if reverse else 0
