@@ -8,6 +8,7 @@ import torch
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.lower.lowering import Call
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS, handles
+from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 
 aten = torch.ops.aten
@@ -219,7 +220,7 @@ def slice_backward(call: Call, grad: Array, sizes: Sequence[int], dim: int, star
 def full(call: Call, *args: Any, **kwargs: Any) -> Array:
     """One number everywhere, without memory."""
     name = str(call.node.target)[5:].split(".")[0]
-    numbers = [a for a in (*args, kwargs.get("fill_value")) if isinstance(a, int | float | bool)]
+    numbers = [a for a in (*args, kwargs.get("fill_value")) if isinstance(a, int | float | Length)]
     value = 0 if "zeros" in name else 1 if "ones" in name else numbers[-1]
     return call.low.number(value, call.dtype).expand(call.shape)
 
