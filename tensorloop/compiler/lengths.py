@@ -125,7 +125,9 @@ def mark_lengths(graph: fx.Graph, other: fx.Graph) -> bool:
             if x.op != y.op or (x.op == "call_function" and x.target is not y.target):
                 return False
             args, kwargs = join((x.args, x.kwargs), fx.map_arg((y.args, y.kwargs), lambda n: twins[n]))
-            shapes = tuple(join(tuple(a.shape), tuple(b.shape)) for a, b in zip(values_of(x), values_of(y), strict=True))
+            shapes = tuple(
+                join(tuple(a.shape), tuple(b.shape)) for a, b in zip(values_of(x), values_of(y), strict=True)
+            )
             if has_length((args, kwargs.values())):
                 x.args, x.kwargs = args, kwargs
             if has_length(shapes):

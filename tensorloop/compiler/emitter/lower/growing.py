@@ -134,10 +134,7 @@ def lower(call: Any, name: str, handlers: Any, args: Any, kwargs: Any) -> Any:
         raise Unsupported("of an array's gradient")
     if name not in handlers:
         raise Unsupported("not known for sizes that change from step to step")
-    try:
-        return handlers[name](call, *args, **kwargs)
-    except TypeError as error:  # a `Length` is taken for a number, by torch or by what is made for numbers alone
-        raise Unsupported("not known for sizes that change from step to step") from error
+    return handlers[name](call, *args, **kwargs)
 
 
 def apart(low: Any, value: Any) -> Any:

@@ -12,6 +12,7 @@ the lengths of arrays before the first step, and the greatest that they have bef
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, contiguous
@@ -32,6 +33,7 @@ from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 
 LINE = 64  # bytes; buffers begin at such
+MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
 
@@ -391,8 +393,6 @@ def _operations(unit: Unit) -> int:
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
     if isinstance(unit, Group):
-        size = 1
-        for one in unit.space:
-            size *= one
+        size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)
     return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel

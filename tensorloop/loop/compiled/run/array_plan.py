@@ -62,7 +62,8 @@ def looked(found: Recorded) -> Looks:
     groups = range(len(found.arrays.starts))
     if len(groups) > len(LENGTH_MARKS):
         raise Refused(
-            f"arrays of more than {len(LENGTH_MARKS)} different lengths are in the carry", "begin them with as many slots"
+            f"arrays of more than {len(LENGTH_MARKS)} different lengths are in the carry",
+            "begin them with as many slots",
         )
     if found.draws:
         raise Refused(
