@@ -1,109 +1,192 @@
-"""Lengths that change from step to step, in graphs: each is a number that nothing else is, `scale * symbol + shift`.
+"""Lengths of arrays in the carry, which change from step to step: a size in a graph is a number or a `Length`.
 
-An array in the carry is a tensor of as many slots as a symbol says, and all sizes, strides and offsets that follow from
-it are sums with that symbol in them. So torch traces them as numbers, and a back end finds them again: the length of
-the array, which it knows when it runs.
+Torch traces with numbers. A step with such arrays is therefore traced twice, with arrays as long as LENGTH_MARKS say
+and as OTHER_MARKS say, and `mark_lengths` writes down a `Length` wherever the two graphs differ. After that no number
+stands for a length: whoever treats a `Length` as a number gets an error.
 """
 
+import dataclasses
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, fx
 
 from tensorloop.compiler.operations import aten, value_of, values_of
+from tensorloop.compiler.step import Unsupported
 
-SYMBOLS = (1_234_567_891, 1_409_386_519, 1_648_721_273)
-OTHERS = (1_111_333_771, 1_537_171_723, 1_802_775_637)  # of a second trace, which shows what was computed from them
-_MOST_SHIFT, _MOST_SHIFT_OF_ONE, _MOST_SCALE = 1 << 20, 1 << 28, 1 << 28
+LENGTH_MARKS = (1_234_567_891, 1_409_386_519, 1_648_721_273)
+# A number that follows length k differs between the traces by a multiple of _APART[k]. These are primes, larger than
+# any slot, so the multiple says which length it is; and as no small number divides them, the two marks leave different
+# remainders: what rounds a length (n // 2 * 2) differs by no such multiple, and is not taken for a length.
+_APART = (300_000_007, 340_000_019, 380_000_009)
+OTHER_MARKS = tuple(mark - apart for mark, apart in zip(LENGTH_MARKS, _APART, strict=True))
 WRITES = frozenset({aten.select_scatter.default, aten.index_put.default})  # to slots that there are
 
 
-class Length(NamedTuple):
-    """`scale` times the length of the arrays of number `symbol`, before the step, and `shift`."""
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """`scale` times the length of the arrays of number `symbol`, before the step, and `shift`; a float where `real`.
+
+    It compares with a number as if arrays were longer than that: where they may not be, one of the conditions on
+    lengths (`bounds`) keeps the step from running.
+    """
 
     symbol: int
     scale: int
     shift: int
+    real: bool = False
 
-    def at(self, lengths: Sequence[int]) -> int:
+    def at(self, lengths: Sequence[int]) -> int | float:
         """The number, where the arrays are that long."""
-        return self.scale * lengths[self.symbol] + self.shift
+        found = self.scale * lengths[self.symbol] + self.shift
+        return float(found) if self.real else found
+
+    def _linear(self, scale: int, shift: int) -> "Size":
+        return Length(self.symbol, scale, shift) if scale else shift
+
+    def __add__(self, other: "Size") -> "Size":
+        if not isinstance(other, Length):
+            return self._linear(self.scale, self.shift + other)
+        if other.symbol != self.symbol:
+            raise Unsupported("a sum of the lengths of two arrays")
+        return self._linear(self.scale + other.scale, self.shift + other.shift)
+
+    def __neg__(self) -> "Size":
+        return self._linear(-self.scale, -self.shift)
+
+    def __sub__(self, other: "Size") -> "Size":
+        return self + -other
+
+    def __rsub__(self, other: int) -> "Size":
+        return -self + other
+
+    def __mul__(self, other: "Size") -> "Size":
+        if isinstance(other, Length):
+            raise Unsupported("a value of more than one size that changes from step to step")
+        return self._linear(self.scale * other, self.shift * other)
+
+    def __floordiv__(self, other: int) -> "Size":
+        if self.scale % other:
+            raise Unsupported("a part of a length that changes from step to step")
+        return self._linear(self.scale // other, self.shift // other)
+
+    def __mod__(self, other: int) -> int:
+        if self.scale % other:
+            raise Unsupported("a part of a length that changes from step to step")
+        return self.shift % other
+
+    def __gt__(self, other: "Size") -> bool:
+        more = self - other
+        return more.scale > 0 if isinstance(more, Length) else more > 0
+
+    def __lt__(self, other: "Size") -> bool:
+        return -self > -other
+
+    def __ge__(self, other: "Size") -> bool:
+        return not self < other
+
+    def __le__(self, other: "Size") -> bool:
+        return not self > other
+
+    __radd__, __rmul__ = __add__, __mul__
 
 
-def stands_for_length(number: Any) -> bool:
-    """Whether a number is too large to be anything else, where there are arrays in the carry."""
-    return isinstance(number, int) and not isinstance(number, bool) and number > SYMBOLS[0] // 2
+Size = int | Length
 
 
-def length_in(number: Any, count: int = len(SYMBOLS)) -> Length | None:
-    """What a number stands for; None for what is a number and no more, and where that is not sure.
+def join(one: Any, other: Any) -> Any:
+    """What is common to a trace with LENGTH_MARKS and one with OTHER_MARKS: numbers that differ become lengths."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return {k: join(x, other[k]) for k, x in one.items()}
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        return type(one)([join(x, y) for x, y in zip(one, other, strict=True)])
+    alike = type(one) is type(other)
+    if alike and (one == other or (one != one and other != other)):
+        return one
+    if alike and type(one) in (int, float) and not one % 1 and not other % 1:
+        for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
+            scale, rest = divmod(int(one) - int(other), apart)
+            if not rest and abs(scale) < _APART[0]:
+                return Length(k, scale, int(one) - scale * mark, isinstance(one, float))
+    raise Unsupported("what is not linear in the length of an array in the carry")
 
-    `count` are the arrays of different lengths that there are. Of one alone, a place in its memory may lie far from a
-    multiple of its length: there is no other that it could be meant for.
+
+def mark_lengths(graph: fx.Graph, other: fx.Graph) -> bool:
+    """Puts a `Length` for each number of a graph that follows one, in arguments and in the shapes of its nodes.
+
+    `graph` was traced with LENGTH_MARKS, `other` with OTHER_MARKS. False where they differ in more than lengths.
     """
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > SYMBOLS[0] // 2:
-        return None
-    if number != number // 1 or number > 1 << 62:
-        return None
-    number, best = int(number), None
-    most = _MOST_SHIFT_OF_ONE if count == 1 else _MOST_SHIFT
-    for k, symbol in enumerate(SYMBOLS[:count]):
-        scale = (number + symbol // 2) // symbol
-        shift = number - scale * symbol
-        fits = 0 < scale <= _MOST_SCALE and abs(shift) <= most
-        if fits and (best is None or abs(shift) < abs(best.shift)):
-            best = Length(k, scale, shift)
-    return best
+    if len(graph.nodes) != len(other.nodes):
+        return False
+    pairs = list(zip(graph.nodes, other.nodes, strict=True))
+    twins = {y: x for x, y in pairs}
+    try:
+        for x, y in pairs:
+            if x.op != y.op or (x.op == "call_function" and x.target is not y.target):
+                return False
+            args, kwargs = join((x.args, x.kwargs), fx.map_arg((y.args, y.kwargs), lambda n: twins[n]))
+            shapes = tuple(
+                join(tuple(a.shape), tuple(b.shape)) for a, b in zip(values_of(x), values_of(y), strict=True)
+            )
+            if has_length((args, kwargs.values())):
+                x.args, x.kwargs = args, kwargs
+            if has_length(shapes):
+                x.meta["shapes"] = shapes
+    except Unsupported:
+        return False
+    return True
 
 
-def grows(x: Any) -> bool:
-    """Whether a shape, a tensor or a node's values have a dim whose size is such a number."""
-    if isinstance(x, fx.Node):
-        return any(grows(value.shape) for value in values_of(x))
-    shape = x.shape if isinstance(x, Tensor) else x
-    return any(length_in(size) is not None for size in shape)
+def shapes_of(node: fx.Node) -> Sequence[tuple[Size, ...]]:
+    """The shapes of a node's values, with a `Length` for each dim as long as an array."""
+    return node.meta.get("shapes") or [tuple(x.shape) for x in values_of(node)]
 
 
-def stands(x: Tensor) -> bool:
-    """Whether a tensor has a size that is no real one, of either trace: there is no memory for it."""
-    return any(size > SYMBOLS[0] // 2 for size in x.shape)
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The shape of the one tensor that a node stands for, with a `Length` for each dim as long as an array."""
+    (shape,) = shapes_of(node)
+    return shape
 
 
-def said(size: int) -> str:
+def grows(x: fx.Node | Sequence[Size]) -> bool:
+    """Whether a shape, or one of a node's values, has a dim as long as an array in the carry."""
+    return "shapes" in x.meta if isinstance(x, fx.Node) else any(isinstance(size, Length) for size in x)
+
+
+def as_text(size: Size) -> str:
     """A size as one writes it: `n` is the length of an array before the step."""
-    found = length_in(size)
-    if found is None:
+    if not isinstance(size, Length):
         return str(size)
-    name = f"{found.scale if found.scale > 1 else ''}{'nmk'[found.symbol]}"
-    return name if not found.shift else f"{name} {'+' if found.shift > 0 else '-'} {abs(found.shift)}"
+    name = f"{size.scale if size.scale > 1 else ''}{'nmk'[size.symbol]}"
+    return name if not size.shift else f"{name} {'+' if size.shift > 0 else '-'} {abs(size.shift)}"
 
 
 def growth_of(array: fx.Node, growth: Sequence[int]) -> int | None:
     """What a step adds to an array's length; None for what is no array."""
-    size = length_in(value_of(array).shape[0]) if grows(array) else None
-    return None if size is None else growth[size.symbol]
+    return growth[size.symbol] if grows(array) and isinstance(size := shape_of(array)[0], Length) else None
 
 
 def meets_growing(node: fx.Node) -> bool:
     """Whether a node is of such a size, or made from what is, or from a length itself."""
     if node.op != "call_function":
         return grows(node)
-    return grows(node) or any(grows(a) for a in node.all_input_nodes) or _has_length((node.args, node.kwargs.values()))
+    return grows(node) or any(map(grows, node.all_input_nodes)) or has_length((node.args, node.kwargs.values()))
 
 
-def _has_length(x: Any) -> bool:
-    if isinstance(x, (int, float)):
-        return length_in(x) is not None
-    return not isinstance(x, (str, fx.Node)) and isinstance(x, Iterable) and any(map(_has_length, x))
+def has_length(x: Any) -> bool:
+    """Whether there is a length in arguments of an operation."""
+    if isinstance(x, Length):
+        return True
+    return isinstance(x, Iterable) and not isinstance(x, (str, Tensor)) and any(map(has_length, x))
 
 
 def actual(x: Any, lengths: Sequence[int]) -> Any:
-    """Arguments of an operation with these lengths in them."""
+    """Arguments of an operation where the arrays are that long."""
+    if isinstance(x, dict):
+        return {name: actual(y, lengths) for name, y in x.items()}
     if isinstance(x, (list, tuple)):
-        return type(x)(actual(y, lengths) for y in x)
-    if isinstance(x, (int, float)) and (found := length_in(x)) is not None:
-        return type(x)(found.at(lengths))
-    return x
+        return type(x)([actual(y, lengths) for y in x])
+    return x.at(lengths) if isinstance(x, Length) else x
 
 
 class Again(fx.Interpreter):
@@ -115,7 +198,7 @@ class Again(fx.Interpreter):
 
 
 class Sized(Again):
-    """With these lengths."""
+    """Runs a graph on arrays of these lengths."""
 
     def __init__(self, module: fx.GraphModule, lengths: Sequence[int]) -> None:
         super().__init__(module, garbage_collect_values=True)
@@ -123,37 +206,7 @@ class Sized(Again):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """One operation."""
-        kwargs = {name: actual(x, self._lengths) for name, x in kwargs.items()}
-        return super().call_function(target, actual(args, self._lengths), kwargs)
-
-
-def same_but_for_lengths(a: fx.Graph, b: fx.Graph) -> bool:
-    """Whether a graph traced with SYMBOLS and one with OTHERS differ in these alone."""
-    places: dict[fx.Node, int] = {}
-    for i, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=False)):
-        places[x] = places[y] = i
-        if x.op != y.op or (x.op == "call_function" and x.target is not y.target):
-            return False
-        if not _alike((x.args, x.kwargs), (y.args, y.kwargs), places):
-            return False
-    return len(a.nodes) == len(b.nodes)
-
-
-def _alike(x: Any, y: Any, places: dict[fx.Node, int]) -> bool:
-    if isinstance(x, fx.Node):
-        return isinstance(y, fx.Node) and places[x] == places[y]
-    if isinstance(x, (list, tuple)):
-        return (
-            isinstance(y, (list, tuple))
-            and len(x) == len(y)
-            and all(_alike(*z, places) for z in zip(x, y, strict=True))
-        )
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(_alike(x[k], y[k], places) for k in x)
-    found = length_in(x)
-    if found is not None:
-        return type(x) is type(y) and y == found.scale * OTHERS[found.symbol] + found.shift
-    return type(x) is type(y) and (x == y or (x != x and y != y))
+        return super().call_function(target, *actual((args, kwargs), self._lengths))
 
 
 def versions(array: fx.Node, last: fx.Node) -> list[fx.Node]:
@@ -188,5 +241,4 @@ def _version_before(n: fx.Node, reached: Container[fx.Node]) -> fx.Node | None:
 
 
 def _same(a: fx.Node, b: fx.Node) -> bool:
-    x, y = value_of(a), value_of(b)
-    return x.shape == y.shape and x.dtype is y.dtype
+    return shape_of(a) == shape_of(b) and value_of(a).dtype is value_of(b).dtype

@@ -6,13 +6,13 @@ what the stages that compute all steps at once give, in a program's first calls 
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import Sized, actual, grows
+from tensorloop.compiler.lengths import Sized, actual, grows, shape_of, shapes_of
 from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.refused import GAP, Refused
 
@@ -42,7 +42,7 @@ def check_graph(graph: fx.Graph, examples: Sequence[Tensor], lengths: int = 0) -
 
 def _example(node: fx.Node, given: Tensor | None, sizes: Sequence[int]) -> Tensor:
     value = value_of(node)
-    shape = tuple(actual(tuple(value.shape), sizes))
+    shape = actual(shape_of(node), sizes)
     if given is not None and given.shape == shape and type(given) in (Tensor, torch.nn.Parameter):
         return given.detach()
     return torch.zeros(shape, dtype=value.dtype, device="cpu")
@@ -55,17 +55,17 @@ class _Checked(Sized):
         """One node."""
         found = super().run_node(n)
         if n.op == "call_function":
-            self._compare(n, found, n.meta.get("val"))
+            self._compare(n, found, n.meta.get("val"), iter(shapes_of(n)))
         return found
 
-    def _compare(self, n: fx.Node, found: Any, said: Any) -> None:
+    def _compare(self, n: fx.Node, found: Any, said: Any, shapes: Iterator[Any]) -> None:
         if isinstance(said, (tuple, list)) and isinstance(found, (tuple, list)) and len(said) == len(found):
             for x, y in zip(found, said, strict=True):
-                self._compare(n, x, y)
+                self._compare(n, x, y, shapes)
         elif isinstance(said, (tuple, list)):
             raise Broken(f"{n.target} gives {_words(found)}, where its graph has {len(said)} values")
         elif isinstance(said, Tensor):
-            shape = tuple(actual(tuple(said.shape), self._lengths))
+            shape = actual(next(shapes), self._lengths)
             if not isinstance(found, Tensor) or tuple(found.shape) != shape or found.dtype is not said.dtype:
                 raise Broken(f"{n.target} gives {_words(found)}, where its graph has {said.dtype} of shape {shape}")
 

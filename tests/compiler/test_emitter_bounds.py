@@ -12,7 +12,7 @@ from tensorloop import TensorArray
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.compiler.emitter.write.bounds import bounds, check_rows, hold
-from tensorloop.compiler.lengths import SYMBOLS, Length
+from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.targets.cpu import threads
 from tests.support.both_ways import check_both
@@ -184,7 +184,7 @@ def test_a_scatter_of_fewer_rows_than_there_are(rows: int, guards: None, monkeyp
 
 # -- the bounds themselves
 
-N = SYMBOLS[0]  # stands for the length of an array
+N = Length(0, 1, 0)
 
 
 def copied(source: Array, out: Array | None = None) -> Point:
@@ -266,13 +266,12 @@ def test_conditions_hold_before_the_first_step_and_before_the_last():
     assert not hold([Length(0, 1, -1)], ((0, 1), (0, 4)))
 
 
-def test_large_slots_of_one_array_have_bounds_and_of_two_arrays_have_none():
+def test_large_slots_have_bounds():
     size = 700_000
     last_two = copied(Array(plain("array", size * N), (2, size), (size, 1), size * (N - 2)), None)
     last_two.out = Array(plain("scratch", 2 * size), (2, size), (size, 1))
     assert of(last_two) == [Length(0, size, -2 * size)]
-    with pytest.raises(Unsupported, match="cannot be bounded"):
-        of(last_two, growth=(1, 1))
+    assert of(last_two, growth=(1, 1)) == [Length(0, size, -2 * size)]
 
 
 def test_rows_that_threads_share_out_are_those_that_are_walked():

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import tensorloop as tl
 from tensorloop.compiler.divide import all_steps
 from tensorloop.compiler.graph.simplify import _write_anew
-from tensorloop.compiler.lengths import SYMBOLS
+from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.verify import Broken, Promise, check_graph, check_values, promise
 from tensorloop.loop.compiled.front import NotCompiledWarning
@@ -84,11 +84,11 @@ def test_a_node_that_does_not_give_what_it_says(fault: Callable[[fx.Graph], None
 
 def growing(more: int) -> fx.Graph:
     """All slots but the last one of an array, as its graph says, and but `more` of them."""
-    found, size = fx.Graph(), SYMBOLS[0]
+    found, n = fx.Graph(), Length(0, 1, 0)
     array = found.placeholder("array")
-    array.meta["val"] = torch.empty(size, 3, dtype=D, device="meta")
-    part = found.call_function(aten.slice.Tensor, (array, 0, 0, size - more))
-    part.meta["val"] = torch.empty(size - 1, 3, dtype=D, device="meta")
+    array.meta |= {"val": torch.empty(9, 3, dtype=D, device="meta"), "shapes": ((n, 3),)}
+    part = found.call_function(aten.slice.Tensor, (array, 0, 0, n - more))
+    part.meta |= {"val": torch.empty(8, 3, dtype=D, device="meta"), "shapes": ((n - 1, 3),)}
     found.output((part,))
     return found
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from tensorloop.compiler.divide.sums import leaves, terms
-from tensorloop.compiler.lengths import grows, meets_growing
+from tensorloop.compiler.lengths import grows, meets_growing, shape_of
 from tensorloop.compiler.operations import (
     aten,
     bytes_of,
@@ -261,8 +261,8 @@ def recurrence(
         if new is None:
             value = value_of(c)
             options = {"dtype": value.dtype, "device": torch.device("cpu")}
-            zeros = graph.call_function(aten.full.default, (list(value.shape), 0), options)
-            zeros.meta["val"] = value
+            zeros = graph.call_function(aten.full.default, (list(shape_of(c)), 0), options)
+            zeros.meta = dict(c.meta)
             following.append(zeros)
         else:
             following.append(found[new])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tensorloop.compiler.lengths import shape_of
 from tensorloop.compiler.operations import aten, is_view, shares_memory
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.walks import depends_on
@@ -232,14 +233,14 @@ def without_grads(
         elif n in zero:
             if not isinstance(n.meta["val"], Tensor):  # of several tensors at once each part is zero
                 continue
-            found[n] = _zeros(graph, n.meta["val"])
+            found[n] = _zeros(graph, n)
         elif n.target is aten.add.Tensor and (rest := _not_zero(n, zero)) is not None:
             found[n] = found[rest]
         else:
             found[n] = graph.node_copy(n, lambda a: found[a])
         found[n].meta = dict(n.meta) if found[n].meta.get("val") is None else found[n].meta
     for n in gone:  # placeholders stand first; what was made of them is zero, and here are those that are asked for
-        zeros = _zeros(graph, n.meta["val"])
+        zeros = _zeros(graph, n)
         found[n].replace_all_uses_with(zeros)
         _early(graph, zeros)
     one = {name: {k: found[g] for k, g in grads.items() if g not in zero} for name, grads in traced.found.items()}
@@ -266,9 +267,11 @@ def _not_zero(n: fx.Node, zero: Container[fx.Node]) -> fx.Node | None:
     return left[0] if value.shape == whole.shape and value.dtype is whole.dtype else None
 
 
-def _zeros(graph: fx.Graph, value: Tensor) -> fx.Node:
-    options = {"dtype": value.dtype, "device": torch.device("cpu")}
-    return _made(graph, aten.full.default, (list(value.shape), 0), options, value)
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    options = {"dtype": like.meta["val"].dtype, "device": torch.device("cpu")}
+    made = graph.call_function(aten.full.default, (list(shape_of(like)), 0), options)
+    made.meta = dict(like.meta)
+    return made
 
 
 def _early(graph: fx.Graph, node: fx.Node) -> None:

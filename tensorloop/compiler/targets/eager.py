@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import Sized, grows, length_in
-from tensorloop.compiler.operations import aten, value_of
+from tensorloop.compiler.lengths import Length, Sized, shape_of
+from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import CoreCall, Recurrence
 
 
@@ -27,9 +27,8 @@ class EagerCore:
         graph.output(tuple(found[n] for n in (*r.next_carry, *r.outs, *r.terms, *going)))
         self._module = fx.GraphModule(torch.nn.Module(), graph)
         self._growth = r.growth
-        self._sizes_of_arrays = [
-            length_in(value_of(n).shape[0]) if grows(n) else None for n in (*r.sequences, *r.carry)
-        ]
+        first = [next(iter(shape_of(n)), None) for n in (*r.sequences, *r.carry)]
+        self._sizes_of_arrays = [size if isinstance(size, Length) else None for size in first]
         self._sizes = len(r.carry), len(r.outs), len(r.terms)
         self._reverse, self._asks = r.reverse, bool(going)
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from tensorloop._common.user_line import cell_name
-from tensorloop.compiler.lengths import said
-from tensorloop.compiler.operations import value_of, values_of
+from tensorloop.compiler.lengths import as_text, shape_of
+from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.refused import Refused
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program
@@ -99,7 +99,7 @@ def _counted(nodes: Iterable[fx.Node]) -> list[str]:
 def _named(n: fx.Node) -> str:
     operation = getattr(n.target, "_opname", "state") if n.op == "call_function" else "state"
     values = values_of(n)
-    return f"{operation} [{', '.join(map(said, value_of(n).shape))}]" if len(values) == 1 else operation
+    return f"{operation} [{', '.join(map(as_text, shape_of(n)))}]" if len(values) == 1 else operation
 
 
 def _wrapped(words: list[str], width: int = 110) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Size, actual, has_length, join
+
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
@@ -19,12 +21,12 @@ class Buffer:
 
     kind: str
     index: int
-    numel: int
+    numel: Size
     dtype: torch.dtype
     value: Any = None
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> Size:
         """What it takes."""
         return self.numel * self.dtype.itemsize
 
@@ -39,9 +41,9 @@ class Array:
     """A buffer's elements at offset + sum(index * stride)."""
 
     buffer: Buffer
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int = 0
+    shape: tuple[Size, ...]
+    strides: tuple[Size, ...]
+    offset: Size = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,7 +51,7 @@ class Array:
         return self.buffer.dtype
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Size:
         """How many elements."""
         return math.prod(self.shape)
 
@@ -58,7 +60,7 @@ class Array:
         """Whether it is its buffer, element by element."""
         return self.offset == 0 and self.numel == self.buffer.numel and self.strides == dense(self.shape, self.strides)
 
-    def expand(self, shape: Sequence[int]) -> "Array":
+    def expand(self, shape: Sequence[Size]) -> "Array":
         """Broadcast: dims of stride 0."""
         missing = len(shape) - len(self.shape)
         strides = (0,) * missing + tuple(
@@ -74,15 +76,21 @@ class Array:
 
     def view(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Array | tuple[Array, ...]":
         """What a view of torch makes of it; RuntimeError where the strides do not allow it."""
-        with torch.no_grad():
-            base = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-            made = function(base, *args, **kwargs)
-        if isinstance(made, torch.Tensor):
-            return self._like(made)
-        return tuple(self._like(one) for one in made)
 
-    def _like(self, meta: torch.Tensor) -> "Array":
-        return Array(self.buffer, tuple(meta.shape), tuple(meta.stride()), self.offset + int(meta.storage_offset()))
+        asked = self.shape, self.strides, args, kwargs
+
+        def layouts(lengths: Sequence[int]) -> Any:
+            shape, strides, given, named = actual(asked, lengths)
+            with torch.no_grad():
+                made = function(torch.empty_strided(shape, strides, dtype=self.dtype, device="meta"), *given, **named)
+            return _layout(made) if isinstance(made, torch.Tensor) else [_layout(one) for one in made]
+
+        found = join(layouts(LENGTH_MARKS), layouts(OTHER_MARKS)) if has_length(asked) else layouts(())
+        return tuple(map(self._with, found)) if isinstance(found, list) else self._with(found)
+
+    def _with(self, layout: tuple[Any, Any, Any]) -> "Array":
+        shape, strides, start = layout
+        return Array(self.buffer, shape, strides, self.offset + start)
 
     def flip(self, dims: Sequence[int]) -> "Array":
         """Read from the other end."""
@@ -93,21 +101,25 @@ class Array:
         return Array(self.buffer, self.shape, tuple(strides), offset)
 
 
-def dense(shape: Sequence[int], strides: Sequence[int] | None = None) -> tuple[int, ...]:
+def _layout(x: torch.Tensor) -> tuple[Any, Any, Any]:
+    return tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
+
+
+def dense(shape: Sequence[Size], strides: Sequence[Size] | None = None) -> tuple[Size, ...]:
     """Strides of a contiguous tensor; those of dims of one element are taken from `strides`, as they do not matter."""
     made, step = [0] * len(shape), 1
     for n in reversed(range(len(shape))):
         made[n] = strides[n] if strides is not None and shape[n] == 1 else step
-        step *= max(shape[n], 1)
+        step *= shape[n] or 1
     return tuple(made)
 
 
-def contiguous(buffer: Buffer, shape: Sequence[int]) -> Array:
+def contiguous(buffer: Buffer, shape: Sequence[Size]) -> Array:
     """All of a buffer, in order."""
     return Array(buffer, tuple(shape), dense(shape))
 
 
-def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+def broadcast(*shapes: Sequence[Size]) -> tuple[Size, ...]:
     """The shape that these fit into, which torch has checked; its own function loads sympy."""
     rank = max((len(shape) for shape in shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from tensorloop.compiler.lengths import length_in, stands_for_length
+from tensorloop.compiler.lengths import Length, Size
 from tensorloop.compiler.step import Unsupported
 
-Index = int | str
+Index = Size | str
 
 KINDS = {
     torch.float32: "float",
@@ -116,8 +116,12 @@ class Code:
         self.lines.append(f"{name}:")
         self.block = name
 
-    def constant(self, kind: str, value: float, width: int = 1) -> Value:
-        """One number in every lane."""
+    def constant(self, kind: str, value: float | Length, width: int = 1) -> Value:
+        """One number in every lane, or a length at this step."""
+        if isinstance(value, Length):
+            length = Value(str(self.sized(value)), "i64")
+            how = "sitofp" if kind in FLOATS else "trunc"
+            return self.splat(length if kind == "i64" else self.convert(how, length, kind), width)
         text = literal(kind, value)
         return Value(text if width == 1 else self._lanes(kind, [text] * width), kind, width)
 
@@ -184,7 +188,7 @@ class Code:
 
     def add(self, *terms: Index) -> Index:
         """Their sum, the known part folded."""
-        known = sum(term for term in terms if isinstance(term, int))
+        known: Index = sum(term for term in terms if not isinstance(term, str))
         total: Index | None = None
         for term in terms:
             if isinstance(term, str):
@@ -196,29 +200,20 @@ class Code:
 
     def times(self, a: Index, b: int) -> Index:
         """An index times a known number."""
-        if isinstance(a, int):
+        if not isinstance(a, str):
             return a * b
         return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {b}", "i64").text
 
-    def sized(self, index: Index) -> Index:
-        """An index whose known number may stand for a length."""
-        if not self.lengths or not stands_for_length(index):
+    def sized(self, index: Index) -> int | str:
+        """An index as a number or a name: of a length, its value at this step."""
+        if not isinstance(index, Length):
             return index
-        found = length_in(index, len(self.lengths))
-        if found is None:
-            raise Unsupported("an address that follows the length of an array, of slots that are too large")
-        name = self.lengths[found.symbol]
-        if found.scale != 1:
-            name = self.op(f"mul i64 {name}, {found.scale}", "i64").text
-        return name if not found.shift else self.op(f"add i64 {name}, {found.shift}", "i64").text
-
-    def number(self, kind: str, value: float, width: int) -> Value:
-        """As `constant`, of a number that may stand for a length."""
-        if length_in(value) is None:
-            return self.constant(kind, value, width)
-        length = Value(str(self.sized(int(value))), "i64")
-        how = "sitofp" if kind in FLOATS else "trunc"
-        return self.splat(length if kind == "i64" else self.convert(how, length, kind), width)
+        if not self.lengths:
+            raise Unsupported("the length of an array where it is not known")
+        name = self.lengths[index.symbol]
+        if index.scale != 1:
+            name = self.op(f"mul i64 {name}, {index.scale}", "i64").text
+        return name if not index.shift else self.op(f"add i64 {name}, {index.shift}", "i64").text
 
     def pointer(self, base: str, offset: Index) -> str:
         """`offset` bytes further."""

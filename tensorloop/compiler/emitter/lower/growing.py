@@ -7,17 +7,18 @@ it, and products are sums over walks, whose bounds may be known when they run.
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, dense
+from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, broadcast, dense
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.ir.vector_math import Math
-from tensorloop.compiler.lengths import grows, length_in, versions
+from tensorloop.compiler.lengths import Length, Size, grows, versions
 from tensorloop.compiler.operations import aten, is_view
 from tensorloop.compiler.step import Recurrence, Unsupported
 
@@ -36,19 +37,14 @@ class Pending:
 # -- where such values lie
 
 
-def scratch(shape: Sequence[int], dtype: torch.dtype) -> Array:
+def scratch(shape: Sequence[Size], dtype: torch.dtype) -> Array:
     """Memory whose growing dim comes first."""
     check_elements(dtype)
     first = _growing_dim(shape)
     order = [first, *(d for d in range(len(shape)) if d != first)]
-    numel = 1
-    for size in shape:
-        numel *= size
-    found = length_in(numel)
-    if found is None or any(grows((size,)) for d, size in enumerate(shape) if d != first):
-        raise Unsupported("a value of more than one size that changes from step to step, or of too large ones")
+    numel = math.prod(shape)
     inner = dense([shape[d] for d in order])
-    strides = [0] * len(shape)
+    strides: list[Size] = [0] * len(shape)
     for d, stride in zip(order, inner, strict=True):
         strides[d] = stride
     return Array(Buffer("scratch", 0, numel, dtype), tuple(shape), tuple(strides))
@@ -60,8 +56,8 @@ def check_elements(dtype: torch.dtype) -> None:
         raise Unsupported(f"an array of {dtype}")
 
 
-def _growing_dim(shape: Sequence[int]) -> int:
-    return next(d for d, size in enumerate(shape) if length_in(size) is not None)
+def _growing_dim(shape: Sequence[Size]) -> int:
+    return next(d for d, size in enumerate(shape) if isinstance(size, Length))
 
 
 def ordered(kernel: Kernel) -> Kernel:
@@ -303,6 +299,6 @@ def product(low: Any, a: Array, b: Array) -> Array:
         (*turned.strides[:-2], 0, *turned.strides[-2:]),
         turned.offset,
     )
-    shape = torch.broadcast_shapes(left.shape, right.shape)
+    shape = broadcast(left.shape, right.shape)
     made = low.compute("mul", Math.mul, [left, right], a.dtype, shape)
     return low.reduce("sum", made, [len(shape) - 1], False)

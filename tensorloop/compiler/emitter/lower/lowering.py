@@ -12,7 +12,7 @@ from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower import growing
-from tensorloop.compiler.lengths import grows, meets_growing, stands_for_length
+from tensorloop.compiler.lengths import Length, Size, grows, meets_growing, shape_of
 from tensorloop.compiler.step import Recurrence, Unsupported
 
 Elementwise = Callable[..., Value]
@@ -41,7 +41,7 @@ class Lowering:
 
     # buffers
 
-    def new(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+    def new(self, shape: Sequence[Size], dtype: torch.dtype) -> Array:
         """Scratch memory."""
         if dtype not in KINDS:
             raise Unsupported(f"elements of {dtype}")
@@ -75,7 +75,7 @@ class Lowering:
         function: Elementwise,
         ins: Sequence[Array],
         dtype: torch.dtype,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[Size] | None = None,
         out: Array | None = None,
         piece: object = None,
     ) -> Array:
@@ -141,7 +141,7 @@ class Lowering:
         except (RuntimeError, ValueError):
             return self.dense(array).view(function, *args, **kwargs)
 
-    def reshape(self, array: Array, shape: Sequence[int]) -> Array:
+    def reshape(self, array: Array, shape: Sequence[Size]) -> Array:
         """The same elements in another shape."""
         return self.view(array, Tensor.view, tuple(shape))
 
@@ -178,7 +178,7 @@ class Lowering:
         source: Array,
         dims: Sequence[int],
         indices: Sequence[Array],
-        shape: Sequence[int],
+        shape: Sequence[Size],
         free: Array,
         wraps: bool = False,
     ) -> Array:
@@ -212,7 +212,7 @@ class Lowering:
 
     def _placed(self, array: Array) -> Array:
         """An operand of a product, which is a function of its own: in memory, at a place that stays."""
-        if stands_for_length(array.offset):
+        if isinstance(array.offset, Length):
             return self.copy(array, self.new(array.shape, array.dtype))
         return self.dense(array) if array.buffer.kind == "value" else array
 
@@ -251,9 +251,9 @@ class Call:
         return self.value.dtype
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Size, ...]:
         """The result's."""
-        return tuple(self.value.shape)
+        return shape_of(self.node)
 
 
 def _name(node: fx.Node) -> str:
@@ -274,7 +274,7 @@ def _known_elements(node: fx.Node) -> None:
             raise Unsupported(f"a tensor on {one.device}")
 
 
-def _squeezed(shape: Sequence[int]) -> Callable[[Array], Array]:
+def _squeezed(shape: Sequence[Size]) -> Callable[[Array], Array]:
     """Drops the dims that are 1 in `shape` from arrays of this shape."""
     kept = [n for n, size in enumerate(shape) if size != 1]
     return lambda one: Array(
@@ -303,11 +303,11 @@ def _placed(kind: str, index: int, node: fx.Node) -> Array:
         _known_elements(node)
     except Unsupported as refusal:
         raise Unsupported(refusal.reason, node) from None
-    shape = tuple(value.shape)
+    shape = shape_of(node)
     if grows(shape):
         growing.check_elements(value.dtype)
         kind = {"carry": "array", "sequence": "prefix"}[kind]
-    buffer = Buffer(kind, index, value.numel(), value.dtype)
+    buffer = Buffer(kind, index, math.prod(shape), value.dtype)
     strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)
     return Array(buffer, shape, strides)
 

@@ -9,6 +9,7 @@ from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.vector_math import LN2, Math
 from tensorloop.compiler.emitter.lower.lowering import Call, Handler, computed_in
+from tensorloop.compiler.lengths import LENGTH_MARKS, actual
 from tensorloop.compiler.step import Unsupported
 
 HANDLERS: dict[str, Handler] = {}
@@ -185,7 +186,12 @@ def _compared(name: str, function: Any) -> Handler:
 
 def promoted(*args: Any) -> torch.dtype:
     """The dtype in which operands meet, by torch's rules."""
-    metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Array) else a for a in args]
+    metas = [
+        torch.empty((1,) * len(a.shape), dtype=a.dtype, device="meta")
+        if isinstance(a, Array)
+        else actual(a, LENGTH_MARKS)
+        for a in args
+    ]
     return metas[0].dtype if len(metas) == 1 else torch.result_type(*metas)
 
 

@@ -16,8 +16,8 @@ from torch import fx
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
-from tensorloop.compiler.lengths import Length, grows, length_in, stands_for_length
-from tensorloop.compiler.operations import aten, value_of
+from tensorloop.compiler.lengths import Length, Size, grows, shape_of
+from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import Unsupported
 
 # The largest and smallest of no elements are errors in torch; machine code would give what it began with.
@@ -34,17 +34,14 @@ def bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int
     numbers = itertools.chain.from_iterable(_conditions(kernel, growth) for kernel in kernels)
     slices = itertools.chain.from_iterable(_of_slice(n) for n in nodes) if growth else ()
     for number in itertools.chain(numbers, slices):
-        if growth and stands_for_length(number):
-            length = length_in(number, len(growth))
-            if length is None:
-                raise Unsupported("an address that follows the length of an array cannot be bounded")
-            found[length] = None
+        if isinstance(number, Length):
+            found[number] = None
         elif number < 0:
             raise Unsupported("an address outside of its tensor")
     return list(found)
 
 
-def _of_slice(node: fx.Node) -> Iterator[int]:
+def _of_slice(node: fx.Node) -> Iterator[Size]:
     """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
     whole: Any = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
@@ -54,15 +51,15 @@ def _of_slice(node: fx.Node) -> Iterator[int]:
         yield from args[1]
     elif node.target in (aten.select.int, aten.select_scatter.default):
         dim, index = args[-2:]
-        yield from _of_part(value_of(whole).shape[dim], index, 1, 1)
+        yield from _of_part(shape_of(whole)[dim], index, 1, 1)
     elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
         rest = args[1:] if node.target is aten.slice.Tensor else args[2:]
         dim, start, _, step = [*rest, *[0, None, None, 1][len(rest) :]]
         part = node if node.target is aten.slice.Tensor else args[1]
-        yield from _of_part(value_of(whole).shape[dim], start or 0, value_of(part).shape[dim], step)
+        yield from _of_part(shape_of(whole)[dim], start or 0, shape_of(part)[dim], step)
 
 
-def _of_part(size: int, start: int, count: int, step: int) -> Iterator[int]:
+def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
     """That so many elements, from one on, are there."""
     start = start + size if start < 0 else start
     yield start
@@ -90,7 +87,7 @@ def hold(conditions: Iterable[Length], ends: Sequence[Sequence[int]]) -> bool:
     return all(length.at(lengths) >= 0 for length in conditions for lengths in ends)
 
 
-def _conditions(kernel: Kernel, growth: Sequence[int]) -> Iterator[int]:
+def _conditions(kernel: Kernel, growth: Sequence[int]) -> Iterator[Size]:
     """Numbers that must not be below zero."""
     for array in _boxes(kernel):
         yield from _of_box(array, growth)
@@ -129,11 +126,11 @@ def _walked(array: Array, shape: Sequence[int]) -> Array:
     return Array(array.buffer, tuple(shape), array.strides, array.offset)
 
 
-def _of_box(array: Array, growth: Sequence[int]) -> Iterator[int]:
+def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
     """That sizes are sizes, and that the first and the last element are in memory."""
     if array.buffer.kind == "value":
         return
-    yield from (size for size in array.shape if growth and stands_for_length(size))
+    yield from (size for size in array.shape if isinstance(size, Length))
     if 0 in array.shape:
         return
     low, high = _ends(array)
@@ -141,18 +138,16 @@ def _of_box(array: Array, growth: Sequence[int]) -> Iterator[int]:
     yield _room(array, growth) - 1 - high
 
 
-def _ends(array: Array) -> tuple[int, int]:
+def _ends(array: Array) -> tuple[Size, Size]:
     """The first and the last place, in elements."""
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return array.offset + sum(x for x in steps if x < 0), array.offset + sum(x for x in steps if x > 0)
 
 
-def _room(array: Array, growth: Sequence[int]) -> int:
+def _room(array: Array, growth: Sequence[int]) -> Size:
     """Elements of a buffer; arrays of the carry have room for what a step appends."""
     buffer = array.buffer
     if buffer.kind != "array":
         return buffer.numel
-    length = length_in(buffer.numel, len(growth))
-    if length is None:
-        raise Unsupported("an array in the carry whose slots are too large")
-    return buffer.numel + max(growth[length.symbol], 0) * length.scale
+    assert isinstance(buffer.numel, Length)
+    return buffer.numel + max(growth[buffer.numel.symbol], 0) * buffer.numel.scale

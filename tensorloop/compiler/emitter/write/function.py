@@ -12,6 +12,7 @@ the lengths of arrays before the first step, and the greatest that they have bef
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, contiguous
@@ -28,10 +29,10 @@ from tensorloop.compiler.emitter.write.memory import Memory, Rows
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import Split, split
 from tensorloop.compiler.emitter.write.team import Planner, Team
-from tensorloop.compiler.lengths import Length, length_in, stands_for_length
-from tensorloop.compiler.step import Unsupported
+from tensorloop.compiler.lengths import Length
 
 LINE = 64  # bytes; buffers begin at such
+MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
 
@@ -150,7 +151,7 @@ class Function:
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
-        more = tuple(self._length_of(one) for one in self.growing)
+        more = tuple(one.bytes for one in self.growing)
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
@@ -158,14 +159,7 @@ class Function:
 
     def _grows(self, buffer: Buffer) -> bool:
         """Whether a buffer is as long as an array in the carry."""
-        return bool(self.step.growth) and stands_for_length(buffer.numel)
-
-    def _length_of(self, buffer: Buffer) -> Length:
-        """The bytes of one that is."""
-        length = length_in(buffer.bytes, len(self.step.growth))
-        if length is None:
-            raise Unsupported("a value as long as an array in the carry, of slots that are too large")
-        return length
+        return isinstance(buffer.numel, Length)
 
     def _is_apart(self, n: int) -> bool:
         """Whether each part of the rows has a sum of its own."""
@@ -398,8 +392,6 @@ def _operations(unit: Unit) -> int:
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
     if isinstance(unit, Group):
-        size = 1
-        for one in unit.space:
-            size *= one
+        size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)
     return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel

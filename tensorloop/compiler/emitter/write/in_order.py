@@ -17,7 +17,7 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
             with code.loop(start, stop) as loop:
                 walk([*index, loop.index])
             return
-        size = code.number("i64", kernel.out.shape[kernel.dim], 1)
+        size = code.constant("i64", kernel.out.shape[kernel.dim], 1)
         raw = math.cast(memory.load(kernel.index, index, None, 1, None), "i64")
         wrapped = memory.wrapped(raw, size) if kernel.wraps else raw
         good = code.compare("ult", wrapped, size)

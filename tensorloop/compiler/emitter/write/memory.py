@@ -38,7 +38,7 @@ class Memory:
         """The elements at an index and those after it along one dim."""
         code, kind = self.code, KINDS[array.dtype]
         if array.buffer.kind == "value":
-            wide = code.number(KINDS[computed_in(array.dtype)], array.buffer.value, width)
+            wide = code.constant(KINDS[computed_in(array.dtype)], array.buffer.value, width)
             return self.math.cast(wide, kind)
         memory = "i8" if kind == "i1" else kind
         stride = 0 if lane_dim is None or width == 1 else array.strides[lane_dim]
@@ -115,7 +115,7 @@ class Memory:
         code, math, size = self.code, self.math, walk.source.dtype.itemsize
         total: Value | None = None
         for value, step, length in zip(values, walk.steps, walk.sizes, strict=True):
-            raw, size_of = math.cast(value, "i64"), code.number("i64", length, width)
+            raw, size_of = math.cast(value, "i64"), code.constant("i64", length, width)
             wrapped = self.wrapped(raw, size_of) if walk.wraps else raw
             good = code.compare("ult", wrapped, size_of)
             self.note(good)

@@ -10,8 +10,14 @@ from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Point, Reduce
 from tensorloop.compiler.emitter.write.fuse import Group
 from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.lengths import Length, Size
 
 IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
+
+
+def lanes_for(size: Size, most: int) -> int:
+    """Lanes of vectors along a dim: no more than its size, rounded up to a power of two."""
+    return most if isinstance(size, Length) else min(most, 1 << (size - 1).bit_length())
 
 
 class Nest:
@@ -34,7 +40,7 @@ class Nest:
         if self.over and self.lane is not None and self.lane in self.over:
             self._prefer_kept()
         if self.lane is not None:
-            self.width = min(self.width, 1 << (self.space[self.lane] - 1).bit_length())
+            self.width = lanes_for(self.space[self.lane], self.width)
         else:
             self.width = 1
         if self.lane is not None and self.row == self.lane and self.rows is not None:

@@ -10,7 +10,7 @@ from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Running, Scat
 from tensorloop.compiler.emitter.lower.lowering import Step
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
 from tensorloop.compiler.emitter.write.matmul import Panels
-from tensorloop.compiler.lengths import length_in, stands_for_length
+from tensorloop.compiler.lengths import Length
 
 
 class Mixed(Exception):
@@ -139,16 +139,12 @@ class _Search:
 
         What is as long as an array of the carry has its slots outermost, and rows in each of them.
         """
-        count, growing = len(self.step.growth), None
-        if count and stands_for_length(array.buffer.numel):
-            growing = length_in(array.buffer.numel, count)
-            if growing is None:
-                raise Mixed
-        slot = array.buffer.numel if growing is None else growing.scale
+        numel = array.buffer.numel
+        slot = numel.scale if isinstance(numel, Length) else numel
         stride, rest = divmod(slot, self.count)
         if rest or not stride:
             return []
-        if growing is not None:
+        if isinstance(numel, Length):
             array = _within_slot(array, slot)
         found = []
         for dim, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):

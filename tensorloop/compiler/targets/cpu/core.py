@@ -19,7 +19,7 @@ from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import hold
 from tensorloop.compiler.emitter.write.function import Function, Text
 from tensorloop.compiler.graph.core_operations import in_core_operations
-from tensorloop.compiler.lengths import stands_for_length
+from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import CoreCall, Recurrence
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
@@ -83,7 +83,7 @@ class NativeCore:
         self._checked = 0  # calls
         self._growth, self.work = step.growth, text.work
         given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
-        self._needed = [[_needed(one, len(step.growth)) for one in arrays] for arrays in given]
+        self._needed = [[_needed(one) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
@@ -219,10 +219,10 @@ class NativeCore:
         return [scratch, [_aligned(size) for size in self.text.packed]]
 
 
-def _needed(array: Array, count: int) -> tuple[int | None, torch.dtype]:
+def _needed(array: Array) -> tuple[int | None, torch.dtype]:
     """Elements of one step; None for what is as long as an array in the carry."""
-    grows = count and stands_for_length(array.buffer.numel)
-    return None if grows else array.buffer.numel, array.dtype
+    numel = array.buffer.numel
+    return None if isinstance(numel, Length) else numel, array.dtype
 
 
 def _by_whom(text: Text) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tensorloop.compiler.emitter.ir.arrays import Buffer
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write.function import Function, Text
-from tensorloop.compiler.lengths import length_in
+from tensorloop.compiler.lengths import actual
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
@@ -156,10 +156,10 @@ class GuardedCore(NativeCore):
             if kind in ("sequence", "out"):
                 size = size // max(len(tensor), 1) * steps
             if kind in ("array", "prefix") and buffer is not None:
-                size = min(size, _at(buffer.bytes, self._after(steps, lengths)))
+                size = min(size, actual(buffer.bytes, self._after(steps, lengths)))
             filled = 0 if kind in ("out", "last") or (kind == "panels" and pack) else size
             if kind == "array" and buffer is not None:
-                filled = min(size, _at(buffer.bytes, lengths))
+                filled = min(size, actual(buffer.bytes, lengths))
             writes = kind in ("out", "sum", "last", "array", "panels")
             piece = arena.add(f"{_SAID.get(kind, kind)} {number}", size, writes, tensor.data_ptr())
             copies.append(Copy(entry, tensor, piece, filled))
@@ -188,7 +188,7 @@ class GuardedCore(NativeCore):
                     at += _line(size) + function.gap
             at = self.text.scratch
             for n, one in enumerate(function.growing):
-                places.append((f"growing scratch {n}", at, _at(one.bytes, longest)))
+                places.append((f"growing scratch {n}", at, actual(one.bytes, longest)))
                 at += _line(places[-1][2], 0) + function.gap
             arena.pieces += [Piece(f"{name}{of}", start + offset, size, True) for name, offset, size in places]
         return whole
@@ -201,18 +201,12 @@ class GuardedCore(NativeCore):
                 row = piece.bytes // steps
                 start, stop = (row * (steps - done), row * steps) if self._reverse else (0, row * done)
             if kind == "array" and buffer is not None:
-                stop = min(stop, _at(buffer.bytes, self._after(done, lengths)))
+                stop = min(stop, actual(buffer.bytes, self._after(done, lengths)))
             ctypes.memmove(tensor.data_ptr() + start, arena.address(piece) + start, stop - start)
 
 
 def _line(size: int, least: int = 1) -> int:
     return -(-max(size, least) // LINE) * LINE
-
-
-def _at(size: int, lengths: Sequence[int]) -> int:
-    """A size that may stand for a length."""
-    found = length_in(size)
-    return size if found is None else found.at(lengths)
 
 
 def _span(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from tensorloop._common.errors import Misuse
 from tensorloop.compiler.graph.capture import Traced
-from tensorloop.compiler.lengths import WRITES, grows, length_in, versions
+from tensorloop.compiler.lengths import WRITES, Length, Size, grows, shape_of, versions
 from tensorloop.compiler.operations import aten, bytes_of, value_of
 from tensorloop.loop.compiled.run.plan import Plan, Write
 
@@ -109,16 +109,15 @@ class ArrayMemory:
         """The slots that some steps wrote to."""
         if isinstance(write.slot, fx.Node):
             slots = found[write.slot].flatten()
-            return torch.where(slots < 0, slots + self._at_steps(len(value_of(write.before)), start, stop), slots)
+            return torch.where(slots < 0, slots + self._at_steps(shape_of(write.before)[0], start, stop), slots)
         return self._at_steps(write.slot, start, stop)
 
-    def _at_steps(self, number: int, start: int, stop: int) -> Tensor:
+    def _at_steps(self, number: Size, start: int, stop: int) -> Tensor:
         """A number that may follow the length of an array, at each of some steps."""
-        found = length_in(number)
-        if found is None:
+        if not isinstance(number, Length):
             return torch.full((stop - start,), number)
-        first, more = self.starts[found.symbol], self.plan.growth[found.symbol]
-        return (first + more * torch.arange(start, stop)) * found.scale + found.shift
+        first, more = self.starts[number.symbol], self.plan.growth[number.symbol]
+        return (first + more * torch.arange(start, stop)) * number.scale + number.shift
 
     def seek(self, step: int) -> None:
         """Takes back what this step and those after it overwrote."""
@@ -155,8 +154,8 @@ def bytes_a_step(plan: Plan) -> int:
 
 
 def _symbol(array: fx.Node) -> int:
-    size = length_in(len(value_of(array)))
-    assert size is not None
+    size = shape_of(array)[0]
+    assert isinstance(size, Length)
     return size.symbol
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
-from tensorloop.compiler.graph.capture import functional, with_gradients
-from tensorloop.compiler.lengths import OTHERS, SYMBOLS, Sized, same_but_for_lengths
+from tensorloop.compiler.graph.capture import Traced, functional, with_gradients
+from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
 from tensorloop.compiler.refused import NATIVE, Refused
+from tensorloop.compiler.trace import Step
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
 from tensorloop.loop.compiled.look.look import Recorded, filled_by, python_values
@@ -25,6 +26,28 @@ class ArrayPlan(Plan):
     told: list[str] | None  # what the body's Python is told of tensors; None where that depends on lengths
     tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
 
+    def __init__(
+        self, step: Step, examples: Sequence[Tensor], other: tuple[Step, Sequence[Tensor]], *args: Any, **options: Any
+    ) -> None:
+        self._other = other  # the step and its examples, with arrays as long as OTHER_MARKS say
+        super().__init__(step, examples, *args, **options)
+        del self._other
+
+    def _trace(self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool) -> Traced:
+        """Traces the step twice, and finds by that which numbers are lengths."""
+        if len(examples) != len(self._other[1]):  # their pairs would be no arguments of the step
+            raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
+        found = super()._trace(step, examples, wants, grad)
+        step, examples = self._other
+        module = functional(step, examples)
+        other = with_gradients(step, module, examples, wants, grad)
+        if not (mark_lengths(found.graph, other.graph) and mark_lengths(self.module.graph, module.graph)):
+            raise Refused(
+                "what torch makes of its operations depends on the length of an array in the carry",
+                "read slots that every length has, or set compile=False",
+            )
+        return found
+
 
 class Looks(NamedTuple):
     """What was seen of a step with arrays: one that is written down, and what it does for arrays of any length."""
@@ -37,9 +60,10 @@ class Looks(NamedTuple):
 def looked(found: Recorded) -> Looks:
     """Runs a step with arrays in its carry again, with arrays of other lengths too."""
     groups = range(len(found.arrays.starts))
-    if len(groups) > len(SYMBOLS):
+    if len(groups) > len(LENGTH_MARKS):
         raise Refused(
-            f"arrays of more than {len(SYMBOLS)} different lengths are in the carry", "begin them with as many slots"
+            f"arrays of more than {len(LENGTH_MARKS)} different lengths are in the carry",
+            "begin them with as many slots",
         )
     if found.draws:
         raise Refused(
@@ -77,17 +101,8 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
 
     grad = any(wants)
     with quiet_fakes():
-        step, fakes = made(SYMBOLS)
-        plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
-        if plan.step is not step:  # their pairs would be no arguments of the step
-            raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
-        step, fakes = made(OTHERS)
-        other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
-    if not same_but_for_lengths(plan.traced.graph, other.graph):
-        raise Refused(
-            "what torch makes of its operations depends on the length of an array in the carry",
-            "read slots that every length has, or set compile=False",
-        )
+        other = made(OTHER_MARKS)
+        plan = ArrayPlan(*made(LENGTH_MARKS), other, wants, grad=grad, reverse=reverse, growth=found.growth)
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()

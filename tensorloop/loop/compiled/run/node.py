@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tensorloop._torch import transforms
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
-from tensorloop.compiler.lengths import Sized, actual
+from tensorloop.compiler.lengths import Sized, actual, shape_of
 from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.verify import Broken
 from tensorloop.loop.compiled.look.autocast import without_autocast
@@ -119,9 +119,8 @@ class Run:
 
     def _zeros(self, node: fx.Node) -> Tensor:
         """Zeros like a carry after the last step."""
-        value = value_of(node)
-        shape = actual(value.shape, self._lengths(self.done - 1)) if self.lengths else value.shape
-        return torch.zeros(shape, dtype=value.dtype, device="cpu")
+        shape = actual(shape_of(node), self._lengths(self.done - 1))
+        return torch.zeros(shape, dtype=value_of(node).dtype, device="cpu")
 
     def _placed(self, total: Totals) -> list[Any]:
         plan, step = self.plan, self.plan.step

@@ -16,7 +16,7 @@ from tensorloop.compiler.divide.saving import kept
 from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.graph.capture import Traced, functional, with_gradients
 from tensorloop.compiler.graph.simplify import without_grads, zeros_in
-from tensorloop.compiler.lengths import grows, versions
+from tensorloop.compiler.lengths import Size, grows, versions
 from tensorloop.compiler.operations import aten, bytes_of, value_of, with_parts
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
@@ -61,7 +61,7 @@ class Write(NamedTuple):
 
     place: int
     before: fx.Node
-    slot: fx.Node | int
+    slot: fx.Node | Size
     old: fx.Node  # what the slot held
 
 
@@ -80,7 +80,7 @@ class Plan:
     ) -> None:
         step, self.module, examples, wants = complex_pairs.apart(step, functional(step, examples), examples, wants)
         self.step, self.reverse, self.growth = step, reverse, tuple(growth)
-        self.traced = t = with_gradients(step, self.module, examples, wants, grad)
+        self.traced = t = self._trace(step, examples, wants, grad)
         check_graph(t.graph, examples, len(self.growth))
         self.wants = tuple(wants)
         self.flowing_carry = sorted(t.carry_grads)  # the leaves of the carry that carry a gradient
@@ -104,6 +104,9 @@ class Plan:
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
         self.clock = Clock(getattr(self.forward.core, "work", 0))
         self.writes: list[Write] = []  # where checkpoints want to take them back
+
+    def _trace(self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool) -> Traced:
+        return with_gradients(step, self.module, examples, wants, grad)
 
     @property
     def lacking(self) -> Unsupported | None:
