@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler import operations
 from tensorloop.loop.compiled.front import NotCompiledWarning
 
 D = torch.float64
@@ -94,8 +93,3 @@ def test_large_slots_of_arrays_of_two_lengths_are_left_to_the_eager_loop():
     with pytest.warns(NotCompiledWarning, match="slots that are too large|cannot be bounded|too large ones"):
         found = run(True)
     torch.testing.assert_close(found, run(False))
-
-
-def test_each_name_that_says_how_an_operation_is_rounded_is_an_operation():
-    for name in operations._DISCONTINUOUS | operations._EXACT:
-        assert getattr(torch.ops.aten, name).overloads(), name

@@ -139,12 +139,6 @@ def where(call: Call, condition: Array, a: Any, b: Any) -> Array:
     return call.low.point("where", chosen, ins, call.dtype, call.shape)
 
 
-@handles("masked_fill")
-def masked_fill(call: Call, x: Array, mask: Array, value: Any) -> Array:
-    """value where the mask holds."""
-    return where(call, mask, value, x)
-
-
 @handles("_to_copy")
 def to(call: Call, x: Any, *args: Any, **kwargs: Any) -> Array:
     """A cast, of a number too; what stays as it is needs no copy, as nothing is changed in place."""
