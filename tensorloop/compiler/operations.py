@@ -86,7 +86,7 @@ OPERATIONS: dict[str, Traits] = {
     **_rows("movement", "cat", batched=True, exact=True),
     **_rows("movement", "constant_pad_nd flip", linear="first", batched=True, exact=True),
     **_rows("movement", "slice_scatter select_scatter", batched=True),
-    **_rows("movement", "unfold repeat roll diagonal_scatter"),
+    **_rows("movement", "unfold diagonal_scatter"),
     # the same at each step, or the same number everywhere
     **_rows("constant", "full arange tril_indices triu_indices"),
     **_rows("ordered", "sort topk kthvalue", discontinuous=True),
@@ -115,7 +115,7 @@ def traits(node: fx.Node) -> Traits:
 
 def is_core(node: fx.Node) -> bool:
     """Whether a target has to know what a node does. It need not know sums with a factor (`alpha`)."""
-    return is_part(node) or (traits(node).kind in CORE and node.kwargs.get("alpha", 1) == 1)
+    return is_part(node) or (traits(node).kind in CORE and node.kwargs.get("alpha", 1) in (1, 1.0))
 
 
 def is_discontinuous(node: fx.Node) -> bool:

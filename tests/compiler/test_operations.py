@@ -6,6 +6,7 @@ torch's operations, and gives the eager loop's values and gradients. Others are 
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ STEPS = 3
 GROUPS = [list(BODIES)[n : n + 12] for n in range(0, len(BODIES), 12)]
 
 
-def outcome(group: list[str], dtype: torch.dtype, compile: bool | str) -> list[list[Tensor]]:
+def outcome(group: list[str], dtype: torch.dtype, compile: Literal[False, "strict"]) -> list[list[Tensor]]:
     """For each body what it gives at each step, and the gradients of x and of y."""
     generator = torch.Generator().manual_seed(3)
     x, ys = (torch.randn(n, 3, 17, generator=generator).double() for n in (1, STEPS))
@@ -40,7 +41,7 @@ def outcome(group: list[str], dtype: torch.dtype, compile: bool | str) -> list[l
 
     last, outs = tl.scan(step, xs, ys, compile=compile)
     losses = [(x * x).sum() for x in last] + [(out * out.detach().cos()).sum() for out in outs if out.requires_grad]
-    grads = torch.autograd.grad(sum(losses), [*xs, ys])
+    grads = torch.autograd.grad(losses, [*xs, ys])
     return [[out, x, grad] for out, x, grad in zip(outs, last, grads[:-1], strict=True)] + [[grads[-1]]]
 
 

@@ -134,8 +134,6 @@ ROWS: dict[str, Body] = {
     "slice_scatter": lambda x, y: torch.slice_scatter(x, y[:, :4], 1, 3, 7) + x.slice_scatter(y[:, :4], 1, 3, 10, 2),
     "select_scatter": lambda x, y: torch.select_scatter(x, y[:, 0], 1, 3),
     "unfold": lambda x, y: x.unfold(1, 5, 3) * 2,
-    "repeat": lambda x, y: x.repeat(2, 3),
-    "roll": lambda x, y: x.roll(3, 1) + x.roll((1, -2), (0, 1)) + x.roll(7),
     "diagonal_scatter": lambda x, y: torch.diagonal_scatter(x, y[:, 0]),
     "full": lambda x, y: torch.full_like(x, 2.5) * x + torch.ones(17) * torch.zeros_like(y),
     "arange": lambda x, y: x * torch.arange(17),
@@ -143,6 +141,8 @@ ROWS: dict[str, Body] = {
     "triu_indices": lambda x, y: x[tuple(torch.triu_indices(3, 3))],
 }
 TAKEN_APART: dict[str, Body] = {
+    "repeat": lambda x, y: x.repeat(2, 3),
+    "roll": lambda x, y: x.roll(3, 1) + x.roll((1, -2), (0, 1)) + x.roll(7),
     "masked_fill": lambda x, y: x.masked_fill(y > 0, -1.0),
     "sort": lambda x, y: x.sort(1)[0] + x.sort(1, descending=True)[1] + x.sort(stable=True, dim=1)[1],
     "topk": lambda x, y: x.topk(3, 1)[0] + x.topk(12, 1, largest=False)[1][:, :3],
