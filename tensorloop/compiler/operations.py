@@ -59,7 +59,7 @@ OPERATIONS: dict[str, Traits] = {
     **_rows("pointwise", "add sub", linear="together", exact=True),
     **_rows("pointwise", "mul", linear="each", exact=True),
     **_rows("pointwise", "div", linear="first", exact=True),
-    **_rows("pointwise", "_to_copy where masked_fill abs relu maximum minimum clamp clamp_min clamp_max", exact=True),
+    **_rows("pointwise", "_to_copy where abs relu maximum minimum clamp clamp_min clamp_max", exact=True),
     **_rows("pointwise", "reciprocal", exact=True),
     **_rows("pointwise", "sqrt rsqrt hypot bitwise_and bitwise_or bitwise_xor bitwise_not"),
     **_rows("pointwise", "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh erf erfc", expensive=True),
@@ -67,7 +67,7 @@ OPERATIONS: dict[str, Traits] = {
     **_rows("pointwise", "atan2", expensive=True, discontinuous=True),
     **_rows("pointwise", "eq ne lt le gt ge isnan isinf signbit sign sgn copysign", discontinuous=True),
     **_rows("pointwise", "floor ceil round trunc remainder fmod", discontinuous=True),
-    **_rows("pointwise", "div.Tensor_mode div.Scalar_mode", discontinuous=True),
+    **_rows("pointwise", "div.Tensor_mode", discontinuous=True),
     **_rows("pointwise", "logical_and logical_or logical_xor logical_not", discontinuous=True),
     # elements taken together
     **_rows("reduction", "sum", linear="first", batched=True),
@@ -86,11 +86,12 @@ OPERATIONS: dict[str, Traits] = {
     **_rows("movement", "cat", batched=True, exact=True),
     **_rows("movement", "constant_pad_nd flip", linear="first", batched=True, exact=True),
     **_rows("movement", "slice_scatter select_scatter", batched=True),
-    **_rows("movement", "unfold repeat roll diagonal_scatter"),
+    **_rows("movement", "unfold diagonal_scatter"),
     # the same at each step, or the same number everywhere
     **_rows("constant", "full arange tril_indices triu_indices"),
     **_rows("ordered", "sort topk kthvalue", discontinuous=True),
-    **_rows("other", "fmax fmin", exact=True),
+    **_rows("other", "fmax fmin masked_fill", exact=True),
+    **_rows("other", "div.Scalar_mode", discontinuous=True),
     **_rows("other", "digamma erfinv lgamma logit logaddexp", expensive=True),
     **_rows("other", "angle nextafter frexp frac mode median nanmedian aminmax bucketize searchsorted count_nonzero",
             discontinuous=True),
@@ -113,8 +114,8 @@ def traits(node: fx.Node) -> Traits:
 
 
 def is_core(node: fx.Node) -> bool:
-    """Whether a target has to know what a node does."""
-    return traits(node).kind in CORE or is_part(node)
+    """Whether a target has to know what a node does. It need not know sums with a factor (`alpha`)."""
+    return is_part(node) or (traits(node).kind in CORE and node.kwargs.get("alpha", 1) in (1, 1.0))
 
 
 def is_discontinuous(node: fx.Node) -> bool:

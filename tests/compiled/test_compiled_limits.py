@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler import operations
 
 D = torch.float64
 
@@ -91,8 +90,3 @@ def test_large_slots_of_arrays_of_two_lengths():
         return tl.scan(body, (h, *arrays), length=2, compile=compile)[0][0]
 
     torch.testing.assert_close(run(True), run(False))
-
-
-def test_each_name_that_says_how_an_operation_is_rounded_is_an_operation():
-    for name in operations._DISCONTINUOUS | operations._EXACT:
-        assert getattr(torch.ops.aten, name).overloads(), name

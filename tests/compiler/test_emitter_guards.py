@@ -20,16 +20,16 @@ from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.guarded import GuardedCore, OutsideMemory
 from tensorloop.compiler.targets.cpu.machine import host
-from tests.compiler.test_emitter_operations import FLOAT
 from tests.compiler.test_emitter_team import case
 from tests.support.array_loops import LOOPS, outcome
 from tests.support.compiled_cases import check_equal
+from tests.support.operation_bodies import BODIES
 from tests.support.recurrences import Given, assert_same, places, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 
 pytestmark = pytest.mark.usefixtures("guards")
 
-# of a carry and an x (3, 17), beside what test_emitter_operations has
+# of a carry and an x (3, 17), beside `BODIES`
 STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "panels and a tail of columns": lambda h, x, w: (h @ w).sin() + x,
     "a turned operand": lambda h, x, w: (w @ h.t()).t().sin() + x,
@@ -47,7 +47,7 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "around": lambda h, x, w: F.pad(torch.cat([h, x[:, :3]], 1).flip(1)[:, 5:].roll(2, 1), (1, 1), value=0.5),
     "windows": lambda h, x, w: F.conv1d(h[:, None], w[:4, None, :5], padding=2).sum(1) + x.unfold(1, 3, 7).sum(),
 }
-OPERATIONS = [list(FLOAT)[n : n + 17] for n in range(0, len(FLOAT), 17)]
+OPERATIONS = [list(BODIES)[n : n + 17] for n in range(0, len(BODIES), 17)]
 HALVES = [torch.bfloat16, torch.float16]
 
 
@@ -105,7 +105,7 @@ def test_a_step_stays_in_its_memory(name: str, run) -> None:
 @pytest.mark.parametrize("group", OPERATIONS, ids=lambda group: group[0])
 def test_operations_stay_in_their_memory(group: list[str], run) -> None:
     def step(invariants, slices, carry):
-        return {"carry": [carry[0] * 1.5], "outs": [FLOAT[name](carry[0], slices[0]) for name in group]}
+        return {"carry": [carry[0] * 1.5], "outs": [BODIES[name](carry[0], slices[0]) for name in group]}
 
     _, xs, carry = given_in(torch.float64)
     run(step, ((), xs, carry), reverse=True)

@@ -1,12 +1,14 @@
-"""Recurrences made of small step functions, and the same graph run node by node."""
+"""Recurrences made of small step functions by the passes that loops go through, and their graphs run node by node."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
+from tensorloop._torch.tracing import traced, without_writes
+from tensorloop.compiler.graph.decompositions import after_autograd, before_autograd
+from tensorloop.compiler.graph.simplify import simplified
 from tensorloop.compiler.step import CoreCall, Recurrence
 
 Step = Callable[..., dict[str, Any]]
@@ -20,7 +22,6 @@ def recurrence(
     carry: Sequence[Tensor] = (),
     *,
     reverse: bool = False,
-    decompositions: Any = None,
 ) -> Recurrence:
     """step(invariants, slices, carry) -> {"carry": [...], "outs": [...], "terms": [...], "going": bool tensor}, traced.
 
@@ -37,15 +38,10 @@ def recurrence(
         return [one for part in parts.values() for one in part]
 
     examples = [*invariants, *(one[0].contiguous() for one in sequences), *carry]
-    traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake", decomposition_table=decompositions or {})(
-        *examples
-    )
-    graph = traced.graph
-    graph.eliminate_dead_code()
+    module = traced(without_writes(flat), examples, before_autograd())
+    graph = simplified(traced(module.forward, examples, after_autograd()).graph)
     places = [node for node in graph.nodes if node.op == "placeholder"]
     results = list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
-    for node in graph.nodes:
-        assert node.op != "get_attr", "a constant tensor in a step: make it an invariant"
     taken, start = {}, 0
     for name, count in counts.items():
         taken[name] = tuple(results[start : start + count])

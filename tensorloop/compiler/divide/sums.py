@@ -11,14 +11,8 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.divide.all_steps import Stage
 from tensorloop.compiler.lengths import meets_growing
-from tensorloop.compiler.operations import aten, is_part, value_of
+from tensorloop.compiler.operations import aten, is_part, traits, value_of
 
-# Linear in their first argument, whatever the others are.
-_LINEAR = {
-    *(aten.view.default, aten.permute.default, aten.unsqueeze.default, aten.expand.default, aten.select.int),
-    *(aten.slice.Tensor, aten.constant_pad_nd.default, aten.neg.default, aten.flip.default, aten.clone.default),
-    *(aten.sum.dim_IntList, aten.diagonal.default, aten.cumsum.default),
-}
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ADDED = (torch.float32, torch.float64)  # one after another; halves would lose too much
 
@@ -122,19 +116,15 @@ def _through(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Any
         return inner if value_of(inner[0]).dtype in _FLOATS else None
     if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
         return None
-    if target in (aten.mm.default, aten.bmm.default):
-        return "product" if len(inner) == 2 else inner
-    if target in _LINEAR:
-        return inner
     if _scatters(n):
         return "scattered"
-    if target in (aten.add.Tensor, aten.sub.Tensor) and len(args) == 2:
-        return inner
-    if target is aten.mul.Tensor and len(inner) == 1:
-        return inner
-    if target is aten.div.Tensor and inner == args[:1]:
-        return inner
-    return None
+    if target is aten.constant_pad_nd.default and any(n.args[2:]):  # a frame of ones is one of as many as steps
+        return None
+    linear = traits(n).linear
+    if linear == "each" and len(inner) == 2:
+        return "product" if target is not aten.mul.Tensor else None
+    by_one = inner == args[:1] if linear == "first" else linear == "each"
+    return inner if by_one or (linear == "together" and len(args) == 2) else None
 
 
 def _scatters(n: fx.Node) -> bool:

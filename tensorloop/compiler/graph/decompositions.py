@@ -169,6 +169,8 @@ def after_autograd() -> Table:
         _aten.min.default: lambda x: torch.amin(x, list(range(x.dim()))),
         _aten._unsafe_index.Tensor: _aten.index.Tensor,
         _aten._unsafe_index_put.default: _aten.index_put.default,
+        _aten.roll.default: _roll,
+        _aten.repeat.default: _repeat,
         _aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
         _aten.select_backward.default: _select_backward,
         _aten.slice_backward.default: _slice_backward,
@@ -339,6 +341,22 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = torch.where(torch.abs(top) == float("inf"), torch.zeros((), dtype=x.dtype, device=x.device), top)
     found = torch.log(torch.exp(x - top).sum(dims, True)) + top
     return found if keepdim else found.squeeze(tuple(dims))
+
+
+def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True) if x.numel() and x.dim() else ():
+        cut = shift % x.shape[dim]
+        x = torch.cat([x.narrow(dim, x.shape[dim] - cut, cut), x.narrow(dim, 0, x.shape[dim] - cut)], dim) if cut else x
+    return x
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    sizes = [*(1 for _ in repeats[x.dim() :]), *x.shape]
+    apart = x.reshape([n for size in sizes for n in (1, size)])
+    wide = apart.expand([n for pair in zip(repeats, sizes, strict=True) for n in pair])
+    return wide.reshape([times * size for times, size in zip(repeats, sizes, strict=True)])
 
 
 def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:

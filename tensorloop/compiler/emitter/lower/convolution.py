@@ -94,7 +94,7 @@ def convolution(call: Call, x: Array, weight: Array, bias: Array | None, *option
 
 @handles("convolution_backward")
 def convolution_backward(call: Call, grad: Array, x: Array, weight: Array, bias: Any, *options: Any) -> Any:
-    """Gradients of the input, the kernel and the bias, as far as they are asked for."""
+    """Gradients of the input and the kernel, as far as asked for; a bias has its own as a sum before."""
     low, windows = call.low, _windows(options[:-1], weight, grad.shape[2:])
     groups, count, wanted = windows.groups, math.prod(windows.places), options[-1]
     split = low.reshape(grad, (x.shape[0], groups, weight.shape[0] // groups, count))
@@ -105,8 +105,6 @@ def convolution_backward(call: Call, grad: Array, x: Array, weight: Array, bias:
         made[0] = _put_back(low, low.matmul(flat, kernel), x, windows)
     if wanted[1]:
         made[1] = low.reshape(low.matmul(_turned(low, flat, 0, 2, 1), windows.rows(low, x)), weight.shape)
-    if wanted[2]:
-        made[2] = low.reduce("sum", grad, [0, *range(2, len(grad.shape))], False)
     return made
 
 

@@ -124,17 +124,17 @@ def line(code: Code, most: Sequence[str], buffer: Buffer) -> Index:
 # -- operations
 
 
-def lower(call: Any, name: str, handlers: Any, args: Any, kwargs: Any) -> Any:
+def lower(call: Any, handlers: Any, args: Any, kwargs: Any) -> Any:
     """The value of a node that is of such a size, or is made from what is."""
-    own = _OWN.get(name)
+    own = _OWN.get(call.name)
     made = None if own is None else own(call, *args, **kwargs)
     if made is not None:
         return made
     if any(isinstance(x, Pending) for x in args):
         raise Unsupported("of an array's gradient")
-    if name not in handlers:
+    if call.name not in handlers:
         raise Unsupported("not known for sizes that change from step to step")
-    return handlers[name](call, *args, **kwargs)
+    return handlers[call.name](call, *args, **kwargs)
 
 
 def apart(low: Any, value: Any) -> Any:

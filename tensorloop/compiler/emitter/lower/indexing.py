@@ -67,19 +67,18 @@ def scatter(
     call: Call, x: Array, dim: int, index: Array, source: Any, reduce: str | None = None, alpha: Any = 1
 ) -> Array:
     """A copy of x, then element after element."""
-    name = str(call.node.target)
     if reduce not in (None, "add") or alpha != 1 or not x.shape:
         raise Unsupported(f"reduce={reduce}, alpha={alpha}, of {len(x.shape)} dims")
     low, dim = call.low, dim % len(x.shape)
     out = low.copy(x, low.new(x.shape, x.dtype))
-    if isinstance(source, Array) and "index_" in name:
+    if isinstance(source, Array) and "index_" in call.name:
         strides = tuple(index.strides[0] if n == dim and index.shape else 0 for n in range(len(x.shape)))
         index = Array(index.buffer, source.shape, strides, index.offset)
     shape = index.shape
     source = low.cast(low.array(source, x.dtype), x.dtype)
     taken = Array(source.buffer, shape, source.strides if source.shape else (0,) * len(shape), source.offset)
     if out.numel and index.numel:
-        low.kernels.append(Scatter(index, taken, out, dim, "add" in name or reduce == "add"))
+        low.kernels.append(Scatter(index, taken, out, dim, "add" in call.name or reduce == "add"))
     return out
 
 
@@ -142,6 +141,6 @@ def running(call: Call, x: Array, dim: int, dtype: Any = None) -> Array:
         return x
     out = low.new(call.shape, x.dtype)
     if out.numel:
-        name = "sum" if "cumsum" in str(call.node.target) else "prod"
+        name = call.name.removeprefix("cum")
         low.kernels.append(Running(name, x, dim % len(x.shape), out))
     return low.cast(out, call.dtype)

@@ -228,10 +228,10 @@ class Lowering:
             try:
                 _known_elements(node)
                 if meets_growing(node):
-                    made = growing.lower(Call(self, node), name, handlers, args, kwargs)
+                    made = growing.lower(Call(self, node, name), handlers, args, kwargs)
                     self.values[node] = growing.apart(self, made)
                 elif name in handlers:
-                    self.values[node] = handlers[name](Call(self, node), *args, **kwargs)
+                    self.values[node] = handlers[name](Call(self, node, name), *args, **kwargs)
                 else:
                     raise Unsupported("not known, and torch does not take it apart")
             except Unsupported as refusal:
@@ -240,10 +240,10 @@ class Lowering:
 
 
 class Call:
-    """A node being lowered: the lowering, and what is known of its result."""
+    """A node being lowered: the lowering, its operation's name, and what is known of its result."""
 
-    def __init__(self, low: Lowering, node: fx.Node) -> None:
-        self.low, self.node, self.value = low, node, node.meta["val"]
+    def __init__(self, low: Lowering, node: fx.Node, name: str) -> None:
+        self.low, self.node, self.name, self.value = low, node, name, node.meta["val"]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -51,45 +51,6 @@ def flip(call: Call, x: Array, dims: Sequence[int]) -> Array:
     return x.flip([dim % len(x.shape) for dim in dims])
 
 
-@handles("repeat")
-def repeat(call: Call, x: Array, repeats: Sequence[int]) -> Array:
-    """The same elements again and again."""
-    low, missing = call.low, len(repeats) - len(x.shape)
-    shape, strides = (1,) * missing + x.shape, (0,) * missing + x.strides
-    pairs = [(times, size) for times, size in zip(repeats, shape, strict=True)]
-    wide = Array(
-        x.buffer,
-        tuple(one for pair in pairs for one in pair),
-        tuple(one for stride in strides for one in (0, stride)),
-        x.offset,
-    )
-    return low.reshape(low.copy(wide, low.new(wide.shape, x.dtype)), call.shape)
-
-
-@handles("roll")
-def roll(call: Call, x: Array, shifts: Any, dims: Any = ()) -> Array:
-    """Two parts change places, dim after dim."""
-    shifts, dims = [[v] if isinstance(v, int) else list(v) for v in (shifts, dims)]
-    low, made = call.low, x if dims else call.low.reshape(x, (x.numel,))
-    for shift, dim in zip(shifts, dims or [0], strict=True):
-        dim, size = dim % max(1, len(made.shape)), made.shape[dim]
-        cut = shift % size if size else 0
-        if cut:
-            out, piece = low.new(made.shape, made.dtype), object()
-            for source, start, length in ((0, cut, size - cut), (size - cut, 0, cut)):
-                _part(low, made, dim, source, length, out, start, piece)
-            made = out
-    return made if tuple(made.shape) == call.shape else low.reshape(made, call.shape)
-
-
-def _part(low: Any, x: Array, dim: int, at: int, length: int, out: Array, start: int, piece: object) -> None:
-    if length:
-        strides = x.strides
-        source = Array(x.buffer, (*x.shape[:dim], length, *x.shape[dim + 1 :]), strides, x.offset + at * strides[dim])
-        shape = (*out.shape[:dim], length, *out.shape[dim + 1 :])
-        low.copy(source, Array(out.buffer, shape, out.strides, out.offset + start * out.strides[dim]), piece)
-
-
 def framed(low: Any, out: Array, inner: Sequence[tuple[int, int]], fill: Any, piece: object) -> Array:
     """Fills (or copies, where `fill` is an array of out's shape) around a box; gives the box's view of `out`."""
     for dim, (start, stop) in enumerate(inner):
@@ -123,14 +84,18 @@ def constant_pad(call: Call, x: Array, pad: Sequence[int], value: Any = 0) -> Ar
     return out
 
 
-@handles("slice_scatter", "select_scatter", "diagonal_scatter")
+_VIEWS = {
+    "slice_scatter": aten.slice.Tensor,
+    "select_scatter": aten.select.int,
+    "diagonal_scatter": aten.diagonal.default,
+}
+
+
+@handles(*_VIEWS)
 def slice_scatter(call: Call, x: Array, source: Array, *args: Any, **kwargs: Any) -> Array:
     """A copy with a slice replaced."""
     low, out = call.low, call.low.new(call.shape, call.dtype)
-    name = str(call.node.target)
-    views = {"slice": aten.slice.Tensor, "select": aten.select.int, "diagonal": aten.diagonal.default}
-    view = views[name[5:].split("_scatter")[0]]
-    part = out.view(view, *args, **kwargs)
+    part = out.view(_VIEWS[call.name], *args, **kwargs)
     assert isinstance(part, Array)
     _around(low, x, out, part, source)
     return out

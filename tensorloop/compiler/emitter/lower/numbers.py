@@ -14,8 +14,7 @@ from tensorloop.compiler.step import Unsupported
 def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
     """A quotient, of floats; rounded down or towards zero where asked."""
     if not call.dtype.is_floating_point:
-        if rounding_mode is None:
-            raise Unsupported(f"to {call.dtype}")
+        assert rounding_mode is not None
         _refuse_zero(b)
         return call.low.compute(
             "div", lambda m, x, y: whole_quotient(m, x, y, rounding_mode), (a, b), call.dtype, call.shape
@@ -40,24 +39,23 @@ def _refuse_zero(b: Any) -> None:
 
 
 def whole_quotient(m: Math, x: Value, y: Value, mode: str) -> Value:
-    """x / y of integers; by 0, which is refused before, the instruction would end the process."""
+    """Divides integers; by 0 (refused before), and the smallest of all by -1, the instruction would end the process."""
     zero, one = m.like(y, 0), m.like(y, 1)
     minus = m.compare("eq", y, m.like(y, -1)) if y.kind != "u8" else m.like(m.compare("eq", y, y), 0)
-    safe = m.where(m.code.binary("or", m.compare("eq", y, zero), minus), one, y)
-    quotient = m.code.binary("udiv" if y.kind == "u8" else "sdiv", x, safe)
+    quotient = m.code.binary("udiv" if y.kind == "u8" else "sdiv", x, m.where(minus, one, y))
     quotient = m.where(minus, m.neg(x), quotient)
     if mode == "floor" and y.kind != "u8":
         rest = m.sub(x, m.mul(quotient, y))
         apart = m.compare("lt", m.bit("xor", rest, y), zero)
         down = m.code.binary("and", apart, m.compare("ne", rest, zero))
         quotient = m.sub(quotient, m.cast(down, y.kind))
-    return m.where(m.compare("eq", y, zero), zero, quotient)
+    return quotient
 
 
 @handles("remainder", "fmod")
 def remainder(call: Call, a: Any, b: Any) -> Array:
     """What a division leaves: with the sign of b, or of a."""
-    mode = "floor" if "remainder" in str(call.node.target) else "trunc"
+    mode = "floor" if call.name == "remainder" else "trunc"
 
     if not call.dtype.is_floating_point:
         _refuse_zero(b)
@@ -118,7 +116,7 @@ def power(call: Call, a: Any, b: Any) -> Array:
 def clamp(call: Call, x: Array, low: Any = None, high: Any = None, **named: Any) -> Array:
     """Between limits, each optional."""
     low, high = named.get("min", low), named.get("max", high)
-    if "clamp_max" in str(call.node.target):
+    if call.name == "clamp_max":
         low, high = None, low
     made = x
     if low is not None:
@@ -137,12 +135,6 @@ def where(call: Call, condition: Array, a: Any, b: Any) -> Array:
     inner = computed_in(call.dtype)
     ins = [condition, call.low.array(a, inner), call.low.array(b, inner)]
     return call.low.point("where", chosen, ins, call.dtype, call.shape)
-
-
-@handles("masked_fill")
-def masked_fill(call: Call, x: Array, mask: Array, value: Any) -> Array:
-    """value where the mask holds."""
-    return where(call, mask, value, x)
 
 
 @handles("_to_copy")

@@ -15,14 +15,10 @@ def _dims(x: Array, dim: Any) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim)
 
 
-def _name(call: Call) -> str:
-    return str(call.node.target)[5:].split(".")[0]
-
-
 @handles("sum", "amax", "amin", "prod", "any", "all")
 def reduce(call: Call, x: Array, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
     """One of the plain reductions."""
-    low, how = call.low, _name(call)
+    low, how = call.low, call.name
     if how in ("any", "all"):
         x = low.cast(x, torch.bool)
     elif how in ("sum", "prod"):
@@ -36,8 +32,8 @@ def argmax(call: Call, x: Array, dim: int | None = None, keepdim: bool = False) 
     """The first place of the largest; NaN is larger than all."""
     low, x = call.low, call.low.cast(x, computed_in(x.dtype))
     if dim is not None:
-        return low.reduce(_name(call), x, [dim], keepdim)
-    place = low.reduce(_name(call), low.reshape(x, (x.numel,)), [0], False)
+        return low.reduce(call.name, x, [dim], keepdim)
+    place = low.reduce(call.name, low.reshape(x, (x.numel,)), [0], False)
     return low.reshape(place, call.shape)
 
 
