@@ -2,16 +2,19 @@
 
 A move is a call of, or a return to, a function of the library that lies in another room (or module) than the function
 of the library that ran before; functions of torch and of the user in between do not count. What a loop does in a step
-is what it does in one step more. Counts repeat exactly; no clock is looked at.
+is what it does in one step more. Counts repeat exactly; no clock is looked at. A compiled loop's first call is counted
+where no machine code is kept on disk.
 
     python profiling/room_moves.py            the library that Python finds
     python profiling/room_moves.py --trace scan_step   the moves themselves, one a line
 """
 
 import itertools
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -21,6 +24,11 @@ import tensorloop as tl
 
 PACKAGE = tl.__name__
 GROUND = {"_common", "_torch"}  # rooms for everybody
+INSIDE = (  # rooms inside of rooms
+    "loop.checkpoint",
+    *(f"loop.compiled.{name}" for name in ("look", "run", "in_graphs")),
+    *(f"compiler.{name}" for name in ("graph", "divide", "emitter", "targets")),
+)
 Work = Callable[[], Any]
 
 
@@ -51,6 +59,25 @@ def loop(T: int, *, checkpoints: int | None = None, backward: bool = False) -> W
     return lambda: loss.backward(retain_graph=True)
 
 
+def compiled(*, again: bool) -> Work:
+    """A compiled scan: a call of a body that is new each time, or one that it knows, with its gradient."""
+    h, w, xs = torch.zeros(4), torch.eye(4, requires_grad=True), torch.randn(8, 4)
+    factors = itertools.repeat(2) if again else itertools.count(2)
+
+    def work() -> None:
+        factor = float(next(factors))
+
+        def body(h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = torch.tanh(h @ w + factor * x)
+            return h, h
+
+        loss = tl.scan(body, h, xs, compile="strict")[0].sum()
+        if again:
+            loss.backward()
+
+    return work
+
+
 def packed_softmax() -> Work:
     packed = tl.pack_padded(torch.randn(3, 5), torch.tensor([5, 2, 3]))
     return lambda: torch.softmax(packed, 1)
@@ -76,6 +103,8 @@ WORKS: dict[str, tuple[str, Callable[[], Work], Callable[[], Work] | None]] = {
         lambda: loop(9, checkpoints=64, backward=True),
         lambda: loop(8, checkpoints=64, backward=True),
     ),
+    "compile": ("compiled scan, first call", lambda: compiled(again=False), None),
+    "compiled": ("compiled scan, a later call + backward", lambda: compiled(again=True), None),
     "softmax": ("softmax of a packed tensor", packed_softmax, None),
     "beam_step": ("a step of beam_search", lambda: search(6), lambda: search(5)),
 }
@@ -112,9 +141,9 @@ def moves(work: Work) -> list[str]:
 
 
 def room(module: str) -> str:
-    """The folder or single file below the package; checkpoints have a room of their own inside of that of loops."""
-    _, top, *inner = module.split(".")
-    return f"{top}.{inner[0]}" if top == "loop" and inner[:1] == ["checkpoint"] else top
+    """The folder or single file below the package, or the room inside of it."""
+    name = module.removeprefix(f"{PACKAGE}.")
+    return next((inside for inside in INSIDE if f"{name}.".startswith(f"{inside}.")), name.split(".")[0])
 
 
 def changes(names: list[str]) -> int:
@@ -133,6 +162,12 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--trace", choices=WORKS, help="print the modules that one of them passes through")
     trace: str | None = parser.parse_args().trace
+    with TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        show(trace)
+
+
+def show(trace: str | None) -> None:
     if trace is not None:
         print(*moves(WORKS[trace][1]()), sep="\n")
         return

@@ -23,6 +23,11 @@ from tensorloop.loop.internals import describe, flatten_like, kind_of
 
 __all__ = ["torch_associative_scan", "torch_scan", "torch_while_loop"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Xs = TypeVar("Xs")
 
 # Beneath the names that they give to errors: here the functions below are those that were called.

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
+__all__ = ["available", "kernel", "why_not"]
+
 PACKAGE = "tensorloop_cuda"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def available() -> bool:

@@ -112,16 +112,6 @@ def library_code() -> Iterator[None]:
 
 
 @contextmanager
-def user_code() -> Iterator[None]:
-    """Operations inside are a user's function's: recorders of loops around see them."""
-    outer, here.in_library = here.in_library, False
-    try:
-        yield
-    finally:
-        here.in_library = outer
-
-
-@contextmanager
 def without_recorder() -> Iterator[None]:
     """As if no recorder was there: what is read inside is not read by the body."""
     outer, here.recorder = here.recorder, None

@@ -124,7 +124,7 @@ def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
 
 
 def without_writes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, its writes in place turned into new values."""
+    """Wraps a function so that its writes in place become new values."""
     return torch.func.functionalize(function, remove="mutations")
 
 

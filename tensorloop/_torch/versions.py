@@ -11,7 +11,7 @@ read_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def version_of(x: Tensor) -> int | None:
-    """The same, and None where nobody counts."""
+    """How often a tensor was changed in place; None where nobody counts, as in inference mode."""
     return None if x.is_inference() else read_version(x)
 
 

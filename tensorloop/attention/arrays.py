@@ -38,7 +38,7 @@ class ScoreRules(NamedTuple):
         return max(0, length - new - self.window + 1) if self.window else 0
 
     def sight(self, batch: torch.Size, start: int) -> Sight:
-        """The same for the batch as rows, and the slots from `start` on."""
+        """These rules for the slots from `start` on, with the dims of the batch flattened to rows."""
         first, bias, dims = self.starts, self.bias, len(batch)
         if first is not None:
             first = first.expand(batch).reshape(batch.numel()) - start

@@ -207,7 +207,7 @@ def _whole(task: Task, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) ->
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-    """The same by the formula, in ordinary operations: transforms and higher derivatives go through. O(T S) bytes."""
+    """Attends by the formula, in ordinary operations: transforms and higher derivatives go through. O(T S) bytes."""
     dtype, tokens, scoring = q.dtype, None, task.scoring
     if task.q_offsets is not None and task.k_offsets is not None:
         every = range(len(task.q_offsets) - 1)

@@ -21,7 +21,7 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, task: Task, rows: tuple[Dim, Dim] | None) -> Tensor | None:
-    """As `_attention.attend`, with the dims of packed q and k in `rows` in place of offsets; None if torch cannot."""
+    """Attends by torch's kernels; `rows` are the dims of packed q and k. None if torch cannot."""
     if transforms.maybe_level() is not None or transforms.forward_mode() or not all(x.numel() for x in (q, k, v)):
         return None
     if task.near is not None or task.scoring is not None:

@@ -65,7 +65,7 @@ def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tens
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
-    """The same for slots k and v (n, B, heads_kv, D) of q's dtype, which are kept, too."""
+    """Attends to slots k and v (n, B, heads_kv, D) of q's dtype; they are kept for backward, too."""
     if transforms.maybe_level() is not None or transforms.forward_mode():
         return whole(q, k, v, sight)
     bare = sight._replace(bias=None, sinks=None)
@@ -184,7 +184,7 @@ def _reverse(call: PastRead, saved: Any, tokens: Any, grad: Tensor, grads: Any) 
 
 
 def _differentiate(call: PastRead, given: Any, tokens: Any, grad: Tensor, grads: Any) -> Any:
-    """The same by autograd of the formula, as part of the graph where backward is recorded."""
+    """The gradients by autograd of the formula, as part of the graph where backward is recorded."""
     recorded = torch.is_grad_enabled()
     every = slice(call.start, call.length)
     slots = [

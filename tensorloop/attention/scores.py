@@ -47,7 +47,7 @@ class Scoring(NamedTuple):
         return self.bias, self.queries, self.table, *(self.given or self.captured)
 
     def with_tensors(self, tensors: Sequence[Any]) -> "Scoring":
-        """The same with others in their place."""
+        """This scoring with other tensors in the place of its own."""
         bias, queries, table, *given = tensors
         return self._replace(bias=bias, queries=queries, table=table, given=tuple(given))
 
@@ -63,7 +63,7 @@ class ScorePlaces(NamedTuple):
 
     @classmethod
     def of(cls, strip: Any, shape: torch.Size, device: torch.device) -> "ScorePlaces":
-        """Those of a strip of queries of a tensor of this shape."""
+        """The places of a strip's scores; `shape` is that of the queries."""
         b, h = strip.q.entries(strip.row, shape, device)
         i, j = (x.positions(base, device) for x, base in zip((strip.q, strip.k), strip.bases, strict=True))
         return cls(b, h, i, j, len(i) == len(j) == 1)

@@ -73,7 +73,7 @@ class Bucket(NamedTuple):
         return x[0].index_select(0, self.slots).unflatten(0, self.shape)
 
     def take_padded(self, x: Tensor) -> Tensor:
-        """The same with zeros behind the ends; rows may be empty. Differentiable."""
+        """A padded copy (G, L, heads, D) with zeros behind the ends; rows may be empty. Differentiable."""
         padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[2:])
         return padded.index_copy(0, self.places, x[0].index_select(0, self.tokens)).unflatten(0, self.shape)
 
@@ -187,7 +187,7 @@ def cut(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
 
 
 def shorten(parts: Iterable[Strip], task: Task, q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
-    """The same work in strips of at most about `weights` attention weights each, or of one query."""
+    """Cuts strips so that each has at most about `weights` attention weights, or one query."""
     everything = (slice(0, q.shape[0]), slice(None))
     for strip in parts:
         place_q = Span(everything[0], slice(0, q.shape[1]), everything[1]) if strip.q is None else strip.q

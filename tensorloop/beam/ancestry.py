@@ -69,7 +69,7 @@ class Ancestry:
             return self.last[2]
 
     def find(self, t: int, batch: Batch, births: list[int]) -> tuple[Tensor, Tensor]:
-        """As `Family.find_states`, of slots born in these steps. All layers of a model ask the same."""
+        """Whose entries are seen in slots born in these steps; kept, as all layers of a model ask the same."""
         asked = t, batch.left, births
         if self._found is None or self._found[0] != asked:
             paths = self.trace(t, batch)
@@ -125,7 +125,7 @@ class Family(NamedTuple):
         return self.ancestry.find(self.t, self.batch, births[start:stop])
 
     def find_places(self, births: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The same as places in flat slots [start, stop)."""
+        """Where the entries of `find_states` lie, as places in flat slots [start, stop)."""
         shared, own = self.find_states(births, start, stop)
         first = torch.arange((stop - start) * self.rows, device=own.device).view(-1, self.rows) * self.size
         return shared + first[: len(shared)], own + first[len(shared) :, :, None]

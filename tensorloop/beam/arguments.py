@@ -96,7 +96,7 @@ def check_rules(rules: Rules, rows: int, device: torch.device) -> None:
 
 
 def find_device(leaves: list[Any]) -> torch.device:
-    """That of the first leaf that has one."""
+    """The device of the first leaf that has one."""
     for x in leaves:
         device = getattr(x, "device", None)
         if isinstance(device, torch.device):

@@ -147,7 +147,7 @@ class _Read(NamedTuple):
     start: int | None = None
 
     def handed(self, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        """The same again, with the graph's shape as it was."""
+        """Hands out what the layer was handed before, with the graph's shape as it was."""
         keys, values = _leaf(self.keys, new_keys.requires_grad), _leaf(self.values, new_values.requires_grad)
         if self.start is None:
             return keys, values

@@ -110,7 +110,7 @@ class ArrayLayer(CacheLayerMixin):
     # -- the arrays
 
     def take_in(self, keys: Tensor, values: Tensor, undo: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
-        """As `update`. `undo` takes these tokens back: for attention that is given them and cannot go on."""
+        """Takes in new tokens, as `update` does. `undo` takes them back: for attention that cannot go on with them."""
         self.write(keys, values)
         new = keys.shape[2]
         if self.kind.reads_arrays:

@@ -73,7 +73,7 @@ def _group(dim: Dim) -> _Groups:
 
 
 def copy_for_rows(model: _M, rows: CallRows) -> _M:
-    """The same modules over the same parameters, whose attention is that of `rows`. Cost: O(modules)."""
+    """Copies a model's modules over the same parameters, with the attention of `rows`. Cost: O(modules)."""
     return _copy_module(model, rows, {})
 
 

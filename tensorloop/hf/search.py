@@ -174,7 +174,7 @@ class _Steps:
     def with_history(
         self, arrays: Any, tokens: Tensor, context: dict[str, Any], *, history: Tensor
     ) -> tuple[Any, Tensor]:
-        """The same, where log-probabilities are processed as `generate` does."""
+        """The arrays and log_probs (B, K, V) after `tokens`, processed as `generate` does."""
         log_probs = self._run(arrays, tokens, context)
         before = context["prompt"][:, None].expand(-1, tokens.shape[1], -1)
         flat = torch.cat([before, history], 2).flatten(0, 1)

@@ -23,7 +23,7 @@ def settle(x: Tensor) -> Tensor:
 
 
 def lay_out(x: Tensor) -> Tensor:
-    """As `settle`, one number after the other."""
+    """`x`, or a copy where its numbers do not stand in memory as they are read, one after the other."""
     return settle(x).contiguous()
 
 

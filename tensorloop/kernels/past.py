@@ -23,7 +23,7 @@ class Sight(NamedTuple):
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
-    """The same as differentiable operations, with all weights at once."""
+    """Attends to slots in differentiable operations, with all weights in memory at once."""
     return mix(weigh(score(q, k, sight), sight), v, q.dtype)
 
 

@@ -20,7 +20,15 @@ from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.options import Body, Condition, ExplainOptions, Plan
+from tensorloop.loop.options import (
+    Body,
+    Condition,
+    ExplainOptions,
+    PackedScanOptions,
+    Plan,
+    TensorScanOptions,
+    WhileOptions,
+)
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.rows_scan import UntilLoop
 from tensorloop.loop.run import run_loop, run_scan
@@ -48,13 +56,9 @@ def scan(
     xs: PackedTensor,
     length: int | None = None,
     *,
-    dim: int | Dim = 0,
-    reverse: bool = False,
     until: None = None,
     context: None = None,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[PackedScanOptions],
 ) -> tuple[C, Any]: ...
 @overload
 def scan(
@@ -63,14 +67,9 @@ def scan(
     xs: range,
     length: int | None = None,
     *,
-    dim: int = 0,
-    reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Any = None,
-    compact: bool = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[TensorScanOptions],
 ) -> tuple[C, Y]: ...
 @overload
 def scan(
@@ -79,14 +78,9 @@ def scan(
     xs: TensorArray,
     length: int | None = None,
     *,
-    dim: int = 0,
-    reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: None = None,
-    compact: bool = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[TensorScanOptions],
 ) -> tuple[C, Y]: ...
 @overload
 def scan(
@@ -95,14 +89,10 @@ def scan(
     xs: PackedTensor | TensorArray,
     length: int | None = None,
     *,
-    dim: int | Dim = 0,
-    reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Context,
     compact: bool = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[PackedScanOptions],
 ) -> tuple[C, Any]: ...
 @overload
 def scan(
@@ -111,14 +101,9 @@ def scan(
     xs: X = None,
     length: int | None = None,
     *,
-    dim: int = 0,
-    reverse: bool = False,
     until: Callable[[C], Condition] | None = None,
     context: None = None,
-    compact: bool = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[TensorScanOptions],
 ) -> tuple[C, Y]: ...
 @overload
 def scan(
@@ -127,14 +112,9 @@ def scan(
     xs: X = None,
     length: int | None = None,
     *,
-    dim: int = 0,
-    reverse: bool = False,
     until: Callable[[C, Context], Condition] | None = None,
     context: Context,
-    compact: bool = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[TensorScanOptions],
 ) -> tuple[C, Y]: ...
 @stands_in_graphs(in_graph.scan)
 @called_eagerly
@@ -253,12 +233,8 @@ def while_loop(
     init: C,
     *,
     context: None = None,
-    max_steps: int | None = None,
-    compact: bool = False,
     return_steps: Literal[False] = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[WhileOptions],
 ) -> C: ...
 @overload
 def while_loop(
@@ -267,12 +243,8 @@ def while_loop(
     init: C,
     *,
     context: Context,
-    max_steps: int | None = None,
-    compact: bool = False,
     return_steps: Literal[False] = False,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[WhileOptions],
 ) -> C: ...
 @overload
 def while_loop(
@@ -281,12 +253,8 @@ def while_loop(
     init: C,
     *,
     context: None = None,
-    max_steps: int | None = None,
-    compact: bool = False,
     return_steps: Literal[True],
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[WhileOptions],
 ) -> tuple[C, Tensor | Any]: ...
 @overload
 def while_loop(
@@ -295,12 +263,8 @@ def while_loop(
     init: C,
     *,
     context: Context,
-    max_steps: int | None = None,
-    compact: bool = False,
     return_steps: Literal[True],
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[WhileOptions],
 ) -> tuple[C, Tensor | Any]: ...
 @overload
 def while_loop(
@@ -309,12 +273,8 @@ def while_loop(
     init: C,
     *,
     context: None = None,
-    max_steps: int | None = None,
-    compact: bool = False,
     return_steps: Literal[True],
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[WhileOptions],
 ) -> tuple[C, int | Any]: ...
 @overload
 def while_loop(
@@ -323,12 +283,8 @@ def while_loop(
     init: C,
     *,
     context: Context,
-    max_steps: int | None = None,
-    compact: bool = False,
     return_steps: Literal[True],
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[WhileOptions],
 ) -> tuple[C, int | Any]: ...
 @called_eagerly
 @named("while_loop")

@@ -55,7 +55,7 @@ class _Place(NamedTuple):
 
 
 class Attributes:
-    """Those of some objects, from before a loop on."""
+    """The attributes of some objects, as they change from before a loop on."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._holders = find_holders(objects)

@@ -55,7 +55,7 @@ class SlotsDict(MutableMapping[str, Any]):
 
 
 def find_holders(objects: Sequence[Any]) -> list[Holder]:
-    """Those of some objects, each once."""
+    """The holders of some objects, each once."""
     found: dict[int, Holder] = {}
     for i, x in enumerate(objects):
         for holder in _holders(x, f"objects[{i}]" if len(objects) > 1 else "", set()):
@@ -89,7 +89,7 @@ def _holders(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
 
 
 def _in_container(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
-    """Those of modules in lists, tuples and dicts, which `named_modules` does not know."""
+    """The holders of modules in lists, tuples and dicts, which `named_modules` does not know."""
     if not isinstance(x, list | tuple | dict) or len(x) > MOST_ELEMENTS or id(x) in met:
         return
     met.add(id(x))

@@ -122,7 +122,7 @@ def _run(a: Tensor, b: Tensor, init: Tensor, dim: int, reverse: bool) -> Tensor:
 
 @functools.cache
 def _formula(dim: int, reverse: bool, constant: bool) -> Formula:
-    """That of a recurrence; with a `constant` factor h is not kept."""
+    """The gradient formula of a recurrence; with a `constant` factor h is not kept."""
 
     def run(a: Tensor, b: Tensor, init: Tensor) -> Tensor:
         return kernels.find("linear_recurrence", b, a, init)(a, b, init, dim, reverse)
@@ -162,7 +162,7 @@ def _formula(dim: int, reverse: bool, constant: bool) -> Formula:
 
 
 def _traced(a: Tensor, b: Tensor, init: Tensor, dim: int, reverse: bool) -> Tensor:
-    """The same in operations that torch.compile follows."""
+    """Runs the recurrence in operations that torch.compile follows."""
     a, b, init = (x.movedim(dim, 0) for x in (a, b, init))
     if reverse:
         a, b = a.flip(0), b.flip(0)

@@ -76,7 +76,7 @@ class Loop:
         until: Condition | None,
         note: Callable[[Iterable[Any]], None],
     ) -> Self:
-        """The same loop for a run whose steps are done again, with these in the place of its own."""
+        """A copy of the loop for running its steps again, with these in the place of its own."""
         loop = copy.copy(self)
         loop.init, loop.body, loop.cond, loop.until, loop.note = init, body, cond, until, note
         loop.departed_rows = []

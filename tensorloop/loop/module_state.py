@@ -188,6 +188,7 @@ class Carrying:
         body_fn: Function[C, C],
         init: C,
         *,
+        context: Any = None,
         return_steps: Literal[False] = False,
         **options: Unpack[WhileOptions],
     ) -> C: ...
@@ -198,6 +199,7 @@ class Carrying:
         body_fn: Function[C, C],
         init: C,
         *,
+        context: Any = None,
         return_steps: Literal[True],
         **options: Unpack[WhileOptions],
     ) -> tuple[C, int]: ...

@@ -60,9 +60,23 @@ class ScanOptions(ExplainOptions, total=False):
     compile: Compile
 
 
-class WhileOptions(LoopOptions, total=False):
-    """What `while_loop` takes beside its functions, an init and `return_steps`."""
+class PackedScanOptions(LoopOptions, total=False):
+    """What `scan` takes over packed xs, beside what its overloads spell out."""
 
-    context: Any
+    dim: int | Dim
+    reverse: bool
+
+
+class TensorScanOptions(LoopOptions, total=False):
+    """What `scan` takes over tensors, arrays and ranges, beside what its overloads spell out."""
+
+    dim: int
+    reverse: bool
+    compact: bool
+
+
+class WhileOptions(LoopOptions, total=False):
+    """What `while_loop` takes beside its functions, an init, `context` and `return_steps`."""
+
     max_steps: int | None
     compact: bool

@@ -150,7 +150,7 @@ class PackedColumn:
 
 
 def in_time_order(ragged: Dim, reverse: bool) -> tuple[Dim, Tensor, Tensor]:
-    """As `Dim.by_time`; under `reverse` the entries of a row are taken from its end."""
+    """The entries in time order, as `Dim.by_time` gives them; under `reverse` each row's are taken from its end."""
     turned, order, inverse = ragged.by_time
     if reverse:
         mirror = segments.mirror(ragged._offsets, ragged.total)

@@ -254,7 +254,7 @@ class _Put(torch.autograd.Function):
 
 
 def _put(length: int, rows: int, places: list[tuple[int, Tensor]], *parts: Tensor) -> Tensor:
-    """The same in operations that every transform differentiates."""
+    """Puts parts into (length, rows, *F), in operations that every transform differentiates."""
     out = parts[0].new_zeros((length, rows, *parts[0].shape[2:]))
     for (start, ids), part in zip(places, parts, strict=True):
         slots = torch.arange(start, start + len(part), device=out.device)

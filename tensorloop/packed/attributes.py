@@ -47,7 +47,7 @@ class InAutograd(Packed):
 
     @property
     def data(self) -> Self:
-        """The same values outside of autograd."""
+        """A packed tensor of these values, outside of autograd."""
         return self._with(self.values.data)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]

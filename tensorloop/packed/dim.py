@@ -219,11 +219,11 @@ class Dim(int):
         return f"Dim({self.name!r}, [{shown}])"
 
     def __copy__(self) -> "Dim":
-        """The same dim: it never changes."""
+        """Returns the dim itself, which never changes."""
         return self
 
     def __deepcopy__(self, memo: Any) -> "Dim":
-        """The same dim: it never changes."""
+        """Returns the dim itself, which never changes."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:

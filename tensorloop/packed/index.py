@@ -40,7 +40,7 @@ def getitem(p: Packed, key: Any) -> Any:
 
 
 def _find_lists(features: tuple[Any, ...]) -> list[Any]:
-    """Those of the feature indices that are taken in pairs with other lists."""
+    """The feature indices that are lists, or tensors with dims: they are taken in pairs with other lists."""
     return [k for k in features if isinstance(k, list) or (isinstance(k, Tensor) and k.dim())]
 
 

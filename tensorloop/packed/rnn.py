@@ -50,7 +50,7 @@ def _put_back(before: Tensor, after: Tensor, order: TimeOrder) -> Tensor:
 
 
 def _find_dtypes(name: str, input: Tensor, state: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Those of the output and of the states, as a padded tensor of these would give them."""
+    """The dtypes of the output and of the states, as a padded tensor of these would give them."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
         return input.dtype, state.dtype

@@ -32,7 +32,7 @@ class RaggedSize:
         return other is None or isinstance(other, RaggedSize)
 
     def __hash__(self) -> int:
-        """That of None, which it equals."""
+        """The hash of None, which a ragged size equals."""
         return hash(None)
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ def pair_rows(a: Any, b: Any) -> Pairs:
 
 
 def _find_device(x: Any) -> torch.device | None:
-    """That of packed tokens, or of the first row that is a tensor."""
+    """The device of packed tokens, or of the first row that is a tensor."""
     if isinstance(x, PackedTensor):
         return x.device
     return next((row.device for row in x if isinstance(row, Tensor)), None) if isinstance(x, list | tuple) else None

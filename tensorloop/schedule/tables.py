@@ -64,7 +64,7 @@ class SweepPlan(NamedTuple):
         return found
 
     def lowered(self, part: Part) -> Part:
-        """The same blocks, at the next faster level."""
+        """The part's blocks at the next faster level."""
         slots = self.tables[part.level - 2].costs.slots if part.level > 1 else None
         return part._replace(level=part.level - 1, slots=slots, held=False, here=True)
 
@@ -101,7 +101,7 @@ class Table:
         return math.inf if c == 0 else self.costs.write + self._held[less(c)][n]
 
     def swept_written(self, n: int, c: int | None) -> float:
-        """The same, in a sweep."""
+        """The cost of a sweep where the first state is written here."""
         return math.inf if c == 0 else self.costs.write + self._swept_held[less(c)][n]
 
     def middle(self, n: int, c: int | None) -> int | None:

@@ -244,7 +244,7 @@ class Buffer(Store):
 
     @records_use
     def settle(self) -> tuple[LiveBlock, Tensor | None]:
-        """As `hold`, and where one value alone waited that value, which the caller is to record in a node of his.
+        """All slots, as `hold` gives them, and the one value that waited, if one did, for the caller's own node.
 
         The token is then as long as the array was before that value.
         """
@@ -423,7 +423,7 @@ class Buffer(Store):
 
     @records_use
     def detach(self) -> "Buffer":
-        """As `fork`, without the gradient."""
+        """An independent array on the same block, outside of the graph."""
         twin = self.fork()
         twin.token = twin.rows = None
         return twin

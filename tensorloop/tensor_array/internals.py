@@ -26,7 +26,7 @@ def with_store(array: TensorArray, store: Store | None) -> TensorArray:
 
 
 def with_rows(array: TensorArray, store: Store | None, rows: int) -> TensorArray:
-    """The same, as old as `array`, where elements have other rows: so many."""
+    """A new array with the facts of `array`, as old as it, before a store whose elements have so many rows."""
     twin = array._twin(store)
     twin._born = array._born
     if array._shape is not None:
@@ -55,7 +55,7 @@ def refill(array: TensorArray, values: Tensor) -> TensorArray:
 
 
 def replace(array: TensorArray, values: Tensor) -> TensorArray:
-    """The same, to stand in the place of `array` in a loop."""
+    """A new array of these values, to stand in the place of `array` in a loop."""
     full = refill(array, values)
     # The loop's own stays the loop's. What a body only reads is older than this loop, and new to those around it.
     full._born = array._born

@@ -50,7 +50,7 @@ class UnstackedRows:
 
 
 class PickedRows(UnstackedRows):
-    """The same for some rows `ids` of each slot: of its other rows nothing is copied."""
+    """Reads some rows `ids` of each slot: of its other rows nothing is copied."""
 
     __slots__ = ("fresh", "ids", "of")
 

@@ -73,7 +73,7 @@ class Store(Protocol):
         return None
 
     def put_at(self, index: Any, x: Tensor) -> bool:
-        """The same for one slot that is written; whether it was."""
+        """Writes the slot of an index that is no number yet, by a store that can; whether it did."""
         return False
 
     def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:

@@ -1,6 +1,7 @@
 """What `import tensorloop` offers, and what it must not load."""
 
 import functools
+import importlib
 import json
 import re
 import subprocess
@@ -89,6 +90,13 @@ def test_dir_shows_public_names_alone():
     submodules = {"beam", "compat", "cuda", "hf", "loop", "memory", "ordering", "packed", "risk", "schedule", "testing"}
     assert set(fresh(code)) == {*tl.__all__, *submodules}
     assert "__version__" in dir(tl)
+
+
+def test_submodules_show_only_names_of_their_own():
+    for name in ("beam", "compat", "cuda", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing"):
+        module = importlib.import_module(f"tensorloop.{name}")
+        assert sorted(module.__all__) == dir(module), name
+        assert not {"Any", "Callable", "Tensor", "torch"} & {*module.__all__}
 
 
 def test_no_name_of_a_room_is_hidden_by_a_module():

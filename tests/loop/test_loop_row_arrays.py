@@ -184,12 +184,12 @@ def test_a_body_returns_an_array_that_is_not_its_own(how: str, compact: bool, ch
     def run(k: Any) -> Any:
         array = tl.TensorArray.unstack(values.sin())
         init = tl.TensorArray.unstack(first.cos()), LIMITS, torch.zeros(6, dtype=torch.int64)
-        options = {"context": array} if how == "context" else {"compact": False}
+        options: dict[str, Any] = {"compact": compact, "context": array} if how == "context" else {}
         out = tl.while_loop(
             lambda c, *_: c[2] < c[1],
             lambda c, *context: (context[0] if context else array, c[1], c[2] + 1),
             init,
-            **{"compact": compact, **options},
+            **options,
             checkpoints=k,
         )[0].stack()
         return out.detach(), *grad((out.sin() * cotangents([out])[0]).sum(), (values, first))

@@ -271,7 +271,10 @@ def test_compact_shrinks_carry_context_and_arrays(checkpoints: Any) -> None:
         lambda c, context: c[2] < context["limits"],
         body,
         init,
-        **{"context": context, "compact": True, "return_steps": True, "checkpoints": checkpoints},
+        context=context,
+        compact=True,
+        return_steps=True,
+        checkpoints=checkpoints,
     )
     assert n.tolist() == steps.tolist() == limits.tolist()
     assert sizes[:8][0] == 8
@@ -292,7 +295,9 @@ def test_context_rows_get_gradients(compact: bool, checkpoints: Any) -> None:
             lambda c, given: c[1] < given[1],
             lambda c, given: (rotate(c[0]) * given[0] + c[0].sin(), c[1] + 1),
             (init, zero),
-            **{"context": (per_row, limits), "compact": compact, "checkpoints": checkpoints},
+            context=(per_row, limits),
+            compact=compact,
+            checkpoints=checkpoints,
         )[0]
 
     out = run(per_row, LIMITS, init)

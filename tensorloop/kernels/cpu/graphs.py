@@ -75,7 +75,7 @@ def find_within(x: Tensor, y: Tensor, reach: Tensor, euclidean: bool) -> tuple[T
 
 
 def sort_rows(indptr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The same rows, each ascending and without repetitions."""
+    """Sorts the indices of each row, and drops repetitions."""
     indices, kept = indices.clone(), torch.zeros(len(indptr) - 1, dtype=torch.int64, device="cpu")
     share(_sort_rows, len(kept), 8 * EDGE * len(indices), (array(indptr), array(indices), array(kept)))
     new = torch.cat([kept.new_zeros(1), kept.cumsum(0)])

@@ -1,1 +1,1 @@
-"""The same operations in torch's own, without autograd: any device, any dtype, any kind of tensor."""
+"""Kernels in torch operations, without autograd: for any device, any dtype, any kind of tensor."""

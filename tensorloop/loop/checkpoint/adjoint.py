@@ -245,7 +245,7 @@ class Solution(torch.autograd.Function):
 def _gradients(
     equation: Equation, values: Sequence[Tensor], params: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Those of the params; differentiable where the caller's backward is."""
+    """The gradients of the params; differentiable where the caller's backward is."""
     recorded = torch.is_grad_enabled()
     if any(map(transforms.is_legacy_batched, grads)):
         raise Misuse(

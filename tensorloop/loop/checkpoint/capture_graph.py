@@ -75,7 +75,7 @@ class _Sources:
         self.by_edge: dict[bool, dict[graph.Edge, Tensor]] = {}
 
     def at(self, edge: graph.Edge, older: bool) -> Tensor | None:
-        """That of one edge; an older node's must be known."""
+        """The tensor that an edge belongs to; an older node's must be known."""
         if older not in self.by_edge:
             given = [*self.found.values(), *self.of.candidates, *(self.of.seen if older else ())]
             self.by_edge[older] = {(node, x.output_nr): x for x in given if (node := graph.node_of(x)) is not None}

@@ -31,7 +31,7 @@ class Constants:
 
     @property
     def code(self) -> CodeType | None:
-        """That of the user's function, if it has one."""
+        """The code of the user's function, if it has one."""
         return next((x.__code__ for x in self.functions if not is_ours(x)), None)
 
     def settle(self) -> None:

@@ -34,7 +34,7 @@ class Checked:
         self.factors: dict[torch.device, Tensor] = {}
 
     def step(self, t: int, state: list[Any], row: list[Any]) -> tuple[list[Any], Any]:
-        """As `Loop.step`."""
+        """Runs a step of the loop, and refuses one that differs from what it gave before."""
         before = dict(self._generators())
         new, y = self.loop.step(t, state, row)
         with torch.no_grad():

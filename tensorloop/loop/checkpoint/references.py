@@ -8,7 +8,7 @@ from typing import Any
 
 
 def held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
-    """Those of `seen` that somebody else holds too: to which there are more references."""
+    """The keys of what somebody else holds too: what has more than so many references."""
     found = []
     for key in keys:
         x = seen[key]

@@ -34,7 +34,7 @@ State = list[Any]
 
 
 def copied(state: State) -> State:
-    """The same values, in tensors of their own."""
+    """Copies a state: its values, in tensors of their own."""
     return [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
 
 
@@ -94,7 +94,7 @@ class Places:
         self.folder_at(default)  # before the body runs
 
     def folder_at(self, place: Place) -> SnapshotFolder | None:
-        """That of a place which is one."""
+        """The folder of a place; None where the place is memory."""
         if place is None or place == "cpu":
             return None
         below = Path(place).absolute()
@@ -222,7 +222,7 @@ class StepSnapshot:
 
 
 class Snapshots:
-    """Those of one loop, by step. That of step 0 stays for another backward: it holds init and nothing else."""
+    """The snapshots of one loop, by step. Step 0's stays for another backward: it holds init and nothing else."""
 
     def __init__(self, captures: Captures, offload: Place) -> None:
         self.captures, self.places = captures, Places(offload)
@@ -231,7 +231,7 @@ class Snapshots:
 
     @property
     def initial(self) -> StepSnapshot:
-        """That of step 0."""
+        """The snapshot of step 0."""
         assert self._initial is not None
         return self._initial
 

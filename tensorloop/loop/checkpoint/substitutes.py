@@ -65,7 +65,7 @@ class ActiveSubstitutions:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Those of then, not those of now."""
+        """Puts back the stand-ins that were in use where the loop began."""
         with ExitStack() as stack:
             for substitutes in self.substitutes:
                 if not any(substitutes is other for other in here.substitutes):

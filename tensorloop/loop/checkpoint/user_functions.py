@@ -14,7 +14,7 @@ class Watched:
         self.on = True  # whether calls are recorded
 
     def __call__(self, *args: Any) -> Any:
-        # `user_code` by hand: at every step, a generator's context would cost as much as all the rest here.
+        # No context manager sets and resets these: at every step it would cost as much as all the rest here.
         in_library, here.in_library = here.in_library, False
         outer, nodes, here.nodes = here.recorder, here.nodes, self.captures.nodes
         try:

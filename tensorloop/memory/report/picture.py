@@ -39,7 +39,7 @@ def draw(title: str, panels: Sequence[Panel], groups: Sequence[Bars]) -> "Figure
 
 
 def charts(panels: Sequence[Panel], groups: Sequence[Bars]) -> list[str]:
-    """The same as HTML; nothing where there is nothing to draw, or matplotlib is not installed: tables stay."""
+    """Panels and bars as HTML; empty where there is nothing to draw, or matplotlib is not installed: tables stay."""
     if not (panels or groups) or importlib.util.find_spec("matplotlib") is None:
         return []
     return [embed(draw("", panels, groups), "; ".join(chart.title for chart in (*panels, *groups)))]

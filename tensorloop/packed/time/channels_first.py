@@ -209,7 +209,7 @@ def _unwrap(x: Any) -> Any:
 
 
 def _unwrap_all(x: Any) -> Any:
-    """The same where all that is packed must be seen channels first."""
+    """Unwraps arguments, and refuses packed tensors that are not seen channels first."""
     _refuse_other_order(x)
     return type(x)(map(_unwrap_all, x)) if type(x) in (list, tuple) else _unwrap(x)
 
