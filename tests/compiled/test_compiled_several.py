@@ -119,7 +119,7 @@ def test_a_kernels_gradient_is_not_stored_at_each_step():
     outcome(BODIES["conv of the carry"], "strict")
     (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
     program = next(iter(plan._backward.values())).program
-    shapes = [tuple(n.meta["val"].shape) for n in program.split.outs]
+    shapes = [tuple(n.meta["val"].shape) for n in program.partition.outs]
     assert shapes
     assert set(shapes) == {(B, C, L)}
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tensorloop.compiler.step import CoreCall, Recurrence
+from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu import emit
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tests.support.recurrences import interpreted, places, recurrence
@@ -225,9 +225,7 @@ _RESULTS = {name: body(_X, _YS[0]) for name, body in FLOAT.items()}
 GROUPS = [list(FLOAT)[n : n + 12] for n in range(0, len(FLOAT), 12)]
 
 
-def check(
-    names: list[str], rec: Recurrence, ys: list[Tensor], x: Tensor, folder: Folder, tolerances: list[float]
-) -> None:
+def check(names: list[str], rec: Step, ys: list[Tensor], x: Tensor, folder: Folder, tolerances: list[float]) -> None:
     """The outs are those of torch; `names` has the operation of each."""
     found, expected = places(rec, 2)[0], places(rec, 2)[0]
     emit(rec, folder=folder)(CoreCall(2, (), ys, [x], found, ()))

@@ -79,11 +79,11 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
     with quiet_fakes():
         step, fakes = made(SYMBOLS)
         plan = ArrayPlan(step, fakes, wants, grad=grad, reverse=reverse, growth=found.growth)
-        if plan.step is not step:  # their pairs would be no arguments of the step
+        if plan.trace is not step:  # their pairs would be no arguments of the step
             raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
         step, fakes = made(OTHERS)
-        other = with_gradients(step, functional(step, fakes), fakes, wants, grad)
-    if not same_but_for_lengths(plan.traced.graph, other.graph):
+        other = with_gradients(step, functional(step, fakes), fakes, wants, grad=grad)
+    if not same_but_for_lengths(plan.step.graph, other.step.graph):
         raise Refused(
             "what torch makes of its operations depends on the length of an array in the carry",
             "read slots that every length has, or set compile=False",
@@ -91,7 +91,7 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
     if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
-    plan.writes = logged(plan.traced)
+    plan.writes = logged(plan.step)
     base.let_go()
     template.forget()
     return plan
