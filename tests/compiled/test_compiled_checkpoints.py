@@ -316,9 +316,9 @@ def test_kept_carries_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[RunInBlocks] = []
     make = RunInBlocks.__init__
 
-    def noted(self: RunInBlocks, *args: Any) -> None:
+    def noted(self: RunInBlocks, *args: Any, **options: Any) -> None:
         runs.append(self)
-        make(self, *args)
+        make(self, *args, **options)
 
     monkeypatch.setattr("tensorloop.loop.compiled.run.in_blocks.MOST_STEPS", 4)
     monkeypatch.setattr(RunInBlocks, "__init__", noted)

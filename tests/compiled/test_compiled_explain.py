@@ -64,13 +64,13 @@ def test_a_map_has_no_loop():
     outcome(CASES["mapped"], torch.float32, "strict")
     (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
     assert plan.forward.core is None
-    assert plan.backward(frozenset()).core is None
+    assert plan.backward().core is None
 
 
 def splits() -> tuple[Partition, Partition]:
     """Those of the one plan there is, forward and backward."""
     (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
-    return plan.forward.partition, plan.backward(frozenset()).partition
+    return plan.forward.partition, plan.backward().partition
 
 
 def test_a_loop_stores_once_what_is_asked_for_and_nothing_else():

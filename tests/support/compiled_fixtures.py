@@ -35,7 +35,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, checked)
 
     after(plan, "with_gradients", lambda found: [(found.step, False)])
-    after(plan, "backward_step", lambda found: [(found.step, False)])
+    after(plan, "backward_step", lambda found: [(found, False)])
     after(program, "divide", lambda found: [(found.loop, True)])
 
 

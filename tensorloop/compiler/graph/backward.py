@@ -27,18 +27,6 @@ class Missing(NamedTuple):
         return outs | {gradients.next_carry_grads[i] for i in self.carry}
 
 
-class BackwardStep(NamedTuple):
-    """A step backward, and of which sequences and invariants of the step forward it has the gradients, in order.
-
-    Its sequences are what was kept, then the gradients of outs; its carry is the gradient of the carry; its outs are
-    the gradients of sequences, its sums those of invariants.
-    """
-
-    step: Step
-    sequences: list[int]
-    invariants: list[int]
-
-
 def zeros_in(gradients: StepWithGradients, missing: Missing) -> set[fx.Node]:
     """What is zero in a step with gradients where these, of those that come, are missing."""
     coming = [*gradients.next_carry_grads.values(), *gradients.out_grads.values()]
@@ -51,10 +39,12 @@ def zeros_in(gradients: StepWithGradients, missing: Missing) -> set[fx.Node]:
     return zero
 
 
-def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missing: Missing) -> BackwardStep:
+def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missing: Missing) -> Step:
     """The step backward, in a graph of its own, where `saved` was kept and some gradients are missing.
 
-    What those would be multiplied with is not computed: it may be infinite.
+    Its sequences are what was kept, then the gradients of outs that are not missing; its carry is the gradient of the
+    carry. Its outs are the gradients of sequences, its sums those of invariants, of those that get one, by place. What
+    a missing gradient would be multiplied with is not computed: it may be infinite.
     """
     forward, zero = gradients.step, zeros_in(gradients, missing)
     graph, new, gone = fx.Graph(), dict[fx.Node, fx.Node](), missing.of(gradients)
@@ -77,26 +67,23 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
         new[n].replace_all_uses_with(zeros)
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
         last.append(zeros)
+    carry = sorted(gradients.next_carry_grads.items())
     found = Gradients(*({k: new[g] for k, g in sorted(grads.items()) if g not in zero} for grads in gradients.found))
-    next_carry = []
-    for i, n in sorted(gradients.next_carry_grads.items()):
-        if i not in found.carry:
-            found.carry[i] = _zeros(graph, n.meta["val"])
-        next_carry.append(found.carry[i])
-    graph.output((*next_carry, *found.sequences.values(), *found.invariants.values()))
+    next_carry = tuple(found.carry.get(i) or _zeros(graph, n.meta["val"]) for i, n in carry)
     coming = [new[n] for _, n in sorted(gradients.out_grads.items()) if n not in gone]
     step = Step(
         graph,
         tuple(new[n] for n in forward.invariants),
         (*(new[n] for n in saved), *coming),
-        tuple(new[n] for _, n in sorted(gradients.next_carry_grads.items())),
-        tuple(next_carry),
+        tuple(new[n] for _, n in carry),
+        next_carry,
         tuple(found.sequences.values()),
         tuple(found.invariants.values()),
         reverse=not forward.reverse,
         growth=tuple(-more for more in forward.growth),
     )
-    return BackwardStep(step, [*found.sequences], [*found.invariants])
+    graph.output(step.outputs)
+    return step
 
 
 def _not_zero(n: fx.Node, zero: Container[fx.Node]) -> fx.Node | None:

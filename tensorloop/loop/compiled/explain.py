@@ -53,7 +53,7 @@ def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
     """The explanation of a compiled loop; `rows` says what becomes of those that stop."""
     lines = [f"{name}: compiled", *([rows] if rows else []), *_program("forward", plan.forward)]
     if plan.grad:
-        lines += _program("backward", plan.backward(frozenset()))
+        lines += _program("backward", plan.backward())
         kept = [_named(n) for n in plan.saved if n not in plan.step.sequences and n not in plan.versions]
         lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
     else:

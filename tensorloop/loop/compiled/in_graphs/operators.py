@@ -49,7 +49,8 @@ class Prepared:
         k = self.written.k
         if k is None or not self.plan.grad:
             return RunAtOnce(self.plan, steps)
-        return RunInBlocks(self.plan, steps, steps, blocks_of(self.plan, Checkpoints(k), known=True), "scan")
+        blocks = blocks_of(self.plan, Checkpoints(k), known=True)
+        return RunInBlocks(self.plan, steps, most=steps, blocks=blocks, name="scan")
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All inputs of a run, as it wants them."""

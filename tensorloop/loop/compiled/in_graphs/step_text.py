@@ -33,17 +33,11 @@ class Written:
     def text(self) -> str:
         """As text."""
         s = self.step
+        roles = s.carry, s.sequences, s.invariants, s.next_carry, s.outs
         return json.dumps(
             {
                 "operations": [[str(o.function), _put(o.args), _put(o.kwargs), _put(o.results)] for o in s.operations],
-                "step": [
-                    list(s.carry),
-                    list(s.sequences),
-                    list(s.invariants),
-                    list(s.next_carry),
-                    list(s.outs),
-                    s.writes,
-                ],
+                "step": [*map(list, roles), s.writes],
                 "inputs": [[shape, _put(dtype)] for shape, dtype in self.inputs],
                 "constants": [[_put(x.dtype), list(x.shape), _put(x.flatten().tolist())] for x in self.constants],
                 "reverse": self.reverse,

@@ -88,7 +88,7 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
             "what torch makes of its operations depends on the length of an array in the carry",
             "read slots that every length has, or set compile=False",
         )
-    if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
+    if plan.grad and (lack := plan.backward().lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
     plan.writes = logged(plan.step)
@@ -160,7 +160,7 @@ def _stays_in_memory(found: Recorded, plan: ArrayPlan, steps: int) -> bool:
     """
     starts = found.arrays.starts
     last = [n + more * (steps - 1) for n, more in zip(starts, found.growth, strict=True)]
-    programs = [(plan.forward, starts), *([(plan.backward(frozenset()), last)] if plan.grad else [])]
+    programs = [(plan.forward, starts), *([(plan.backward(), last)] if plan.grad else [])]
     return all(program.core is None or program.core.fits(steps, lengths) for program, lengths in programs)
 
 

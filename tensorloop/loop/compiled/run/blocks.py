@@ -20,12 +20,10 @@ from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
-from tensorloop.loop.compiled.run.drawn_numbers import Draws
 from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
 from tensorloop.loop.compiled.run.node import RunAtOnce
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program, Ran
-from tensorloop.loop.compiled.run.python_condition import Asking
 from tensorloop.schedule import Schedule
 
 MOST_STEPS = 128  # in a block: more would run no faster
@@ -58,24 +56,19 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)
 
 
+@dataclasses.dataclass
 class RunInBlocks(RunAtOnce):
-    """One loop that runs by a plan in blocks."""
+    """A loop that runs by a plan in blocks. It ends after `most` steps, if not before."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        steps: int | None,
-        most: int | None,
-        blocks: Blocks,
-        name: str,
-        draws: Draws | None = None,
-        lengths: Sequence[int] = (),
-        ask: Asking | None = None,
-    ) -> None:
-        super().__init__(plan, steps, draws=draws, lengths=lengths, ask=ask)
-        self.known, self.most = plan.step.going is None and ask is None, most
-        self.arrays = ArrayMemory(plan, lengths)
-        self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
+    blocks: Blocks = dataclasses.field(kw_only=True)
+    name: str = dataclasses.field(kw_only=True)
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        plan, blocks, draws = self.plan, self.blocks, self.draws
+        self.known = plan.step.going is None and self.ask is None
+        self.arrays = ArrayMemory(plan, self.lengths)
+        self.schedule, self.size = blocks.schedule, blocks.size
         few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step + bytes_a_step(plan), 1))
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import value_of
-from tensorloop.loop.compiled.run.plan import Plan, Reversed
+from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Pool
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -35,18 +35,17 @@ class GradientSums:
     def __init__(self, plan: Plan, steps: int, coming: Coming, *, exact: bool = False) -> None:
         nodes = [plan.step.next_carry[i] for i in plan.flowing_carry]
         self.plan, self.steps, self.coming, self.exact = plan, steps, coming, exact
-        self.carry = [
-            x.clone() if grows(n) else x for n, x in zip(nodes, coming.carry, strict=True)
-        ]  # arrays' change in place
+        # Gradients of arrays change in place.
+        self.carry = [x.clone() if grows(n) else x for n, x in zip(nodes, coming.carry, strict=True)]
         self.absent = coming.missing.carry if exact else frozenset[int]()
         self.pool: Pool = {}  # what parts get is copied, or gone before the next
         self.sequences: dict[int, Tensor] = {}  # by place
         self.invariants: dict[int, Tensor] = {}
 
     @property
-    def reversed(self) -> Reversed:
-        """What runs next."""
-        return self.plan.reversed(Missing(self.coming.missing.outs, self.absent))
+    def missing(self) -> Missing:
+        """The gradients that are missing at the step that is next."""
+        return Missing(self.coming.missing.outs, self.absent)
 
     def reverse(
         self, part: slice, invariants: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int] = ()
@@ -57,7 +56,7 @@ class GradientSums:
             following = frozenset[int]()
             count = left.stop - left.start
             if self.absent:
-                following = self.plan.reached(Missing(self.coming.missing.outs, self.absent)).none
+                following = self.plan.reached(self.missing).none
                 count = count if following == self.absent else 1
             cut = left.start + count if turned else left.stop - count
             now, left = (slice(left.start, cut), slice(cut, left.stop)) if turned else (
@@ -73,27 +72,28 @@ class GradientSums:
     def _reverse(
         self, part: slice, invariants: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int]
     ) -> None:
-        found, count = self.reversed, part.stop - part.start
-        if count == self.steps:
-            given = [*saved, *self.coming.outs]
-            self.carry, _, sequences, sums, _ = found.program(count, invariants, given, self.carry, lengths)
-            self.sequences, self.invariants = (
-                dict(zip(found.sequences, sequences, strict=True)),
-                dict(zip(found.invariants, sums, strict=True)),
-            )
+        program, reached, count = (
+            self.plan.backward(self.missing),
+            self.plan.reached(self.missing),
+            part.stop - part.start,
+        )
+        whole = count == self.steps
+        given = [*saved, *(g if whole else g[part] for g in self.coming.outs)]
+        pool = None if whole else self.pool
+        self.carry, _, outs, sums, _ = program(count, invariants, given, self.carry, lengths, pool=pool)
+        sequences = dict(zip(sorted(reached.sequences), outs, strict=True))
+        terms = dict(zip(sorted(reached.invariants), sums, strict=True))
+        if whole:
+            self.sequences, self.invariants = sequences, terms
             return
-        given = [*saved, *(g[part] for g in self.coming.outs)]
-        self.carry, _, sequences, sums, _ = found.program(count, invariants, given, self.carry, lengths, pool=self.pool)
-        for k, g in zip(found.sequences, sequences, strict=True):
+        for k, g in sequences.items():
             if k not in self.sequences:
                 self.sequences[k] = room_for(self.steps, value_of(self.plan.step.sequences[k]), zeros=self.exact)
             self.sequences[k][part] = g
-        fresh = [k for k in found.invariants if k not in self.invariants]
-        places = dict(zip(found.invariants, sums, strict=True))
-        for k, g in places.items():
-            if k in self.invariants:
-                self.invariants[k].add_(g)
-        self.invariants |= dict(zip(fresh, _own([places[k] for k in fresh]), strict=True))
+        fresh = [k for k in terms if k not in self.invariants]
+        for k in terms.keys() & self.invariants.keys():
+            self.invariants[k].add_(terms[k])
+        self.invariants |= dict(zip(fresh, _own([terms[k] for k in fresh]), strict=True))
 
     def sound(self) -> bool:
         """Whether zeros for what is missing gave numbers alone; a sum shows it, if one is there that is none."""

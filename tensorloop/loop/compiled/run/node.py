@@ -87,7 +87,7 @@ class RunAtOnce:
     def reverse(self, total: GradientSums, tensors: list[Tensor], saved: list[Tensor]) -> GradientSums:
         """Takes gradients through all steps, part by part."""
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
-        size = max(1, room // max(total.reversed.program.bytes_a_step, 1))
+        size = max(1, room // max(self.plan.backward(total.missing).bytes_a_step, 1))
         invariants, reverse, end = self.split(tensors)[2], self.plan.step.reverse, self.done
         for count, kept in reversed(self.pieces(saved)):
             end -= count

@@ -27,6 +27,7 @@ from tensorloop.loop.compiled.pays import Clock
 from tensorloop.loop.compiled.run.program import Program
 
 MOST_PLANS = 128
+NONE = Missing()
 MOST_LENGTHS = 64  # of loops, for which a plan remembers which gradients there are
 
 
@@ -36,14 +37,6 @@ class Reached(NamedTuple):
     none: frozenset[int]
     sequences: frozenset[int]
     invariants: frozenset[int]
-
-
-class Reversed(NamedTuple):
-    """A program backward, and of which sequences and invariants it gives the gradients, in order."""
-
-    program: Program
-    sequences: list[int]
-    invariants: list[int]
 
 
 class Write(NamedTuple):
@@ -86,7 +79,7 @@ class Plan:
         self.forward = Program(dataclasses.replace(step, outs=tuple(dict.fromkeys([*step.outs, *new]))))
         self._places = {n: i for i, n in enumerate(self.forward.step.outs)}
         self._replays: dict[str, Program] = {}
-        self._backward: dict[Missing, Reversed] = {}
+        self._backward: dict[Missing, Program] = {}
         self._reached: dict[Missing, Reached] = {}
         self._reached_in: dict[tuple[Missing, int], Reached] = {}
         self._lock = threading.Lock()
@@ -162,16 +155,11 @@ class Plan:
                 found |= dict.fromkeys(those, i)
         return found
 
-    def backward(self, missing: frozenset[int]) -> Program:
-        """The program backward where these outs got no gradient."""
-        return self.reversed(Missing(missing)).program
-
-    def reversed(self, missing: Missing) -> Reversed:
-        """The program backward where these gradients are missing, and what it gives."""
+    def backward(self, missing: Missing = NONE) -> Program:
+        """The program backward where these gradients are missing; `reached` says what it gives."""
         with self._lock:
             if (found := self._backward.get(missing)) is None:
-                step, *places = backward_step(self.gradients, self.saved, missing)
-                found = self._backward[missing] = Reversed(Program(step), *places)
+                found = self._backward[missing] = Program(backward_step(self.gradients, self.saved, missing))
             return found
 
     def reached(self, missing: Missing) -> Reached:
@@ -234,7 +222,7 @@ class Plan:
     @property
     def work(self) -> int:
         """Operations of a step, roughly, backward too; 0 where nobody counts them."""
-        programs = [self.forward, *([self.backward(frozenset())] if self.grad else [])]
+        programs = [self.forward, *([self.backward()] if self.grad else [])]
         return sum(getattr(program.core, "work", 0) for program in programs)
 
     def bytes_of_carry(self) -> int:

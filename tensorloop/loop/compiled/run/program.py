@@ -79,11 +79,6 @@ class Program:
         self._promised = [*(promise(n, each=True) for n in step.outs), *(promise(n, each=False) for n in step.sums)]
         self.bytes_a_step = self._bytes_a_step(made)
 
-    @property
-    def native(self) -> bool:
-        """Whether the loop, where there is one, runs as one native function."""
-        return self.lacking is None
-
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
         """What the loop is given, stores and gives of each step, beside the sequences that come from outside."""
         given = {*self.step.sequences, *self.step.carry}  # states before the steps are those after them, a step on
@@ -147,7 +142,9 @@ class Program:
         fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
         self._hold(fed, self._promised_before, steps)
         sums = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._sums]
-        last, done, outs, going = self._loop(self.core, steps, fed, carry, sums, lengths, ask, pool)
+        n, m = len(self.partition.loop_invariants), len(self.partition.loop_sequences)
+        call = CoreCall(steps, fed[:n], fed[n : n + m], carry, (), sums, lengths)
+        last, done, outs, going = self._loop(self.core, call, ask, pool)
         more = [fed[i] for i, _ in self._places]
         if done < steps:
             part = slice(steps - done, steps) if self.step.reverse else slice(done)
@@ -167,25 +164,17 @@ class Program:
             check_values(values, promised, steps)
 
     def _loop(
-        self,
-        core: Core,
-        steps: int,
-        fed: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        sums: Sequence[Tensor],
-        lengths: Sequence[int],
-        ask: Ask | None,
-        pool: Pool | None,
+        self, core: Core, call: CoreCall, ask: Ask | None, pool: Pool | None
     ) -> tuple[list[Tensor], int, list[Tensor], bool]:
         """(the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
-        n, reverse = len(self.partition.loop_invariants), self.step.reverse
-        invariants, sequences = fed[:n], fed[n : n + len(self.partition.loop_sequences)]
+        (steps, invariants, sequences, carry, _, sums, lengths), reverse = call, self.step.reverse
         memory = self._memory(steps, pool)
         for r, x in zip(self._rooms, memory, strict=True):
             r.begin(x, carry)
         state = list(carry)
         for i, more in self._arrays.items():
-            state[i] = _with_room(carry[i], max(more, 0) * steps)
+            x = carry[i]  # with the slots that lie behind it in its memory
+            state[i] = x.as_strided((len(x) + max(more, 0) * steps, *x.shape[1:]), x.stride())
         outs = [r.after(x) for r, x in zip(self._rooms, memory, strict=True)]
         if ask is None:
             last, done = core(CoreCall(steps, invariants, sequences, state, outs, sums, lengths))
@@ -219,11 +208,6 @@ class Program:
             if pool is not None:
                 pool[self] = room, memory
         return memory
-
-
-def _with_room(array: Tensor, more: int) -> Tensor:
-    """An array with slots that lie behind it in its memory."""
-    return array.as_strided((len(array) + more, *array.shape[1:]), array.stride())
 
 
 class _Room:

@@ -118,7 +118,7 @@ def _planned(
     found: Recorded, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: Asking | None
 ) -> RunAtOnce:
     """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
-    loop, draws = found.loop, None
+    loop, lengths, draws = found.loop, found.arrays.starts, None
     if found.draws:
         assert found.recorder is not None
         draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.step.reverse)
@@ -131,12 +131,11 @@ def _planned(
         blocks = blocks_of(plan, checkpoints, plan.step.going is None and ask is None)
     elif draws is not None and not plan.grad:
         blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+    elif steps is None:
+        return RunInParts(plan, None, lengths=lengths, ask=ask, most=loop.length)
     else:
-        lengths = found.arrays.starts
-        if steps is None:
-            return RunInParts(plan, None, lengths=lengths, ask=ask, most=loop.length)
         return RunAtOnce(plan, steps, draws=draws, lengths=lengths, ask=ask)
-    return RunInBlocks(plan, steps, loop.length, blocks, loop.name, draws, found.arrays.starts, ask)
+    return RunInBlocks(plan, steps, 0, draws, lengths, ask, most=loop.length, blocks=blocks, name=loop.name)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:
