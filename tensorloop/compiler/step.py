@@ -1,10 +1,9 @@
-"""What one native loop does, and what a back end makes of it.
+"""A step of a loop, as a graph: the form that it has from its capture to the machine code.
 
-One object serves the forward loop and the reversed backward one:
+    (invariants, sequences[t], carry) -> (next carry, outs[t], what is added to sums)
 
-    (invariants, sequences[t], carry) -> (next carry, outs[t], terms)
-
-`outs[t]` are stored, `terms` are added into sums, and all of it is a graph of aten operations on fake tensors.
+One form serves the loop that a user wrote, the reversed loop of its gradients, and what is left of either to run step
+by step once the rest is computed for all steps at once.
 """
 
 import dataclasses
@@ -23,13 +22,18 @@ class Unsupported(Exception):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recurrence:
-    """A step as a graph. Placeholders stand in the order invariants, sequences, carry.
+class Step:
+    """The part of a graph between some inputs and some outputs, each with its role.
+
+    A step need not be all of its graph: the loops forward and backward, and replays of either, are cut out of one graph
+    in which the step was traced with its gradients. So an input may be any node: the sequences of a loop backward are
+    what the loop forward kept. A core is given a step that has a graph of its own (`partition.extract`), whose
+    placeholders are the inputs and whose output has the outputs, both in the order of the roles here.
 
     Every node is a placeholder, the output, or a call of an aten overload without side effects; `meta["val"]` holds its
-    fake value: a tensor, or a tuple of them. Nothing has gradients. A sequence's placeholder is one step's slice. An
-    out may be any node: a placeholder of the carry stores the state before the step. `going`, where there is one, is a
-    bool tensor of one element, computed from this step's *next* carry: the loop ends after a step that gives false.
+    fake value: a tensor, or a tuple of them. Nothing has gradients. A sequence's value is one step's slice. An out may
+    be any node: an input of the carry stores the state before the step. `going`, where there is one, is a bool tensor
+    of one element, computed from this step's *next* carry: the loop ends after a step that gives false.
 
     A carry whose value `grows` (`lengths`) is an array in memory of the caller's, which is changed in place; a sequence
     that grows is one that is only read. `growth` says what a step adds to their lengths, by symbol.
@@ -40,11 +44,21 @@ class Recurrence:
     sequences: tuple[fx.Node, ...]
     carry: tuple[fx.Node, ...]
     next_carry: tuple[fx.Node, ...]
-    outs: tuple[fx.Node, ...]
-    terms: tuple[fx.Node, ...]
-    reverse: bool = False
+    outs: tuple[fx.Node, ...] = ()
+    sums: tuple[fx.Node, ...] = ()
     going: fx.Node | None = None
+    reverse: bool = False
     growth: tuple[int, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """What goes in, in the order of a core's placeholders."""
+        return *self.invariants, *self.sequences, *self.carry
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """What comes out, in the order of a core's outputs."""
+        return *self.next_carry, *self.outs, *self.sums, *(() if self.going is None else (self.going,))
 
 
 class CoreCall(NamedTuple):
@@ -65,7 +79,7 @@ class CoreCall(NamedTuple):
 
 
 class Core(Protocol):
-    """A recurrence made runnable. It may be called from several threads at once. `way` says how it runs, in words."""
+    """A step made runnable. It may be called from several threads at once. `way` says how it runs, in words."""
 
     way: str
 

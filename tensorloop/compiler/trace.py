@@ -14,7 +14,7 @@ from tensorloop.compiler.operations import aten
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """The number of a tensor of a step: its arguments first, then captures and results as they are met."""
+    """The number of a tensor of a step: its arguments first, then invariants and results as they are met."""
 
     number: int
 
@@ -40,27 +40,27 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """What one step did, its tensors as numbers: what goes in and comes out, and a condition's answer."""
+class Trace:
+    """What one step did, its tensors as numbers: each role of a `Step`, and whether it writes to tensors in place."""
 
     operations: Sequence[Operation]
     carry: Sequence[int]
-    xs: Sequence[int]
-    captures: Sequence[int]
+    sequences: Sequence[int]
+    invariants: Sequence[int]
     next_carry: Sequence[int]
-    ys: Sequence[int]
-    answer: int | None
+    outs: Sequence[int]
+    going: int | None
     writes: bool
 
     @property
     def inputs(self) -> list[int]:
-        """The numbers of all that goes in."""
-        return [*self.carry, *self.xs, *self.captures]
+        """The numbers of all that goes in: carry, sequences, invariants."""
+        return [*self.carry, *self.sequences, *self.invariants]
 
     @property
     def outputs(self) -> list[int]:
-        """The numbers of all that comes out."""
-        return [*self.next_carry, *self.ys, *([] if self.answer is None else [self.answer])]
+        """The numbers of all that comes out: next carry, outs, whether it goes on."""
+        return [*self.next_carry, *self.outs, *([] if self.going is None else [self.going])]
 
     def replay(self, *tensors: Tensor) -> list[Tensor]:
         """Does the operations again, with other tensors."""

@@ -1,20 +1,25 @@
-"""What a pass over a step must keep: each node gives what its graph says, each stage gives what its nodes say.
+"""What a pass over a step must keep: its roles, its operations, and that each node gives what its graph says.
 
 A graph of a step says of each node which shape and dtype it gives (`meta["val"]`), as it was when the step was traced.
-Passes put other operations in the place of those: this holds them against it, once for each plan (`check_graph`), and
-what the stages that compute all steps at once give, in a program's first calls (`check_values`).
+Passes put other operations in the place of those, and cut steps out of graphs. `verify` holds a step against what it
+claims to be: for each plan once, and after each pass in tests. `check_values` looks at what is computed for all steps
+at once, in a program's first calls.
 """
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import Sized, actual, grows, shape_of, shapes_of
-from tensorloop.compiler.operations import value_of
+from tensorloop._torch.fake import fake_tensors
+from tensorloop.compiler.lengths import Sized, actual, grows, growth_of, shape_of, shapes_of
+from tensorloop.compiler.operations import value_of, values_of
 from tensorloop.compiler.refused import GAP, Refused
+from tensorloop.compiler.step import Step
+from tensorloop.compiler.walks import needed_for
 
 _LENGTH = 19  # slots of an array in the carry, while its graph is tried
 
@@ -26,18 +31,81 @@ class Broken(Refused):
         super().__init__(reason, GAP)
 
 
-def check_graph(graph: fx.Graph, examples: Sequence[Tensor], lengths: int = 0) -> None:
+def verify(step: Step, examples: Sequence[Tensor] | None = None, *, alone: bool = False) -> None:
+    """Raises `Broken` where a step is not what it claims to be, or its graph does not give what it says.
+
+    `examples` are the graph's first inputs, for a run on real numbers; without, the graph runs on fakes. A step that is
+    `alone` has all of its graph.
+    """
+    check_roles(step, alone=alone)
+    check_graph(step.graph, examples, len(step.growth))
+
+
+def check_roles(step: Step, *, alone: bool = False) -> None:
+    """Raises `Broken` where nodes are no operations, are not there when they are read, or do not have their roles."""
+    _check_nodes(step.graph)
+    nodes, inputs = set(step.graph.nodes), set(step.inputs)
+    for n in (*step.inputs, *step.outputs):
+        if n not in nodes or len(values_of(n)) != 1:
+            raise Broken(f"{n.name} has a role in a step, and is not one tensor of its graph")
+    if len(inputs) < len(step.inputs):
+        raise Broken("one node is two inputs of a step")
+    lacking = [n for n in needed_for(step.outputs, inputs) if n.op == "placeholder" and n not in inputs]
+    if lacking:
+        raise Broken(f"a step needs {lacking[0].name}, which is none of its inputs")
+    if len(step.carry) != len(step.next_carry):
+        raise Broken(f"a carry of {len(step.carry)} tensors becomes one of {len(step.next_carry)}")
+    for c, new in zip(step.carry, step.next_carry, strict=True):
+        before, after, more = value_of(c), value_of(new), growth_of(c, step.growth)
+        first, *rest = (*shape_of(c), None) if more is None else (shape_of(c)[0] + more, *shape_of(c)[1:], None)
+        if (*shape_of(new), None) != (first, *rest) or after.dtype is not before.dtype:
+            raise Broken(f"{new.name}, {_words(after)}, is the next of a carry that is {_words(before)}")
+    if step.going is not None and (value_of(step.going).dtype is not torch.bool or value_of(step.going).numel() != 1):
+        raise Broken(f"whether a loop goes on is said by {_words(value_of(step.going))}")
+    if alone:
+        given = tuple(n for n in step.graph.nodes if n.op == "placeholder")
+        if given != step.inputs or step.graph.output_node().args[0] != step.outputs:
+            raise Broken("a step's graph has other inputs or outputs than the step")
+
+
+def _check_nodes(graph: fx.Graph) -> None:
+    there = set[fx.Node]()
+    for n in graph.nodes:
+        if n.op not in ("placeholder", "call_function", "output"):
+            raise Broken(f"{n.name} is a node of kind {n.op}")
+        if n.op == "call_function" and not _is_operation(n.target):
+            raise Broken(f"{n.target} is no operation without side effects")
+        for a in n.all_input_nodes:
+            if a not in there:
+                raise Broken(f"{n.name} reads {a.name}, which is not there yet")
+        if n.op != "output" and "val" not in n.meta:
+            raise Broken(f"of {n.name} nobody knows what it gives")
+        there.add(n)
+
+
+def _is_operation(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.is_mutable
+    return target is operator.getitem
+
+
+def check_graph(graph: fx.Graph, examples: Sequence[Tensor] | None, lengths: int = 0) -> None:
     """Runs a graph once and compares what each node gives with what its meta says; raises `Broken`.
 
-    `examples` are its first inputs; the others are zeros. Of arrays in the carry, of `lengths` different ones, some
-    slots of zeros are made.
+    `examples` are its first inputs, the others are zeros; without, all are fakes. Of arrays in the carry, of `lengths`
+    different ones, some slots of zeros are made.
     """
     sizes = [_LENGTH + 2 * k for k in range(lengths)]
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    given = [*examples, *[None] * (len(inputs) - len(examples))]
+    given = [*(examples or ()), *[None] * (len(inputs) - len(examples or ()))]
     values = [_example(n, x, sizes) for n, x in zip(inputs, given, strict=True)]
+    checked = _Checked(fx.GraphModule(torch.nn.Module(), graph), sizes)
     with torch.no_grad(), contextlib.suppress(*([IndexError] if lengths else [])):  # a slot that is in longer ones
-        _Checked(fx.GraphModule(torch.nn.Module(), graph), sizes).run(*values)
+        if examples is None:
+            with fake_tensors() as fake:
+                checked.run(*map(fake, values))
+        else:
+            checked.run(*values)
 
 
 def _example(node: fx.Node, given: Tensor | None, sizes: Sequence[int]) -> Tensor:
@@ -71,7 +139,7 @@ class _Checked(Sized):
 
 
 class Promise(NamedTuple):
-    """What a stage gives for a node: of each step, or the same for all; None for the shape of what grows."""
+    """What a node has for all steps: of each one, or the same for all; None for the shape of what grows."""
 
     each: bool
     shape: torch.Size | None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import Checkpoints, TensorArray, schedule
-from tensorloop.loop.compiled.run import blocks
+from tensorloop.loop.compiled.run import blocks as in_blocks
 from tensorloop.memory import peak, saved
 from tests.support.array_loops import LOOPS, outcome
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, tensors
@@ -114,8 +114,8 @@ def gradients(d: Inputs, results: Any, **options: Any) -> list[Tensor]:
 @hypothesis.given(st.integers(1, 13), st.integers(1, 5), st.integers(1, 5), st.integers(1, 9))
 def test_any_numbers_of_steps_carries_and_blocks(steps: int, k: int, size: int, at_once: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "MOST_STEPS", size)
-        patch.setattr(blocks, "AT_ONCE", at_once)
+        patch.setattr(in_blocks, "MOST_STEPS", size)
+        patch.setattr(in_blocks, "AT_ONCE", at_once)
         d = Inputs()
         expected = writes_all_ways(d, False, steps)
         found = writes_all_ways(d, "strict", steps, checkpoints=k)
@@ -261,7 +261,7 @@ def remembering(d: Inputs, compile: Any, k: int | None) -> Any:
 @pytest.mark.parametrize("loop", [reading, remembering])
 def test_no_more_is_held_than_by_the_eager_loop(loop: Any, blocks: None, monkeypatch: pytest.MonkeyPatch):
     """Beside the numbers of slots; at the peak, a block more, and the log, which eager loops shorten as they go."""
-    monkeypatch.setattr(blocks, "AT_ONCE", 3)
+    monkeypatch.setattr(in_blocks, "AT_ONCE", 3)
     d = Inputs(steps=120, slots=60)
     element, counts = B * D * 8, {}
     for compile in (False, "strict"):

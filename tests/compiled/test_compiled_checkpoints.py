@@ -11,11 +11,11 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import Checkpoints, schedule
-from tensorloop.loop.compiled.run import blocks
-from tensorloop.loop.compiled.run.blocks import Segmented
+from tensorloop.loop.compiled.run import blocks as in_blocks
+from tensorloop.loop.compiled.run.blocks import RunInBlocks
+from tensorloop.loop.compiled.run.gradient_sums import GradientSums
 from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.loop.compiled.run.program import _Room
-from tensorloop.loop.compiled.run.totals import Totals
 from tensorloop.memory import peak, saved
 from tests.support.compiled_cases import CASES, check_equal, leaf, outcome, rotation
 
@@ -223,13 +223,13 @@ def test_check_is_for_the_eager_loop() -> None:
 def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without checkpoints, too, the gradients of many steps are not in memory at once."""
     parts: list[int] = []
-    reverse = Totals.reverse
+    reverse = GradientSums.reverse
 
-    def counted(self: Totals, part: slice, *args: Any) -> None:
+    def counted(self: GradientSums, part: slice, *args: Any) -> None:
         parts.append(part.stop - part.start)
         reverse(self, part, *args)
 
-    monkeypatch.setattr(Totals, "reverse", counted)
+    monkeypatch.setattr(GradientSums, "reverse", counted)
     monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 0)
     expected, expected_grads = outcome(CASES[name], D, False)
     found, grads = outcome(CASES[name], D, "strict")
@@ -257,7 +257,7 @@ def test_no_more_is_held_than_by_the_eager_loop(known: bool, k: int) -> None:
         counts[compile] = saved(loss).bytes, peak(lambda loss=loss: loss().backward())
     (held, most), (eager_held, eager_most) = counts["strict"], counts[False]
     assert carry <= held <= eager_held + (60 * 8 if known else 0)
-    assert most <= eager_most + blocks.FREE_BYTES
+    assert most <= eager_most + in_blocks.FREE_BYTES
 
 
 def test_blocks_of_large_carries_are_short() -> None:
@@ -301,7 +301,7 @@ def test_blocks_use_one_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append((self, room))
         return make(self, room)
 
-    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 4)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.in_blocks.MOST_STEPS", 4)
     found, expected = gradients(43, 3, "strict"), gradients(43, None, False)
     check_equal(found, expected, 1e-12)
     monkeypatch.setattr(_Room, "made", counted)
@@ -313,15 +313,15 @@ def test_blocks_use_one_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kept_carries_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[Segmented] = []
-    make = Segmented.__init__
+    runs: list[RunInBlocks] = []
+    make = RunInBlocks.__init__
 
-    def noted(self: Segmented, *args: Any) -> None:
+    def noted(self: RunInBlocks, *args: Any, **options: Any) -> None:
         runs.append(self)
-        make(self, *args)
+        make(self, *args, **options)
 
-    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 4)
-    monkeypatch.setattr(Segmented, "__init__", noted)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.in_blocks.MOST_STEPS", 4)
+    monkeypatch.setattr(RunInBlocks, "__init__", noted)
     loss, leaves = turned(60, 4, "strict", known=False)
     (run,) = runs
     kept = [stored.values[0] for stored in run.carries.values() if stored is not None]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import tensorloop as tl
 from docs import partition
-from tensorloop.compiler.divide.partition import Split
-from tensorloop.compiler.step import Recurrence, Unsupported
+from tensorloop.compiler.divide.partition import Partition
+from tensorloop.compiler.step import Step, Unsupported
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support import array_loops
@@ -64,13 +64,13 @@ def test_a_map_has_no_loop():
     outcome(CASES["mapped"], torch.float32, "strict")
     (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
     assert plan.forward.core is None
-    assert plan.backward(frozenset()).core is None
+    assert plan.backward().core is None
 
 
-def splits() -> tuple[Split, Split]:
+def splits() -> tuple[Partition, Partition]:
     """Those of the one plan there is, forward and backward."""
     (plan,) = (p for p in plans._plans.values() if isinstance(p, Plan))
-    return plan.forward.split, plan.backward(frozenset()).split
+    return plan.forward.partition, plan.backward().partition
 
 
 def test_a_loop_stores_once_what_is_asked_for_and_nothing_else():
@@ -109,11 +109,11 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
     from tensorloop.compiler.targets.eager import EagerCore
 
     def without(name: str) -> Any:
-        def native(recurrence: Recurrence) -> EagerCore:
-            for node in recurrence.graph.nodes:
+        def native(step: Step) -> EagerCore:
+            for node in step.graph.nodes:
                 if getattr(node.target, "_opname", "") == name:
                     raise Unsupported(f"{name}: not known", node)
-            return EagerCore(recurrence)
+            return EagerCore(step)
 
         return native
 
@@ -138,7 +138,7 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
 def test_a_compiler_that_fails_costs_speed_alone(monkeypatch: pytest.MonkeyPatch):
     from tensorloop.compiler.targets import cores
 
-    def fails(recurrence: Recurrence) -> Any:
+    def fails(step: Step) -> Any:
         raise OSError("no room on the device")
 
     plans.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.loop.compiled.run import open_end
-from tensorloop.loop.compiled.run.open_end import OpenRun
+from tensorloop.loop.compiled.run.open_end import RunInParts
 from tensorloop.memory import peak, saved
 from tests.support.compiled_cases import check_equal, leaf, rotation
 
@@ -21,14 +21,14 @@ N = 4
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Parts begin with two steps; the numbers of steps of those of the last loop."""
     found: list[int] = []
-    forward = OpenRun.forward
+    forward = RunInParts.forward
 
-    def noted(self: OpenRun, tensors: Any) -> Any:
+    def noted(self: RunInParts, tensors: Any) -> Any:
         results = forward(self, tensors)
         found[:] = self.counts
         return results
 
-    monkeypatch.setattr(OpenRun, "forward", noted)
+    monkeypatch.setattr(RunInParts, "forward", noted)
     monkeypatch.setattr(open_end, "FEW_STEPS", 2)
     monkeypatch.setattr(open_end, "FEW_BYTES", 0)
     monkeypatch.setattr(open_end, "SPARE", 0)

@@ -73,11 +73,11 @@ def made() -> Plan:
 
 def test_what_a_loop_adds_up_is_held_for_no_step():
     run(tags, T, "strict")
-    program = made().backward(frozenset())
-    assert [n.meta["val"].shape for n in program.split.terms] == [(B, N, N)]
+    program = made().backward()
+    assert [n.meta["val"].shape for n in program.partition.sums] == [(B, N, N)]
     assert program.bytes_a_step == B * N * 8  # the gradients of xs
 
 
 def test_halves_are_added_up_by_torch_which_does_so_in_more_bits():
     run(halves, T, "strict")
-    assert all(n.meta["val"].dtype is D for n in made().backward(frozenset()).split.terms)
+    assert all(n.meta["val"].dtype is D for n in made().backward().partition.sums)

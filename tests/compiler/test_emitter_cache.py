@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import cache, compile, emit
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.machine import host
@@ -19,7 +19,7 @@ from tests.support.recurrences import assert_same, recurrence
 GIVEN = (), [torch.randn(4, 3)], [torch.randn(3)]
 
 
-def a_recurrence() -> Recurrence:
+def a_recurrence() -> Step:
     return recurrence(lambda inv, xs, carry: {"carry": [carry[0] * 1.5 + xs[0]], "outs": [carry[0]]}, *GIVEN)
 
 

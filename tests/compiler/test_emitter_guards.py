@@ -57,7 +57,7 @@ def _places(y: Tensor, size: int) -> Tensor:
 
 def stepped(function: Callable[..., Tensor], invariants, slices, carry) -> dict[str, Any]:
     after = function(carry[0], slices[0], invariants[0])
-    return {"carry": [after.to(carry[0].dtype).tanh()], "outs": [after, carry[0] > 0], "terms": [after, after.sum()]}
+    return {"carry": [after.to(carry[0].dtype).tanh()], "outs": [after, carry[0] > 0], "sums": [after, after.sum()]}
 
 
 def given_in(dtype: torch.dtype, rows: int = 3, columns: int = 17) -> Given:

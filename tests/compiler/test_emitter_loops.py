@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tensorloop.compiler.step import CoreCall, Recurrence, Unsupported
+from tensorloop.compiler.step import CoreCall, Step, Unsupported
 from tensorloop.compiler.targets.cpu import emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
@@ -45,7 +45,7 @@ def test_a_cell_runs_as_its_graph_says(name: str, rows: int, features: int, dtyp
 
 def counting(invariants: Sequence[Tensor], slices: Sequence[Tensor], carry: Sequence[Tensor]) -> dict:
     (x,), (c, n) = slices, carry
-    return {"carry": [x * 2 + c[:1], n + 1], "outs": [c, n, x], "terms": [x.sum(), x * c, n]}
+    return {"carry": [x * 2 + c[:1], n + 1], "outs": [c, n, x], "sums": [x.sum(), x * c, n]}
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -116,7 +116,7 @@ def test_integers_and_bools_in_the_carry(folder: Folder) -> None:
         return {
             "carry": [torch.where(even, n // 2, 3 * n + 1), flags ^ even, small + slices[0]],
             "outs": [even, n, small],
-            "terms": [n],
+            "sums": [n],
         }
 
     given: Given = (), [torch.randint(0, 9, (8, 5), dtype=torch.int32)], [
@@ -189,7 +189,7 @@ def test_products_that_sum_over_rows_are_added_up_thread_by_thread(
     def step(invariants, slices, carry):
         (w,), (x, y), (h,) = invariants, slices, carry
         after = (h @ w + x).sin()
-        return {"carry": [after], "outs": [h], "terms": [h.t() @ after, y.t() @ h, after]}
+        return {"carry": [after], "outs": [h], "sums": [h.t() @ after, y.t() @ h, after]}
 
     given: Given = (
         [torch.randn(features, features, dtype=torch.float64) / features],
@@ -288,5 +288,5 @@ def test_products_of_one_shape_are_compiled_once() -> None:
 
 def test_the_core_is_made_of_any_recurrence_with_its_places(folder: Folder) -> None:
     rec = recurrence(counting, (), [torch.randn(6, 3, 5)], [torch.randn(3, 5), torch.tensor(4)])
-    assert isinstance(rec, Recurrence)
+    assert isinstance(rec, Step)
     assert isinstance(emit(rec, folder=folder), NativeCore)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.target import Target
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tests.support.recurrences import Given, assert_same, recurrence
@@ -47,7 +47,7 @@ MIXING = [
 ]
 
 
-def drawn(seed: int, steps: Sequence[Callable[..., Tensor]]) -> tuple[Recurrence, Given]:
+def drawn(seed: int, steps: Sequence[Callable[..., Tensor]]) -> tuple[Step, Given]:
     """A step of some of these, and what it is given."""
     draw = random.Random(seed)
     plan = [(draw.choice(steps), draw.random(), draw.random()) for _ in range(draw.randint(2, 9))]
@@ -59,7 +59,7 @@ def drawn(seed: int, steps: Sequence[Callable[..., Tensor]]) -> tuple[Recurrence
             a, b = (pool[int(len(pool) * (1 - n * n))] if n else pool[-1] for n in (first, second))
             pool.append(function(a, b, invariants[0]).reshape(B, H))
         chosen = [one for n, one in enumerate(pool) if n in stores]
-        return {"carry": [pool[-1], pool[draw.randrange(len(pool))]], "outs": chosen, "terms": [pool[n] for n in adds]}
+        return {"carry": [pool[-1], pool[draw.randrange(len(pool))]], "outs": chosen, "sums": [pool[n] for n in adds]}
 
     torch.manual_seed(seed)
     given = (

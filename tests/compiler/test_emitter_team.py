@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write import team
-from tensorloop.compiler.step import CoreCall, Recurrence
+from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu import compile, emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
@@ -30,7 +30,7 @@ def step_of(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..
 
     def step(invariants, slices, carry):
         made = function(carry[0], slices[0], invariants[0])
-        return {"carry": [made / (1 + made.abs().amax())], "outs": [made], "terms": [made.sum(), made]}
+        return {"carry": [made / (1 + made.abs().amax())], "outs": [made], "sums": [made.sum(), made]}
 
     return step
 
@@ -90,7 +90,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return by
 
 
-def case(name: str, dtype: torch.dtype = torch.float64, rows: int = B, columns: int = H) -> tuple[Recurrence, Given]:
+def case(name: str, dtype: torch.dtype = torch.float64, rows: int = B, columns: int = H) -> tuple[Step, Given]:
     torch.manual_seed(0)
     sizes = ([(columns, columns)], [(5, rows, columns)], [(rows, columns)])
     given: Given = tuple([torch.randn(*size, dtype=dtype) for size in part] for part in sizes)  # pyright: ignore

@@ -1,5 +1,6 @@
 """Graphs and stages are held against what they say they give: each kind of mistake is noticed."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,11 @@ from tensorloop.compiler.divide import all_steps
 from tensorloop.compiler.graph.simplify import _write_anew
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.verify import Broken, Promise, check_graph, check_values, promise
+from tensorloop.compiler.step import Step
+from tensorloop.compiler.verify import Broken, Promise, check_graph, check_values, promise, verify
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tensorloop.loop.compiled.run import plan, program
+from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.both_ways import check_alike, outcome
 
 D = torch.float64
@@ -97,6 +101,128 @@ def test_what_is_as_long_as_an_array():
     check_graph(growing(1), [], 1)
     with pytest.raises(Broken, match=r"gives torch.float64 of shape"):
         check_graph(growing(2), [], 1)
+
+
+# -- steps, as the passes make them
+
+
+def looped(compile: Any) -> list[Tensor]:
+    """A loop with invariants, sequences, outs and a sum in each direction, and its gradients."""
+    w, h, xs = (x.clone().requires_grad_() for x in (torch.eye(3, dtype=D), torch.ones(2, 3, dtype=D), XS))
+    h, ys = tl.scan(lambda h, x: ((new := (h @ w + x).tanh()), (new * x).sum(-1)), h, xs, compile=compile)
+    return [h.detach(), *torch.autograd.grad(h.sum() + ys.sum(), [w, xs])]
+
+
+XS = torch.linspace(-1, 1, 24, dtype=D).view(4, 2, 3)
+MADE: dict[str, Callable[[Plan], tuple[Step | None, bool]]] = {
+    "with_gradients": lambda plan: (plan.step, False),
+    "backward_step": lambda plan: (plan.backward().step, False),
+    "loop forward": lambda plan: (plan.forward.partition.loop, True),
+    "loop backward": lambda plan: (plan.backward().partition.loop, True),
+}
+
+
+def a_call(step: Step) -> fx.Node:
+    return next(n for n in step.graph.nodes if n.op == "call_function" and n.all_input_nodes and n.users)
+
+
+def wrong_dtype(step: Step) -> Step:
+    a_call(step).meta["val"] = a_call(step).meta["val"].float()
+    return step
+
+
+def unknown_value(step: Step) -> Step:
+    del a_call(step).meta["val"]
+    return step
+
+
+def no_operation(step: Step) -> Step:
+    a_call(step).target = torch.sin
+    return step
+
+
+def written_in_place(step: Step) -> Step:
+    a_call(step).target = aten.zero_.default
+    return step
+
+
+def read_too_early(step: Step) -> Step:
+    n = a_call(step)
+    next(iter(n.users)).append(n)
+    return step
+
+
+def lost_sequence(step: Step) -> Step:
+    return dataclasses.replace(step, sequences=())
+
+
+def two_roles(step: Step) -> Step:
+    return dataclasses.replace(step, invariants=(*step.invariants, *step.carry))
+
+
+def lost_carry(step: Step) -> Step:
+    return dataclasses.replace(step, next_carry=step.next_carry[:-1])
+
+
+def another_next_carry(step: Step) -> Step:
+    others = (
+        n for n in step.graph.nodes if n.op != "output" and n.meta["val"].shape != step.carry[0].meta["val"].shape
+    )
+    return dataclasses.replace(step, next_carry=(next(others),))
+
+
+def node_of_another_graph(step: Step) -> Step:
+    return dataclasses.replace(step, outs=(node(graph(), aten.mm.default),))
+
+
+def going_is_no_bool(step: Step) -> Step:
+    return dataclasses.replace(step, going=step.carry[0])
+
+
+WRONG = (wrong_dtype, unknown_value, no_operation, written_in_place, read_too_early, lost_sequence, two_roles,
+         lost_carry, another_next_carry, node_of_another_graph, going_is_no_bool)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_fault_in_what_a_pass_makes_is_found(name: str):
+    for fault in (None, *WRONG):
+        plans.clear()
+        looped("strict")
+        (found,) = (x for x in plans._plans.values() if isinstance(x, Plan))
+        step, alone = MADE[name](found)
+        assert step is not None
+        if fault is None:
+            verify(step, alone=alone)
+            verify(step, [], alone=alone)
+            continue
+        faulty = fault(step)
+        with pytest.raises(Broken):
+            verify(faulty, alone=alone)
+    plans.clear()
+
+
+@pytest.mark.parametrize(("where", "name", "fault"), [
+    (plan, "with_gradients", lambda found: dataclasses.replace(found, step=wrong_dtype(found.step))),
+    (program, "divide", lambda found: dataclasses.replace(found, loop=two_roles(found.loop))),
+], ids=["with_gradients", "divide"])  # fmt: skip
+def test_a_plan_with_a_faulty_step_is_not_made(
+    where: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch, fresh_plans: None
+):
+    done = getattr(where, name)
+    monkeypatch.setattr(where, name, lambda *args, **options: fault(done(*args, **options)))
+    with pytest.raises(RuntimeError, match="not compiled: "):
+        looped("strict")
+
+
+def test_a_faulty_step_backward_is_replaced_by_the_gradient_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, fresh_plans: None
+):
+    done, expected = plan.backward_step, looped(False)
+    monkeypatch.setattr(plan, "backward_step", lambda *args: lost_carry(done(*args)))
+    with pytest.warns(UserWarning, match="the loop's gradient is computed step by step"):
+        found = looped("strict")
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 # -- stages

@@ -47,7 +47,7 @@ ROOMS = {
 # What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
 _OF_THE_COMPILER = (
     *("lengths", "operations", "refused", "step", "trace", "verify", "walks"),
-    *("graph.capture", "graph.complex_pairs", "graph.simplify"),
+    *("graph.backward", "graph.capture", "graph.complex_pairs"),
     *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.cores", "targets.cpu"),
 )
 # A module that others may import although it is not the face of its room -> the rooms that do.

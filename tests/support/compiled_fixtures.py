@@ -1,18 +1,44 @@
 """What the tests of compiled loops share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from tensorloop import schedule
+from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import guarded
+from tensorloop.compiler.verify import verify
 from tensorloop.loop.compiled.look.known_calls import paths
 from tensorloop.loop.compiled.run import blocks as in_blocks
-from tensorloop.loop.compiled.run.blocks import Segmented
+from tensorloop.loop.compiled.run import plan, program
+from tensorloop.loop.compiled.run.blocks import RunInBlocks
 from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.loop.compiled.run.program import Program
+
+
+@pytest.fixture(autouse=True)
+def verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass that makes a step of another is held against what its step claims, on fakes.
+
+    The first step of a plan, with its gradients, is held by the plan itself.
+    """
+
+    def after(module: Any, name: str, steps: Callable[[Any], Iterable[tuple[Step | None, bool]]]) -> None:
+        done = getattr(module, name)
+
+        def checked(*args: Any, **options: Any) -> Any:
+            found = done(*args, **options)
+            for step, alone in steps(found):
+                if step is not None:
+                    verify(step, alone=alone)
+            return found
+
+        monkeypatch.setattr(module, name, checked)
+
+    after(plan, "backward_step", lambda found: [(found, False)])
+    after(program, "divide", lambda found: [(found.loop, True)])
 
 
 @pytest.fixture
@@ -45,13 +71,13 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many carries were kept after each change of their number."""
     found: list[int] = []
-    keep = Segmented._keep
+    keep = RunInBlocks._keep
 
-    def counted(self: Segmented, action: schedule.Action, state: list[Tensor]) -> None:
+    def counted(self: RunInBlocks, action: schedule.Action, state: list[Tensor]) -> None:
         keep(self, action, state)
         found.append(len(self.carries))
 
-    monkeypatch.setattr(Segmented, "_keep", counted)
+    monkeypatch.setattr(RunInBlocks, "_keep", counted)
     return found
 
 
@@ -63,8 +89,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
     def counted(self: Program, steps: Any, *args: Any, **options: Any) -> Any:
         result = call(self, steps, *args, **options)
-        (plan,) = plans._plans.values()
-        names = {id(p): name for name, p in plan._replays.items()} | {id(plan.forward): "again"}
+        (one,) = plans._plans.values()
+        names = {id(p): name for name, p in one._replays.items()} | {id(one.forward): "again"}
         name = names.get(id(self), "backward")
         found[name] = found.get(name, 0) + result[1]
         return result

@@ -9,21 +9,21 @@ from torch import Tensor, fx
 from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.compiler.graph.decompositions import after_autograd, before_autograd
 from tensorloop.compiler.graph.simplify import simplified
-from tensorloop.compiler.step import CoreCall, Recurrence
+from tensorloop.compiler.step import CoreCall, Step
 
-Step = Callable[..., dict[str, Any]]
+Body = Callable[..., dict[str, Any]]
 Given = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # invariants, sequences, carry
 
 
 def recurrence(
-    step: Step,
+    step: Body,
     invariants: Sequence[Tensor] = (),
     sequences: Sequence[Tensor] = (),
     carry: Sequence[Tensor] = (),
     *,
     reverse: bool = False,
-) -> Recurrence:
-    """step(invariants, slices, carry) -> {"carry": [...], "outs": [...], "terms": [...], "going": bool tensor}, traced.
+) -> Step:
+    """step(invariants, slices, carry) -> {"carry": [...], "outs": [...], "sums": [...], "going": bool tensor}, traced.
 
     `sequences` have their steps in dim 0, at least one.
     """
@@ -32,7 +32,7 @@ def recurrence(
     def flat(*tensors: Tensor) -> list[Tensor]:
         a, b = len(invariants), len(invariants) + len(sequences)
         made = step(tensors[:a], tensors[a:b], tensors[b:])
-        parts = {name: list(made.get(name, ())) for name in ("carry", "outs", "terms")}
+        parts = {name: list(made.get(name, ())) for name in ("carry", "outs", "sums")}
         parts["going"] = [made["going"]] if "going" in made else []
         counts.update({name: len(part) for name, part in parts.items()})
         return [one for part in parts.values() for one in part]
@@ -47,25 +47,25 @@ def recurrence(
         taken[name] = tuple(results[start : start + count])
         start += count
     a, b = len(invariants), len(invariants) + len(sequences)
-    return Recurrence(
+    return Step(
         graph,
         tuple(places[:a]),
         tuple(places[a:b]),
         tuple(places[b:]),
         taken["carry"],  # pyright: ignore[reportArgumentType]
         taken["outs"],  # pyright: ignore[reportArgumentType]
-        taken["terms"],  # pyright: ignore[reportArgumentType]
-        reverse,
+        taken["sums"],  # pyright: ignore[reportArgumentType]
         taken["going"][0] if taken["going"] else None,  # pyright: ignore[reportArgumentType]
+        reverse,
     )
 
 
-def interpreted(rec: Recurrence, call: CoreCall) -> tuple[list[Tensor], int]:
+def interpreted(rec: Step, call: CoreCall) -> tuple[list[Tensor], int]:
     """What a core does, by torch."""
     steps, invariants, sequences, carry, outs, sums, _ = call
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), rec.graph))
     now, done = list(carry), 0
-    names = [*rec.next_carry, *rec.outs, *rec.terms, *([rec.going] if rec.going is not None else [])]
+    names = rec.outputs
     wanted = rec.graph.output_node().args[0]
     assert len(names) == len(wanted)  # pyright: ignore[reportArgumentType]
     for turn in range(steps):
@@ -82,16 +82,16 @@ def interpreted(rec: Recurrence, call: CoreCall) -> tuple[list[Tensor], int]:
     return [one.clone() for one in now], done
 
 
-def places(rec: Recurrence, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def places(rec: Step, steps: int) -> tuple[list[Tensor], list[Tensor]]:
     """(outs, sums) to fill: ones that show what was not written, and sums that are not zero before."""
     outs = [torch.full((steps, *one.meta["val"].shape), 7).to(one.meta["val"].dtype) for one in rec.outs]
-    sums = [torch.ones(one.meta["val"].shape, dtype=one.meta["val"].dtype) for one in rec.terms]
+    sums = [torch.ones(one.meta["val"].shape, dtype=one.meta["val"].dtype) for one in rec.sums]
     return outs, sums
 
 
 def assert_same(
     core: Any,
-    rec: Recurrence,
+    rec: Step,
     steps: int,
     invariants: Sequence[Tensor] = (),
     sequences: Sequence[Tensor] = (),

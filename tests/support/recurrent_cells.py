@@ -49,7 +49,7 @@ def lstm_backward(inv, xs, carry):
     dc = dc + dh * o * (1 - bent * bent)
     parts = [dc * g * i * (1 - i), dc * c * f * (1 - f), dc * i * (1 - g * g), dh * bent * o * (1 - o)]
     gates = torch.cat(parts, 1)
-    return {"carry": [gates @ w.t(), dc * f], "outs": [gates], "terms": [gates]}
+    return {"carry": [gates @ w.t(), dc * f], "outs": [gates], "sums": [gates]}
 
 
 def rnn(inv, xs, carry):
@@ -63,13 +63,13 @@ def rnn_backward(inv, xs, carry):
     kept = h[:, :1] > 0
     dh = dh + dy
     d = torch.where(kept, dh, 0.0) * (1 - h * h)
-    return {"carry": [torch.where(kept, 0.0, dh) + d @ w.t()], "outs": [d], "terms": [d, d.sum(1)]}
+    return {"carry": [torch.where(kept, 0.0, dh) + d @ w.t()], "outs": [d], "sums": [d, d.sum(1)]}
 
 
 def rnn_bias(inv, xs, carry):
     (w,), (x,), (h,) = inv, xs, carry
     after = (x + h @ w).tanh()
-    return {"carry": [after], "outs": [after], "terms": [after.sum(0), h.t() @ after]}
+    return {"carry": [after], "outs": [after], "sums": [after.sum(0), h.t() @ after]}
 
 
 def gru(inv, xs, carry):
@@ -92,7 +92,7 @@ def layer_norm(inv, xs, carry):
 def vector(inv, xs, carry):
     (w,), (x,), (h,) = inv, xs, carry
     after = (w @ h + x).tanh()
-    return {"carry": [after], "outs": [after], "terms": [torch.outer(after, h)]}
+    return {"carry": [after], "outs": [after], "sums": [torch.outer(after, h)]}
 
 
 def attention(inv, xs, carry):

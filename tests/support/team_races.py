@@ -9,7 +9,7 @@ from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
 from tensorloop.compiler.emitter.write.function import Function
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
 from tensorloop.compiler.emitter.write.team import Cut, Planner, Team
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu.core import lowered
 from tensorloop.compiler.targets.cpu.machine import host
 
@@ -17,7 +17,7 @@ Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # range
 Touched = tuple[dict[object, set[int]], dict[object, set[int]]]  # elements read and written, by whose memory it is
 
 
-def assert_no_race(rec: Recurrence, count: int) -> None:
+def assert_no_race(rec: Step, count: int) -> None:
     """No thread of `count` writes what another one reads or writes before they have met.
 
     Nor would it where every buffer had memory of its own, so that nobody waits for that.

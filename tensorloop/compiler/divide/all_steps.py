@@ -1,8 +1,8 @@
 """One step's operations for all steps at once: the same operations with a leading dim of T.
 
 Each kind of operation has its rule: pointwise ones get dims in between, others count dims from one further on; what has
-no rule runs under `torch.func.vmap` or, where that is not right, step by step. A `Stage` is a graph for tensors that
-hold all steps, and for invariants as they are.
+no rule runs under `torch.func.vmap` or, where that is not right, step by step. A `BatchedGraph` is a graph for tensors
+that hold all steps, and for invariants as they are.
 """
 
 import operator
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.divide.mapped import Mapped, Place
+from tensorloop.compiler.divide.mapped import Mapped, TensorArgument
 from tensorloop.compiler.operations import aten, is_pointwise, value_of
 from tensorloop.compiler.walks import needed_for
 
 
-class Stage:
+class BatchedGraph:
     """A graph under construction. `given` are the nodes whose values go in, in order; `moving` ones hold all steps."""
 
     def __init__(self, given: Iterable[fx.Node], moving: set[fx.Node]) -> None:
@@ -41,7 +41,7 @@ class Stage:
                         once.target = aten.reshape.default
 
     def finished(self, outputs: Iterable[fx.Node]) -> Callable[..., Any]:
-        """The function (steps, *given) -> outputs, which are nodes of the stage."""
+        """The function (steps, *given) -> outputs, which are nodes of the graph."""
         self.graph.output(tuple(outputs))
         for n in reversed(list(self.graph.nodes)):
             if n.op == "call_function" and not n.users:
@@ -86,7 +86,7 @@ class Stage:
         """An operation without a rule, by vmap."""
         nodes = n.all_input_nodes
         place = {a: i for i, a in enumerate(nodes)}
-        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: Place(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: TensorArgument(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         mapped = Mapped(n, args, kwargs, [(value_of(a), a in self.moving) for a in nodes])
         return self.call(mapped, *(self.found[a] for a in nodes))
 
@@ -108,7 +108,7 @@ def _common(n: fx.Node, tensors: Sequence[Tensor]) -> torch.dtype | None:
     return found
 
 
-# -- what stages call
+# -- what these graphs call
 
 
 def _repeated(x: Tensor, steps: int) -> Tensor:
@@ -137,7 +137,7 @@ def rows_times_matrix(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(x.flatten(0, -2), w).view(*x.shape[:-1], w.shape[-1])
 
 
-# -- the rules: rule(stage, node, *args, **kwargs) of the node -> its node in the stage, or None
+# -- the rules: rule(graph, node, *args, **kwargs) of the node -> its node in the graph, or None
 
 Rule = Callable[..., fx.Node | None]
 RULES: dict[Any, Rule] = {}
@@ -158,36 +158,36 @@ def _later(n: fx.Node, dim: int, rank: int | None = None) -> int:
 
 
 @_rule(aten.mm.default)
-def _mm(s: Stage, n: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node | None:
+def _mm(s: BatchedGraph, n: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node | None:
     if a not in s.moving:
         return s.call(torch.matmul, s.found[a], s.found[b])
     return s.call(torch.bmm if b in s.moving else rows_times_matrix, s.found[a], s.found[b])
 
 
 @_rule(aten.bmm.default)
-def _bmm(s: Stage, n: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node | None:
+def _bmm(s: BatchedGraph, n: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node | None:
     return s.call(torch.matmul, s.found[a], s.found[b])
 
 
 @_rule(aten.view.default)
-def _view(s: Stage, n: fx.Node, x: fx.Node, sizes: Any) -> fx.Node | None:
+def _view(s: BatchedGraph, n: fx.Node, x: fx.Node, sizes: Any) -> fx.Node | None:
     return s.call(_reshaped, s.found[x], list(sizes))
 
 
 @_rule(aten.expand.default)
-def _expand(s: Stage, n: fx.Node, x: fx.Node, sizes: Any, **_: Any) -> fx.Node | None:
+def _expand(s: BatchedGraph, n: fx.Node, x: fx.Node, sizes: Any, **_: Any) -> fx.Node | None:
     missing = len(sizes) - value_of(x).dim()
     inner = s.call(_spread, s.found[x], missing) if missing else s.found[x]
     return s.call(_expanded, inner, list(sizes))
 
 
 @_rule(operator.getitem)
-def _part(s: Stage, n: fx.Node, x: fx.Node, index: int) -> fx.Node | None:
+def _part(s: BatchedGraph, n: fx.Node, x: fx.Node, index: int) -> fx.Node | None:
     return s.call(operator.getitem, s.found[x], index)
 
 
 @_rule(aten.convolution.default)
-def _convolution(s: Stage, n: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, *options: Any) -> Any:
+def _convolution(s: BatchedGraph, n: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, *options: Any) -> Any:
     """With a kernel that stays, steps are further rows of the batch."""
     if weight in s.moving or bias in s.moving:
         return None
@@ -199,7 +199,9 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, options: Sequence
 
 
 @_rule(aten.convolution_backward.default)
-def _convolution_backward(s: Stage, n: fx.Node, grad: fx.Node, x: fx.Node, weight: fx.Node, *options: Any) -> Any:
+def _convolution_backward(
+    s: BatchedGraph, n: fx.Node, grad: fx.Node, x: fx.Node, weight: fx.Node, *options: Any
+) -> Any:
     if weight in s.moving or list(options[-1]) != [True, False, False]:
         return None
     return s.call(_spread_back, s.whole(grad), s.whole(x), s.found[weight], options)
@@ -211,17 +213,17 @@ def _spread_back(grad: Tensor, x: Tensor, weight: Tensor, options: Sequence[Any]
 
 
 @_rule(aten.permute.default)
-def _permute(s: Stage, n: fx.Node, x: fx.Node, dims: Any) -> fx.Node | None:
+def _permute(s: BatchedGraph, n: fx.Node, x: fx.Node, dims: Any) -> fx.Node | None:
     return s.call(torch.permute, s.found[x], [0, *(_later(x, d) for d in dims)])
 
 
 @_rule(aten.unsqueeze.default)
-def _unsqueeze(s: Stage, n: fx.Node, x: fx.Node, dim: int) -> fx.Node | None:
+def _unsqueeze(s: BatchedGraph, n: fx.Node, x: fx.Node, dim: int) -> fx.Node | None:
     return s.call(torch.unsqueeze, s.found[x], _later(n, dim))
 
 
 @_rule(aten.select.int, aten.slice.Tensor, aten.flip.default, aten.cumsum.default, aten.cumprod.default)
-def _along(s: Stage, n: fx.Node, x: fx.Node, dim: Any = 0, *rest: Any, **options: Any) -> fx.Node | None:
+def _along(s: BatchedGraph, n: fx.Node, x: fx.Node, dim: Any = 0, *rest: Any, **options: Any) -> fx.Node | None:
     if not value_of(x).dim():
         return None
     dim = [_later(x, d) for d in dim] if isinstance(dim, (list, tuple)) else _later(x, dim)
@@ -229,7 +231,9 @@ def _along(s: Stage, n: fx.Node, x: fx.Node, dim: Any = 0, *rest: Any, **options
 
 
 @_rule(aten.sum.dim_IntList, aten.amax.default, aten.amin.default)
-def _reduce(s: Stage, n: fx.Node, x: fx.Node, dims: Any = (), keep: bool = False, **options: Any) -> fx.Node | None:
+def _reduce(
+    s: BatchedGraph, n: fx.Node, x: fx.Node, dims: Any = (), keep: bool = False, **options: Any
+) -> fx.Node | None:
     rank = value_of(x).dim()
     if not rank:  # of one number, which may become another dtype all the same
         return s.call(_cast, s.found[x], value_of(n).dtype)
@@ -239,7 +243,7 @@ def _reduce(s: Stage, n: fx.Node, x: fx.Node, dims: Any = (), keep: bool = False
 
 @_rule(aten.argmax.default, aten.argmin.default, aten.prod.dim_int, aten.any.dim, aten.all.dim)
 def _reduce_one(
-    s: Stage, n: fx.Node, x: fx.Node, dim: Any = None, keep: bool = False, **options: Any
+    s: BatchedGraph, n: fx.Node, x: fx.Node, dim: Any = None, keep: bool = False, **options: Any
 ) -> fx.Node | None:
     if dim is None or not value_of(x).dim():
         return None
@@ -247,38 +251,38 @@ def _reduce_one(
 
 
 @_rule(aten.cat.default)
-def _cat(s: Stage, n: fx.Node, xs: Any, dim: int = 0) -> fx.Node | None:
+def _cat(s: BatchedGraph, n: fx.Node, xs: Any, dim: int = 0) -> fx.Node | None:
     if any(value_of(x).dim() != value_of(n).dim() for x in xs):
         return None
     return s.call(torch.cat, [s.whole(x) for x in xs], _later(n, dim))
 
 
 @_rule(aten.constant_pad_nd.default)
-def _pad(s: Stage, n: fx.Node, x: fx.Node, pad: Any, value: Any = 0) -> fx.Node | None:
+def _pad(s: BatchedGraph, n: fx.Node, x: fx.Node, pad: Any, value: Any = 0) -> fx.Node | None:
     return s.call(n.target, s.found[x], list(pad), value)  # pyright: ignore[reportArgumentType]
 
 
 @_rule(aten.gather.default)
-def _gather(s: Stage, n: fx.Node, x: fx.Node, dim: int, index: fx.Node, **_: Any) -> fx.Node | None:
+def _gather(s: BatchedGraph, n: fx.Node, x: fx.Node, dim: int, index: fx.Node, **_: Any) -> fx.Node | None:
     if not value_of(x).dim() or not value_of(index).dim():
         return None
     return s.call(torch.gather, s.whole(x), _later(x, dim), s.whole(index))
 
 
 @_rule(aten.scatter.src, aten.scatter_add.default)
-def _scatter(s: Stage, n: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> fx.Node | None:
+def _scatter(s: BatchedGraph, n: fx.Node, x: fx.Node, dim: int, index: fx.Node, src: fx.Node) -> fx.Node | None:
     if not all(value_of(a).dim() for a in (x, index, src)):
         return None
     return s.call(n.target, s.whole(x), _later(x, dim), s.whole(index), s.whole(src))  # pyright: ignore[reportArgumentType]
 
 
 @_rule(aten.slice_scatter.default, aten.select_scatter.default)
-def _scatter_slice(s: Stage, n: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *rest: Any) -> fx.Node | None:
+def _scatter_slice(s: BatchedGraph, n: fx.Node, x: fx.Node, src: fx.Node, dim: int = 0, *rest: Any) -> fx.Node | None:
     return s.call(n.target, s.whole(x), s.whole(src), _later(x, dim), *rest)  # pyright: ignore[reportArgumentType]
 
 
 @_rule(aten.index_select.default)
-def _index_select(s: Stage, n: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
+def _index_select(s: BatchedGraph, n: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
     rank = value_of(x).dim()
     if not rank or value_of(index).dim() != 1:
         return None
@@ -294,7 +298,7 @@ def _picked(x: Tensor, index: Tensor) -> Tensor:
 
 
 @_rule(aten.index.Tensor)
-def _index(s: Stage, n: fx.Node, x: fx.Node, indices: Any) -> fx.Node | None:
+def _index(s: BatchedGraph, n: fx.Node, x: fx.Node, indices: Any) -> fx.Node | None:
     if x in s.moving or len(indices) != 1 or indices[0] is None or value_of(indices[0]).dtype is torch.bool:
         return None
     return s.call(_looked_up, s.found[x], s.found[indices[0]])

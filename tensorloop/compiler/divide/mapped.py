@@ -13,7 +13,7 @@ from tensorloop._torch.overrides import unseen
 LARGE = 2**20  # elements of one step
 
 
-class Place:
+class TensorArgument:
     """The place of a tensor among the arguments of a mapped operation."""
 
     def __init__(self, index: int) -> None:
@@ -24,7 +24,7 @@ class Place:
 
 
 class Mapped:
-    """An operation for all steps, with a `Place` for each tensor; of those `given`, some move: other at each step."""
+    """An operation for all steps. In its arguments each tensor is a `TensorArgument`; some of those `given` move."""
 
     def __init__(self, node: fx.Node, args: Any, kwargs: Any, given: Sequence[tuple[Tensor, bool]]) -> None:
         self.target: Any = node.target
@@ -148,7 +148,7 @@ def _agree(a: Any, b: Any) -> bool:
 
 
 def _filled(x: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(x, Place):
+    if isinstance(x, TensorArgument):
         return tensors[x.index]
     if isinstance(x, dict):
         return {k: _filled(y, tensors) for k, y in x.items()}

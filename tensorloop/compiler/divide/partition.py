@@ -3,7 +3,7 @@
 Every node depends on nothing that moves, on sequences, or on the carry. In the loop stays only what the next carry
 needs from the carry, with the views, pointwise operations and small products that feed it, or that go into sums over
 steps: they cost less there than a pass over memory. The rest runs before the loop or after it, for all steps at once
-(`batched`).
+(`all_steps`).
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from collections.abc import Container, Iterable, Sequence
 import torch
 from torch import fx
 
-from tensorloop.compiler.divide.sums import leaves, terms
-from tensorloop.compiler.lengths import grows, meets_growing, shape_of
+from tensorloop.compiler.divide.sums import leaves, sums_in_loop
+from tensorloop.compiler.lengths import grows, meets_growing
 from tensorloop.compiler.operations import (
     aten,
     bytes_of,
@@ -25,7 +25,7 @@ from tensorloop.compiler.operations import (
     value_of,
     with_parts,
 )
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import Step
 from tensorloop.compiler.walks import depends_on, needed_for
 
 _FLOATS = (torch.float32, torch.float64)
@@ -34,82 +34,62 @@ FEW, MANY = 4, 64  # rows: sums over fewer are read as often as they are added t
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
-    """What a step is given, and what is asked of it, as nodes of one graph.
-
-    `next_carry` goes by `carry`; None stands for zeros. `wanted` are asked for at each step, `sums` over all steps.
-    """
-
-    invariants: Sequence[fx.Node]
-    sequences: Sequence[fx.Node]
-    carry: Sequence[fx.Node]
-    next_carry: Sequence[fx.Node | None]
-    wanted: Sequence[fx.Node]
-    sums: Sequence[fx.Node] = ()
-    going: fx.Node | None = None
-    reverse: bool = False
-    growth: Sequence[int] = ()  # what a step adds to the lengths of arrays, by symbol
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Split:
-    """The loop, and what it is given and gives, as nodes of the whole graph.
+class Partition:
+    """The loop of a step, and what the loop is given and gives, as nodes of the step's own graph.
 
     A carry whose state before each step is asked for is stored as the state after it: the same values, a step on.
     """
 
-    parts: Parts
-    loop: Recurrence | None
+    step: Step
+    loop: Step | None  # in a graph of its own; None where nothing is carried
     loop_invariants: list[fx.Node]
     loop_sequences: list[fx.Node]
     outs: list[fx.Node]
-    terms: list[fx.Node]  # added up in the loop
+    sums: list[fx.Node]  # added up in the loop
     states: dict[int, fx.Node]  # place in the carry -> the out that is this carry one step later
     moving: set[fx.Node]  # other at each step
-    inside: list[fx.Node]  # of the whole graph, computed in the loop
+    inside: list[fx.Node]  # computed in the loop
 
     @property
     def after_loop(self) -> list[fx.Node]:
         """What there is at each step when the loop is over: outs, and states before the steps."""
-        return [*self.outs, *(self.parts.carry[i] for i in self.states)]
+        return [*self.outs, *(self.step.carry[i] for i in self.states)]
 
 
-def split(
-    graph: fx.Graph, parts: Parts, hoisted: frozenset = frozenset(), barred: Container[fx.Node] = frozenset()
-) -> Split:
-    """The loop of a step. Operations in `hoisted`, and nodes that are `barred`, are not pulled into it."""
-    order = list(graph.nodes)
-    given = {*parts.invariants, *parts.sequences, *parts.carry}
-    roots = [*parts.next_carry, parts.going]
-    every = needed_for([*roots, *parts.wanted, *parts.sums], given)
-    order = [n for n in order if n in every]
-    moving = depends_on((n for n in order if n not in given), [*parts.sequences, *parts.carry])
-    arrays = [n for n in parts.sequences if grows(n)]
-    carried = depends_on((n for n in order if n not in given), [*parts.carry, *arrays])
+def divide(step: Step, hoisted: frozenset = frozenset(), barred: Container[fx.Node] = frozenset()) -> Partition:
+    """Chooses what runs in the loop of a step. Operations in `hoisted` and nodes in `barred` are not pulled into it."""
+    given = set(step.inputs)
+    every = needed_for(step.outputs, given)
+    order = [n for n in step.graph.nodes if n in every]
+    moving = depends_on((n for n in order if n not in given), [*step.sequences, *step.carry])
+    arrays = [n for n in step.sequences if grows(n)]
+    carried = depends_on((n for n in order if n not in given), [*step.carry, *arrays])
     growing = {n for n in order if n not in given and meets_growing(n)}  # there is no such thing for all steps
+    roots = [*step.next_carry, *([] if step.going is None else [step.going])]
+    # What the next carry needs and the carry does not reach is left out here: it could be had for all steps at once.
     inner = (needed_for([*roots, *growing], given) & carried) | growing
     inner = (with_parts(inner) & every) - set(arrays)
-    pulled = _Pulled(parts, given, moving, hoisted, barred)
+    pulled = _Pulled(step, given, moving, hoisted, barred)
     for n in order:
         if n in inner and n not in given:
             for a in n.all_input_nodes:
                 pulled.need(a, inner)
     for n in roots:
-        if n is not None and n not in inner:
+        if n not in inner:
             pulled.need(n, inner)
-    sunk, outs, added, states = _stored(order, parts, given, moving, inner, carried, pulled)
+    sunk, outs, sums, states = _stored(order, step, given, moving, inner, carried, pulled)
     inside = [n for n in order if n not in given and (n in inner or n in sunk or n in pulled.inside)]
-    loop = recurrence(parts, pulled.invariants, pulled.sequences, inside, outs, added) if parts.carry else None
-    return Split(parts, loop, pulled.invariants, pulled.sequences, outs, added, states, moving, inside)
+    loop = extract(step, pulled.invariants, pulled.sequences, inside, outs, sums) if step.carry else None
+    return Partition(step, loop, pulled.invariants, pulled.sequences, outs, sums, states, moving, inside)
 
 
-def outside(found: Split) -> tuple[set[fx.Node], set[fx.Node]]:
+def outside(found: Partition) -> tuple[set[fx.Node], set[fx.Node]]:
     """What torch computes (before the loop, after it)."""
-    parts, added = found.parts, set(found.terms)
-    given = {*parts.invariants, *parts.sequences}
+    step = found.step
+    given = {*step.invariants, *step.sequences}
     fed = {*found.loop_invariants, *found.loop_sequences}
     early = needed_for(fed, given) - given
-    asked = [*parts.wanted, *(leaf for n in parts.sums for leaf in leaves(n, found.moving, (), added))]
+    asked = [*step.outs, *(leaf for n in step.sums for leaf in leaves(n, found.moving, (), set(found.sums)))]
     there = {*given, *fed, *found.after_loop}
     return early, needed_for(asked, there) - there
 
@@ -124,9 +104,9 @@ class _Pulled:
     """What the nodes of a loop need that does not depend on its carry: computed there too, or given to it."""
 
     def __init__(
-        self, parts: Parts, given: set[fx.Node], moving: set[fx.Node], hoisted: frozenset, barred: Container[fx.Node]
+        self, step: Step, given: set[fx.Node], moving: set[fx.Node], hoisted: frozenset, barred: Container[fx.Node]
     ) -> None:
-        self.parts, self.given, self.moving, self.hoisted, self.barred = parts, given, moving, hoisted, barred
+        self.step, self.given, self.moving, self.hoisted, self.barred = step, given, moving, hoisted, barred
         self.inside: set[fx.Node] = set()
         self.invariants: list[fx.Node] = []
         self.sequences: list[fx.Node] = []
@@ -137,7 +117,7 @@ class _Pulled:
         left = [n]
         while left:
             n = left.pop()
-            if n in self._met or n in inner or n in self.parts.carry:
+            if n in self._met or n in inner or n in self.step.carry:
                 continue
             self._met.add(n)
             if n not in self.given and self._cheap(n):
@@ -170,7 +150,7 @@ def is_small_product(n: fx.Node, moving: set[fx.Node]) -> bool:
 
 def _stored(
     order: list[fx.Node],
-    parts: Parts,
+    step: Step,
     given: set[fx.Node],
     moving: set[fx.Node],
     inner: set[fx.Node],
@@ -179,41 +159,41 @@ def _stored(
 ) -> tuple[set[fx.Node], list[fx.Node], list[fx.Node], dict[int, fx.Node]]:
     """(nodes behind the loop that move into it, its outs, what it adds up, states)."""
     outside = [n for n in order if n in carried and n not in inner and n not in given]
-    ready = _ready(outside, parts, inner, moving, carried, pulled.hoisted) if parts.carry else set[fx.Node]()
-    added = terms(parts.sums, moving, inner & carried, ready) if parts.carry else []
-    ends = [n for n in (*parts.wanted, *added) if n in ready and not is_view(n)]
+    ready = _ready(outside, step, inner, moving, carried, pulled.hoisted) if step.carry else set[fx.Node]()
+    sums = sums_in_loop(step.sums, moving, inner & carried, ready) if step.carry else []
+    ends = [n for n in (*step.outs, *sums) if n in ready and not is_view(n)]
     sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
     for n in order:
         if n in sunk:
             for a in n.all_input_nodes:
                 pulled.need(a, inner | sunk)
-    asked = {*parts.wanted, *([] if parts.going is None else [parts.going])}
-    summed = [leaf for n in parts.sums for leaf in leaves(n, moving, (), set(added))]
+    asked = {*step.outs, *([] if step.going is None else [step.going])}
+    summed = [leaf for n in step.sums for leaf in leaves(n, moving, (), set(sums))]
     late = needed_for([*asked, *summed], {*given, *inner, *sunk})
     users = [n for n in outside if n not in sunk and n in late]
     asks = [a for n in users for a in n.all_input_nodes] + [n for n in order if n in asked or n in summed]
-    available = (inner & carried) | sunk | {n for n in parts.carry if not grows(n)}
+    available = (inner & carried) | sunk | {n for n in step.carry if not grows(n)}
     outs: list[fx.Node] = []
     for n in dict.fromkeys(asks):
         if n in available:
             n = n if n in asked else _base(n, available)
             if n not in outs:
                 outs.append(n)
-    if parts.going is not None and parts.going not in outs:
-        outs.append(parts.going)  # which may depend on nothing that moves
+    if step.going is not None and step.going not in outs:
+        outs.append(step.going)  # which may depend on nothing that moves
     states: dict[int, fx.Node] = {}
-    for i, (c, new) in enumerate(zip(parts.carry, parts.next_carry, strict=True)):
-        if c in outs and new is not None and new not in parts.carry and new not in states.values():
+    for i, (c, new) in enumerate(zip(step.carry, step.next_carry, strict=True)):
+        if c in outs and new not in step.carry and new not in states.values():
             outs.remove(c)
             states[i] = new
             if new not in outs:
                 outs.append(new)
-    return sunk, outs, added, states
+    return sunk, outs, sums, states
 
 
 def _ready(
     outside: list[fx.Node],
-    parts: Parts,
+    step: Step,
     inner: set[fx.Node],
     moving: set[fx.Node],
     carried: set[fx.Node],
@@ -222,7 +202,7 @@ def _ready(
     """What could be computed in the loop at little cost from what is there."""
     found = set[fx.Node]()
     for n in outside:
-        there = all(a in inner or a in found or a in parts.carry for a in n.all_input_nodes if a in carried)
+        there = all(a in inner or a in found or a in step.carry for a in n.all_input_nodes if a in carried)
         cheap = is_pointwise(n) or is_view(n) or is_small_product(n, moving)
         if there and cheap and n.target not in hoisted:
             found.add(n)
@@ -239,37 +219,35 @@ def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
     return n
 
 
-def recurrence(
-    parts: Parts,
+def extract(
+    step: Step,
     invariants: Sequence[fx.Node],
     sequences: Sequence[fx.Node],
     inside: Sequence[fx.Node],
     outs: Sequence[fx.Node],
-    added: Sequence[fx.Node] = (),
-) -> Recurrence:
-    """The loop as a graph of its own: it is given these nodes and does those that are `inside`."""
-    graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
-    for kind, nodes in (("inv", invariants), ("seq", sequences), ("carry", parts.carry)):
+    sums: Sequence[fx.Node] = (),
+) -> Step:
+    """The loop of a step in a graph of its own: it is given these nodes and does those that are `inside`."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for kind, nodes in (("inv", invariants), ("seq", sequences), ("carry", step.carry)):
         for i, n in enumerate(nodes):
-            found[n] = graph.placeholder(f"{kind}_{i}")
-            found[n].meta = dict(n.meta)
+            new[n] = graph.placeholder(f"{kind}_{i}")
+            new[n].meta = dict(n.meta)
     for n in inside:
-        found[n] = graph.node_copy(n, lambda a: found[a])
-        found[n].meta = dict(n.meta)
-    following: list[fx.Node] = []
-    for c, new in zip(parts.carry, parts.next_carry, strict=True):
-        if new is None:
-            value = value_of(c)
-            options = {"dtype": value.dtype, "device": torch.device("cpu")}
-            zeros = graph.call_function(aten.full.default, (list(shape_of(c)), 0), options)
-            zeros.meta = dict(c.meta)
-            following.append(zeros)
-        else:
-            following.append(found[new])
-    given = [[found[n] for n in nodes] for nodes in (invariants, sequences, parts.carry, outs, added)]
-    going = None if parts.going is None else found[parts.going]
-    graph.output((*following, *given[3], *given[4], *([] if going is None else [going])))
+        new[n] = graph.node_copy(n, lambda a: new[a])
+        new[n].meta = dict(n.meta)
+    loop = Step(
+        graph,
+        tuple(new[n] for n in invariants),
+        tuple(new[n] for n in sequences),
+        tuple(new[n] for n in step.carry),
+        tuple(new[n] for n in step.next_carry),
+        tuple(new[n] for n in outs),
+        tuple(new[n] for n in sums),
+        None if step.going is None else new[step.going],
+        step.reverse,
+        step.growth,
+    )
+    graph.output(loop.outputs)
     graph.lint()
-    growth = tuple(parts.growth)
-    of_all, of_steps, carry, stored, sums = (tuple(nodes) for nodes in given)
-    return Recurrence(graph, of_all, of_steps, carry, tuple(following), stored, sums, parts.reverse, going, growth)
+    return loop

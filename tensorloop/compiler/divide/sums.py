@@ -4,17 +4,29 @@ A weight's gradient, the sum of products x[t]^T g[t], becomes one product over a
 """
 
 from collections.abc import Container, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.divide.all_steps import Stage
+from tensorloop.compiler.divide.all_steps import BatchedGraph
 from tensorloop.compiler.lengths import meets_growing
 from tensorloop.compiler.operations import aten, is_part, traits, value_of
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _ADDED = (torch.float32, torch.float64)  # one after another; halves would lose too much
+
+
+class Way(NamedTuple):
+    """How the sum of a node over all steps is found from other nodes.
+
+    "linear": it is the node's operation on the sums of `nodes`. Of the others all steps' values are needed: "product",
+    where both factors move, is one product over steps and rows; "scatter", where a node adds values to zeros in places,
+    adds those of all steps; "kernel", the gradient of a convolution's kernel, takes steps as further rows of the batch.
+    """
+
+    how: Literal["linear", "product", "scatter", "kernel"]
+    nodes: list[fx.Node]
 
 
 def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: Container[fx.Node]) -> list[fx.Node]:
@@ -23,108 +35,107 @@ def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: C
         return []
     if n not in moving:
         return [n]  # times the number of steps
-    if (parts := _through(n, moving, given)) is None:
+    way = _way(n, moving, given)
+    if way is None:
         return [n]
-    if parts == "product":
-        return [a for a in n.args if isinstance(a, fx.Node)]
-    if parts == "scattered":
-        return n.all_input_nodes
-    if parts == "convolved":
-        return list(_node(n.args[0]).args[:3])  # pyright: ignore[reportReturnType]
-    return [leaf for a in parts for leaf in leaves(a, moving, given, known)] + [
-        a for a in n.all_input_nodes if a not in parts and a not in moving
+    if way.how != "linear":
+        return way.nodes
+    return [leaf for a in way.nodes for leaf in leaves(a, moving, given, known)] + [
+        a for a in n.all_input_nodes if a not in way.nodes and a not in moving
     ]
 
 
-def terms(
+def sums_in_loop(
     nodes: Iterable[fx.Node], moving: set[fx.Node], inside: Container[fx.Node], ready: Container[fx.Node]
 ) -> list[fx.Node]:
     """What a loop adds up for the sums of these nodes: of what they are made of, what is computed `inside` of it.
 
-    What is `ready` could be, too. Of that, what it is a linear function of is added up instead.
+    What is `ready` could be, too; where it is a linear function of such nodes, those are added up instead.
     """
     found: list[fx.Node] = []
     left = list(nodes)
     while left:
         n = left.pop()
-        parts = _through(n, moving, ()) if n in moving else None
-        linear = isinstance(parts, list)
+        way = _way(n, moving, ()) if n in moving else None
+        linear = way.nodes if way is not None and way.how == "linear" else None
         there = n in inside and n.target is not aten.expand.default
-        there = there or (n in ready and not (linear and all(a in inside or a in ready for a in parts)))
+        there = there or (n in ready and not (linear is not None and all(a in inside or a in ready for a in linear)))
         if there and value_of(n).dtype in _ADDED:
             found.append(n)
-        elif linear:
-            left += parts
+        else:
+            left += linear or []
     return list(dict.fromkeys(found))
 
 
 class Sums:
-    """Sums over all steps, as further nodes of a stage. Of `terms` the loop gives them: further values of the stage."""
+    """Sums over all steps, as further nodes of a graph for all steps. Those `known` come from the loop, as inputs."""
 
-    def __init__(self, stage: Stage, terms: Sequence[fx.Node] = ()) -> None:
-        self.stage = stage
-        self.found: dict[fx.Node, fx.Node] = {n: stage.graph.placeholder(f"total_{i}") for i, n in enumerate(terms)}
+    def __init__(self, batched: BatchedGraph, known: Sequence[fx.Node] = ()) -> None:
+        self.batched = batched
+        self.found: dict[fx.Node, fx.Node] = {n: batched.graph.placeholder(f"sum_{i}") for i, n in enumerate(known)}
 
     def leaves(self, n: fx.Node) -> list[fx.Node]:
         """The nodes whose values at all steps the sum of a node needs."""
-        return leaves(n, self.stage.moving, self.stage.given, self.found)
+        return leaves(n, self.batched.moving, self.batched.given, self.found)
 
     def of(self, n: fx.Node) -> fx.Node:
-        """The sum of a node over all steps. Its leaves are in the stage."""
+        """The sum of a node over all steps. Its leaves are in the graph."""
         if n not in self.found:
             self.found[n] = self._made(n)
         return self.found[n]
 
     def _made(self, n: fx.Node) -> fx.Node:
-        s = self.stage
+        s = self.batched
         if n not in s.moving:
             return s.call(_times, s.found[n], s.steps)
-        parts = _through(n, s.moving, s.given)
-        if parts is None:
+        way = _way(n, s.moving, s.given)
+        if way is None:
             return s.call(_over_steps, s.found[n])
-        if parts == "product":
-            a, b = (s.found[a] for a in n.args)  # pyright: ignore[reportArgumentType]
+        if way.how == "product":
+            a, b = (s.found[a] for a in way.nodes)
             return s.call(_products if n.target is aten.mm.default else _batches_of_products, a, b)
-        if parts == "scattered":
+        if way.how == "scatter":
             return s.call(n.target, *fx.map_arg(n.args, lambda a: s.found[a] if _constant(a) else s.whole(a)))  # pyright: ignore[reportArgumentType]
-        if parts == "convolved":
-            grad, x, weight, *options = _node(n.args[0]).args
-            return s.call(_of_kernel, s.whole(_node(grad)), s.whole(_node(x)), s.found[_node(weight)], options)
+        if way.how == "kernel":
+            grad, x, weight = way.nodes
+            options = _node(n.args[0]).args[3:]
+            return s.call(_of_kernel, s.whole(grad), s.whole(x), s.found[weight], options)
         if n.target in (aten.add.Tensor, aten.sub.Tensor):
             args: Any = fx.map_arg(n.args, self.of)
         else:
-            args = fx.map_arg(n.args, lambda a: self.of(a) if a in parts else s.found[a])
+            args = fx.map_arg(n.args, lambda a: self.of(a) if a in way.nodes else s.found[a])
         if n.target is aten.view.default:
             return s.call(torch.reshape, *args)
         return s.call(n.target, *args, **n.kwargs)  # pyright: ignore[reportArgumentType]
 
 
-def _through(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Any:
-    """The arguments to sum in the place of a node, or None where that is no use.
-
-    "product" where both factors move, "scattered" where a node adds values to zeros in places, "convolved" where it
-    is the gradient of a kernel.
-    """
-    target: Any = n.target
+def _way(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Way | None:
+    """The way to the sum of a node; None where its values at all steps are added up as they are."""
     if n.op != "call_function" or n in given or value_of(n).dtype not in _FLOATS or meets_growing(n):
         return None
     if is_part(n):
-        return "convolved" if _is_kernels(n, moving) else None
+        return Way("kernel", [_node(a) for a in _node(n.args[0]).args[:3]]) if _is_kernels(n, moving) else None
     args = [a for a in n.args if isinstance(a, fx.Node)]
     inner = [a for a in args if a in moving]
-    if target is aten._to_copy.default:
-        return inner if value_of(inner[0]).dtype in _FLOATS else None
-    if any(value_of(a).dtype is not value_of(n).dtype for a in inner):
+    if n.target is not aten._to_copy.default and any(value_of(a).dtype is not value_of(n).dtype for a in inner):
         return None
+    if n.target in (aten.mm.default, aten.bmm.default) and len(inner) == 2:
+        return Way("product", args)
     if _scatters(n):
-        return "scattered"
-    if target is aten.constant_pad_nd.default and any(n.args[2:]):  # a frame of ones is one of as many as steps
-        return None
+        return Way("scatter", n.all_input_nodes)
+    return Way("linear", inner) if _is_linear(n, args, inner) else None
+
+
+def _is_linear(n: fx.Node, args: list[fx.Node], inner: list[fx.Node]) -> bool:
+    """Whether a node is a linear function of those of its arguments that move."""
+    if n.target is aten._to_copy.default:  # of a sum that is rounded once
+        return value_of(inner[0]).dtype in _FLOATS
+    if n.target is aten.constant_pad_nd.default and any(n.args[2:]):  # a frame of ones is one of as many as steps
+        return False
     linear = traits(n).linear
-    if linear == "each" and len(inner) == 2:
-        return "product" if target is not aten.mul.Tensor else None
-    by_one = inner == args[:1] if linear == "first" else linear == "each"
-    return inner if by_one or (linear == "together" and len(args) == 2) else None
+    if linear == "each":
+        return len(inner) == 1
+    return inner == args[:1] if linear == "first" else linear == "together" and len(args) == 2
 
 
 def _scatters(n: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -16,36 +16,47 @@ from tensorloop._torch.tracing import traced, without_hooks, without_writes
 from tensorloop.compiler.graph.decompositions import after_autograd, before_autograd
 from tensorloop.compiler.graph.simplify import simplified
 from tensorloop.compiler.lengths import Again
-from tensorloop.compiler.trace import Step
+from tensorloop.compiler.step import Step
+from tensorloop.compiler.trace import Trace
 
 
-@dataclasses.dataclass
-class Traced:
-    """A step as a graph without writes, and which of its values have gradients.
+class Gradients(NamedTuple):
+    """Gradients of a step's inputs: by role, by place."""
 
-    `grads` are those that come (of the next carry, by place, then of ys), `found` those that go: carry, xs, captures.
+    carry: dict[int, fx.Node]
+    sequences: dict[int, fx.Node]
+    invariants: dict[int, fx.Node]
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """All of them."""
+        return [g for grads in self for g in grads.values()]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepWithGradients:
+    """A step, and in the same graph the gradients of its inputs, as functions of those of its outputs.
+
+    Not two steps, because the backward one is not known yet: its sequences are what the forward keeps, which is chosen
+    later from this very graph, and there is one for each choice of gradients that are missing (`backward_step`).
+
+    `next_carry_grads` and `out_grads` are placeholders, by place; `found` are those that go back.
     """
 
-    graph: fx.Graph
-    carry: list[fx.Node]
-    xs: list[fx.Node]
-    captures: list[fx.Node]
-    next_carry: list[fx.Node]
-    ys: list[fx.Node]
-    answer: fx.Node | None
-    carry_grads: dict[int, fx.Node]
-    y_grads: dict[int, fx.Node]
-    found: dict[str, dict[int, fx.Node]]  # "carry", "xs", "captures" -> place -> gradient
-    flow: "Flow"  # which outputs, the next carry and then ys, are functions of what wants a gradient
+    step: Step
+    next_carry_grads: dict[int, fx.Node]
+    out_grads: dict[int, fx.Node]
+    found: Gradients
+    flow: "Flow"  # which outputs, the next carry and then outs, are functions of what wants a gradient
 
 
-def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
+def functional(trace: Trace, examples: Sequence[Tensor]) -> fx.GraphModule:
     """The step without writes and without gradients."""
 
     def copied(*tensors: Tensor) -> list[Tensor]:
-        return step.replay(*(x.clone() for x in tensors))
+        return trace.replay(*(x.clone() for x in tensors))
 
-    replay = without_writes(copied) if step.writes else step.replay
+    replay = without_writes(copied) if trace.writes else trace.replay
     with traceback.preserve_node_meta():
         return traced(replay, [x.detach() for x in examples], before_autograd())
 
@@ -56,12 +67,12 @@ class Flow:
     `wants` says so of each input before the first step.
     """
 
-    def __init__(self, step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool]) -> None:
-        n = len(step.carry)
+    def __init__(self, trace: Trace, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool]) -> None:
+        n = len(trace.carry)
         self._n, self._module, self._examples = n, module, list(examples)
-        self._rest = [i for i, want in enumerate(wants) if want and i >= n]  # xs and captures, at every step
+        self._rest = [i for i, want in enumerate(wants) if want and i >= n]  # sequences and invariants, at every step
         self._steps = [frozenset(i for i in range(n) if wants[i])]  # leaves of the carry before each step
-        self._outputs: list[frozenset[int]] = []  # the next carry and then ys, after each step
+        self._outputs: list[frozenset[int]] = []  # the next carry and then outs, after each step
         while self._steps[-1] not in self._steps[:-1]:
             self._outputs.append(self._after(self._steps[-1]))
             self._steps.append(frozenset(i for i in self._outputs[-1] if i < n))
@@ -88,24 +99,31 @@ class Flow:
         return set[int]().union(*self._outputs)
 
     def after(self, steps: int) -> frozenset[int]:
-        """Outputs of a loop that require one after so many steps: the last carry, ys of all steps."""
+        """Outputs of a loop that require one after so many steps: the last carry, outs of all steps."""
         count, first = len(self._outputs), self._steps.index(self._steps[-1])
         last = steps - 1 if steps <= count else first + (steps - 1 - first) % (count - first)  # it goes round
         key = last, min(steps, count)
         if (found := self._found.get(key)) is None:
             carry = (i for i in self._outputs[last] if i < self._n)
-            ys = (i for outputs in self._outputs[:steps] for i in outputs if i >= self._n)
-            found = self._found[key] = frozenset([*carry, *ys])
+            outs = (i for outputs in self._outputs[:steps] for i in outputs if i >= self._n)
+            found = self._found[key] = frozenset([*carry, *outs])
         return found
 
 
 def with_gradients(
-    step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool
-) -> Traced:
+    trace: Trace,
+    module: fx.GraphModule,
+    examples: Sequence[Tensor],
+    wants: Sequence[bool],
+    *,
+    grad: bool,
+    reverse: bool = False,
+    growth: Sequence[int] = (),
+) -> StepWithGradients:
     """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
-    flow = Flow(step, module, examples, wants if grad else [False] * len(wants))
+    flow = Flow(trace, module, examples, wants if grad else [False] * len(wants))
     carried, reached = flow.carried, flow.reached
-    n, m = len(step.carry), len(step.xs)
+    n, m = len(trace.carry), len(trace.sequences)
     flowing = {i - n for i in reached if i >= n}
     wanted = sorted({i for i, w in enumerate(wants) if w and grad} | carried)
     targets = [*sorted(carried), *(n + k for k in sorted(flowing))]  # of the outputs, whose gradients come
@@ -131,21 +149,26 @@ def with_gradients(
     inputs = [p for p in graph.nodes if p.op == "placeholder"]
     (output,) = (p for p in graph.nodes if p.op == "output")
     outputs: Any = output.args[0]
-    k = len(step.outputs)
+    k = len(trace.outputs)
     grads = dict(zip(places["found"], outputs[k:], strict=True))
-    bounds = {"carry": (0, n), "xs": (n, n + m), "captures": (n + m, len(examples))}
-    rest = inputs[len(examples) :]
-    return Traced(
+    bounds = (0, n), (n, n + m), (n + m, len(examples))
+    coming = inputs[len(examples) :]
+    step = Step(
         graph,
-        inputs[:n],
-        inputs[n : n + m],
-        inputs[n + m : len(examples)],
-        list(outputs[:n]),
-        list(outputs[n : n + len(step.ys)]),
-        None if step.answer is None else outputs[k - 1],
-        dict(zip(sorted(carried), rest, strict=False)),
-        dict(zip(sorted(flowing), rest[len(carried) :], strict=True)),
-        {name: {i - low: g for i, g in grads.items() if low <= i < high} for name, (low, high) in bounds.items()},
+        tuple(inputs[n + m : len(examples)]),
+        tuple(inputs[n : n + m]),
+        tuple(inputs[:n]),
+        tuple(outputs[:n]),
+        tuple(outputs[n : n + len(trace.outs)]),
+        going=None if trace.going is None else outputs[k - 1],
+        reverse=reverse,
+        growth=tuple(growth),
+    )
+    return StepWithGradients(
+        step,
+        dict(zip(sorted(carried), coming, strict=False)),
+        dict(zip(sorted(flowing), coming[len(carried) :], strict=True)),
+        Gradients(*({i - low: g for i, g in grads.items() if low <= i < high} for low, high in bounds)),
         flow,
     )
 

@@ -19,7 +19,7 @@ from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.graph.decompositions import before_autograd
 from tensorloop.compiler.operations import aten, values_of
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.trace import Step
+from tensorloop.compiler.trace import Trace
 
 
 class Pair(NamedTuple):
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     im: Any
 
 
-def split(tensors: Iterable[Tensor]) -> list[Tensor]:
+def split_pairs(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Every complex tensor as two real ones; gradients flow."""
     found: list[Tensor] = []
     for x in tensors:
@@ -38,18 +38,18 @@ def split(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def joined(parts: Sequence[Tensor], like: Iterable[Tensor]) -> list[Tensor]:
-    """The other way: as many tensors as there are in `like`, complex where those are."""
+def join_pairs(parts: Sequence[Tensor], like: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose parts these are: as many as there are in `like`, complex where those are."""
     left = iter(parts)
     return [torch.complex(next(left), next(left)) if x.is_complex() else next(left) for x in like]
 
 
-def apart(
-    step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool]
-) -> tuple[Step, fx.GraphModule, list[Tensor], list[bool]]:
+def to_pairs(
+    trace: Trace, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool]
+) -> tuple[Trace, fx.GraphModule, list[Tensor], list[bool]]:
     """The step, its graph, its inputs and which of them want gradients, without complex numbers."""
     if not any(x.is_complex() for n in module.graph.nodes for x in values_of(n)):
-        return step, module, list(examples), list(wants)
+        return trace, module, list(examples), list(wants)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in module.graph.nodes if n.op == "output")
 
@@ -61,23 +61,23 @@ def apart(
             found += x if isinstance(x, Pair) else [x]
         return found
 
-    flat = [x.detach() for x in split(examples)]
+    flat = [x.detach() for x in split_pairs(examples)]
     with traceback.preserve_node_meta():
         new = traced(again, flat, before_autograd())
     counts = [1 + _is_complex(n) for n in inputs]
     wide = [want for want, count in zip(wants, counts, strict=True) for _ in range(count)]
-    n, m = len(step.carry), len(step.xs)
+    n, m = len(trace.carry), len(trace.sequences)
     ends = [sum(counts[:k]) for k in (n, n + m, len(counts))]
     outputs = [1 + _is_complex(x) for x in output.args[0]]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues, reportOptionalIterable]
-    last, all_ys = sum(outputs[:n]), sum(outputs[: n + len(step.ys)])
+    last, all_outs = sum(outputs[:n]), sum(outputs[: n + len(trace.outs)])
     paired = dataclasses.replace(
-        step,
+        trace,
         operations=(),
         carry=range(ends[0]),
-        xs=range(*ends[:2]),
-        captures=range(*ends[1:]),
+        sequences=range(*ends[:2]),
+        invariants=range(*ends[1:]),
         next_carry=range(last),
-        ys=range(last, all_ys),
+        outs=range(last, all_outs),
     )
     return paired, new, flat, wide
 
@@ -159,7 +159,7 @@ def _part(x: Any, k: int) -> Any:
 
 
 def _together(target: Any) -> Callable[..., Any]:
-    """The same for a list, of which some may be real."""
+    """An operation on a list of tensors, of which some may be real, that does the same to both parts."""
     return lambda xs, *rest: _each(target)([_pair(x) for x in xs], *rest)
 
 

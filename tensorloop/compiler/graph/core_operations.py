@@ -18,24 +18,24 @@ from tensorloop.compiler.graph.decompositions import Table, after_autograd, befo
 from tensorloop.compiler.graph.simplify import simplified
 from tensorloop.compiler.lengths import meets_growing
 from tensorloop.compiler.operations import is_core
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import Step
 
 
-def in_core_operations(recurrence: Recurrence) -> Recurrence:
+def in_core_operations(step: Step) -> Step:
     """The step with its operations taken apart as far as that goes: itself where there is nothing to take apart."""
-    nodes = recurrence.graph.nodes
+    nodes = step.graph.nodes
     if not any(_may_be_apart(n) for n in nodes):
-        return recurrence
+        return step
     graph, new = fx.Graph(), dict[fx.Node, Any]()
     for n in nodes:
-        if n.op == "output":
-            graph.output(fx.map_arg(n.args[0], lambda a: new[a]))
-        else:
+        if n.op != "output":
             new[n] = _put(graph, n, new, ())
-    names = ("invariants", "sequences", "carry", "next_carry", "outs", "terms")
-    roles: Any = {name: tuple(new[n] for n in getattr(recurrence, name)) for name in names}
-    going = None if recurrence.going is None else new[recurrence.going]
-    return dataclasses.replace(recurrence, graph=graph, going=going, **roles)
+    names = ("invariants", "sequences", "carry", "next_carry", "outs", "sums")
+    roles: Any = {name: tuple(new[n] for n in getattr(step, name)) for name in names}
+    going = None if step.going is None else new[step.going]
+    simpler = dataclasses.replace(step, graph=graph, going=going, **roles)
+    graph.output(simpler.outputs)
+    return simpler
 
 
 def _may_be_apart(n: fx.Node) -> bool:

@@ -1,17 +1,13 @@
 """A graph of one step with fewer kinds of operations, and none done twice."""
 
-import dataclasses
 import operator
-from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import shape_of
 from tensorloop.compiler.operations import aten, is_view, shares_memory
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.walks import depends_on
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
@@ -202,79 +198,3 @@ def _hashable(x: Any) -> Any:
     if isinstance(x, float):
         return "float", repr(x)
     return x if isinstance(x, fx.Node | torch.dtype | torch.device) else (type(x).__name__, x)
-
-
-def zeros_in(traced: Any, gone: Container[fx.Node]) -> set[fx.Node]:
-    """What is zero in a step with gradients where these, of those that come, are missing."""
-    coming = [*traced.carry_grads.values(), *traced.y_grads.values()]
-    linear, zero = depends_on(traced.graph.nodes, coming), set[fx.Node]()
-    for n in traced.graph.nodes:
-        moved = [a for a in n.all_input_nodes if a in linear]
-        if n in gone or (n.op == "call_function" and moved and all(a in zero for a in moved)):
-            zero.add(n)
-    return zero
-
-
-def without_grads(
-    traced: Any, saved: list[fx.Node], missing: Iterable[int], absent: Iterable[int] = ()
-) -> tuple[Any, list[fx.Node]]:
-    """A copy of a step with gradients where those of `missing` ys, and of an `absent` part of the next carry, are zero.
-
-    What they would be multiplied with is not computed: it may be infinite. Gives the saved nodes in the copy, too.
-    """
-    graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
-    gone = {*(traced.y_grads[k] for k in missing), *(traced.carry_grads[i] for i in absent)}
-    zero = zeros_in(traced, gone)
-    for n in traced.graph.nodes:
-        if n.op == "output":
-            break
-        if n.op == "placeholder":
-            found[n] = graph.placeholder(n.name)
-        elif n in zero:
-            if not isinstance(n.meta["val"], Tensor):  # of several tensors at once each part is zero
-                continue
-            found[n] = _zeros(graph, n)
-        elif n.target is aten.add.Tensor and (rest := _not_zero(n, zero)) is not None:
-            found[n] = found[rest]
-        else:
-            found[n] = graph.node_copy(n, lambda a: found[a])
-        found[n].meta = dict(n.meta) if found[n].meta.get("val") is None else found[n].meta
-    for n in gone:  # placeholders stand first; what was made of them is zero, and here are those that are asked for
-        zeros = _zeros(graph, n)
-        found[n].replace_all_uses_with(zeros)
-        _early(graph, zeros)
-    one = {name: {k: found[g] for k, g in grads.items() if g not in zero} for name, grads in traced.found.items()}
-    graph.output(tuple(g for grads in one.values() for g in grads.values()))
-    copy = dataclasses.replace(
-        traced,
-        graph=graph,
-        carry=[found[n] for n in traced.carry],
-        xs=[found[n] for n in traced.xs],
-        captures=[found[n] for n in traced.captures],
-        carry_grads={i: found[n] for i, n in traced.carry_grads.items()},
-        y_grads={k: found[n] for k, n in traced.y_grads.items() if n not in gone},
-        found=one,
-    )
-    return copy, [found[n] for n in saved]
-
-
-def _not_zero(n: fx.Node, zero: Container[fx.Node]) -> fx.Node | None:
-    """The one term of a sum that is not zero, if it is as the sum is."""
-    left = [a for a in n.args if isinstance(a, fx.Node) and a not in zero]
-    if len(left) != 1 or len(n.all_input_nodes) != 2:
-        return None
-    value, whole = left[0].meta["val"], n.meta["val"]
-    return left[0] if value.shape == whole.shape and value.dtype is whole.dtype else None
-
-
-def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    options = {"dtype": like.meta["val"].dtype, "device": torch.device("cpu")}
-    made = graph.call_function(aten.full.default, (list(shape_of(like)), 0), options)
-    made.meta = dict(like.meta)
-    return made
-
-
-def _early(graph: fx.Graph, node: fx.Node) -> None:
-    """Puts a node that needs nothing behind the placeholders."""
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    last.append(node)

@@ -1,4 +1,4 @@
-"""A recurrence run step by step in torch operations: for what a back end lacks, and to test others against."""
+"""A loop whose steps run one by one in torch operations: for what a back end lacks, and to test others against."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,30 +7,28 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.lengths import Length, Sized, shape_of
 from tensorloop.compiler.operations import aten
-from tensorloop.compiler.step import CoreCall, Recurrence
+from tensorloop.compiler.step import CoreCall, Step
 
 
 class EagerCore:
-    """The core that any recurrence has."""
+    """The core that any step has."""
 
     way = "torch, step by step"
 
-    def __init__(self, recurrence: Recurrence) -> None:
-        r = recurrence
-        graph, found = fx.Graph(), dict[fx.Node, fx.Node]()
-        for n in r.graph.nodes:
+    def __init__(self, step: Step) -> None:
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for n in step.graph.nodes:
             if n.op != "output":
-                found[n] = graph.node_copy(n, lambda a: found[a])
+                new[n] = graph.node_copy(n, lambda a: new[a])
                 if n.target is aten.view.default:
-                    found[n].target = aten.reshape.default
-        going = () if r.going is None else (r.going,)
-        graph.output(tuple(found[n] for n in (*r.next_carry, *r.outs, *r.terms, *going)))
+                    new[n].target = aten.reshape.default
+        graph.output(tuple(new[n] for n in step.outputs))
         self._module = fx.GraphModule(torch.nn.Module(), graph)
-        self._growth = r.growth
-        first = [next(iter(shape_of(n)), None) for n in (*r.sequences, *r.carry)]
+        self._growth = step.growth
+        first = [next(iter(shape_of(n)), None) for n in (*step.sequences, *step.carry)]
         self._sizes_of_arrays = [size if isinstance(size, Length) else None for size in first]
-        self._sizes = len(r.carry), len(r.outs), len(r.terms)
-        self._reverse, self._asks = r.reverse, bool(going)
+        self._sizes = len(step.carry), len(step.outs), len(step.sums)
+        self._reverse, self._asks = step.reverse, step.going is not None
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps one after the other and returns the last carry, and how many there were."""

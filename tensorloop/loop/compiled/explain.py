@@ -53,8 +53,8 @@ def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
     """The explanation of a compiled loop; `rows` says what becomes of those that stop."""
     lines = [f"{name}: compiled", *([rows] if rows else []), *_program("forward", plan.forward)]
     if plan.grad:
-        lines += _program("backward", plan.backward(frozenset()))
-        kept = [_named(n) for n in plan.saved if n not in plan.traced.xs and n not in plan.versions]
+        lines += _program("backward", plan.backward())
+        kept = [_named(n) for n in plan.saved if n not in plan.step.sequences and n not in plan.versions]
         lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
     else:
         lines.append("no backward: nothing wants a gradient")
@@ -69,8 +69,8 @@ def of_refusal(name: str, refusal: Refused) -> Explanation:
 
 
 def _program(name: str, program: Program) -> list[str]:
-    s = program.split
-    given = {*program.parts.invariants, *program.parts.sequences, *program.parts.carry}
+    s = program.partition
+    given = set(program.step.inputs)
     inside = set(s.inside)
     rest = [n for n in program.needed if n not in given and n not in inside]
     once = [n for n in rest if n not in s.moving]

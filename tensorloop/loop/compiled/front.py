@@ -30,7 +30,7 @@ from tensorloop.loop.compiled.pays import remember
 from tensorloop.loop.compiled.run import python_condition, rows_apart
 from tensorloop.loop.compiled.run.array_plan import Looks, looked, planned, try_lengths
 from tensorloop.loop.compiled.run.plan import Plan, plans
-from tensorloop.loop.compiled.run.results import Kept, run_plan, run_stretches
+from tensorloop.loop.compiled.run.results import CheckpointsArg, run_plan, run_stretches
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
@@ -62,7 +62,7 @@ class LeftToEager(Exception):
     """An error that the eager loop meets too, as a rule: it says in which step."""
 
 
-def run(loop: Loop, compile: Compile | Asked, checkpoints: Kept) -> tuple[Loop, Any] | Refused | None:
+def run(loop: Loop, compile: Compile | Asked, checkpoints: CheckpointsArg) -> tuple[Loop, Any] | Refused | None:
     """(the loop as it ended, its carry); else the caller runs it as an eager one.
 
     Then what is returned is None, or an error that the look met: the eager loop meets it too, as a rule, and where it
@@ -116,7 +116,9 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     warn(f"{name}: {text}; it runs as an eager loop. Cure: {refusal.cure}", NotCompiledWarning, place)
 
 
-def _compiled(loop: Loop, checkpoints: Kept, compile: Compile | Asked, before: Outside) -> tuple[Loop, Any] | None:
+def _compiled(
+    loop: Loop, checkpoints: CheckpointsArg, compile: Compile | Asked, before: Outside
+) -> tuple[Loop, Any] | None:
     ask, whole = None, None
     try:
         with _left_to_eager(loop):

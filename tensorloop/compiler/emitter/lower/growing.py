@@ -20,7 +20,7 @@ from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.lengths import Length, Size, grows, versions
 from tensorloop.compiler.operations import aten, is_view
-from tensorloop.compiler.step import Recurrence, Unsupported
+from tensorloop.compiler.step import Step, Unsupported
 
 ARRAYS = ("array", "prefix")
 LINE = 64
@@ -158,16 +158,16 @@ def _is_version(x: Any) -> bool:
     )
 
 
-def written(recurrence: Recurrence) -> set[fx.Node]:
+def written(step: Step) -> set[fx.Node]:
     """What arrays become in a step, up to the next carry: there is one memory for it."""
-    pairs = zip(recurrence.carry, recurrence.next_carry, strict=True)
+    pairs = zip(step.carry, step.next_carry, strict=True)
     return {n for array, last in pairs if grows(array) for n in versions(array, last)}
 
 
-def scheduled(recurrence: Recurrence) -> list[fx.Node]:
+def scheduled(step: Step) -> list[fx.Node]:
     """The nodes in an order in which all that sees an array as it was comes before what writes to its slots."""
-    nodes = list(recurrence.graph.nodes)
-    order, arrays = {n: i for i, n in enumerate(nodes)}, written(recurrence)
+    nodes = list(step.graph.nodes)
+    order, arrays = {n: i for i, n in enumerate(nodes)}, written(step)
     waits = {n: set(n.all_input_nodes) for n in nodes}
     for n in arrays:
         if n.op == "call_function" and n.target is not aten.cat.default:  # slots behind the end disturb nobody

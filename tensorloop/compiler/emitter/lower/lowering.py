@@ -13,7 +13,7 @@ from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.lengths import Length, Size, grows, meets_growing, shape_of
-from tensorloop.compiler.step import Recurrence, Unsupported
+from tensorloop.compiler.step import Step, Unsupported
 
 Elementwise = Callable[..., Value]
 Handler = Callable[..., Any]
@@ -282,19 +282,19 @@ def _squeezed(shape: Sequence[Size]) -> Callable[[Array], Array]:
     )
 
 
-def lower(recurrence: Recurrence, handlers: dict[str, Handler]) -> "Step":
+def lower(step: Step, handlers: dict[str, Handler]) -> "LoweredStep":
     """All of a step: its nodes, then the copies into what outlives it."""
     low = Lowering()
-    low.written = growing.written(recurrence)
+    low.written = growing.written(step)
     for kind, nodes in (
-        ("invariant", recurrence.invariants),
-        ("sequence", recurrence.sequences),
-        ("carry", recurrence.carry),
+        ("invariant", step.invariants),
+        ("sequence", step.sequences),
+        ("carry", step.carry),
     ):
         for n, node in enumerate(nodes):
             low.values[node] = _placed(kind, n, node)
-    low.run(growing.scheduled(recurrence) if low.written else list(recurrence.graph.nodes), handlers)
-    return Step(low, recurrence)
+    low.run(growing.scheduled(step) if low.written else list(step.graph.nodes), handlers)
+    return LoweredStep(low, step)
 
 
 def _placed(kind: str, index: int, node: fx.Node) -> Array:
@@ -317,22 +317,21 @@ def _span(value: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
-class Step:
-    """A lowered step: kernels, constants, where the next carry will lie."""
+class LoweredStep:
+    """A step as kernels: the array that each role of `source` has, its constants, where the next carry will lie."""
 
-    def __init__(self, low: Lowering, recurrence: Recurrence) -> None:
-        self.kernels, self.constants, self.growth = low.kernels, low.constants, recurrence.growth
-        self.nodes = list(recurrence.graph.nodes)
-        self.invariants = [low.values[node] for node in recurrence.invariants]
-        self.carry = [low.values[node] for node in recurrence.carry]
-        self.sequences = [low.values[node] for node in recurrence.sequences]
-        for node in (*recurrence.outs, *recurrence.next_carry, *recurrence.terms):
+    def __init__(self, low: Lowering, step: Step) -> None:
+        self.source, self.kernels, self.constants = step, low.kernels, low.constants
+        self.invariants = [low.values[node] for node in step.invariants]
+        self.carry = [low.values[node] for node in step.carry]
+        self.sequences = [low.values[node] for node in step.sequences]
+        for node in (*step.outs, *step.next_carry, *step.sums):
             if not isinstance(low.values[node], Array):
                 raise Unsupported("several tensors at once as one out", node)
-        self.outs = [self._out(low, n, node) for n, node in enumerate(recurrence.outs)]
-        self.next = [self._next(low, n, node) for n, node in enumerate(recurrence.next_carry)]
-        self.sums = [self._sum(low, n, node) for n, node in enumerate(recurrence.terms)]
-        going = recurrence.going
+        self.outs = [self._out(low, n, node) for n, node in enumerate(step.outs)]
+        self.next = [self._next(low, n, node) for n, node in enumerate(step.next_carry)]
+        self.sums = [self._sum(low, n, node) for n, node in enumerate(step.sums)]
+        going = step.going
         self.going = None if going is None else low.dense(low.values[going])
 
     def _out(self, low: Lowering, index: int, node: fx.Node) -> Array:

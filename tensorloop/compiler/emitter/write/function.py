@@ -20,7 +20,7 @@ from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower import growing
-from tensorloop.compiler.emitter.lower.lowering import Step, copied
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write import in_order, members
 from tensorloop.compiler.emitter.write.bounds import bounds, check_rows
 from tensorloop.compiler.emitter.write.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
@@ -57,7 +57,7 @@ class Function:
 
     gap = 0  # bytes left free behind each scratch buffer
 
-    def __init__(self, step: Step, target: Target, reverse: bool) -> None:
+    def __init__(self, step: LoweredStep, target: Target, reverse: bool) -> None:
         self.step, self.target, self.reverse = step, target, reverse
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
         kept |= {step.going.buffer} if step.going is not None else set()
@@ -65,7 +65,7 @@ class Function:
         kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
         kernels = split_by_readers(join_additions(kernels, kept), kept)
         self.units: list[Unit] = grouped(kernels)
-        self.bounds = bounds(self.units, step.nodes, step.growth)
+        self.bounds = bounds(self.units, step.source.graph.nodes, step.source.growth)
         self.stored = stored(self.units, kept)
         self.packed = panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
@@ -212,7 +212,7 @@ class Function:
         here = [code.name("carry") for _ in step.carry]
         there = {n: code.name("next") for n in pairs}
         index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
-        growing.at_step(code, self.step.growth)
+        growing.at_step(code, self.step.source.growth)
         names |= {("array", n): name for n, name in enumerate(first)}
         for kind, bases, arrays in (("sequence", sequences, step.sequences), ("out", outs, step.outs)):
             for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
@@ -256,7 +256,7 @@ class Function:
 
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
-        most = growing.at_start(code, place, len(self.step.growth))
+        most = growing.at_start(code, place, len(self.step.source.growth))
         self.scratch_pointers: dict[Buffer, str] = {}
         offset: Index = self.scratch
         for buffer in self.growing:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Running, Scatter
-from tensorloop.compiler.emitter.lower.lowering import Step
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
 from tensorloop.compiler.emitter.write.matmul import Panels
 from tensorloop.compiler.lengths import Length
@@ -29,7 +29,7 @@ class Split:
         self.count, self.dims, self.buffers, self.apart = count, dims, buffers, apart
 
 
-def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
+def split(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
     """How rows are told apart; None where they meet."""
     sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape and array.buffer.kind != "array"]
     count = max(sizes, default=(0, 0))[1]
@@ -44,7 +44,7 @@ def split(step: Step, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> 
         return None
 
 
-def meet(step: Step, units: Sequence[Unit], count: int, own: Sequence[Array]) -> bool:
+def meet(step: LoweredStep, units: Sequence[Unit], count: int, own: Sequence[Array]) -> bool:
     """Whether rows meet, where `own` of what is read, and the carry, have rows of their own."""
     known = {array.buffer: bool(array.shape) for array in step.carry} | {array.buffer: True for array in own}
     try:
@@ -57,7 +57,7 @@ def meet(step: Step, units: Sequence[Unit], count: int, own: Sequence[Array]) ->
 class _Search:
     def __init__(
         self,
-        step: Step,
+        step: LoweredStep,
         units: Sequence[Unit],
         packed: Mapping[Array, Panels],
         count: int,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
 from tensorloop.compiler.emitter.ir.target import Target
-from tensorloop.compiler.emitter.lower.lowering import Step
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Group, Unit
 from tensorloop.compiler.emitter.write.matmul import Panels, lanes
 from tensorloop.compiler.lengths import grows
@@ -66,7 +66,7 @@ class Planner:
         self.packed, self.stored, self.places, self.target = packed, stored, places, target
         self.touched: list[Access] = []
 
-    def plan(self, step: Step, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
+    def plan(self, step: LoweredStep, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
         """None where a step has arrays of the carry, or nothing that can be cut."""
         if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
             return None

@@ -1,4 +1,4 @@
-"""A compiled recurrence as something to call."""
+"""A compiled loop as something to call."""
 
 import collections
 from array import array
@@ -13,14 +13,14 @@ from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
-from tensorloop.compiler.emitter.lower.lowering import Step, lower
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import hold
 from tensorloop.compiler.emitter.write.function import Function, Text
 from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.step import CoreCall, Recurrence
+from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.machine import host
@@ -32,33 +32,33 @@ instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores
 _HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
 
 
-def lowered(recurrence: Recurrence) -> Step:
-    """The step as kernels."""
-    return lower(in_core_operations(recurrence), HANDLERS)
+def lowered(step: Step) -> LoweredStep:
+    """Returns the step's kernels."""
+    return lower(in_core_operations(step), HANDLERS)
 
 
-def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
-    """The step's kernels, and the module's text."""
-    step = lowered(recurrence)
-    return step, Function(step, target, recurrence.reverse).text()
+def text_of(step: Step, target: Target) -> tuple[LoweredStep, Text]:
+    """Returns the step's kernels, and the module's text."""
+    kernels = lowered(step)
+    return kernels, Function(kernels, target, step.reverse).text()
 
 
-def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bool:
+def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
     """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
-    step = lowered(recurrence)
-    made = Function(step, host(), recurrence.reverse)
-    read = zip((*recurrence.sequences, *recurrence.invariants), (*step.sequences, *step.invariants), strict=True)
-    return rows.meet(step, made.units, count, [array for n, array in read if n in own])
+    kernels = lowered(step)
+    made = Function(kernels, host(), step.reverse)
+    read = zip((*step.sequences, *step.invariants), (*kernels.sequences, *kernels.invariants), strict=True)
+    return rows.meet(kernels, made.units, count, [array for n, array in read if n in own])
 
 
-def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
-    """One native function for a recurrence; Unsupported where an operation or this machine is not known."""
+def emit(step: Step, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
+    """Returns one native function for a step; Unsupported where an operation or this machine is not known."""
     if instead:
-        return instead[-1](recurrence, folder=folder, target=target)
+        return instead[-1](step, folder=folder, target=target)
     target = target or host()
-    step, text = text_of(recurrence, target)
+    kernels, text = text_of(step, target)
     code = machine_code(text.module, target, folder or cache.user_folder())
-    return NativeCore(recurrence, step, text, Loaded(code, target))
+    return NativeCore(kernels, text, Loaded(code, target))
 
 
 class NativeCall(NamedTuple):
@@ -76,12 +76,12 @@ class NativeCall(NamedTuple):
 class NativeCore:
     """Runs a loop; scratch memory is kept from call to call, each call has its own."""
 
-    def __init__(self, recurrence: Recurrence, step: Step, text: Text, loaded: Loaded) -> None:
+    def __init__(self, step: LoweredStep, text: Text, loaded: Loaded) -> None:
         self.text, self._loaded, self._constants = text, loaded, step.constants
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._checked = 0  # calls
-        self._growth, self.work = step.growth, text.work
+        self._growth, self.work = step.source.growth, text.work
         given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
         self._needed = [[_needed(one) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"

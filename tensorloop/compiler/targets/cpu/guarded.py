@@ -21,7 +21,7 @@ from tensorloop.compiler.emitter.ir.arrays import Buffer
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write.function import Function, Text
 from tensorloop.compiler.lengths import actual
-from tensorloop.compiler.step import Recurrence
+from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.core import NativeCall, NativeCore, instead, lowered
@@ -46,10 +46,10 @@ def on() -> Iterator[None]:
         instead.remove(emitted)
 
 
-def emitted(recurrence: Recurrence, *, folder: cache.Folder | None, target: Target | None) -> NativeCore:
+def emitted(step: Step, *, folder: cache.Folder | None, target: Target | None) -> NativeCore:
     """Makes a core that checks each access to memory; takes what `emit` takes."""
     target = target or host()
-    function = Apart(lowered(recurrence), target, recurrence.reverse)
+    function = Apart(lowered(step), target, step.reverse)
     text = function.text()
     try:
         module = guard_text.checked(text.module, function.attributes)
@@ -57,7 +57,7 @@ def emitted(recurrence: Recurrence, *, folder: cache.Folder | None, target: Targ
         violations.append(f"not guarded: {error}")  # who makes plans takes a core of torch operations then
         raise
     code = machine_code(module, target, folder or cache.user_folder())
-    return GuardedCore(recurrence, function, text, _Loaded(code, target))
+    return GuardedCore(function, text, _Loaded(code, target))
 
 
 class Apart(Function):
@@ -95,10 +95,10 @@ class Copy(NamedTuple):
 class GuardedCore(NativeCore):
     """Runs a loop on copies, one call at a time."""
 
-    def __init__(self, recurrence: Recurrence, function: Function, text: Text, loaded: _Loaded) -> None:
+    def __init__(self, function: Function, text: Text, loaded: _Loaded) -> None:
         step = function.step
-        super().__init__(recurrence, step, text, loaded)
-        self._function, self._reverse, self._guard = function, recurrence.reverse, loaded.guard
+        super().__init__(step, text, loaded)
+        self._function, self._reverse, self._guard = function, step.source.reverse, loaded.guard
         self._lock = threading.Lock()
         self._entries = [
             *(Entry("invariant", n, one.buffer) for n, one in enumerate(step.invariants)),

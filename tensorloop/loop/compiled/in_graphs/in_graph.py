@@ -24,7 +24,7 @@ from tensorloop._torch.dynamo import (
 )
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.compiler.refused import NATIVE, Refused
-from tensorloop.compiler.trace import Ref, Step
+from tensorloop.compiler.trace import Ref, Trace
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.in_graphs.changing_floats import use_as_tensors
 from tensorloop.loop.compiled.in_graphs.operators import LOOP, prepared
@@ -135,7 +135,7 @@ def _recorded(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, num
         raise Refused("the body changes the shapes or dtypes of its carry", "return the carry as it came")
     constants = list(recorder.captures)
     captures = [*range(m, len(tensors)), *constants]
-    step = Step(recorder.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, recorder.writes)
+    step = Trace(recorder.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, recorder.writes)
     return written(step, tensors, list(recorder.captures.values()))
 
 

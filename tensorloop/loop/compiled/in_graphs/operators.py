@@ -16,12 +16,13 @@ from tensorloop._torch.dynamo import below_autograd, undisturbed
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import blind_modes
+from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.operations import value_of
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.in_graphs.step_text import Written, read
-from tensorloop.loop.compiled.run.blocks import Segmented, blocks_of
-from tensorloop.loop.compiled.run.node import Looped, Run, apart
-from tensorloop.loop.compiled.run.plan import Missing, Plan, plans
+from tensorloop.loop.compiled.run.blocks import RunInBlocks, blocks_of
+from tensorloop.loop.compiled.run.node import Looped, RunAtOnce, apart
+from tensorloop.loop.compiled.run.plan import Plan, plans
 
 _PLAIN = Tensor, torch.nn.Parameter
 
@@ -34,25 +35,26 @@ class Prepared:
     written: Written
 
     def __post_init__(self) -> None:
-        plan, t = self.plan, self.plan.traced
-        saved = [n for n in plan.saved if n not in t.xs]
+        plan, t = self.plan, self.plan.step
+        saved = [n for n in plan.saved if n not in t.sequences]
         after = {c: new for c, new in zip(t.carry, t.next_carry, strict=True) if new is not c and new not in t.carry}
-        there = {*saved, *t.ys}
-        self.states = {n: after[n] for n in saved if after.get(n) in there and n not in t.ys}
-        self.own = [n for n in saved if n not in t.ys and n not in self.states]
+        there = {*saved, *t.outs}
+        self.states = {n: after[n] for n in saved if after.get(n) in there and n not in t.outs}
+        self.own = [n for n in saved if n not in t.outs and n not in self.states]
         used = {*saved, *self.states.values()}
-        self.ys = [k for k, n in enumerate(t.ys) if n in used]
+        self.ys = [k for k, n in enumerate(t.outs) if n in used]
 
-    def run(self, steps: int) -> Run:
+    def run(self, steps: int) -> RunAtOnce:
         """One run of the plan."""
         k = self.written.k
         if k is None or not self.plan.grad:
-            return Run(self.plan, steps)
-        return Segmented(self.plan, steps, steps, blocks_of(self.plan, Checkpoints(k), known=True), "scan")
+            return RunAtOnce(self.plan, steps)
+        blocks = blocks_of(self.plan, Checkpoints(k), known=True)
+        return RunInBlocks(self.plan, steps, most=steps, blocks=blocks, name="scan")
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All inputs of a run, as it wants them."""
-        n, m = len(self.plan.step.carry), len(self.plan.step.xs)
+        n, m = len(self.plan.step.carry), len(self.plan.step.sequences)
         for i, (x, (shape, dtype)) in enumerate(zip(tensors, self.written.inputs, strict=True)):
             found = x.shape[1:] if n <= i < n + m else x.shape
             if list(found) != shape or x.dtype is not dtype:
@@ -65,8 +67,8 @@ class Prepared:
 
     def outputs(self, steps: Any) -> list[Tensor]:
         """Tensors like those that a loop gives, without numbers."""
-        t = self.plan.traced
-        return [*(_like(n) for n in t.carry), *(_like(n, steps) for n in t.ys)]
+        t = self.plan.step
+        return [*(_like(n) for n in t.carry), *(_like(n, steps) for n in t.outs)]
 
     def kept(self, steps: Any) -> list[Tensor]:
         """The same of what it keeps beside ys."""
@@ -74,22 +76,22 @@ class Prepared:
 
     def saved(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
         """What the plan's backward gets, out of the ys that it needs and what was kept."""
-        t, n = self.plan.traced, len(self.plan.step.carry)
-        given = dict(zip([*(t.ys[k] for k in self.ys), *self.own], kept, strict=True))
-        found = dict(zip(t.xs, tensors[n:], strict=False)) | given
+        t, n = self.plan.step, len(self.plan.step.carry)
+        given = dict(zip([*(t.outs[k] for k in self.ys), *self.own], kept, strict=True))
+        found = dict(zip(t.sequences, tensors[n:], strict=False)) | given
         for c, new in self.states.items():
             first, rest = tensors[t.carry.index(c)].unsqueeze(0), given[new]
-            found[c] = torch.cat([rest[1:], first] if self.plan.reverse else [first, rest[:-1]])
+            found[c] = torch.cat([rest[1:], first] if self.plan.step.reverse else [first, rest[:-1]])
         return [found[x] for x in self.plan.saved]
 
     def targets(self, grads: Sequence[Tensor | None]) -> list[int]:
         """The inputs that get a gradient."""
         plan = self.plan
-        n, m = len(plan.step.carry), len(plan.step.xs)
-        missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
+        n, m = len(plan.step.carry), len(plan.step.sequences)
+        missing = frozenset(k for k in plan.flowing_outs if grads[n + k] is None)
         found = plan.reached(Missing(missing))  # in a graph of any number of steps
         carry = [i for i in plan.flowing_carry if plan.wants[i]]
-        return [*carry, *(n + k for k in sorted(found.xs)), *(n + m + k for k in sorted(found.captures))]
+        return [*carry, *(n + k for k in sorted(found.sequences)), *(n + m + k for k in sorted(found.invariants))]
 
 
 def _like(node: fx.Node, *steps: Any) -> Tensor:
@@ -153,7 +155,7 @@ def _loop_backward(
         return [x if i >= len(grads) or (g := grads[i]) is None else g.clone() for i, x in enumerate(zeros)]
     run = found.run(steps)
     with unseen():
-        if isinstance(run, Segmented):  # its carries do not stand in a graph: they are found again
+        if isinstance(run, RunInBlocks):  # its carries do not stand in a graph: they are found again
             run.forward(inputs)
             saved = []
         else:
@@ -208,14 +210,14 @@ class _Traced(torch.autograd.Function):
         n = len(plan.step.carry)
         if found.written.k is None:
             given = torch.ops.tensorloop.loop_forward(text, list(tensors), steps, wants)
-            outputs, kept = given[: n + len(plan.step.ys)], given[n + len(plan.step.ys) :]
+            outputs, kept = given[: n + len(plan.step.outs)], given[n + len(plan.step.outs) :]
             kept = [*(outputs[n + k] for k in found.ys), *kept]
         else:
             with below_autograd():
                 outputs, kept = torch.ops.tensorloop.loop(text, list(tensors), steps), []
         ctx.loop = text, steps, wants
         ctx.save_for_backward(*tensors, *kept)
-        flowing = {*plan.flowing_carry, *(n + k for k in plan.flowing_ys)}
+        flowing = {*plan.flowing_carry, *(n + k for k in plan.flowing_outs)}
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in flowing))
         return tuple(outputs)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.trace import Operation, Ref, Step
+from tensorloop.compiler.trace import Operation, Ref, Trace
 
 MOST_CONSTANTS = 1024  # numbers in a tensor that the body makes
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
@@ -24,7 +24,7 @@ _NAMESPACES = ("aten", "prims")
 class Written:
     """A step, the (shape, dtype) of each input, tensors that the body makes itself, and how the loop runs."""
 
-    step: Step
+    step: Trace
     inputs: list[tuple[list[int], torch.dtype]]
     constants: list[Tensor]
     reverse: bool = False
@@ -33,10 +33,11 @@ class Written:
     def text(self) -> str:
         """As text."""
         s = self.step
+        roles = s.carry, s.sequences, s.invariants, s.next_carry, s.outs
         return json.dumps(
             {
                 "operations": [[str(o.function), _put(o.args), _put(o.kwargs), _put(o.results)] for o in s.operations],
-                "step": [list(s.carry), list(s.xs), list(s.captures), list(s.next_carry), list(s.ys), s.writes],
+                "step": [*map(list, roles), s.writes],
                 "inputs": [[shape, _put(dtype)] for shape, dtype in self.inputs],
                 "constants": [[_put(x.dtype), list(x.shape), _put(x.flatten().tolist())] for x in self.constants],
                 "reverse": self.reverse,
@@ -45,7 +46,7 @@ class Written:
         )
 
 
-def written(step: Step, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Written:
+def written(step: Trace, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Written:
     """A step with what belongs to it; `inputs` are those of one step, but for the constants."""
     if any(x.numel() > MOST_CONSTANTS for x in constants):
         raise Refused(f"the body makes a tensor of more than {MOST_CONSTANTS} numbers", "make it before the loop")
@@ -60,7 +61,7 @@ def read(text: str) -> Written:
         for name, args, kwargs, results in found["operations"]
     ]
     carry, xs, captures, next_carry, ys, writes = found["step"]
-    step = Step(operations, carry, xs, captures, next_carry, ys, None, writes)
+    step = Trace(operations, carry, xs, captures, next_carry, ys, None, writes)
     inputs = [(shape, _get(dtype)) for shape, dtype in found["inputs"]]
     constants = [torch.tensor(_get(x), dtype=_get(dtype)).reshape(shape) for dtype, shape, x in found["constants"]]
     return Written(step, inputs, constants, found["reverse"], found["k"])

@@ -13,7 +13,7 @@ from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.trace import Step
+from tensorloop.compiler.trace import Trace
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.carried_arrays import Arrays
@@ -148,7 +148,7 @@ class Recorded:
         ys = numbers[n:] if self.answer is None else numbers[n:-1]
         self.outputs = numbers[:n], ys, answer
         xs = [*range(n, n + m), *(draw.number for draw in self.draws)]
-        self.step = Step(r.operations, range(n), xs, list(r.captures), *self.outputs, r.writes)
+        self.step = Trace(r.operations, range(n), xs, list(r.captures), *self.outputs, r.writes)
         if self._glance is not None:
             self._glance.clear &= not any(r.made(x) for x in self._glance.captures)
             self._glance.end(tensors, others)

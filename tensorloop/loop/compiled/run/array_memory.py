@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._common.errors import Misuse
-from tensorloop.compiler.graph.capture import Traced
 from tensorloop.compiler.lengths import WRITES, Length, Size, grows, shape_of, versions
 from tensorloop.compiler.operations import aten, bytes_of, value_of
+from tensorloop.compiler.step import Step
 from tensorloop.loop.compiled.run.plan import Plan, Write
 
 
@@ -29,10 +29,10 @@ class Log(NamedTuple):
     old: Tensor
 
 
-def logged(traced: Traced) -> list[Write]:
+def logged(step: Step) -> list[Write]:
     """The writes of a step to slots that there are, earliest first. What they find there becomes part of the graph."""
     found = list[Write]()
-    for i, (array, last) in enumerate(zip(traced.carry, traced.next_carry, strict=True)):
+    for i, (array, last) in enumerate(zip(step.carry, step.next_carry, strict=True)):
         if not grows(array):
             continue
         for n in reversed(versions(array, last)):
@@ -40,13 +40,13 @@ def logged(traced: Traced) -> list[Write]:
                 continue
             before: Any = n.args[0]
             slot: Any
-            with traced.graph.inserting_before(n):
+            with step.graph.inserting_before(n):
                 if n.target is aten.index_put.default:
                     (slot,) = n.args[1]  # pyright: ignore[reportGeneralTypeIssues]
-                    old = traced.graph.call_function(aten.index.Tensor, (before, [slot]))
+                    old = step.graph.call_function(aten.index.Tensor, (before, [slot]))
                 else:
                     slot = n.args[3]
-                    old = traced.graph.call_function(aten.select.int, (before, 0, slot))
+                    old = step.graph.call_function(aten.select.int, (before, 0, slot))
             old.meta["val"] = value_of(before).select(0, 0)
             found.append(Write(i, before, slot, old))
     return found
@@ -67,7 +67,7 @@ class ArrayMemory:
     def length(self, place: int, step: int) -> int:
         """Of an array, before a step."""
         symbol = self.symbols[place]
-        return self.starts[symbol] + self.plan.growth[symbol] * step
+        return self.starts[symbol] + self.plan.step.growth[symbol] * step
 
     def make_room(self, state: list[Tensor], steps: int) -> None:
         """Puts the arrays of a carry into memory of the loop's own, with room for so many steps more."""
@@ -95,7 +95,7 @@ class ArrayMemory:
 
     def note(self, found: Mapping[fx.Node, Tensor], start: int, stop: int) -> None:
         """Keeps what slots held before these steps wrote to them."""
-        if self.overwritten and self.plan.reverse:
+        if self.overwritten and self.plan.step.reverse:
             found = {n: x.flip(0) for n, x in found.items()}
         for i in self.overwritten:
             writes = [w for w in self.plan.writes if w.place == i]
@@ -116,7 +116,7 @@ class ArrayMemory:
         """A number that may follow the length of an array, at each of some steps."""
         if not isinstance(number, Length):
             return torch.full((stop - start,), number)
-        first, more = self.starts[number.symbol], self.plan.growth[number.symbol]
+        first, more = self.starts[number.symbol], self.plan.step.growth[number.symbol]
         return (first + more * torch.arange(start, stop)) * number.scale + number.shift
 
     def seek(self, step: int) -> None:
@@ -148,7 +148,7 @@ def bytes_a_step(plan: Plan) -> int:
     """What a step appends to the arrays of a carry."""
     found = 0
     for n in plan.arrays:
-        more, slot = plan.growth[_symbol(n)], value_of(n)
+        more, slot = plan.step.growth[_symbol(n)], value_of(n)
         found += more * bytes_of(n) // max(len(slot), 1)
     return found
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
-from tensorloop.compiler.graph.capture import Traced, functional, with_gradients
+from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
 from tensorloop.compiler.refused import NATIVE, Refused
-from tensorloop.compiler.trace import Step
+from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
 from tensorloop.loop.compiled.look.look import Recorded, filled_by, python_values
@@ -27,21 +27,28 @@ class ArrayPlan(Plan):
     tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
 
     def __init__(
-        self, step: Step, examples: Sequence[Tensor], other: tuple[Step, Sequence[Tensor]], *args: Any, **options: Any
+        self,
+        trace: Trace,
+        examples: Sequence[Tensor],
+        other: tuple[Trace, Sequence[Tensor]],
+        wants: Sequence[bool],
+        **options: Any,
     ) -> None:
-        self._other = other  # the step and its examples, with arrays as long as OTHER_MARKS say
-        super().__init__(step, examples, *args, **options)
+        self._other = other  # the trace and its examples, with arrays as long as OTHER_MARKS say
+        super().__init__(trace, examples, wants, **options)
         del self._other
 
-    def _trace(self, step: Step, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool) -> Traced:
+    def _with_gradients(
+        self, trace: Trace, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], **options: Any
+    ) -> StepWithGradients:
         """Traces the step twice, and finds by that which numbers are lengths."""
         if len(examples) != len(self._other[1]):  # their pairs would be no arguments of the step
             raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
-        found = super()._trace(step, examples, wants, grad)
-        step, examples = self._other
-        module = functional(step, examples)
-        other = with_gradients(step, module, examples, wants, grad)
-        if not (mark_lengths(found.graph, other.graph) and mark_lengths(self.module.graph, module.graph)):
+        found = super()._with_gradients(trace, module, examples, wants, **options)
+        trace, examples = self._other
+        again = functional(trace, examples)
+        other = super()._with_gradients(trace, again, examples, wants, **options)
+        if not (mark_lengths(found.step.graph, other.step.graph) and mark_lengths(module.graph, again.graph)):
             raise Refused(
                 "what torch makes of its operations depends on the length of an array in the carry",
                 "read slots that every length has, or set compile=False",
@@ -103,10 +110,10 @@ def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequen
     with quiet_fakes():
         other = made(OTHER_MARKS)
         plan = ArrayPlan(*made(LENGTH_MARKS), other, wants, grad=grad, reverse=reverse, growth=found.growth)
-    if plan.grad and (lack := plan.backward(frozenset()).lacking) is not None:
+    if plan.grad and (lack := plan.backward().lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
-    plan.writes = logged(plan.traced)
+    plan.writes = logged(plan.step)
     base.let_go()
     template.forget()
     return plan
@@ -175,7 +182,7 @@ def _stays_in_memory(found: Recorded, plan: ArrayPlan, steps: int) -> bool:
     """
     starts = found.arrays.starts
     last = [n + more * (steps - 1) for n, more in zip(starts, found.growth, strict=True)]
-    programs = [(plan.forward, starts), *([(plan.backward(frozenset()), last)] if plan.grad else [])]
+    programs = [(plan.forward, starts), *([(plan.backward(), last)] if plan.grad else [])]
     return all(program.core is None or program.core.fits(steps, lengths) for program, lengths in programs)
 
 

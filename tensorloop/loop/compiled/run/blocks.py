@@ -20,12 +20,10 @@ from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
-from tensorloop.loop.compiled.run.drawn_numbers import Draws
-from tensorloop.loop.compiled.run.node import Run
+from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
+from tensorloop.loop.compiled.run.node import RunAtOnce
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program, Ran
-from tensorloop.loop.compiled.run.python_condition import Asking
-from tensorloop.loop.compiled.run.totals import Totals, room_for
 from tensorloop.schedule import Schedule
 
 MOST_STEPS = 128  # in a block: more would run no faster
@@ -58,24 +56,19 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)
 
 
-class Segmented(Run):
-    """One loop that runs by a plan in blocks."""
+@dataclasses.dataclass
+class RunInBlocks(RunAtOnce):
+    """A loop that runs by a plan in blocks. It ends after `most` steps, if not before."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        steps: int | None,
-        most: int | None,
-        blocks: Blocks,
-        name: str,
-        draws: Draws | None = None,
-        lengths: Sequence[int] = (),
-        ask: Asking | None = None,
-    ) -> None:
-        super().__init__(plan, steps, draws=draws, lengths=lengths, ask=ask)
-        self.known, self.most = plan.traced.answer is None and ask is None, most
-        self.arrays = ArrayMemory(plan, lengths)
-        self.schedule, self.size, self.name = blocks.schedule, blocks.size, name
+    blocks: Blocks = dataclasses.field(kw_only=True)
+    name: str = dataclasses.field(kw_only=True)
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        plan, blocks, draws = self.plan, self.blocks, self.draws
+        self.known = plan.step.going is None and self.ask is None
+        self.arrays = ArrayMemory(plan, self.lengths)
+        self.schedule, self.size = blocks.schedule, blocks.size
         few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step + bytes_a_step(plan), 1))
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
@@ -90,7 +83,7 @@ class Segmented(Run):
 
     def _part(self, start: int, stop: int, steps: int | None) -> slice:
         """The indices of these steps among so many; a reversed loop begins at the end."""
-        if not self.plan.reverse:
+        if not self.plan.step.reverse:
             return slice(start, stop)
         assert steps is not None
         return slice(steps - stop, steps - start)
@@ -99,24 +92,24 @@ class Segmented(Run):
         self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor], **options: Any
     ) -> Ran:
         """What a program gives for these steps."""
-        captures, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
+        invariants, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
         self.arrays.seek(start)
-        found = program(stop - start, captures, rows, state, self._lengths(start), **options)
+        found = program(stop - start, invariants, rows, state, self._lengths(start), **options)
         self.arrays.at = start + found.done
         return found
 
     def _rows(self, start: int, stop: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sequences of these steps; those that are drawn are drawn now."""
-        _, xs, _ = self.split(tensors)
+        _, sequences, _ = self.split(tensors)
         part = self._part(start, stop, self.steps)
-        given = [x[part] for x in xs[: len(xs) - self.drawn]]
+        given = [x[part] for x in sequences[: len(sequences) - self.drawn]]
         return given if self.draws is None else [*given, *self.draws.between(start, stop, self.size)]
 
-    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+    def whole(self, sequences: list[Tensor]) -> list[Tensor]:
         """All sequences, of all steps: those that are drawn, drawn again."""
         if self.draws is None:
-            return xs
-        return [*xs[: len(xs) - self.drawn], *self.draws.between(0, self.done, self.size)]
+            return sequences
+        return [*sequences[: len(sequences) - self.drawn], *self.draws.between(0, self.done, self.size)]
 
     # -- forward
 
@@ -125,17 +118,17 @@ class Segmented(Run):
         state, limit = self.split(tensors)[0], self._limit()
         if self.known:
             self.arrays.make_room(state, int(limit))
-        ys = _Outputs(self)
+        outs = _Outputs(self)
         for action in self.schedule.sweep(self._count(int(limit)) if self.known else None):
             if isinstance(action, schedule.Advance):
-                state, going = self._advance(min(action.stop * self.size, limit), tensors, state, ys)
+                state, going = self._advance(min(action.stop * self.size, limit), tensors, state, outs)
                 if not going or self.done >= limit:
                     break
             else:
                 self._keep(action, state)
         else:
             raise Misuse(f"the schedule's sweep ended at step {self.done}, where the loop goes on")
-        return self.arrays.result(state), ys.whole(), [state[i] for i in self.arrays.appended]
+        return self.arrays.result(state), outs.whole(), [state[i] for i in self.arrays.appended]
 
     def _limit(self) -> float:
         """The most steps that there can be."""
@@ -143,7 +136,7 @@ class Segmented(Run):
         return min(bounds, default=math.inf)
 
     def _advance(
-        self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], ys: "_Outputs"
+        self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], outs: "_Outputs"
     ) -> tuple[list[Tensor], bool]:
         """(the carry after the steps before `stop`, or fewer, whether the loop goes on)."""
         going = True
@@ -151,11 +144,11 @@ class Segmented(Run):
             start = self.done
             end = int(min(start + self.stride, stop))
             self.arrays.make_room(state, end - start)
-            state, done, wanted, _, going = self._run(self.plan.light, start, end, tensors, state, ask=self.ask)
+            state, done, given, _, going = self._run(self.plan.light, start, end, tensors, state, ask=self.ask)
             self.done += done
-            found = self.plan.light_of(wanted)
+            found = self.plan.light_of(given)
             self.arrays.note(found, start, self.done)
-            ys.add([found[n] for n in self.plan.traced.ys], start, self.done)
+            outs.add([found[n] for n in self.plan.step.outs], start, self.done)
         return state, going
 
     def _keep(self, action: schedule.Action, state: list[Tensor]) -> None:
@@ -174,7 +167,7 @@ class Segmented(Run):
 
     # -- backward
 
-    def reverse(self, total: Totals, tensors: list[Tensor], saved: list[Tensor]) -> Totals:
+    def reverse(self, total: GradientSums, tensors: list[Tensor], saved: list[Tensor]) -> GradientSums:
         """Takes gradients through all steps, block by block from the last one."""
         with self.lock:
             try:
@@ -187,7 +180,7 @@ class Segmented(Run):
                 self.arrays.let_go()
         return total
 
-    def _reverse_blocks(self, total: Totals, tensors: list[Tensor]) -> None:
+    def _reverse_blocks(self, total: GradientSums, tensors: list[Tensor]) -> None:
         count = self._count(self.done)
         if not self.carries:
             self._keep_again(tensors, count)
@@ -233,17 +226,17 @@ class Segmented(Run):
                 found = self._run(self.plan.light if light else self.plan.bare, start, end, tensors, state)
             state = found.last
             if light:
-                self.arrays.note(self.plan.light_of(found.wanted), start, end)
+                self.arrays.note(self.plan.light_of(found.outs), start, end)
         return state
 
-    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: Totals) -> None:
+    def _reverse(self, i: int, tensors: list[Tensor], state: list[Tensor], total: GradientSums) -> None:
         """Runs block i with what a backward keeps, and then that."""
         start, stop = i * self.size, min((i + 1) * self.size, self.done)
         rows = self._rows(start, stop, tensors)
         with self.arrays.unchanged(start, stop):
-            last, _, wanted, _, _ = self._run(self.plan.again, start, stop, tensors, state, pool=total.pool)
-        saved = self.plan.saved_of(wanted, rows, last)
-        del wanted, rows, last
+            last, _, outs, _, _ = self._run(self.plan.again, start, stop, tensors, state, pool=total.pool)
+        saved = self.plan.saved_of(outs, rows, last)
+        del outs, rows, last
         total.reverse(self._part(start, stop, self.done), self.split(tensors)[2], saved, self._lengths(stop - 1))
 
 
@@ -270,27 +263,27 @@ class Shelf:
 
 
 class _Outputs:
-    """ys on their way: in memory for all steps where their number is known, else block by block."""
+    """Outs on their way: in memory for all steps where their number is known, else block by block."""
 
-    def __init__(self, run: Segmented) -> None:
+    def __init__(self, run: RunInBlocks) -> None:
         self.run = run
-        self.values = [value_of(n) for n in run.plan.traced.ys]
+        self.values = [value_of(n) for n in run.plan.step.outs]
         self.parts: list[list[Tensor]] = [[] for _ in self.values]
         self.made: list[Tensor] = []
         if run.known:
             self.made = [room_for(run.steps or 0, x) for x in self.values]
 
-    def add(self, ys: list[Tensor], start: int, stop: int) -> None:
-        """Those of some steps."""
-        for y, x in zip(self.made, ys, strict=False):
+    def add(self, outs: list[Tensor], start: int, stop: int) -> None:
+        """Takes the outs of some steps."""
+        for y, x in zip(self.made, outs, strict=False):
             y[self.run._part(start, stop, self.run.steps)] = x
         if not self.made:
-            for parts, x in zip(self.parts, ys, strict=True):
+            for parts, x in zip(self.parts, outs, strict=True):
                 parts.append(x)
 
     def whole(self) -> list[Tensor]:
-        """Those of all steps."""
+        """The outs of all steps."""
         if self.run.known:
             return self.made
-        step = -1 if self.run.plan.reverse else 1
+        step = -1 if self.run.plan.step.reverse else 1
         return [torch.cat(parts[::step]) for parts in self.parts]

@@ -1,7 +1,7 @@
 """Random numbers drawn before a loop by torch's own operations, in the order in which an eager loop draws.
 
 So they are the eager loop's numbers, bit for bit, and so is the state that the generators are left in. To the loop they
-are sequences like xs.
+are sequences like any other.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from tensorloop._torch.transforms import random_numbers_allowed
-from tensorloop.compiler.graph.complex_pairs import split
+from tensorloop.compiler.graph.complex_pairs import split_pairs
 from tensorloop.loop.compiled.look.draws import Draw
 
 
@@ -47,7 +47,7 @@ class Draws:
                     draw.fill(row[t])
         if again:
             self._set(now)
-        return split(found)
+        return split_pairs(found)
 
     def _set(self, states: Sequence[Tensor]) -> None:
         for g, state in zip(self.generators, states, strict=True):

@@ -1,4 +1,4 @@
-"""A compiled loop as one autograd node: (carry, xs, captures) -> (carry, ys)."""
+"""A compiled loop as one autograd node: (carry, sequences, invariants) -> (carry, outs)."""
 
 import dataclasses
 import warnings
@@ -11,52 +11,53 @@ from torch import Tensor, fx
 from tensorloop._torch import transforms
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
+from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import Sized, actual, shape_of
 from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.verify import Broken
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory
 from tensorloop.loop.compiled.run.drawn_numbers import Draws
-from tensorloop.loop.compiled.run.plan import Missing, Plan
+from tensorloop.loop.compiled.run.gradient_sums import Coming, GradientSums
+from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.python_condition import Asking
-from tensorloop.loop.compiled.run.totals import Coming, Totals
 
 R = TypeVar("R")
 FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
 
 
 @dataclasses.dataclass
-class Run:
-    """One loop that runs by a plan. `steps` is None where nobody knows how many there are at most."""
+class RunAtOnce:
+    """One loop that runs by a plan, all steps at once. `steps` is None for a loop of unknown length."""
 
     plan: Plan
     steps: int | None
     done: int = 0
-    draws: Draws | None = None  # whose numbers are the last of xs
+    draws: Draws | None = None  # whose numbers are the last sequences
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
     ask: Asking | None = None  # where a condition is asked in Python
 
     @property
     def drawn(self) -> int:
-        """How many of xs are drawn."""
+        """How many sequences are drawn."""
         return 0 if self.draws is None else self.draws.tensors
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(carry, xs, captures) of all inputs."""
-        n, m = len(self.plan.step.carry), len(self.plan.step.xs)
+        """(carry, sequences, invariants) of all inputs."""
+        n, m = len(self.plan.step.carry), len(self.plan.step.sequences)
         return list(tensors[:n]), list(tensors[n : n + m]), list(tensors[n + m :])
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(the last carry, ys, what a backward keeps)."""
+        """(the last carry, outs, what a backward keeps)."""
         assert self.steps is not None
-        state, xs, captures = self.split(tensors)
+        state, sequences, invariants = self.split(tensors)
         plan = self.plan
         ArrayMemory(plan, self.lengths).make_room(state, self.steps)
-        last, self.done, wanted, _, _ = plan.forward(self.steps, captures, xs, state, self.lengths, self.ask)
+        last, self.done, outs, _, _ = plan.forward(self.steps, invariants, sequences, state, self.lengths, self.ask)
         if self.done != self.steps:
-            part = slice(self.steps - self.done, None) if plan.reverse else slice(self.done)
-            xs = [x[part] for x in xs]
-        return last, apart(plan.ys_of(wanted), tensors), plan.saved_of(wanted, xs, last)
+            part = slice(self.steps - self.done, None) if plan.step.reverse else slice(self.done)
+            sequences = [x[part] for x in sequences]
+        return last, apart(plan.outs_of(outs), tensors), plan.saved_of(outs, sequences, last)
 
     def timed(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Runs the loop forward, by a team of threads where that pays."""
@@ -78,16 +79,16 @@ class Run:
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
         coming = self.coming(grads)
-        total = self.reverse(Totals(self.plan, self.done, coming), tensors, saved)
+        total = self.reverse(GradientSums(self.plan, self.done, coming), tensors, saved)
         if not total.sound():
-            total = self.reverse(Totals(self.plan, self.done, coming, exact=True), tensors, saved)
+            total = self.reverse(GradientSums(self.plan, self.done, coming, exact=True), tensors, saved)
         return self._placed(total)
 
-    def reverse(self, total: Totals, tensors: list[Tensor], saved: list[Tensor]) -> Totals:
+    def reverse(self, total: GradientSums, tensors: list[Tensor], saved: list[Tensor]) -> GradientSums:
         """Takes gradients through all steps, part by part."""
         room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
-        size = max(1, room // max(total.reversed.program.bytes_a_step, 1))
-        captures, reverse, end = self.split(tensors)[2], self.plan.reverse, self.done
+        size = max(1, room // max(self.plan.backward(total.missing).bytes_a_step, 1))
+        invariants, reverse, end = self.split(tensors)[2], self.plan.step.reverse, self.done
         for count, kept in reversed(self.pieces(saved)):
             end -= count
             for stop in range(count, 0, -size):
@@ -97,58 +98,58 @@ class Run:
                 if stop - start < count:
                     some = [x if array else x[part] for x, array in zip(kept, self.plan.whole, strict=True)]
                 whole = slice(end + part.start, end + part.stop)  # a reversed loop is in one piece
-                total.reverse(whole, captures, some, self._lengths(end + stop - 1))
+                total.reverse(whole, invariants, some, self._lengths(end + stop - 1))
         return total
 
     def coming(self, grads: Sequence[Tensor | None]) -> Coming:
-        """What comes, with the gradients of the carry and of ys as tensors."""
+        """What comes, with the gradients of the carry and of outs as tensors."""
         plan = self.plan
         n = len(plan.step.carry)
-        missing = frozenset(k for k in plan.flowing_ys if grads[n + k] is None)
+        missing = frozenset(k for k in plan.flowing_outs if grads[n + k] is None)
         absent = frozenset(i for i in plan.flowing_carry if grads[i] is None)
-        ys = [in_memory(g) for k in plan.flowing_ys if (g := grads[n + k]) is not None]
+        outs = [in_memory(g) for k in plan.flowing_outs if (g := grads[n + k]) is not None]
         carry = [
-            self._zeros(plan.traced.next_carry[i]) if (g := grads[i]) is None else in_memory(g).contiguous()
+            self._zeros(plan.step.next_carry[i]) if (g := grads[i]) is None else in_memory(g).contiguous()
             for i in plan.flowing_carry
         ]
-        return Coming(Missing(missing, absent), carry, ys)
+        return Coming(Missing(missing, absent), carry, outs)
 
     def _lengths(self, done: int) -> list[int]:
-        """Those of arrays after so many steps."""
-        return [n + more * done for n, more in zip(self.lengths, self.plan.growth, strict=True)]
+        """The lengths of arrays after so many steps."""
+        return [n + more * done for n, more in zip(self.lengths, self.plan.step.growth, strict=True)]
 
     def _zeros(self, node: fx.Node) -> Tensor:
         """Zeros like a carry after the last step."""
         shape = actual(shape_of(node), self._lengths(self.done - 1))
         return torch.zeros(shape, dtype=value_of(node).dtype, device="cpu")
 
-    def _placed(self, total: Totals) -> list[Any]:
+    def _placed(self, total: GradientSums) -> list[Any]:
         plan, step = self.plan, self.plan.step
         found: list[Any] = [None] * len(step.inputs)
-        n, m = len(step.carry), len(step.xs)
+        n, m = len(step.carry), len(step.sequences)
         reached = plan.reached_in(total.coming.missing, self.done)
         for i, g in zip(plan.flowing_carry, total.carry, strict=True):
             found[i] = g if plan.wants[i] and i not in reached.none else None
-        for k in reached.xs:
-            g = total.xs[k]
+        for k in reached.sequences:
+            g = total.sequences[k]
             found[n + k] = g if self.done == self.steps or self.steps is None else self._all_steps(g)
-        for k in reached.captures:
-            found[n + m + k] = total.sums[k]
+        for k in reached.invariants:
+            found[n + m + k] = total.invariants[k]
         return found
 
     def _all_steps(self, grad: Tensor) -> Tensor:
         """The gradient of a sequence of which only the steps done were seen."""
         assert self.steps is not None
         whole = grad.new_zeros((self.steps, *grad.shape[1:]))
-        whole[slice(self.steps - self.done, None) if self.plan.reverse else slice(self.done)] = grad
+        whole[slice(self.steps - self.done, None) if self.plan.step.reverse else slice(self.done)] = grad
         return whole
 
     def differentiable(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], create: bool) -> list[Any]:
-        """The same gradients with graphs of their own: the step's graph, run once for each step under autograd."""
+        """The gradients of the inputs with graphs of their own: the step's graph runs under autograd, step by step."""
         wants = [i for i, want in enumerate(self.plan.wants) if want]
         with torch.enable_grad():
             inputs = list(tensors)
-            for i in wants:  # a capture may be computed from another: what follows stops at these
+            for i in wants:  # an invariant may be computed from another: what follows stops at these
                 inputs[i] = inputs[i].view_as(inputs[i])
             outputs = self._unrolled(inputs)
             pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad]
@@ -159,30 +160,30 @@ class Run:
         by_place = dict(zip(wants, found, strict=True))
         return [by_place.get(i) for i in range(len(tensors))]
 
-    def whole(self, xs: list[Tensor]) -> list[Tensor]:
+    def whole(self, sequences: list[Tensor]) -> list[Tensor]:
         """All sequences, of all steps."""
-        return xs
+        return sequences
 
     def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        carry, xs, captures = self.split(tensors)
-        xs = self.whole(xs)
-        n, k = len(carry), len(self.plan.step.ys)
-        ys: list[list[Tensor]] = []
+        carry, sequences, invariants = self.split(tensors)
+        sequences = self.whole(sequences)
+        n, k = len(carry), len(self.plan.step.outs)
+        outs: list[list[Tensor]] = []
         length = self.done if self.steps is None else self.steps
-        steps = range(length - 1, length - 1 - self.done, -1) if self.plan.reverse else range(self.done)
+        steps = range(length - 1, length - 1 - self.done, -1) if self.plan.step.reverse else range(self.done)
         for done, t in enumerate(steps):
-            found = Sized(self.plan.module, self._lengths(done)).run(*carry, *(x[t] for x in xs), *captures)
+            found = Sized(self.plan.module, self._lengths(done)).run(*carry, *(x[t] for x in sequences), *invariants)
             carry = list(found[:n])
-            ys.append(list(found[n : n + k]))
-        ys = ys[::-1] if self.plan.reverse else ys
-        return [*carry, *(torch.stack([y[j] for y in ys]) for j in range(k))]
+            outs.append(list(found[n : n + k]))
+        outs = outs[::-1] if self.plan.step.reverse else outs
+        return [*carry, *(torch.stack([y[j] for y in outs]) for j in range(k))]
 
 
-def apart(ys: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs as graphs have them: contiguous, sharing memory neither with each other nor with an input."""
     met = {x.untyped_storage()._cdata for x in inputs}
     found = []
-    for y in ys:
+    for y in outs:
         storage = y.untyped_storage()._cdata
         found.append(y.clone(memory_format=torch.contiguous_format) if storage in met or not y.is_contiguous() else y)
         met.add(storage)
@@ -193,22 +194,22 @@ class Looped(torch.autograd.Function):
     """The node. Its first input is the run."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, run: RunAtOnce, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop."""
         ctx.set_materialize_grads(False)
         with unseen(), without_autocast():  # nor a default device, or other modes of the caller's
-            last, ys, saved = run.timed(tensors)
+            last, outs, saved = run.timed(tensors)
         ctx.run = run
         ctx.save_for_backward(*tensors, *saved)
         reached = run.plan.differentiable(run.done)
-        outputs = tuple(x.detach() for x in (*last, *ys))  # those that are kept hold no graph
+        outputs = tuple(x.detach() for x in (*last, *outs))  # those that are kept hold no graph
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in reached))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop backward."""
-        run: Run = ctx.run
+        run: RunAtOnce = ctx.run
         n = len(run.plan.step.inputs)
         if all(g is None for g in grads):
             return (None,) * (n + 1)

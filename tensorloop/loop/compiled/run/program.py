@@ -1,4 +1,4 @@
-"""A split step made runnable: the stage before the loop, the loop's core, the stage after it."""
+"""A step made runnable: what is computed before its loop for all steps, the loop's core, what is computed after it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.divide.all_steps import Stage
-from tensorloop.compiler.divide.partition import Parts, Split, outside, seen_by_discontinuous, split
+from tensorloop.compiler.divide.all_steps import BatchedGraph
+from tensorloop.compiler.divide.partition import Partition, divide, outside, seen_by_discontinuous
 from tensorloop.compiler.divide.sums import Sums
 from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, value_of
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.step import Core, CoreCall, Unsupported
-from tensorloop.compiler.targets.cores import made
-from tensorloop.compiler.verify import Promise, check_values, promise
+from tensorloop.compiler.step import Core, CoreCall, Step, Unsupported
+from tensorloop.compiler.targets.cores import make_core
+from tensorloop.compiler.verify import Promise, check_roles, check_values, promise
 from tensorloop.compiler.walks import needed_for
 
 HELD = 3  # calls
@@ -23,72 +23,70 @@ Pool = dict["Program", tuple[int, list[Tensor]]]  # memory of outs, for so many 
 
 
 class Ran(NamedTuple):
-    """The last carry, how many steps there were, what is wanted of each, sums over them, and whether there are more."""
+    """The last carry, how many steps were done, outs of all of them, sums over them, and whether the loop goes on."""
 
     last: list[Tensor]
     done: int
-    wanted: list[Tensor]
+    outs: list[Tensor]
     sums: list[Tensor]
     going: bool
 
 
 class Program:
-    """(steps, invariants, sequences, carry) -> `Ran`, as `parts` says.
+    """(steps, invariants, sequences, carry) -> `Ran`: a loop of this step.
 
     `barred` nodes are kept out of the loop, as another program of the same step does: both then round alike.
     """
 
-    def __init__(self, graph: fx.Graph, parts: Parts, barred: Iterable[fx.Node] = ()) -> None:
-        if parts.going is not None and not parts.carry:
+    def __init__(self, step: Step, barred: Iterable[fx.Node] = ()) -> None:
+        if step.going is not None and not step.carry:
             raise Refused("a condition ends a loop that carries no tensor", "put what the condition sees in the carry")
-        self.parts, self.barred = parts, set(barred)
-        self.order = list(graph.nodes)
+        check_roles(step)
+        self.step, self.barred = step, set(barred)
+        self.order = list(step.graph.nodes)
         self.lacking: Unsupported | None = None  # why the loop is not native
         self._handed: list[fx.Node] = []  # what torch computes before the loop, and needs after it
-        self.split, self.core = self._compiled(graph)
-        s = self.split
-        given = [*parts.invariants, *parts.sequences]
+        self.partition, self.core = self._compiled()
+        s = self.partition
+        if s.loop is not None:
+            check_roles(s.loop, alone=True)
+        given = [*step.invariants, *step.sequences]
         self._fed = [*s.loop_invariants, *s.loop_sequences, *self._handed]
-        before = Stage(given, s.moving)
+        before = BatchedGraph(given, s.moving)
         before.compute(self.order, self._fed)
         self._before = before.finished(before.found[n] for n in self._fed)
         made = [n for n in self._fed if n not in given]
         nodes = [*given, *made, *s.after_loop]
-        after = Stage(nodes, s.moving)
-        sums = Sums(after, s.terms)
-        after.compute(self.order, [*parts.wanted, *(leaf for n in parts.sums for leaf in sums.leaves(n))])
-        asked = needed_for([*parts.next_carry, parts.going, *parts.wanted, *parts.sums], {*given, *parts.carry})
+        after = BatchedGraph(nodes, s.moving)
+        sums = Sums(after, s.sums)
+        after.compute(self.order, [*step.outs, *(leaf for n in step.sums for leaf in sums.leaves(n))])
+        asked = needed_for(step.outputs, step.inputs)
         self.needed = [n for n in self.order if n in asked]
         self.early = set(before.found)
-        self._after = after.finished([*(after.whole(n) for n in parts.wanted), *(sums.of(n) for n in parts.sums)])
-        self._going = None if parts.going is None else s.outs.index(parts.going)
+        self._after = after.finished([*(after.whole(n) for n in step.outs), *(sums.of(n) for n in step.sums)])
+        self._going = None if step.going is None else s.outs.index(step.going)
         # What is looked up here is not looked for at every call.
         self._places = [(self._fed.index(n), n in s.moving) for n in made]
         self._given = [nodes.index(n) for n in after.given]
-        self._cut = [not grows(n) for n in parts.sequences]
+        self._cut = [not grows(n) for n in step.sequences]
         self._grown = [grows(n) for n in s.loop_sequences]
-        self._arrays = {i: more for i, n in enumerate(parts.carry) if (more := growth_of(n, parts.growth)) is not None}
+        self._arrays = {i: more for i, n in enumerate(step.carry) if (more := growth_of(n, step.growth)) is not None}
         self._rooms = [_Room(self, n) for n in s.outs]
         self._states = [s.outs.index(n) for n in s.states.values()]
-        self._terms = [(value_of(n).shape, value_of(n).dtype) for n in s.terms]
+        self._sums = [(value_of(n).shape, value_of(n).dtype) for n in s.sums]
         self._held = 0  # calls whose values were held against what was promised
         self._promised_before = [promise(n, each=n in s.moving) for n in self._fed]
-        self._promised = [*(promise(n, each=True) for n in parts.wanted), *(promise(n, each=False) for n in parts.sums)]
+        self._promised = [*(promise(n, each=True) for n in step.outs), *(promise(n, each=False) for n in step.sums)]
         self.bytes_a_step = self._bytes_a_step(made)
-
-    @property
-    def native(self) -> bool:
-        """Whether the loop, where there is one, runs as one native function."""
-        return self.lacking is None
 
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
         """What the loop is given, stores and gives of each step, beside the sequences that come from outside."""
-        given = {*self.parts.sequences, *self.parts.carry}  # states before the steps are those after them, a step on
-        found = dict.fromkeys([*made, *self.split.outs, *self.parts.wanted])
-        return sum(bytes_of(n) for n in found if n in self.split.moving and n not in given)
+        given = {*self.step.sequences, *self.step.carry}  # states before the steps are those after them, a step on
+        found = dict.fromkeys([*made, *self.partition.outs, *self.step.outs])
+        return sum(bytes_of(n) for n in found if n in self.partition.moving and n not in given)
 
-    def _compiled(self, graph: fx.Graph) -> tuple[Split, Core | None]:
-        """The split whose loop a back end takes: what it lacks is kept out of the loop, as far as that goes.
+    def _compiled(self) -> tuple[Partition, Core | None]:
+        """The partition whose loop a back end takes: what it lacks is kept out of the loop, as far as that goes.
 
         So is what a comparison sees and torch computes too: rounded in two ways, a number is no equal of itself. What
         torch computes before the loop and needs after it is handed on for the same reason.
@@ -96,7 +94,7 @@ class Program:
         hoisted: set[Any] = set()
         seen = seen_by_discontinuous(self.order)
         while True:
-            found = split(graph, self.parts, frozenset(hoisted), self.barred)
+            found = divide(self.step, frozenset(hoisted), self.barred)
             early, late = outside(found)
             twice = seen.intersection(found.inside) & (early | late)
             if twice:
@@ -105,7 +103,7 @@ class Program:
             self._handed = [n for n in self.order if n in seen and n in early and n in late]
             if found.loop is None:
                 return found, None
-            core, lacking = made(found.loop)
+            core, lacking = make_core(found.loop)
             if lacking is None:
                 return found, core
             target = None if lacking.node is None else lacking.node.target
@@ -115,11 +113,10 @@ class Program:
                 return found, core
             hoisted.add(target)
 
-    def _may_leave(self, found: Split, target: Any) -> bool:
+    def _may_leave(self, found: Partition, target: Any) -> bool:
         """Whether a loop without this operation is a smaller one."""
-        with_it = [n for n in found.inside if n.target == target]
-        again = split(with_it[0].graph, self.parts, frozenset({target})) if with_it else found
-        return sum(n.target == target for n in again.inside) < len(with_it)
+        count = sum(n.target == target for n in found.inside)
+        return count > 0 and sum(n.target == target for n in divide(self.step, frozenset({target})).inside) < count
 
     def __call__(
         self,
@@ -134,30 +131,32 @@ class Program:
         """Runs the loop, so many steps at most: a condition may end it, and `ask`, which is asked after each step.
 
         Arrays of the carry are changed in place, and their memory has room for all steps; `lengths` are theirs before
-        the first step, by symbol. With a `pool` what is wanted is there until the next call with it.
+        the first step, by symbol. With a `pool` the outs are there until the next call with it.
         """
-        wanted = len(self.parts.wanted)
+        count = len(self.step.outs)
         if self.core is None:
             assert ask is None
             found = self._after(steps, *invariants, *sequences)
             self._hold(found, self._promised, steps)
-            return Ran([], steps, list(found[:wanted]), list(found[wanted:]), True)
+            return Ran([], steps, list(found[:count]), list(found[count:]), True)
         fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
         self._hold(fed, self._promised_before, steps)
-        totals = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._terms]
-        last, done, outs, going = self._loop(self.core, steps, fed, carry, totals, lengths, ask, pool)
+        sums = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._sums]
+        n, m = len(self.partition.loop_invariants), len(self.partition.loop_sequences)
+        call = CoreCall(steps, fed[:n], fed[n : n + m], carry, (), sums, lengths)
+        last, done, outs, going = self._loop(self.core, call, ask, pool)
         more = [fed[i] for i, _ in self._places]
         if done < steps:
-            part = slice(steps - done, steps) if self.parts.reverse else slice(done)
+            part = slice(steps - done, steps) if self.step.reverse else slice(done)
             sequences = [x[part] if cut else x for x, cut in zip(sequences, self._cut, strict=True)]
             more = [x[part] if moves else x for x, (_, moves) in zip(more, self._places, strict=True)]
         values = [*invariants, *sequences, *more, *outs]
         given = [values[i] for i in self._given]
         del fed, more, values, outs
-        found = self._after(done, *given, *totals)
+        found = self._after(done, *given, *sums)
         self._hold(found, self._promised, done)
         self._held += 1
-        return Ran(last, done, list(found[:wanted]), list(found[wanted:]), going)
+        return Ran(last, done, list(found[:count]), list(found[count:]), going)
 
     def _hold(self, values: Sequence[Tensor], promised: Sequence[Promise], steps: int) -> None:
         """Checks what stages gave in the first calls: shapes of a step and dtypes are the same in all others."""
@@ -165,36 +164,28 @@ class Program:
             check_values(values, promised, steps)
 
     def _loop(
-        self,
-        core: Core,
-        steps: int,
-        fed: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        totals: Sequence[Tensor],
-        lengths: Sequence[int],
-        ask: Ask | None,
-        pool: Pool | None,
+        self, core: Core, call: CoreCall, ask: Ask | None, pool: Pool | None
     ) -> tuple[list[Tensor], int, list[Tensor], bool]:
         """(the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
-        n, reverse = len(self.split.loop_invariants), self.parts.reverse
-        invariants, sequences = fed[:n], fed[n : n + len(self.split.loop_sequences)]
+        (steps, invariants, sequences, carry, _, sums, lengths), reverse = call, self.step.reverse
         memory = self._memory(steps, pool)
         for r, x in zip(self._rooms, memory, strict=True):
             r.begin(x, carry)
         state = list(carry)
         for i, more in self._arrays.items():
-            state[i] = _with_room(carry[i], max(more, 0) * steps)
+            x = carry[i]  # with the slots that lie behind it in its memory
+            state[i] = x.as_strided((len(x) + max(more, 0) * steps, *x.shape[1:]), x.stride())
         outs = [r.after(x) for r, x in zip(self._rooms, memory, strict=True)]
         if ask is None:
-            last, done = core(CoreCall(steps, invariants, sequences, state, outs, totals, lengths))
+            last, done = core(CoreCall(steps, invariants, sequences, state, outs, sums, lengths))
             going = done == steps and (self._going is None or bool(outs[self._going][0 if reverse else -1]))
         else:
             run, done, going, last = core.stepping(invariants), 0, True, state
             while going and done < steps:
                 at = steps - 1 - done if reverse else done
-                now = [n + more * done for n, more in zip(lengths, self.parts.growth, strict=True)]
+                now = [n + more * done for n, more in zip(lengths, self.step.growth, strict=True)]
                 rows = [x if whole else x[at : at + 1] for x, whole in zip(sequences, self._grown, strict=True)]
-                last, _ = run(CoreCall(1, invariants, rows, last, [x[at : at + 1] for x in outs], totals, now))
+                last, _ = run(CoreCall(1, invariants, rows, last, [x[at : at + 1] for x in outs], sums, now))
                 done += 1
                 going = ask(self._filled(last, carry, done))
         first = steps - done if reverse else 0
@@ -219,19 +210,14 @@ class Program:
         return memory
 
 
-def _with_room(array: Tensor, more: int) -> Tensor:
-    """An array with slots that lie behind it in its memory."""
-    return array.as_strided((len(array) + more, *array.shape[1:]), array.stride())
-
-
 class _Room:
     """The memory of one out: a row for each step and, where it is a carry too, one for the state before the first."""
 
     def __init__(self, program: Program, out: fx.Node) -> None:
         value = value_of(out)
-        places = [i for i, n in program.split.states.items() if n is out]
+        places = [i for i, n in program.partition.states.items() if n is out]
         self.place = places[0] if places else None  # in the carry
-        self.reverse = program.parts.reverse
+        self.reverse = program.step.reverse
         self.shift = int(self.place is not None and not self.reverse)
         self.shape, self.dtype = value.shape, value.dtype
 

@@ -75,7 +75,7 @@ class Asking:
             if loop.taken == loop.length:
                 self.going = False
                 return False
-        parts = complex_pairs.joined(state, self._like)
+        parts = complex_pairs.join_pairs(state, self._like)
         own, foreign = Versions(parts), Versions(found.captures)
         held = [sys.getrefcount(x) for x in parts]
         self.going = self._answer(parts)

@@ -16,10 +16,10 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.look import Recorded, sequences
 from tensorloop.loop.compiled.look.padded_rows import PaddedScan
-from tensorloop.loop.compiled.run.blocks import MOST_STEPS, Blocks, Segmented, blocks_of
+from tensorloop.loop.compiled.run.blocks import MOST_STEPS, Blocks, RunInBlocks, blocks_of
 from tensorloop.loop.compiled.run.drawn_numbers import Draws
-from tensorloop.loop.compiled.run.node import Looped, Run
-from tensorloop.loop.compiled.run.open_end import OpenRun
+from tensorloop.loop.compiled.run.node import Looped, RunAtOnce
+from tensorloop.loop.compiled.run.open_end import RunInParts
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.python_condition import Asking
 from tensorloop.loop.loop import Loop
@@ -29,11 +29,11 @@ from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import refill
 
-Kept = Checkpoints | Schedule | None
+CheckpointsArg = Checkpoints | Schedule | None
 
 
 def run_plan(
-    found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: Asking | None
+    found: Recorded, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: Asking | None
 ) -> tuple[Loop, list[Any]]:
     """(the loop as it ended, the leaves of its carry)."""
     loop = found.loop
@@ -53,10 +53,10 @@ def run_stretches(
     scan: PaddedScan,
     found: Recorded,
     plan: Plan,
-    checkpoints: Kept,
+    checkpoints: CheckpointsArg,
     look: Callable[[Loop], tuple[Recorded, Plan]],
 ) -> tuple[Loop, list[Any]]:
-    """The same for a scan over packed xs, of which the first step was looked at; `look` is for later stretches."""
+    """(the loop, its carry) of a scan over packed xs, whose first step was looked at; `look` is for later stretches."""
     whole = checkpoints is not None or bool(found.arrays.places)  # so as to keep no more carries, or copy no arrays
     scan.cut(0 if whole else plan.work, 0 if whole or not plan.grad else plan.bytes_a_step())
     found.loop = scan.begin()
@@ -77,21 +77,23 @@ def run_stretches(
 
 
 def _results(
-    found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: Asking | None
+    found: Recorded, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: Asking | None
 ) -> tuple[int, list[Tensor]]:
     """(steps done, the last carry and ys)."""
     given = found.given()
-    carried = [in_memory(x).contiguous() for x in complex_pairs.split(given)]
+    carried = [in_memory(x).contiguous() for x in complex_pairs.split_pairs(given)]
     run = _planned(found, plan, steps, checkpoints, ask)
     drawn = [torch.empty(0)] * run.drawn
-    if run.draws is not None and not isinstance(run, Segmented):
+    if run.draws is not None and not isinstance(run, RunInBlocks):
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
-    xs, captures = ([in_memory(x) for x in complex_pairs.split(some)] for some in (found.xs, found.captures))
+    xs, captures = ([in_memory(x) for x in complex_pairs.split_pairs(some)] for some in (found.xs, found.captures))
     tensors = [*carried, *xs, *drawn, *captures]
     if plan.grad:  # autograd keeps none that was made under inference mode
         tensors = [x.clone() if x.is_inference() else x for x in tensors]
-    outputs = complex_pairs.joined(_outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))])
+    outputs = complex_pairs.join_pairs(
+        _outputs(run, tensors), [*given, *(y for y in found.ys if isinstance(y, Tensor))]
+    )
     return run.done, outputs
 
 
@@ -103,7 +105,7 @@ def _carry_of(found: Recorded, outputs: Sequence[Tensor]) -> list[Any]:
     return carry
 
 
-def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _outputs(run: RunAtOnce, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The last carry and ys."""
     if run.plan.grad:
         return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
@@ -112,27 +114,28 @@ def _outputs(run: Run, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [*last, *ys]
 
 
-def _planned(found: Recorded, plan: Plan, steps: int | None, checkpoints: Kept, ask: Asking | None) -> Run:
+def _planned(
+    found: Recorded, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: Asking | None
+) -> RunAtOnce:
     """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
-    loop, draws = found.loop, None
+    loop, lengths, draws = found.loop, found.arrays.starts, None
     if found.draws:
         assert found.recorder is not None
-        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.reverse)
+        draws = Draws(found.draws, found.recorder.generators.found, reverse=plan.step.reverse)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
                 f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held",
                 "give checkpoints=",
             )
     if checkpoints is not None and plan.grad:
-        blocks = blocks_of(plan, checkpoints, plan.traced.answer is None and ask is None)
+        blocks = blocks_of(plan, checkpoints, plan.step.going is None and ask is None)
     elif draws is not None and not plan.grad:
         blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+    elif steps is None:
+        return RunInParts(plan, None, lengths=lengths, ask=ask, most=loop.length)
     else:
-        lengths = found.arrays.starts
-        if steps is None:
-            return OpenRun(plan, None, lengths=lengths, ask=ask, most=loop.length)
-        return Run(plan, steps, draws=draws, lengths=lengths, ask=ask)
-    return Segmented(plan, steps, loop.length, blocks, loop.name, draws, found.arrays.starts, ask)
+        return RunAtOnce(plan, steps, draws=draws, lengths=lengths, ask=ask)
+    return RunInBlocks(plan, steps, 0, draws, lengths, ask, most=loop.length, blocks=blocks, name=loop.name)
 
 
 def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:

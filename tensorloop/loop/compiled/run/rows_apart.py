@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.fake import quiet_fakes
-from tensorloop.compiler.divide.partition import Parts, recurrence
+from tensorloop.compiler.divide.partition import extract
 from tensorloop.compiler.lengths import Sized
 from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.refused import Refused
@@ -77,20 +77,19 @@ def _own_captures(found: Recorded) -> tuple[int, ...]:
 def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
     from tensorloop.compiler.targets.cpu import rows_meet
 
-    t = plan.traced
-    apart = [t.captures[i] for i in own]
-    order, given = list(t.graph.nodes), {*t.captures, *t.xs, *t.carry}
-    ends = [*t.next_carry, *t.ys]
+    t = dataclasses.replace(plan.step, going=None)
+    apart = [t.invariants[i] for i in own]
+    order, given = list(t.graph.nodes), set(t.inputs)
+    ends = [*t.next_carry, *t.outs]
     needed = needed_for(ends, given)
-    moving = depends_on((n for n in order if n not in given), [*t.carry, *t.xs, *apart])
+    moving = depends_on((n for n in order if n not in given), [*t.carry, *t.sequences, *apart])
     made = {n for n in needed if n not in given and n not in moving and n.all_input_nodes}  # once, of no rows
     read = [a for n in needed if n in moving or n in ends for a in n.all_input_nodes]
     read += ends
-    once = list(dict.fromkeys(n for n in read if n in made or n in t.captures))
+    once = list(dict.fromkeys(n for n in read if n in made or n in t.invariants))
     inside = [n for n in order if n in needed_for(ends, {*given, *once}) and n not in given and n not in once]
-    parts = Parts(t.captures, t.xs, t.carry, t.next_carry, t.ys, growth=plan.growth)
     with quiet_fakes():
-        whole = recurrence(parts, once, t.xs, inside, list(dict.fromkeys(t.ys)))
+        whole = extract(t, once, t.sequences, inside, list(dict.fromkeys(t.outs)))
         own_nodes = [n for a, n in zip(once, whole.invariants, strict=True) if a in apart]
         for n in own_nodes:
             n.meta["val"] = value_of(n).contiguous()
@@ -113,7 +112,7 @@ class _Look:
         assert recorded.recorder is not None
         self.operations = recorded.step.operations
         self.outputs, self.shapes = recorded.outputs, recorded.recorder.shapes()
-        self.numbers = recorded.step.captures
+        self.numbers = recorded.step.invariants
         recorded.let_go()
 
 

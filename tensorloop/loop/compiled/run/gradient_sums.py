@@ -7,24 +7,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import value_of
-from tensorloop.loop.compiled.run.plan import Missing, Plan, Reversed
+from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Pool
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Coming(NamedTuple):
-    """Gradients that come: which are missing, those of the carry (zeros where it is missing), those of the other ys."""
+    """Gradients that come: which are missing, those of the carry (zeros where one is), and of outs that have one."""
 
     missing: Missing
     carry: list[Tensor]
-    ys: Sequence[Tensor]
+    outs: Sequence[Tensor]
 
 
-class Totals:
-    """The gradient of the carry between parts; those of xs, and sums over steps, which are complete after the last.
+class GradientSums:
+    """The gradient of the carry between parts, and those of sequences and invariants, complete after the last part.
 
     A carry whose gradient is missing is given zeros, and its part of a step is run all the same: that costs nothing
     and gives the same, unless what zero is multiplied with is infinite or no number. Whether it was shows in the end
@@ -32,31 +33,30 @@ class Totals:
     """
 
     def __init__(self, plan: Plan, steps: int, coming: Coming, *, exact: bool = False) -> None:
-        nodes = [plan.traced.next_carry[i] for i in plan.flowing_carry]
+        nodes = [plan.step.next_carry[i] for i in plan.flowing_carry]
         self.plan, self.steps, self.coming, self.exact = plan, steps, coming, exact
-        self.carry = [
-            x.clone() if grows(n) else x for n, x in zip(nodes, coming.carry, strict=True)
-        ]  # arrays' change in place
+        # Gradients of arrays change in place.
+        self.carry = [x.clone() if grows(n) else x for n, x in zip(nodes, coming.carry, strict=True)]
         self.absent = coming.missing.carry if exact else frozenset[int]()
         self.pool: Pool = {}  # what parts get is copied, or gone before the next
-        self.xs: dict[int, Tensor] = {}  # by place
-        self.sums: dict[int, Tensor] = {}
+        self.sequences: dict[int, Tensor] = {}  # by place
+        self.invariants: dict[int, Tensor] = {}
 
     @property
-    def reversed(self) -> Reversed:
-        """What runs next."""
-        return self.plan.reversed(Missing(self.coming.missing.ys, self.absent))
+    def missing(self) -> Missing:
+        """The gradients that are missing at the step that is next."""
+        return Missing(self.coming.missing.outs, self.absent)
 
     def reverse(
-        self, part: slice, captures: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int] = ()
+        self, part: slice, invariants: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int] = ()
     ) -> None:
         """Takes the gradients through some steps; `saved` is what was kept of these, `lengths` of the last one."""
-        left, turned = part, self.plan.reverse
+        left, turned = part, self.plan.step.reverse
         while left.start < left.stop:
             following = frozenset[int]()
             count = left.stop - left.start
             if self.absent:
-                following = self.plan.reached(Missing(self.coming.missing.ys, self.absent)).none
+                following = self.plan.reached(self.missing).none
                 count = count if following == self.absent else 1
             cut = left.start + count if turned else left.stop - count
             now, left = (slice(left.start, cut), slice(cut, left.stop)) if turned else (
@@ -65,37 +65,41 @@ class Totals:
             if count < part.stop - part.start:
                 inner = slice(now.start - part.start, now.stop - part.start)
                 some = [x if array else x[inner] for x, array in zip(saved, self.plan.whole, strict=True)]
-            self._reverse(now, captures, some, lengths)
-            lengths = [n - more * count for n, more in zip(lengths, self.plan.growth, strict=True)]
+            self._reverse(now, invariants, some, lengths)
+            lengths = [n - more * count for n, more in zip(lengths, self.plan.step.growth, strict=True)]
             self.absent = following
 
     def _reverse(
-        self, part: slice, captures: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int]
+        self, part: slice, invariants: Sequence[Tensor], saved: Sequence[Tensor], lengths: Sequence[int]
     ) -> None:
-        found, count = self.reversed, part.stop - part.start
-        if count == self.steps:
-            given = [*saved, *self.coming.ys]
-            self.carry, _, xs, sums, _ = found.program(count, captures, given, self.carry, lengths)
-            self.xs, self.sums = dict(zip(found.xs, xs, strict=True)), dict(zip(found.captures, sums, strict=True))
+        program, reached, count = (
+            self.plan.backward(self.missing),
+            self.plan.reached(self.missing),
+            part.stop - part.start,
+        )
+        whole = count == self.steps
+        given = [*saved, *(g if whole else g[part] for g in self.coming.outs)]
+        pool = None if whole else self.pool
+        self.carry, _, outs, sums, _ = program(count, invariants, given, self.carry, lengths, pool=pool)
+        sequences = dict(zip(sorted(reached.sequences), outs, strict=True))
+        terms = dict(zip(sorted(reached.invariants), sums, strict=True))
+        if whole:
+            self.sequences, self.invariants = sequences, terms
             return
-        given = [*saved, *(g[part] for g in self.coming.ys)]
-        self.carry, _, xs, sums, _ = found.program(count, captures, given, self.carry, lengths, pool=self.pool)
-        for k, g in zip(found.xs, xs, strict=True):
-            if k not in self.xs:
-                self.xs[k] = room_for(self.steps, value_of(self.plan.traced.xs[k]), zeros=self.exact)
-            self.xs[k][part] = g
-        fresh = [k for k in found.captures if k not in self.sums]
-        places = dict(zip(found.captures, sums, strict=True))
-        for k, g in places.items():
-            if k in self.sums:
-                self.sums[k].add_(g)
-        self.sums |= dict(zip(fresh, _own([places[k] for k in fresh]), strict=True))
+        for k, g in sequences.items():
+            if k not in self.sequences:
+                self.sequences[k] = room_for(self.steps, value_of(self.plan.step.sequences[k]), zeros=self.exact)
+            self.sequences[k][part] = g
+        fresh = [k for k in terms if k not in self.invariants]
+        for k in terms.keys() & self.invariants.keys():
+            self.invariants[k].add_(terms[k])
+        self.invariants |= dict(zip(fresh, _own([terms[k] for k in fresh]), strict=True))
 
     def sound(self) -> bool:
         """Whether zeros for what is missing gave numbers alone; a sum shows it, if one is there that is none."""
         if self.exact or not self.coming.missing.carry:
             return True
-        every = [*self.carry, *self.xs.values(), *self.sums.values()]
+        every = [*self.carry, *self.sequences.values(), *self.invariants.values()]
         return all(math.isfinite(x.sum(dtype=_WIDE.get(x.dtype)).item()) for x in every)
 
 
@@ -106,7 +110,7 @@ def room_for(steps: int, value: Tensor, *, zeros: bool = False) -> Tensor:
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to: two captures may have one gradient."""
+    """The first terms, in memory that may be added to: two invariants may have one gradient."""
     found, met = list[Tensor](), set[int]()
     for x in sums:
         storage = x.untyped_storage()
