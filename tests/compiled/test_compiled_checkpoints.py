@@ -301,7 +301,7 @@ def test_blocks_use_one_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append((self, room))
         return make(self, room)
 
-    monkeypatch.setattr("tensorloop.loop.compiled.run.in_blocks.MOST_STEPS", 4)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 4)
     found, expected = gradients(43, 3, "strict"), gradients(43, None, False)
     check_equal(found, expected, 1e-12)
     monkeypatch.setattr(_Room, "made", counted)
@@ -320,7 +320,7 @@ def test_kept_carries_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
         runs.append(self)
         make(self, *args, **options)
 
-    monkeypatch.setattr("tensorloop.loop.compiled.run.in_blocks.MOST_STEPS", 4)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 4)
     monkeypatch.setattr(RunInBlocks, "__init__", noted)
     loss, leaves = turned(60, 4, "strict", known=False)
     (run,) = runs

@@ -70,7 +70,8 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
         last.append(zeros)
     carry = sorted(gradients.next_carry_grads.items())
     found = Gradients(*({k: new[g] for k, g in sorted(grads.items()) if g not in zero} for grads in gradients.found))
-    next_carry = tuple(found.carry.get(i) or _zeros(graph, n) for i, n in carry)
+    # Zeros are like the carry before the step: of an array that grows, shorter than the gradient that comes.
+    next_carry = tuple(found.carry.get(i) or _zeros(graph, forward.carry[i]) for i, _ in carry)
     coming = [new[n] for _, n in sorted(gradients.out_grads.items()) if n not in gone]
     step = Step(
         graph,
