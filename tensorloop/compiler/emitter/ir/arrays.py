@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Size, actual, has_length, join
+from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Size, actual, grows, has_length, join
+from tensorloop.compiler.step import Unsupported
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,8 +43,12 @@ class Array:
 
     buffer: Buffer
     shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
+    strides: tuple[int, ...]
     offset: Size = 0
+
+    def __post_init__(self) -> None:
+        if grows(self.strides):
+            raise Unsupported("a size that changes from step to step lies within another")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -198,13 +198,13 @@ class Code:
             return known
         return total if not known else self.op(f"add i64 {total}, {known}", "i64").text
 
-    def times(self, a: Index, b: int) -> Index:
+    def times(self, a: Index, b: Size) -> Index:
         """An index times a known number."""
         if not isinstance(a, str):
             return a * b
-        return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {b}", "i64").text
+        return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {self.sized(b)}", "i64").text
 
-    def sized(self, index: Index) -> int | str:
+    def sized(self, index: Index | Length) -> int | str:
         """An index as a number or a name: of a length, its value at this step."""
         if not isinstance(index, Length):
             return index

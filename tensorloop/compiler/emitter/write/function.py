@@ -30,7 +30,6 @@ from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import Split, split
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.step import Unsupported
 
 LINE = 64  # bytes; buffers begin at such
 MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length

@@ -148,7 +148,8 @@ class _Search:
             array = _within_slot(array, slot)
         found = []
         for dim, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
-            parts = size // self.count if self.parts and not size % self.count else 1
+            cut = self.parts and not isinstance(size, Length) and not size % self.count
+            parts = size // self.count if cut else 1
             if size == parts * self.count and parts * step == stride:
                 others = [
                     (n - 1) * s for d, (n, s) in enumerate(zip(array.shape, array.strides, strict=True)) if d != dim
