@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Size, actual, grows, has_length, join
+from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Length, Size, actual, has_length, join
 from tensorloop.compiler.step import Unsupported
 
 
@@ -47,7 +47,8 @@ class Array:
     offset: Size = 0
 
     def __post_init__(self) -> None:
-        if grows(self.strides):
+        # A loop's steps from element to element are written into the code as numbers; a dim of one element has none.
+        if any(size != 1 and isinstance(stride, Length) for size, stride in zip(self.shape, self.strides, strict=True)):
             raise Unsupported("a size that changes from step to step lies within another")
 
     @property

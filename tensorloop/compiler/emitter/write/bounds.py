@@ -15,7 +15,7 @@ from torch import fx
 
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Reduce, Running, Scatter
-from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length, Size, grows, shape_of
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import Unsupported
@@ -30,7 +30,7 @@ def bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int
     `nodes` are the step's. An array has room for what the step appends, and that is not there to be read before.
     """
     found: dict[Length, None] = {}
-    kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, Group) else (unit,)))
+    kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, WalkGroup) else (unit,)))
     numbers = itertools.chain.from_iterable(_conditions(kernel, growth) for kernel in kernels)
     slices = itertools.chain.from_iterable(_of_slice(n) for n in nodes) if growth else ()
     for number in itertools.chain(numbers, slices):
@@ -77,7 +77,7 @@ def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int
         if isinstance(unit, Matmul):
             space = (*unit.out.shape, unit.a.shape[-1])
         else:
-            space = unit.space if isinstance(unit, Group) else _boxes(unit)[0].shape
+            space = unit.space if isinstance(unit, WalkGroup) else _boxes(unit)[0].shape
         if space[dim] != count:
             raise Unsupported(f"{space[dim]} rows of a unit, shared out as {count}")
 

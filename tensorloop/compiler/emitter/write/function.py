@@ -23,11 +23,19 @@ from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import Step, copied
 from tensorloop.compiler.emitter.write import in_order, members
 from tensorloop.compiler.emitter.write.bounds import bounds, check_rows
-from tensorloop.compiler.emitter.write.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
+from tensorloop.compiler.emitter.write.fuse import (
+    Unit,
+    WalkGroup,
+    alive,
+    grouped,
+    join_additions,
+    split_by_readers,
+    stored,
+)
 from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, panels, turned
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
-from tensorloop.compiler.emitter.write.rows import Split, split
+from tensorloop.compiler.emitter.write.rows import RowShare, split
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
 
@@ -37,7 +45,7 @@ RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Text:
+class LoopText:
     """A module, and what a caller must know of it."""
 
     module: str
@@ -52,7 +60,7 @@ class Text:
     bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
 
 
-class Function:
+class LoopWriter:
     """A step's kernels put together, and their text."""
 
     gap = 0  # bytes left free behind each scratch buffer
@@ -70,7 +78,7 @@ class Function:
         self.packed = panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
         self.work = sum(work)
-        self.split: Split | None = split(step, self.units, self.packed)
+        self.split: RowShare | None = split(step, self.units, self.packed)
         if self.split is not None:
             check_rows(self.units, self.split.dims, self.split.count)
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
@@ -125,7 +133,7 @@ class Function:
 
     # text
 
-    def text(self) -> Text:
+    def text(self) -> LoopText:
         """The module."""
         step = self.step
         tables: list[list[Buffer]] = [
@@ -141,21 +149,21 @@ class Function:
             f'target triple = "{self.target.triple}"',
             *declared,
             f"define void @prepare(ptr %table) {self.attributes} {{\nentry:",
-            *prepare.lines,
+            *prepare.text,
             "  ret void\n}",
             f"define void @run({RUN}) {self.attributes} {{\nentry:",
-            *run.lines,
+            *run.text,
             "  ret void\n}",
             *(f"define internal void @{name}{text}" for text, name in self.products.items()),
             *([members.APART] if self.team is None else [*members.wait(self.target.triple), members.TOGETHER]),
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
-        more = tuple(one.bytes for one in self.growing)
+        more = tuple(one.bytes for one in self.growing if isinstance(one.bytes, Length))
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
-        return Text(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
+        return LoopText(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
 
     def _grows(self, buffer: Buffer) -> bool:
         """Whether a buffer is as long as an array in the carry."""
@@ -207,10 +215,11 @@ class Function:
         before = code.block
         code.line("br label %step")
         code.label("step")
-        turn = len(code.lines)
-        code.lines += [""] * (1 + len(step.carry) + len(pairs))
         here = [code.name("carry") for _ in step.carry]
         there = {n: code.name("next") for n in pairs}
+        turn = code.phi("%turn", "i64", "0", before)
+        carried = [code.phi(name, "ptr", begin, before) for name, begin in zip(here, first, strict=True)]
+        turning = {n: code.phi(there[n], "ptr", one, before) for n, (one, _) in pairs.items()}
         index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
         growing.at_step(code, self.step.growth)
         names |= {("array", n): name for n, name in enumerate(first)}
@@ -238,19 +247,18 @@ class Function:
             swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
         if self.team is not None:
             self._wait(code)
-        code.op("add nsw i64 %turn, 1", "i64")
-        done = code.lines[-1].split()[0]
+        done = code.op("add nsw i64 %turn, 1", "i64").text
         more = code.op(f"icmp slt i64 {done}, %steps", "i1")
         if step.going is not None:
             going = memory.load(step.going.squeeze(), (), None, 1, None)
             more = code.binary("and", more, going)
         latch = code.block
         code.line(f"br i1 {more.text}, label %step, label %finish")
-        code.lines[turn] = f"  %turn = phi i64 [ 0, %{before} ], [ {done}, %{latch} ]"
-        for n, (name, begin, end) in enumerate(zip(here, first, after, strict=True), turn + 1):
-            code.lines[n] = f"  {name} = phi ptr [ {begin}, %{before} ], [ {end}, %{latch} ]"
-        for n, (k, (one, _)) in enumerate(pairs.items(), turn + 1 + len(here)):
-            code.lines[n] = f"  {there[k]} = phi ptr [ {one}, %{before} ], [ {swapped[k]}, %{latch} ]"
+        turn.close(done, latch)
+        for phi, end in zip(carried, after, strict=True):
+            phi.close(end, latch)
+        for n, phi in turning.items():
+            phi.close(swapped[n], latch)
         code.label("finish")
         self._finish(memory, after, last, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
 
@@ -277,11 +285,11 @@ class Function:
             offset += 2 * size
         return made
 
-    def _shares(self, code: Code) -> Callable[[int], tuple[Rows | None, int | None]]:
+    def _shares(self, code: Code) -> Callable[[int], tuple[RowRange | None, int | None]]:
         """What this call does of a unit: rows of a dim; all of it where there are none."""
         split, team = self.split, self.team
         if split is not None:
-            rows = Rows("%low", "%high", split.count)
+            rows = RowRange("%low", "%high", split.count)
             return lambda n: (None if split.dims[n] is None else rows, split.dims[n])
         if team is not None:
             cuts = team.cuts
@@ -293,7 +301,7 @@ class Function:
         code.line("call void @wait(i64 %part, i64 %high)")
 
     def _unit(
-        self, memory: Memory, n: int, unit: Unit, rows: Rows | None, dim: int | None, leading: Value | None
+        self, memory: Memory, n: int, unit: Unit, rows: RowRange | None, dim: int | None, leading: Value | None
     ) -> None:
         """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
         code = memory.code
@@ -306,7 +314,7 @@ class Function:
             if self.team is not None and self.team.packing[n]:
                 self._wait(code)
         with code.when(leading) if leading is not None and by_first else contextlib.nullcontext():
-            if isinstance(unit, Group):
+            if isinstance(unit, WalkGroup):
                 Nest(memory, unit, self.stored, rows, dim).emit()
             elif isinstance(unit, Matmul):
                 self._product(memory, unit, packed, rows, dim)
@@ -315,7 +323,9 @@ class Function:
             else:
                 in_order.running(memory, unit, rows, dim)
 
-    def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: Rows | None, dim: int | None) -> None:
+    def _product(
+        self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None, dim: int | None
+    ) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""
         right = unit.b.buffer if packed is None else packed.buffer
         arrays = [unit.a, unit.out, *([] if unit.addend is None else [unit.addend])]
@@ -323,11 +333,11 @@ class Function:
         inner = Code()
         pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
         pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
-        own = None if rows is None else Rows("%low", "%high", rows.total)
+        own = None if rows is None else RowRange("%low", "%high", rows.total)
         Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own, dim).emit()
         memory.code.declared |= inner.declared
         arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
-        text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.lines) + "\n  ret void\n}"
+        text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.text) + "\n  ret void\n}"
         name = self.products.setdefault(text, f"product{len(self.products)}")
         low, high = (0, 0) if rows is None else (rows.low, rows.high)
         given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), f"i64 {low}, i64 {high}"])
@@ -342,16 +352,16 @@ class Function:
         count: Callable[[], None],
     ) -> None:
         """The last carry into the caller's memory."""
-        shared: list[Group] = []
+        shared: list[WalkGroup] = []
         for array, source, place in zip(self.step.carry, after, last, strict=True):
             a, b = (Buffer("last", n, array.buffer.numel, array.dtype) for n in range(2))
             memory.pointers[a], memory.pointers[b] = source, place
             if not array.numel or array.buffer.kind == "array":
                 continue
             x, y = contiguous(a, array.shape), contiguous(b, array.shape)
-            group = Group(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
+            group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
             if self.split is not None and self.split.buffers[array.buffer]:
-                Nest(memory, group, {b}, Rows("%low", "%high", self.split.count), 0).emit()
+                Nest(memory, group, {b}, RowRange("%low", "%high", self.split.count), 0).emit()
             else:
                 shared.append(group)
 
@@ -391,7 +401,7 @@ def _line(size: int) -> int:
 def _operations(unit: Unit) -> int:
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)
     return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel

@@ -2,10 +2,10 @@
 
 from tensorloop.compiler.emitter.ir.code import KINDS, Index
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 
 
-def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | None) -> None:
+def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None, row_dim: int | None) -> None:
     """In the index's order; what is out of range is noted and left out."""
     code, math = memory.code, memory.math
     shape = kernel.index.shape
@@ -35,7 +35,7 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
     walk([])
 
 
-def running(memory: Memory, kernel: Running, rows: Rows | None, row_dim: int | None) -> None:
+def running(memory: Memory, kernel: Running, rows: RowRange | None, row_dim: int | None) -> None:
     """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
     code, math, shape = memory.code, memory.math, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]

@@ -12,7 +12,7 @@ from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.kernels import Matmul
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write.fuse import Unit
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 
 UNROLLED = 4  # steps along K in one turn
 
@@ -91,7 +91,7 @@ class Product:
     """Emits one product."""
 
     def __init__(
-        self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: Rows | None, row_dim: int | None
+        self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: RowRange | None, row_dim: int | None
     ) -> None:
         self.memory, self.code, self.kernel, self.packed = memory, memory.code, kernel, packed
         self.rows, self.row_dim = rows, row_dim

@@ -11,7 +11,7 @@ from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import computed_in
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """The rows of dim 0 that a call works on: names of two i64, of `total` in all."""
 
     low: str

@@ -8,8 +8,8 @@ import torch
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Point, Reduce
-from tensorloop.compiler.emitter.write.fuse import Group
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.fuse import WalkGroup
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.lengths import Length, Size
 
 IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
@@ -24,7 +24,7 @@ class Nest:
     """Emits one group."""
 
     def __init__(
-        self, memory: Memory, group: Group, stored: set[Buffer], rows: Rows | None, row_dim: int | None
+        self, memory: Memory, group: WalkGroup, stored: set[Buffer], rows: RowRange | None, row_dim: int | None
     ) -> None:
         self.memory, self.code, self.math = memory, memory.code, memory.math
         self.walks, self.stored, self.rows = group.walks, stored, rows
@@ -46,7 +46,7 @@ class Nest:
         if self.lane is not None and self.row == self.lane and self.rows is not None:
             self.width = memory.target.lanes(dtypes or {torch.float32})
 
-    def _collapse(self, group: Group) -> None:
+    def _collapse(self, group: WalkGroup) -> None:
         """Neighbouring dims that every array walks as one become one."""
         every = {a for walk in group.walks for a in (*walk.reads(), *walk.writes())}
         view = {a: (tuple(a.strides[d] for d in self.order)) for a in every}
@@ -66,7 +66,7 @@ class Nest:
         for array, strides in view.items():
             self.arrays[array] = Array(array.buffer, tuple(self.space), strides, array.offset)
 
-    def _argument(self, group: Group) -> bool:
+    def _argument(self, group: WalkGroup) -> bool:
         return any(isinstance(walk, Reduce) and walk.how.startswith("arg") for walk in group.walks)
 
     def _prefer_kept(self) -> None:
@@ -344,7 +344,7 @@ def _identity(how: str, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).min if low else torch.iinfo(dtype).max
 
 
-def _order(group: Group) -> list[int]:
+def _order(group: WalkGroup) -> list[int]:
     """Dims with the output's strides falling, so that lanes run along memory; reduced ones last among equals."""
     weight = []
     for dim in range(len(group.space)):
@@ -357,6 +357,6 @@ def _order(group: Group) -> list[int]:
     return outer + inner
 
 
-def _least(group: Group, dim: int) -> int:
+def _least(group: WalkGroup, dim: int) -> int:
     reads = [abs(a.strides[dim]) for walk in group.walks for a in walk.reads() if a.strides[dim]]
     return min(reads, default=1 << 60)

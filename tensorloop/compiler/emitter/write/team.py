@@ -12,7 +12,7 @@ from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower.lowering import Step
-from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels, lanes
 from tensorloop.compiler.lengths import grows
 
@@ -21,7 +21,7 @@ Piece = tuple[int, int, int]
 FIRST: Piece = (0, 0, 0)  # what the first thread alone touches
 
 
-class Cut(NamedTuple):
+class DimShare(NamedTuple):
     """A dim of a unit: thread n of N has size * n / N to size * (n + 1) / N of it, in whole grains."""
 
     dim: int
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
         return -(-self.size // self.grain)
 
 
-class Access(NamedTuple):
+class Touch(NamedTuple):
     """A buffer touched: thread n its own piece of it; None where a thread may touch all of it."""
 
     buffer: Buffer
@@ -46,7 +46,7 @@ class Access(NamedTuple):
 class Team:
     """How each unit is cut (None: the first thread does it), and before which of them threads wait."""
 
-    cuts: list[Cut | None]
+    cuts: list[DimShare | None]
     waits: list[bool]
     packing: list[bool]  # whether they wait between the packing of a product's panels and the product
     shared: int  # operations of a step that are shared out
@@ -64,14 +64,14 @@ class Planner:
         self, packed: Mapping[Array, Panels], stored: set[Buffer], places: Mapping[Buffer, int], target: Target
     ) -> None:
         self.packed, self.stored, self.places, self.target = packed, stored, places, target
-        self.touched: list[Access] = []
+        self.touched: list[Touch] = []
 
     def plan(self, step: Step, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
         """None where a step has arrays of the carry, or nothing that can be cut."""
         if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
             return None
         if step.going is not None:  # read after the end of the step before, by all
-            self.touched.append(Access(step.going.buffer, None, False))
+            self.touched.append(Touch(step.going.buffer, None, False))
         cuts, waits, packing = [], [], []
         for unit in units:
             cut = self._cut(unit)
@@ -84,16 +84,16 @@ class Planner:
         shared = sum(one for one, cut in zip(work, cuts, strict=True) if cut is not None)
         return Team(cuts, waits, packing, shared) if shared else None
 
-    def _meet(self, accesses: Sequence[Access]) -> bool:
+    def _meet(self, accesses: Sequence[Touch]) -> bool:
         """Notes what is touched now; whether the threads must wait before."""
         waits = self._clashes(accesses) > 0
         self.touched = [*([] if waits else self.touched), *accesses]
         return waits
 
-    def _clashes(self, accesses: Sequence[Access]) -> int:
+    def _clashes(self, accesses: Sequence[Touch]) -> int:
         return sum(self._clash(a, b) for a in accesses for b in self.touched)
 
-    def _clash(self, a: Access, b: Access) -> bool:
+    def _clash(self, a: Touch, b: Touch) -> bool:
         if not (a.writes or b.writes):
             return False
         if a.buffer is b.buffer:
@@ -103,7 +103,7 @@ class Planner:
         low, high = self.places[a.buffer], self.places[b.buffer]
         return low < high + b.buffer.bytes and high < low + a.buffer.bytes
 
-    def _cut(self, unit: Unit) -> Cut | None:
+    def _cut(self, unit: Unit) -> DimShare | None:
         """Of the dims that are long enough, or else the longest, the one that makes the fewest threads wait."""
         found = [cut for cut in self._usable(unit) if cut.parts > 1]
         return min(
@@ -112,39 +112,39 @@ class Planner:
             default=None,
         )
 
-    def _usable(self, unit: Unit) -> Iterator[Cut]:
+    def _usable(self, unit: Unit) -> Iterator[DimShare]:
         for dim, size in enumerate(_space(unit)):
-            if isinstance(unit, Group):
+            if isinstance(unit, WalkGroup):
                 if dim not in unit.over:
-                    yield Cut(dim, size, self._grain(unit, dim))
+                    yield DimShare(dim, size, self._grain(unit, dim))
             elif not isinstance(unit, Matmul):
                 if dim != unit.dim:
-                    yield Cut(dim, size, 1)
+                    yield DimShare(dim, size, 1)
             elif dim < len(unit.out.shape) - 1:
-                yield Cut(dim, size, 1)
+                yield DimShare(dim, size, 1)
             else:
-                yield Cut(dim, size, lanes(unit, self.target))
+                yield DimShare(dim, size, lanes(unit, self.target))
 
-    def _grain(self, unit: Group, dim: int) -> int:
+    def _grain(self, unit: WalkGroup, dim: int) -> int:
         """Whole vectors where elements are neighbours, as products have them."""
         near = any(array.strides[dim] == 1 for array in unit.writes())
         return self.target.lanes({unit.writes()[0].dtype}) if near else 1
 
-    def _accesses(self, unit: Unit, cut: Cut | None) -> Iterator[Access]:
+    def _accesses(self, unit: Unit, cut: DimShare | None) -> Iterator[Touch]:
         written = set(unit.writes())
         for array in (*unit.reads(), *written):
             buffer = array.buffer
             if buffer.written and (buffer.kind != "scratch" or buffer in self.stored):
                 piece = FIRST if cut is None else _piece(unit, array, cut)
-                yield Access(buffer, piece, array in written)
+                yield Touch(buffer, piece, array in written)
         panels = _panels(unit, self.packed)
         if panels is not None:
-            yield Access(panels.buffer, FIRST if cut is None else None, False)
+            yield Touch(panels.buffer, FIRST if cut is None else None, False)
 
 
-def _packing(panels: Panels) -> Iterator[Access]:
-    yield Access(panels.source.buffer, FIRST, False)
-    yield Access(panels.buffer, FIRST, True)
+def _packing(panels: Panels) -> Iterator[Touch]:
+    yield Touch(panels.source.buffer, FIRST, False)
+    yield Touch(panels.buffer, FIRST, True)
 
 
 def _panels(unit: Unit, packed: Mapping[Array, Panels]) -> Panels | None:
@@ -159,14 +159,14 @@ def _grows(unit: Unit) -> bool:
 
 def _space(unit: Unit) -> tuple[int, ...]:
     """The sizes that a unit's loops walk."""
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         return unit.space
     if isinstance(unit, Matmul):
         return unit.out.shape
     return unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
 
 
-def _piece(unit: Unit, array: Array, cut: Cut) -> Piece | None:
+def _piece(unit: Unit, array: Array, cut: DimShare) -> Piece | None:
     """What all threads' parts of an array have in common; None where a part is not of its own elements alone."""
     dim, more = cut.dim, list[tuple[int, int]]()
     if isinstance(unit, Matmul):
@@ -174,7 +174,7 @@ def _piece(unit: Unit, array: Array, cut: Cut) -> Piece | None:
             return None
         if array is unit.b and dim == len(unit.out.shape) - 2:
             return None
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         for walk in unit.walks:
             if isinstance(walk, Gather) and array is walk.source:
                 more += zip(walk.sizes, walk.steps, strict=True)

@@ -18,7 +18,7 @@ from tensorloop.compiler.emitter.lower.lowering import Step, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import hold
-from tensorloop.compiler.emitter.write.function import Function, Text
+from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, threads
@@ -32,16 +32,16 @@ instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores
 _HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
 
 
-def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, Text]:
+def text_of(recurrence: Recurrence, target: Target) -> tuple[Step, LoopText]:
     """The step's kernels, and the module's text."""
     step = lower(recurrence, HANDLERS, expand)
-    return step, Function(step, target, recurrence.reverse).text()
+    return step, LoopWriter(step, target, recurrence.reverse).text()
 
 
 def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bool:
     """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
     step = lower(recurrence, HANDLERS, expand)
-    made = Function(step, host(), recurrence.reverse)
+    made = LoopWriter(step, host(), recurrence.reverse)
     read = zip((*recurrence.sequences, *recurrence.invariants), (*step.sequences, *step.invariants), strict=True)
     return rows.meet(step, made.units, count, [array for n, array in read if n in own])
 
@@ -71,7 +71,7 @@ class NativeCall(NamedTuple):
 class NativeCore:
     """Runs a loop; scratch memory is kept from call to call, each call has its own."""
 
-    def __init__(self, recurrence: Recurrence, step: Step, text: Text, loaded: Loaded) -> None:
+    def __init__(self, recurrence: Recurrence, step: Step, text: LoopText, loaded: Loaded) -> None:
         self.text, self._loaded, self._constants = text, loaded, step.constants
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
@@ -248,7 +248,7 @@ def _needed(array: Array) -> tuple[int | None, torch.dtype]:
     return None if isinstance(numel, Length) else numel, array.dtype
 
 
-def _by_whom(text: Text) -> str:
+def _by_whom(text: LoopText) -> str:
     if text.barriers:
         times = "once" if text.barriers == 1 else f"{text.barriers} times"
         return f"by threads that share each step and wait for each other {times} in it"

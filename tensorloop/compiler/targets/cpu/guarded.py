@@ -21,7 +21,7 @@ from tensorloop.compiler.emitter.ir.arrays import Buffer
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower.expand import expand
 from tensorloop.compiler.emitter.lower.lowering import lower
-from tensorloop.compiler.emitter.write.function import Function, Text
+from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import actual
 from tensorloop.compiler.step import Recurrence
 from tensorloop.compiler.targets.cpu import cache, guard_text
@@ -62,7 +62,7 @@ def emitted(recurrence: Recurrence, *, folder: cache.Folder | None, target: Targ
     return GuardedCore(recurrence, function, text, _Loaded(code, target))
 
 
-class Apart(Function):
+class Apart(LoopWriter):
     """Scratch buffers that share no memory, with some between them."""
 
     gap = GUARD
@@ -97,7 +97,7 @@ class Copy(NamedTuple):
 class GuardedCore(NativeCore):
     """Runs a loop on copies, one call at a time."""
 
-    def __init__(self, recurrence: Recurrence, function: Function, text: Text, loaded: _Loaded) -> None:
+    def __init__(self, recurrence: Recurrence, function: LoopWriter, text: LoopText, loaded: _Loaded) -> None:
         step = function.step
         super().__init__(recurrence, step, text, loaded)
         self._function, self._reverse, self._guard = function, recurrence.reverse, loaded.guard
