@@ -104,13 +104,17 @@ def join(one: Any, other: Any) -> Any:
         return type(one)([join(x, y) for x, y in zip(one, other, strict=True)])
     if type(one) is type(other) and (one == other or (one != one and other != other)):
         return one
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    if numbers and type(one) is type(other) and one % 1 == other % 1 == 0:
-        a, b = int(one), int(other)
-        for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
-            scale, rest = divmod(a - b, apart)
-            if not rest and abs(scale) < _APART[0]:
-                return Length(k, scale, a - scale * mark, isinstance(one, float))
+    if type(one) is type(other) and type(one) in (int, float):
+        return _length(one, other)  # pyright: ignore[reportArgumentType]
+    raise Unsupported("what depends on the length of an array in the carry")
+
+
+def _length(one: float, other: float) -> Length:
+    """Which length two numbers follow that differ."""
+    for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
+        scale, rest = divmod(one - other, apart)  # of floats exact too, below 2**53
+        if not rest and abs(scale) < _APART[0] and one % 1 == 0:
+            return Length(k, int(scale), int(one) - int(scale) * mark, isinstance(one, float))
     raise Unsupported("what is not linear in the length of an array in the carry")
 
 

@@ -206,7 +206,7 @@ class LoopWriter:
         sequences, first, outs, sums, last = tables
         status = entry(place)
         self._lengths(code, place + 1)
-        share = self._shares(code)
+        shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
         pairs = self._pairs(code)
         for n, (name, array) in enumerate(zip(sums, step.sums, strict=True)):
@@ -239,7 +239,7 @@ class LoopWriter:
         for n, unit in enumerate(self.units):
             if self.team is not None and self.team.waits[n]:
                 self._wait(code)
-            self._unit(memory, n, unit, *share(n), leading)
+            self._unit(memory, n, unit, shares[n], leading)
         after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
         swapped = {}
         for n, (one, other) in pairs.items():
@@ -285,29 +285,26 @@ class LoopWriter:
             offset += 2 * size
         return made
 
-    def _shares(self, code: Code) -> Callable[[int], tuple[RowRange | None, int | None]]:
-        """What this call does of a unit: rows of a dim; all of it where there are none."""
-        split, team = self.split, self.team
-        if split is not None:
-            rows = RowRange("%low", "%high", split.count)
-            return lambda n: (None if split.dims[n] is None else rows, split.dims[n])
-        if team is not None:
-            cuts = team.cuts
+    def _shares(self, code: Code) -> list[RowRange | None]:
+        """What this call does of each unit: some rows along a dim, or all of it."""
+        if self.split is not None:
+            dims = (self.split.dims[n] for n in range(len(self.units)))
+            return [None if dim is None else RowRange("%low", "%high", dim) for dim in dims]
+        if self.team is not None:
+            cuts = self.team.cuts
             made = members.shares(code, [(cut.size, cut.grain) for cut in cuts if cut is not None])
-            return lambda n: (None, None) if (cut := cuts[n]) is None else (made[cut.size, cut.grain], cut.dim)
-        return lambda n: (None, None)
+            return [None if cut is None else RowRange(*made[cut.size, cut.grain], cut.dim) for cut in cuts]
+        return [None] * len(self.units)
 
     def _wait(self, code: Code) -> None:
         code.line("call void @wait(i64 %part, i64 %high)")
 
-    def _unit(
-        self, memory: Memory, n: int, unit: Unit, rows: RowRange | None, dim: int | None, leading: Value | None
-    ) -> None:
+    def _unit(self, memory: Memory, n: int, unit: Unit, rows: RowRange | None, leading: Value | None) -> None:
         """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
         code = memory.code
         packed = self.packed.get(unit.b) if isinstance(unit, Matmul) else None
         adds = any(array.buffer.kind == "sum" for array in unit.writes())
-        by_first = leading is not None and dim is None and (adds or self.team is not None)
+        by_first = leading is not None and rows is None and (adds or self.team is not None)
         if packed is not None and packed.buffer.kind == "scratch":
             with code.when(leading) if leading is not None and self.team is not None else contextlib.nullcontext():
                 pack(memory, packed)
@@ -315,17 +312,15 @@ class LoopWriter:
                 self._wait(code)
         with code.when(leading) if leading is not None and by_first else contextlib.nullcontext():
             if isinstance(unit, WalkGroup):
-                Nest(memory, unit, self.stored, rows, dim).emit()
+                Nest(memory, unit, self.stored, rows).emit()
             elif isinstance(unit, Matmul):
-                self._product(memory, unit, packed, rows, dim)
+                self._product(memory, unit, packed, rows)
             elif isinstance(unit, Scatter):
-                in_order.scatter(memory, unit, rows, dim)
+                in_order.scatter(memory, unit, rows)
             else:
-                in_order.running(memory, unit, rows, dim)
+                in_order.running(memory, unit, rows)
 
-    def _product(
-        self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None, dim: int | None
-    ) -> None:
+    def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""
         right = unit.b.buffer if packed is None else packed.buffer
         arrays = [unit.a, unit.out, *([] if unit.addend is None else [unit.addend])]
@@ -333,8 +328,8 @@ class LoopWriter:
         inner = Code()
         pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
         pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
-        own = None if rows is None else RowRange("%low", "%high", rows.total)
-        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own, dim).emit()
+        own = None if rows is None else RowRange("%low", "%high", rows.dim)
+        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own).emit()
         memory.code.declared |= inner.declared
         arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
         text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.text) + "\n  ret void\n}"
@@ -361,14 +356,14 @@ class LoopWriter:
             x, y = contiguous(a, array.shape), contiguous(b, array.shape)
             group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
             if self.split is not None and self.split.buffers[array.buffer]:
-                Nest(memory, group, {b}, RowRange("%low", "%high", self.split.count), 0).emit()
+                Nest(memory, group, {b}, RowRange("%low", "%high", 0)).emit()
             else:
                 shared.append(group)
 
         def rest() -> None:
             count()
             for group in shared:
-                Nest(memory, group, {array.buffer for array in group.writes()}, None, None).emit()
+                Nest(memory, group, {array.buffer for array in group.writes()}, None).emit()
 
         if leading is None:
             rest()

@@ -2,10 +2,10 @@
 
 from tensorloop.compiler.emitter.ir.code import KINDS, Index
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
 
-def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None, row_dim: int | None) -> None:
+def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
     """In the index's order; what is out of range is noted and left out."""
     code, math = memory.code, memory.math
     shape = kernel.index.shape
@@ -13,8 +13,7 @@ def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None, row_dim: int
     def walk(index: list[Index]) -> None:
         if len(index) < len(shape):
             dim = len(index)
-            start, stop = (rows.low, rows.high) if rows is not None and dim == row_dim else (0, shape[dim])
-            with code.loop(start, stop) as loop:
+            with code.loop(*walked(rows, dim, shape[dim])) as loop:
                 walk([*index, loop.index])
             return
         size = code.constant("i64", kernel.out.shape[kernel.dim], 1)
@@ -35,11 +34,11 @@ def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None, row_dim: int
     walk([])
 
 
-def running(memory: Memory, kernel: Running, rows: RowRange | None, row_dim: int | None) -> None:
+def running(memory: Memory, kernel: Running, rows: RowRange | None) -> None:
     """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
     code, math, shape = memory.code, memory.math, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]
-    lane = others[-1] if others and others[-1] != row_dim else None
+    lane = others[-1] if others and (rows is None or others[-1] != rows.dim) else None
     width = memory.target.lanes({kernel.out.dtype}) if lane is not None else 1
     width = min(width, 1 << (shape[lane] - 1).bit_length()) if lane is not None else 1
     kind = KINDS[kernel.out.dtype]
@@ -68,8 +67,7 @@ def running(memory: Memory, kernel: Running, rows: RowRange | None, row_dim: int
                 index[dim] = whole
                 line(index, code.lanes("i1", [whole + n < shape[dim] for n in range(width)]))
             return
-        start, stop = (rows.low, rows.high) if rows is not None and dim == row_dim else (0, shape[dim])
-        with code.loop(start, stop) as loop:
+        with code.loop(*walked(rows, dim, shape[dim])) as loop:
             index[dim] = loop.index
             walk(index, left[1:])
 

@@ -12,7 +12,7 @@ from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.kernels import Matmul
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write.fuse import Unit
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
 UNROLLED = 4  # steps along K in one turn
 
@@ -90,11 +90,9 @@ def panels(units: Sequence[Unit], target: Target) -> dict[Array, Panels]:
 class Product:
     """Emits one product."""
 
-    def __init__(
-        self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: RowRange | None, row_dim: int | None
-    ) -> None:
+    def __init__(self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         self.memory, self.code, self.kernel, self.packed = memory, memory.code, kernel, packed
-        self.rows, self.row_dim = rows, row_dim
+        self.rows = rows
         self.width = lanes(kernel, memory.target)
         self.m, self.n = kernel.out.shape[-2:]
         self.k = kernel.a.shape[-1]
@@ -105,7 +103,7 @@ class Product:
         """Rows and vectors of a tile: as few instructions as registers allow, for these very sizes."""
         room, best = target.registers, (float("inf"), 0, 1, 1)
         rows = self.m
-        if self.rows is not None and self.row_dim == len(self.kernel.out.shape) - 2:
+        if self.rows is not None and self.rows.dim == len(self.kernel.out.shape) - 2:
             rows = max(1, -(-self.m // 2))  # a thread's share, of two
         for tall in range(1, 13 if room > 16 else 7):
             for wide in range(1, 9 if tall < 4 else 4):
@@ -127,11 +125,10 @@ class Product:
 
     def _batch(self, index: list[Index], left: list[int]) -> None:
         if left:
-            start, stop = (self.rows.low, self.rows.high) if self.rows and self.row_dim == len(index) else (0, left[0])
-            with self.code.loop(start, stop) as loop:
+            with self.code.loop(*walked(self.rows, len(index), left[0])) as loop:
                 self._batch([*index, loop.index], left[1:])
             return
-        if self.rows is not None and self.row_dim == len(self.kernel.out.shape) - 1:
+        if self.rows is not None and self.rows.dim == len(self.kernel.out.shape) - 1:
             self._columns(index)
             return
         whole, rest = divmod(self.vectors, self.wide)
@@ -160,7 +157,7 @@ class Product:
 
     def _rows(self, index: list[Index], vector: Index, wide: int, ragged: bool) -> None:
         code, tall = self.code, self.tall
-        if self.rows is not None and self.row_dim == len(index):
+        if self.rows is not None and self.rows.dim == len(index):
             low, high = self.rows.low, self.rows.high
             count = code.op(f"sub i64 {high}, {low}", "i64").text
             turns = code.op(f"udiv i64 {count}, {tall}", "i64").text
@@ -226,7 +223,7 @@ class Product:
     def _along(self, turn: Callable[[Index, int, list[Value]], list[Value]], held: list[Value]) -> list[Value]:
         """The accumulators after the whole depth, or after this thread's rows where those are what is summed over."""
         code = self.code
-        if self.rows is not None and self.row_dim == len(self.kernel.out.shape):
+        if self.rows is not None and self.rows.dim == len(self.kernel.out.shape):
             count = code.op(f"sub i64 {self.rows.high}, {self.rows.low}", "i64").text
             middle = code.add(self.rows.low, code.op(f"and i64 {count}, {-UNROLLED}", "i64").text)
             for start, stop, step in ((self.rows.low, middle, UNROLLED), (middle, self.rows.high, 1)):

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from tensorloop.compiler.emitter.ir.code import Code
-from tensorloop.compiler.emitter.write.memory import RowRange
 
 
 def _fields(first: int, **kinds: str) -> str:
@@ -100,7 +99,7 @@ def wait(triple: str) -> list[str]:
     return [declared, WAIT.format(pause=pause)]
 
 
-def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], RowRange]:
+def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, str]]:
     """What thread %low of %high has of each size, in whole grains."""
     made = {}
     following = code.op("add i64 %low, 1", "i64").text
@@ -113,5 +112,5 @@ def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int]
                 fits = code.op(f"icmp slt i64 {end}, {size}", "i1").text
                 end = code.op(f"select i1 {fits}, i64 {end}, i64 {size}", "i64").text
             ends.append(str(end))
-        made[size, grain] = RowRange(ends[0], ends[1], size)
+        made[size, grain] = ends[0], ends[1]
     return made

@@ -12,11 +12,16 @@ from tensorloop.compiler.emitter.lower.lowering import computed_in
 
 
 class RowRange(NamedTuple):
-    """The rows of dim 0 that a call works on: names of two i64, of `total` in all."""
+    """The rows that a thread does of a unit: from `low` to `high`, names of two i64, of those along one dim."""
 
     low: str
     high: str
-    total: int
+    dim: int
+
+
+def walked(rows: RowRange | None, dim: int, size: Index) -> tuple[Index, Index]:
+    """Where a loop along a dim begins and ends: at this thread's rows, or at all of them."""
+    return (rows.low, rows.high) if rows is not None and rows.dim == dim else (0, size)
 
 
 class Memory:

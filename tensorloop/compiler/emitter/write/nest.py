@@ -23,15 +23,13 @@ def lanes_for(size: Size, most: int) -> int:
 class Nest:
     """Emits one group."""
 
-    def __init__(
-        self, memory: Memory, group: WalkGroup, stored: set[Buffer], rows: RowRange | None, row_dim: int | None
-    ) -> None:
+    def __init__(self, memory: Memory, group: WalkGroup, stored: set[Buffer], rows: RowRange | None) -> None:
         self.memory, self.code, self.math = memory, memory.code, memory.math
         self.walks, self.stored, self.rows = group.walks, stored, rows
         self.order = _order(group)
         self.space = [group.space[d] for d in self.order]
         self.over = {self.order.index(d) for d in group.over}
-        self.row = self.order.index(row_dim) if row_dim is not None and rows is not None else None
+        self.row = self.order.index(rows.dim) if rows is not None else None
         dtypes = {a.dtype for walk in group.walks for a in (*walk.reads(), *walk.writes()) if a.dtype != torch.bool}
         self.width = memory.target.lanes(dtypes or {torch.float32})
         self.arrays: dict[Array, Array] = {}
