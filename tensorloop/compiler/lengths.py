@@ -111,9 +111,10 @@ def join(one: Any, other: Any) -> Any:
 
 def _length(one: float, other: float) -> Length:
     """Which length two numbers follow that differ."""
+    exact = isinstance(one, int) or (one.is_integer() and abs(one) < 1 << 53)  # larger floats are rounded already
     for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
-        scale, rest = divmod(one - other, apart)  # of floats exact too, below 2**53
-        if not rest and abs(scale) < _APART[0] and one % 1 == 0:
+        scale, rest = divmod(one - other, apart)
+        if exact and not rest and abs(scale) < _APART[0]:
             return Length(k, int(scale), int(one) - int(scale) * mark, isinstance(one, float))
     raise Unsupported("what is not linear in the length of an array in the carry")
 
