@@ -61,6 +61,8 @@ def _of_slice(node: fx.Node) -> Iterator[Size]:
 
 def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
     """That so many elements, from one on, are there."""
+    # Machine code has the start that torch counted from the end, and no stop that is cut short: the part lies within
+    # if it begins at 0 or later and its last element is before the end.
     start = start + size if start < 0 else start
     yield start
     yield count
@@ -131,7 +133,7 @@ def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
     if array.buffer.kind == "value":
         return
     yield from (size for size in array.shape if isinstance(size, Length))
-    if 0 in array.shape:
+    if 0 in array.shape:  # nothing is walked
         return
     low, high = _ends(array)
     yield low
@@ -140,6 +142,7 @@ def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
 
 def _ends(array: Array) -> tuple[Size, Size]:
     """The first and the last place, in elements."""
+    # Each dim moves the place by itself, so the extremes are reached by all dims at their own first or last index.
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return array.offset + sum(x for x in steps if x < 0), array.offset + sum(x for x in steps if x > 0)
 
@@ -150,4 +153,5 @@ def _room(array: Array, growth: Sequence[int]) -> Size:
     if buffer.kind != "array":
         return buffer.numel
     assert isinstance(buffer.numel, Length)
+    # The caller gives memory for all steps' slots; backward, arrays get shorter, and there is room for what they were.
     return buffer.numel + max(growth[buffer.numel.symbol], 0) * buffer.numel.scale

@@ -105,6 +105,7 @@ class LoopWriter:
                     continue
                 if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
                     lives[buffer] = lives.get(buffer, (n, n))[0], n
+        # The condition is read behind the last unit: nothing may have taken its memory by then.
         if self.step.going is not None and self.step.going.buffer in lives:
             lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
         return lives
@@ -121,7 +122,7 @@ class LoopWriter:
             )
             at = end
             for low, high in busy:
-                if at + self._room(buffer) <= low:
+                if at + self._room(buffer) <= low:  # the first gap that it fits into, largest buffers first
                     break
                 at = max(at, high)
             places[buffer] = at
@@ -241,6 +242,8 @@ class LoopWriter:
                 self._wait(code)
             self._unit(memory, n, unit, shares[n], leading)
         after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
+        # Each carry has two places, written in turn: the step reads one and writes the other. What is read at first
+        # is the caller's, so the phi of the next place starts at the first of the two, whichever was read.
         swapped = {}
         for n, (one, other) in pairs.items():
             same = code.op(f"icmp eq ptr {there[n]}, {one}", "i1").text
@@ -303,6 +306,8 @@ class LoopWriter:
         """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
         code = memory.code
         packed = self.packed.get(unit.b) if isinstance(unit, Matmul) else None
+        # A unit that is not shared out is done by each thread for its own rows' sake; what would then be added several
+        # times, or, in a team, written to one memory, the first thread does alone.
         adds = any(array.buffer.kind == "sum" for array in unit.writes())
         by_first = leading is not None and rows is None and (adds or self.team is not None)
         if packed is not None and packed.buffer.kind == "scratch":
@@ -327,6 +332,7 @@ class LoopWriter:
         buffers = [one for one in dict.fromkeys([right, *(array.buffer for array in arrays)]) if one.kind != "value"]
         inner = Code()
         pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
+        # A number has no memory, and is never read through its pointer.
         pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
         own = None if rows is None else RowRange("%low", "%high", rows.dim)
         Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own).emit()

@@ -94,6 +94,7 @@ def grouped(kernels: Sequence[Kernel]) -> list[Unit]:
                 home = unit
             if needs:
                 break
+        # Moved up to `home` it passes units that give it nothing and take nothing from it: `needs` ends the search.
         if isinstance(home, WalkGroup):
             home.walks.append(kernel)
             if isinstance(kernel, Reduce):
@@ -145,6 +146,7 @@ def stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
             if array.buffer not in own:
                 found.add(array.buffer)
     partial = Counter(array.buffer for unit in units for array in unit.writes())
+    # Pieces written by several kernels are read as a whole, which no register holds.
     found.update(buffer for buffer, writers in partial.items() if writers > 1)
     found.update(a.buffer for unit in units if not isinstance(unit, WalkGroup) for a in unit.writes())
     found.update(

@@ -21,12 +21,14 @@ def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
         wrapped = memory.wrapped(raw, size) if kernel.wraps else raw
         good = code.compare("ult", wrapped, size)
         memory.note(good)
+        # One element after the other, as later ones win and additions meet: no two lanes may write one place at once.
         with code.when(good):
             place = [wrapped.text if d == kernel.dim else i for d, i in enumerate(index)]
             value = memory.load(kernel.source, index, None, 1, None)
             if kernel.add:
                 before = memory.load(kernel.out, place, None, 1, None)
                 kind = KINDS[kernel.out.dtype]
+                # Rounded to two bytes after each addition, as torch does.
                 inner = "float" if kind in ("half", "bfloat") else kind
                 value = math.cast(math.add(math.cast(before, inner), math.cast(value, inner)), kind)
             memory.store(value, kernel.out, place, None, None)
@@ -38,6 +40,7 @@ def running(memory: Memory, kernel: Running, rows: RowRange | None) -> None:
     """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
     code, math, shape = memory.code, memory.math, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]
+    # Lines do not meet, so neighbouring ones are lanes; but not along the rows, of which a thread has any number.
     lane = others[-1] if others and (rows is None or others[-1] != rows.dim) else None
     width = memory.target.lanes({kernel.out.dtype}) if lane is not None else 1
     width = min(width, 1 << (shape[lane] - 1).bit_length()) if lane is not None else 1

@@ -51,6 +51,7 @@ def turned(kernel: Matmul) -> Matmul:
     fixed = ("invariant", "constant")
     m, n = kernel.out.shape[-2:]
     a, b = kernel.a.buffer.kind in fixed, kernel.b.buffer.kind in fixed
+    # A right operand is packed once a loop if it stays the same, a left one never is.
     if not ((a and not b) or (a == b and n < 4 <= m)):
         return kernel
     if kernel.out.buffer.kind != "scratch" and n > 1:
@@ -107,6 +108,8 @@ class Product:
             rows = max(1, -(-self.m // 2))  # a thread's share, of two
         for tall in range(1, 13 if room > 16 else 7):
             for wide in range(1, 9 if tall < 4 else 4):
+                # The tile's sums stay in registers beside a row of b's vectors and one element of a; else they would go
+                # to memory and back at each step of the depth.
                 if tall * wide + wide + 1 > room or tall > rows or wide > self.vectors:
                     continue
                 cost = 0.0
@@ -115,6 +118,7 @@ class Product:
                         (wide, self.vectors // wide),
                         (self.vectors % wide, 1 if self.vectors % wide else 0),
                     ):
+                        # Multiplications, or loads where these are more; below eight the latency of one is not hidden.
                         cost += times * repeats * max(height * breadth, height + breadth, 8)
                 best = min(best, (cost, -tall * wide, tall, wide))
         return best[2], best[3]
@@ -132,7 +136,7 @@ class Product:
             self._columns(index)
             return
         whole, rest = divmod(self.vectors, self.wide)
-        ragged = self.n % self.width != 0
+        ragged = self.n % self.width != 0  # the last vector has lanes behind the last column, under a mask
         if ragged and not rest:
             whole, rest = whole - 1, self.wide
         if whole:
@@ -165,6 +169,7 @@ class Product:
             with code.loop(low, row, tall) as loop:
                 self._tile_at(index, loop.index, vector, tall, wide, ragged)
             rest = code.op(f"sub i64 {high}, {row}", "i64").text
+            # What is left is below `tall`, and known when it runs: each power of two is done once if its bit is set.
             size = 1 << (tall.bit_length() - 1)
             while size:
                 if size < tall:
@@ -223,6 +228,7 @@ class Product:
     def _along(self, turn: Callable[[Index, int, list[Value]], list[Value]], held: list[Value]) -> list[Value]:
         """The accumulators after the whole depth, or after this thread's rows where those are what is summed over."""
         code = self.code
+        # This dim, behind those of the product, is the depth: each thread adds up its rows into a sum of its own.
         if self.rows is not None and self.rows.dim == len(self.kernel.out.shape):
             count = code.op(f"sub i64 {self.rows.high}, {self.rows.low}", "i64").text
             middle = code.add(self.rows.low, code.op(f"and i64 {count}, {-UNROLLED}", "i64").text)
@@ -291,6 +297,7 @@ def pack(memory: Memory, packed: Panels) -> None:
     def panel(index: list[Index], number: Index, offset: Index, mask: Value | None) -> None:
         with code.loop(0, k) as loop:
             value = memory.load(source, (*index, loop.index, code.times(number, width)), dim, width, mask)
+            # A load of one element for all lanes goes by no mask, and panels hold zeros behind the last column.
             if mask is not None and source.strides[dim] == 0:
                 value = memory.math.where(mask, value, code.constant(kind, 0, width))
             place = code.add(offset, code.times(number, k * width * size), code.times(loop.index, width * size))

@@ -103,6 +103,7 @@ def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int]
     """What thread %low of %high has of each size, in whole grains."""
     made = {}
     following = code.op("add i64 %low, 1", "i64").text
+    # Thread n begins where n - 1 ends, as both come from one formula; the last one ends at the size itself.
     for size, grain in dict.fromkeys(sizes):
         ends = []
         for thread in ("%low", following):

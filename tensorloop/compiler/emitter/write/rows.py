@@ -72,10 +72,11 @@ class _RowSearch:
     def run(self) -> RowShare:
         dims = {n: self._unit(unit) for n, unit in enumerate(self.units)}
         for carry, after in zip(self.step.carry, self.step.next, strict=True):
+            # Who has a row now must have it at the next step, and what all have must not be made from one's rows.
             if self.known.get(after.buffer, False) != self.known[carry.buffer]:
                 raise Mixed
         going = self.step.going
-        if going is not None and self.known.get(going.buffer, False):
+        if going is not None and self.known.get(going.buffer, False):  # all must agree on whether the loop ends
             raise Mixed
         return RowShare(self.count, dims, self.known, self.apart)
 
@@ -89,6 +90,7 @@ class _RowSearch:
                 here = set(self._aligned(array))
                 dims = here if dims is None else dims & here
         fresh = dims is None
+        # One dim must be that of rows in everything that the unit touches and that has rows: the loop is cut there.
         for array in unit.writes():
             here = set(self._aligned(array))
             dims = here if dims is None else dims & here
@@ -151,6 +153,8 @@ class _RowSearch:
             cut = self.parts and not isinstance(size, Length) and not size % self.count
             parts = size // self.count if cut else 1
             if size == parts * self.count and parts * step == stride:
+                # The buffer is `count` rows of `stride` elements. Walking this dim goes from row to row; all other dims
+                # together must stay within one: from the row's first element, at no less than 0, to below its end.
                 others = [
                     (n - 1) * s for d, (n, s) in enumerate(zip(array.shape, array.strides, strict=True)) if d != dim
                 ]

@@ -68,6 +68,7 @@ class Planner:
 
     def plan(self, step: Step, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
         """None where a step has arrays of the carry, or nothing that can be cut."""
+        # What is as long as an array has another size at each step: shares, which are set once, would not fit it.
         if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
             return None
         if step.going is not None:  # read after the end of the step before, by all
@@ -77,6 +78,8 @@ class Planner:
             cut = self._cut(unit)
             panels = _panels(unit, self.packed)
             accesses = list(self._accesses(unit, cut))
+            # Panels are packed by the first thread alone, so there may be two waits: before it packs what others have
+            # written, and before the others read the panels.
             first = list(_packing(panels)) if panels is not None else accesses
             waits.append(self._meet(first))
             packing.append(panels is not None and self._meet(accesses))
@@ -87,6 +90,8 @@ class Planner:
     def _meet(self, accesses: Sequence[Touch]) -> bool:
         """Notes what is touched now; whether the threads must wait before."""
         waits = self._clashes(accesses) > 0
+        # After a wait all that was done before is seen by all: only what is touched now can clash with what follows.
+        # At the end of a step they wait too, so nothing is left over for the next one.
         self.touched = [*([] if waits else self.touched), *accesses]
         return waits
 
@@ -96,8 +101,9 @@ class Planner:
     def _clash(self, a: Touch, b: Touch) -> bool:
         if not (a.writes or b.writes):
             return False
-        if a.buffer is b.buffer:
+        if a.buffer is b.buffer:  # cut in the same way, each thread meets in it only what it did itself
             return a.piece is None or a.piece != b.piece
+        # Scratch buffers that are not needed at one time share memory: writing one destroys the other, cut or not.
         if a.buffer not in self.places or b.buffer not in self.places:
             return False
         low, high = self.places[a.buffer], self.places[b.buffer]
@@ -108,6 +114,7 @@ class Planner:
         found = [cut for cut in self._usable(unit) if cut.parts > 1]
         return min(
             found,
+            # Waiting costs microseconds each time; more parts than threads gain nothing, so those count as equal.
             key=lambda cut: (-min(cut.parts, ENOUGH), self._clashes(list(self._accesses(unit, cut))), cut.dim),
             default=None,
         )
@@ -115,10 +122,10 @@ class Planner:
     def _usable(self, unit: Unit) -> Iterator[DimShare]:
         for dim, size in enumerate(_space(unit)):
             if isinstance(unit, WalkGroup):
-                if dim not in unit.over:
+                if dim not in unit.over:  # parts of a sum would have to be added up in an order of their own
                     yield DimShare(dim, size, self._grain(unit, dim))
             elif not isinstance(unit, Matmul):
-                if dim != unit.dim:
+                if dim != unit.dim:  # along it each element needs the one before, or writes where an index says
                     yield DimShare(dim, size, 1)
             elif dim < len(unit.out.shape) - 1:
                 yield DimShare(dim, size, 1)
@@ -134,6 +141,7 @@ class Planner:
         written = set(unit.writes())
         for array in (*unit.reads(), *written):
             buffer = array.buffer
+            # What no step writes cannot clash; scratch that is not stored is in registers.
             if buffer.written and (buffer.kind != "scratch" or buffer in self.stored):
                 piece = FIRST if cut is None else _piece(unit, array, cut)
                 yield Touch(buffer, piece, array in written)
@@ -170,7 +178,7 @@ def _piece(unit: Unit, array: Array, cut: DimShare) -> Piece | None:
     """What all threads' parts of an array have in common; None where a part is not of its own elements alone."""
     dim, more = cut.dim, list[tuple[int, int]]()
     if isinstance(unit, Matmul):
-        if array is unit.a and dim == len(unit.out.shape) - 1:
+        if array is unit.a and dim == len(unit.out.shape) - 1:  # every column needs all of a, every row all of b
             return None
         if array is unit.b and dim == len(unit.out.shape) - 2:
             return None
@@ -189,6 +197,8 @@ def _apart(array: Array, dim: int, more: Sequence[tuple[int, int]], grain: int) 
     Those are the other dims, and `more`: sizes with their strides.
     """
     stride, size = array.strides[dim], array.shape[dim]
+    # Element e belongs to index e // stride % size. Steps by whole turns do not change that; the others, the offset
+    # included, must together stay below one stride, or they would reach into the next index's elements.
     turn = stride * size
     pairs = enumerate(zip(array.shape, array.strides, strict=True))
     others = [(n, step) for other, (n, step) in pairs if other != dim]
