@@ -14,8 +14,9 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, contiguous
+from tensorloop.compiler.emitter.ir.arrays import Buffer, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
 from tensorloop.compiler.emitter.ir.target import Target
@@ -58,6 +59,19 @@ class LoopText:
     barriers: int = 0  # of a step whose rows meet, where threads do it together
     shared: int = 0  # operations of such a step that they share out, roughly
     bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
+
+
+class AddressTable(NamedTuple):
+    """Names of the addresses that a call reads from its table; those that stay where they are by kind and index."""
+
+    fixed: dict[tuple[str, int], str]
+    sequences: list[str]
+    carry: list[str]
+    outs: list[str]
+    sums: list[str]
+    last: list[str]
+    status: str
+    end: int  # where the table has the lengths of arrays
 
 
 class LoopWriter:
@@ -174,96 +188,90 @@ class LoopWriter:
         """Whether each part of the rows has a sum of its own."""
         return self.split is not None and self.step.sums[n].buffer in self.split.apart
 
-    def _fixed_pointers(self, code: Code, sizes: list[int]) -> tuple[dict[tuple[str, int], str], Callable[[int], str]]:
-        """Names of what stays where it is, by kind and index, and a reader of the table."""
-
-        def entry(place: int) -> str:
-            return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
-
-        names, place = {}, 0
-        for kind, size in zip(("invariant", "constant", "packed"), sizes, strict=True):
-            for n in range(size):
-                names[kind, n] = entry(place)
-                place += 1
-        return names, entry
-
     def _prepare(self, code: Code, sizes: list[int]) -> None:
-        names, _ = self._fixed_pointers(code, sizes)
-        memory = Memory(code, self.target, _Pointers(names), "poison")
+        memory = Memory(code, self.target, _Pointers(_read_fixed(code, sizes)), "poison")
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
             pack(memory, one)
 
     def _run(self, code: Code, sizes: list[int]) -> None:
+        """All steps: what is known before the first one, a turn of the loop, and the last carry."""
         step = self.step
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
-        names, entry = self._fixed_pointers(code, sizes)
-        place = sum(sizes)
-        tables = []
-        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
-            tables.append([entry(place + n) for n in range(len(part))])
-            place += len(part)
-        sequences, first, outs, sums, last = tables
-        status = entry(place)
-        self._lengths(code, place + 1)
+        table = self._table(code, sizes)
+        self._lengths(code, table.end)
         shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
         pairs = self._pairs(code)
-        for n, (name, array) in enumerate(zip(sums, step.sums, strict=True)):
+        names = dict(table.fixed)
+        for n, (name, array) in enumerate(zip(table.sums, step.sums, strict=True)):
             own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
             names["sum", n] = own
         before = code.block
         code.line("br label %step")
         code.label("step")
-        here = [code.name("carry") for _ in step.carry]
-        there = {n: code.name("next") for n in pairs}
         turn = code.phi("%turn", "i64", "0", before)
-        carried = [code.phi(name, "ptr", begin, before) for name, begin in zip(here, first, strict=True)]
-        turning = {n: code.phi(there[n], "ptr", one, before) for n, (one, _) in pairs.items()}
-        index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
-        growing.at_step(code, self.step.growth)
-        names |= {("array", n): name for n, name in enumerate(first)}
-        for kind, bases, arrays in (("sequence", sequences, step.sequences), ("out", outs, step.outs)):
-            for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
-                if array.buffer.kind == "prefix":
-                    names["prefix", n] = base
-                    continue
-                names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
-        names |= {("carry", n): name for n, name in enumerate(here)}
-        names |= {("next", n): name for n, name in there.items()}
-        pointers = _Pointers(names)
-        for buffer, offset in self.offsets.items():
-            pointers[buffer] = code.pointer("%scratch", offset)
-        pointers.update(self.scratch_pointers)
-        memory = Memory(code, self.target, pointers, code.pointer(status, 8))
+        carried = [code.phi(code.name("carry"), "ptr", begin, before) for begin in table.carry]
+        following = {n: code.phi(code.name("next"), "ptr", one, before) for n, (one, _) in pairs.items()}
+        names |= {("carry", n): phi.name for n, phi in enumerate(carried)}
+        names |= {("next", n): phi.name for n, phi in following.items()}
+        memory = self._memory(code, table, names)
         for n, unit in enumerate(self.units):
             if self.team is not None and self.team.waits[n]:
                 self._wait(code)
             self._unit(memory, n, unit, shares[n], leading)
-        after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
-        # Each carry has two places, written in turn: the step reads one and writes the other. What is read at first
-        # is the caller's, so the phi of the next place starts at the first of the two, whichever was read.
+        after = [memory.pointers[array.buffer] for array in step.next]
+        # A carry has two places. The step has read one of them, or the caller's, and written the other: what it has
+        # written is read next, so the place to write next is the one of the two that it is not.
         swapped = {}
         for n, (one, other) in pairs.items():
-            same = code.op(f"icmp eq ptr {there[n]}, {one}", "i1").text
+            same = code.op(f"icmp eq ptr {following[n].name}, {one}", "i1").text
             swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
         if self.team is not None:
             self._wait(code)
         done = code.op("add nsw i64 %turn, 1", "i64").text
         more = code.op(f"icmp slt i64 {done}, %steps", "i1")
         if step.going is not None:
-            going = memory.load(step.going.squeeze(), (), None, 1, None)
-            more = code.binary("and", more, going)
+            more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
         latch = code.block
         code.line(f"br i1 {more.text}, label %step, label %finish")
         turn.close(done, latch)
         for phi, end in zip(carried, after, strict=True):
             phi.close(end, latch)
-        for n, phi in turning.items():
+        for n, phi in following.items():
             phi.close(swapped[n], latch)
         code.label("finish")
-        self._finish(memory, after, last, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
+        count = f"store i64 {done}, ptr {table.status}, align 8"
+        self._finish(memory, after, table.last, leading, lambda: code.line(count))
+
+    def _table(self, code: Code, sizes: list[int]) -> "AddressTable":
+        """Reads all addresses."""
+        fixed, place, parts = _read_fixed(code, sizes), sum(sizes), list[list[str]]()
+        step = self.step
+        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
+            parts.append([_read_address(code, place + n) for n in range(len(part))])
+            place += len(part)
+        sequences, carry, outs, sums, last = parts
+        return AddressTable(fixed, sequences, carry, outs, sums, last, _read_address(code, place), place + 1)
+
+    def _memory(self, code: Code, table: "AddressTable", names: dict[tuple[str, int], str]) -> Memory:
+        """Where everything lies at this step, in the turn's own code."""
+        step = self.step
+        index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
+        growing.at_step(code, step.growth)
+        names |= {("array", n): name for n, name in enumerate(table.carry)}
+        for kind, bases, arrays in (("sequence", table.sequences, step.sequences), ("out", table.outs, step.outs)):
+            for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
+                if array.buffer.kind == "prefix":
+                    names["prefix", n] = base
+                    continue
+                names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
+        pointers = _Pointers(names)
+        for buffer, offset in self.offsets.items():
+            pointers[buffer] = code.pointer("%scratch", offset)
+        pointers.update(self.scratch_pointers)
+        return Memory(code, self.target, pointers, code.pointer(table.status, 8))
 
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
@@ -306,8 +314,8 @@ class LoopWriter:
         """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
         code = memory.code
         packed = self.packed.get(unit.b) if isinstance(unit, Matmul) else None
-        # A unit that is not shared out is done by each thread for its own rows' sake; what would then be added several
-        # times, or, in a team, written to one memory, the first thread does alone.
+        # Where rows stay apart each thread computes for itself what has no rows, in scratch of its own. What would be
+        # added several times, or, in a team, lies in memory that all share, the first thread does alone.
         adds = any(array.buffer.kind == "sum" for array in unit.writes())
         by_first = leading is not None and rows is None and (adds or self.team is not None)
         if packed is not None and packed.buffer.kind == "scratch":
@@ -360,7 +368,7 @@ class LoopWriter:
             if not array.numel or array.buffer.kind == "array":
                 continue
             x, y = contiguous(a, array.shape), contiguous(b, array.shape)
-            group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
+            group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (x.squeeze(),), y.squeeze())])
             if self.split is not None and self.split.buffers[array.buffer]:
                 Nest(memory, group, {b}, RowRange("%low", "%high", 0)).emit()
             else:
@@ -378,6 +386,16 @@ class LoopWriter:
                 rest()
 
 
+def _read_address(code: Code, place: int) -> str:
+    return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
+
+
+def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
+    kinds = zip(("invariant", "constant", "packed"), sizes, strict=True)
+    places = [(kind, n) for kind, size in kinds for n in range(size)]
+    return {place: _read_address(code, n) for n, place in enumerate(places)}
+
+
 class _Pointers(dict[Buffer, str]):
     """Names by buffer: of those with a place of their own, else by kind and index."""
 
@@ -389,10 +407,6 @@ class _Pointers(dict[Buffer, str]):
         if buffer.kind == "value":
             return "poison"
         return self.names[buffer.kind, buffer.index]
-
-
-def _like(array: Array) -> Array:
-    return array.squeeze()
 
 
 def _line(size: int) -> int:
