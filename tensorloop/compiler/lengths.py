@@ -36,36 +36,36 @@ class Length:
     shift: int
     real: bool = False
 
-    def at(self, lengths: Sequence[int]) -> int | float:
+    def at(self, lengths: Sequence[int]) -> Any:
         """The number, where the arrays are that long."""
         found = self.scale * lengths[self.symbol] + self.shift
         return float(found) if self.real else found
 
-    def _linear(self, scale: int, shift: int) -> "Size":
+    def _linear(self, scale: int, shift: int) -> Any:
         return Length(self.symbol, scale, shift) if scale else shift
 
-    def __add__(self, other: "Size") -> "Size":
+    def __add__(self, other: Any) -> Any:
         if not isinstance(other, Length):
             return self._linear(self.scale, self.shift + other)
         if other.symbol != self.symbol:
             raise Unsupported("a sum of the lengths of two arrays")
         return self._linear(self.scale + other.scale, self.shift + other.shift)
 
-    def __neg__(self) -> "Size":
+    def __neg__(self) -> Any:
         return self._linear(-self.scale, -self.shift)
 
-    def __sub__(self, other: "Size") -> "Size":
+    def __sub__(self, other: Any) -> Any:
         return self + -other
 
-    def __rsub__(self, other: int) -> "Size":
+    def __rsub__(self, other: int) -> Any:
         return -self + other
 
-    def __mul__(self, other: "Size") -> "Size":
+    def __mul__(self, other: Any) -> Any:
         if isinstance(other, Length):
             raise Unsupported("a value of more than one size that changes from step to step")
         return self._linear(self.scale * other, self.shift * other)
 
-    def __floordiv__(self, other: int) -> "Size":
+    def __floordiv__(self, other: int) -> Any:
         if self.scale % other:
             raise Unsupported("a part of a length that changes from step to step")
         return self._linear(self.scale // other, self.shift // other)
@@ -75,23 +75,25 @@ class Length:
             raise Unsupported("a part of a length that changes from step to step")
         return self.shift % other
 
-    def __gt__(self, other: "Size") -> bool:
+    def __gt__(self, other: Any) -> bool:
         more = self - other
         return more.scale > 0 if isinstance(more, Length) else more > 0
 
-    def __lt__(self, other: "Size") -> bool:
+    def __lt__(self, other: Any) -> bool:
         return -self > -other
 
-    def __ge__(self, other: "Size") -> bool:
+    def __ge__(self, other: Any) -> bool:
         return not self < other
 
-    def __le__(self, other: "Size") -> bool:
+    def __le__(self, other: Any) -> bool:
         return not self > other
 
     __radd__, __rmul__ = __add__, __mul__
 
 
-Size = int | Length
+# To a type checker a size is an int, as nearly all are. A `Length` takes its place where sizes are added, multiplied
+# and compared, and raises everywhere else.
+Size = int
 
 
 def join(one: Any, other: Any) -> Any:
@@ -100,14 +102,20 @@ def join(one: Any, other: Any) -> Any:
         return {k: join(x, other[k]) for k, x in one.items()}
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
         return type(one)([join(x, y) for x, y in zip(one, other, strict=True)])
-    alike = type(one) is type(other)
-    if alike and (one == other or (one != one and other != other)):
+    if type(one) is type(other) and (one == other or (one != one and other != other)):
         return one
-    if alike and type(one) in (int, float) and not one % 1 and not other % 1:
-        for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
-            scale, rest = divmod(int(one) - int(other), apart)
-            if not rest and abs(scale) < _APART[0]:
-                return Length(k, scale, int(one) - scale * mark, isinstance(one, float))
+    if type(one) is type(other) and type(one) in (int, float):
+        return _length(one, other)  # pyright: ignore[reportArgumentType]
+    raise Unsupported("what depends on the length of an array in the carry")
+
+
+def _length(one: float, other: float) -> Length:
+    """Which length two numbers follow that differ."""
+    exact = isinstance(one, int) or (one.is_integer() and abs(one) < 1 << 53)  # larger floats are rounded already
+    for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
+        scale, rest = divmod(one - other, apart)
+        if exact and not rest and abs(scale) < _APART[0]:
+            return Length(k, int(scale), int(one) - int(scale) * mark, isinstance(one, float))
     raise Unsupported("what is not linear in the length of an array in the carry")
 
 

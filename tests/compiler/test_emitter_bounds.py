@@ -184,7 +184,7 @@ def test_a_scatter_of_fewer_rows_than_there_are(rows: int, guards: None, monkeyp
 
 # -- the bounds themselves
 
-N = Length(0, 1, 0)
+N: Any = Length(0, 1, 0)
 
 
 def copied(source: Array, out: Array | None = None) -> Point:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorloop.compiler.emitter.ir.code import Code
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write import matmul, members
-from tensorloop.compiler.emitter.write.function import Function
+from tensorloop.compiler.emitter.write.function import LoopWriter
 from tensorloop.compiler.emitter.write.memory import Memory
 from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, threads
@@ -320,7 +320,7 @@ def test_rows_of_another_part(monkeypatch: pytest.MonkeyPatch, folder: Folder) -
 
 @pytest.mark.usefixtures("noticed")
 def test_what_is_only_read_is_not_written(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Function._pairs
+    real = LoopWriter._pairs
 
     def into_a_sequence(self, code):
         place = len(self.step.invariants) + len(self.step.constants) + len(self.fixed)
@@ -330,7 +330,7 @@ def test_what_is_only_read_is_not_written(run, monkeypatch: pytest.MonkeyPatch) 
     def step(invariants, slices, carry):
         return {"carry": [carry[0].sin() + slices[0] @ invariants[0]]}
 
-    monkeypatch.setattr(Function, "_pairs", into_a_sequence)
+    monkeypatch.setattr(LoopWriter, "_pairs", into_a_sequence)
     with pytest.raises(OutsideMemory, match=r"writes .* behind the begin of sequence 0, which is only read"):
         run(step, given_in(torch.float64))
 
@@ -344,12 +344,12 @@ def test_bytes_around_show_what_no_check_saw(run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_nobody_wrote_is_not_a_number(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Function._unit
+    real = LoopWriter._unit
 
     def but_the_first(self, memory, n, *args):
         return real(self, memory, n, *args) if n else None
 
-    monkeypatch.setattr(Function, "_unit", but_the_first)
+    monkeypatch.setattr(LoopWriter, "_unit", but_the_first)
     with pytest.raises(AssertionError, match=r"outs\[0\]|carry\[0\]") as wrong:
         run(product, given_in(torch.float64))
     assert not isinstance(wrong.value, OutsideMemory)

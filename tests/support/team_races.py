@@ -6,9 +6,9 @@ import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
-from tensorloop.compiler.emitter.write.function import Function
-from tensorloop.compiler.emitter.write.fuse import Group, Unit
-from tensorloop.compiler.emitter.write.team import Cut, Planner, Team
+from tensorloop.compiler.emitter.write.function import LoopWriter
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.emitter.write.team import DimShare, Planner, Team
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu.core import lowered
 from tensorloop.compiler.targets.cpu.machine import host
@@ -22,7 +22,7 @@ def assert_no_race(rec: Step, count: int) -> None:
 
     Nor would it where every buffer had memory of its own, so that nobody waits for that.
     """
-    made = Function(lowered(rec), host(), rec.reverse)
+    made = LoopWriter(lowered(rec), host(), rec.reverse)
     assert made.team is not None
     _go(made, made.team, made.offsets, count)
     team = Planner(made.packed, made.stored, {}, host()).plan(made.step, made.units, [1] * len(made.units))
@@ -31,7 +31,7 @@ def assert_no_race(rec: Step, count: int) -> None:
     _go(made, team, {}, count)
 
 
-def _go(made: Function, team: Team, places: Mapping[Buffer, int], count: int) -> None:
+def _go(made: LoopWriter, team: Team, places: Mapping[Buffer, int], count: int) -> None:
     step = made.step
     threads: list[Touched] = [({}, {}) for _ in range(count)]
     if step.going is not None:  # after the barrier at the end of the step before
@@ -61,21 +61,21 @@ def _all(buffer: Buffer, writes: bool) -> Walked:
     return Array(buffer, (buffer.numel,), (1,)), [range(buffer.numel)], (), writes
 
 
-def _own(cut: Cut, number: int, count: int) -> range:
+def _own(cut: DimShare, number: int, count: int) -> range:
     low, high = (min(cut.size, cut.parts * n // count * cut.grain) for n in (number, number + 1))
     return range(low, high)
 
 
-def _walked(unit: Unit, cut: Cut | None, number: int, count: int) -> Iterator[Walked]:
+def _walked(unit: Unit, cut: DimShare | None, number: int, count: int) -> Iterator[Walked]:
     """Every array of a unit, and how much of its dims a thread walks."""
-    space = unit.space if isinstance(unit, Group) else None
+    space = unit.space if isinstance(unit, WalkGroup) else None
     if isinstance(unit, Matmul):
         space = unit.out.shape
-    elif not isinstance(unit, Group):
+    elif not isinstance(unit, WalkGroup):
         space = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
     assert space is not None
     own = [range(size) if cut is None or dim != cut.dim else _own(cut, number, count) for dim, size in enumerate(space)]
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         for walk in unit.walks:
             for array in walk.reads():
                 more = list[tuple[int, int]]()

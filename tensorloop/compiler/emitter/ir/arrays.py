@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Size, actual, has_length, join
+from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Length, Size, actual, has_length, join
+from tensorloop.compiler.step import Unsupported
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,8 +43,13 @@ class Array:
 
     buffer: Buffer
     shape: tuple[Size, ...]
-    strides: tuple[Size, ...]
+    strides: tuple[int, ...]
     offset: Size = 0
+
+    def __post_init__(self) -> None:
+        # A loop's steps from element to element are written into the code as numbers; a dim of one element has none.
+        if any(size != 1 and isinstance(stride, Length) for size, stride in zip(self.shape, self.strides, strict=True)):
+            raise Unsupported("a size that changes from step to step lies within another")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,6 +4,7 @@ A `Value` is a scalar (width 1) or a vector. An index is an int that is known, o
 """
 
 import contextlib
+import dataclasses
 import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -75,7 +76,26 @@ def literal(kind: str, value: float) -> str:
     return f"0x{struct.unpack('>Q', struct.pack('>d', exact))[0]:016X}"
 
 
-class Loop:
+@dataclasses.dataclass
+class Phi:
+    """A value with which a loop's turn begins; what the turn before gave is told when its end is written."""
+
+    name: str
+    type: str
+    first: str
+    before: str  # the block that enters the loop
+    last: str = ""
+    latch: str = ""  # the block that ends a turn
+
+    def close(self, last: str, latch: str) -> None:
+        """Says what the next turn begins with, and from which block it comes."""
+        self.last, self.latch = last, latch
+
+    def __str__(self) -> str:
+        return f"  {self.name} = phi {self.type} [ {self.first}, %{self.before} ], [ {self.last}, %{self.latch} ]"
+
+
+class OpenLoop:
     """An open loop: its index, the values carried into this turn, those for the next; `results` once it is closed."""
 
     def __init__(self, index: Index, values: "list[Value]") -> None:
@@ -90,7 +110,7 @@ class Code:
     """A function's text as it grows."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        self.lines: list[str | Phi] = []
         self.declared: dict[str, str] = {}
         self.block = "entry"
         self.lengths: list[str] = []  # of arrays at this step, by symbol
@@ -100,6 +120,17 @@ class Code:
         """One that nothing has yet."""
         self._names += 1
         return f"%{prefix}{self._names}"
+
+    @property
+    def text(self) -> list[str]:
+        """The lines, when all loops are closed."""
+        return [str(line) for line in self.lines]
+
+    def phi(self, name: str, kind: str, first: str, before: str) -> Phi:
+        """A value of a loop that has just begun, entered from the block `before`."""
+        made = Phi(name, kind, first, before)
+        self.lines.append(made)
+        return made
 
     def line(self, text: str) -> None:
         """An instruction without a result."""
@@ -198,13 +229,13 @@ class Code:
             return known
         return total if not known else self.op(f"add i64 {total}, {known}", "i64").text
 
-    def times(self, a: Index, b: int) -> Index:
+    def times(self, a: Index, b: Size) -> Index:
         """An index times a known number."""
         if not isinstance(a, str):
             return a * b
-        return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {b}", "i64").text
+        return 0 if b == 0 else a if b == 1 else self.op(f"mul i64 {a}, {self.sized(b)}", "i64").text
 
-    def sized(self, index: Index) -> int | str:
+    def sized(self, index: Index | Length) -> int | str:
         """An index as a number or a name: of a length, its value at this step."""
         if not isinstance(index, Length):
             return index
@@ -223,7 +254,7 @@ class Code:
     # control
 
     @contextlib.contextmanager
-    def loop(self, start: Index, stop: Index, step: int = 1, carried: Sequence[Value] = ()) -> Iterator[Loop]:
+    def loop(self, start: Index, stop: Index, step: int = 1, carried: Sequence[Value] = ()) -> Iterator[OpenLoop]:
         """for index in range(start, stop, step), with values carried from turn to turn.
 
         `stop - start` is a multiple of `step`. A loop of one turn is none.
@@ -231,7 +262,7 @@ class Code:
         start, stop = self.sized(start), self.sized(stop)
         known = isinstance(start, int) and isinstance(stop, int)
         if isinstance(start, int) and isinstance(stop, int) and stop - start == step:
-            single = Loop(start, list(carried))
+            single = OpenLoop(start, list(carried))
             yield single
             return
         body, done, before = self.name("loop")[1:], self.name("done")[1:], self.block
@@ -244,18 +275,17 @@ class Code:
         self.label(body)
         index = self.name("i")
         values = [Value(self.name("c"), value.kind, value.width) for value in carried]
-        place = len(self.lines)
-        self.lines += [""] * (1 + len(values))
-        opened = Loop(index, values)
+        turn = self.phi(index, "i64", str(start), before)
+        phis = [self.phi(x.text, x.type, a.text, before) for x, a in zip(values, carried, strict=True)]
+        opened = OpenLoop(index, values)
         yield opened
         following = self.op(f"add nsw i64 {index}, {step}", "i64").text
         latch = self.block
         more = self.op(f"icmp slt i64 {following}, {stop}", "i1")
         self.line(f"br i1 {more.text}, label %{body}, label %{done}")
-        self.lines[place] = f"  {index} = phi i64 [ {start}, %{before} ], [ {following}, %{latch} ]"
-        for n, (first, value, last) in enumerate(zip(carried, values, opened.results, strict=True), 1):
-            ends = f"[ {first.text}, %{before} ], [ {last.text}, %{latch} ]"
-            self.lines[place + n] = f"  {value.text} = phi {value.type} {ends}"
+        turn.close(following, latch)
+        for phi, last in zip(phis, opened.results, strict=True):
+            phi.close(last.text, latch)
         self.label(done)
         if guarded:
             opened.results = [

@@ -41,8 +41,8 @@ def scratch(shape: Sequence[Size], dtype: torch.dtype) -> Array:
     """Memory whose growing dim comes first."""
     check_elements(dtype)
     first = _growing_dim(shape)
-    order = [first, *(d for d in range(len(shape)) if d != first)]
-    numel = math.prod(shape)
+    order = [first, *(d for d in range(len(shape)) if d != first)]  # so no stride is a multiple of its size
+    numel = math.prod(shape)  # Unsupported where two dims follow lengths
     inner = dense([shape[d] for d in order])
     strides: list[Size] = [0] * len(shape)
     for d, stride in zip(order, inner, strict=True):
@@ -64,7 +64,7 @@ def ordered(kernel: Kernel) -> Kernel:
     """A walk with the growing dim outermost, so that those of one size share a nest."""
     if not any(grows(array.shape) for array in (*kernel.reads(), *kernel.writes())):
         return kernel
-    if isinstance(kernel, Scatter) and not grows(kernel.source.shape):
+    if isinstance(kernel, Scatter) and not grows(kernel.source.shape):  # walks its source; `out` is only written to
         return kernel
     if isinstance(kernel, Matmul | Running | Scatter):
         raise Unsupported(f"{type(kernel).__name__} over a size that changes from step to step")
@@ -107,6 +107,7 @@ def at_start(code: Code, place: int, count: int) -> list[str]:
 def at_step(code: Code, growth: Sequence[int]) -> None:
     """The lengths at this step."""
     code.lengths = []
+    # The step's number and not the turn before's length: with it every turn is the same code, forward and backward.
     for k, more in enumerate(growth):
         name = f"%start.{k}"
         if more:
@@ -169,6 +170,7 @@ def scheduled(step: Step) -> list[fx.Node]:
     nodes = list(step.graph.nodes)
     order, arrays = {n: i for i, n in enumerate(nodes)}, written(step)
     waits = {n: set(n.all_input_nodes) for n in nodes}
+    # All versions of an array are one memory: a version is made when nobody will look at the one before any more.
     for n in arrays:
         if n.op == "call_function" and n.target is not aten.cat.default:  # slots behind the end disturb nobody
             for old in arrays.intersection(n.all_input_nodes):
@@ -186,7 +188,7 @@ def scheduled(step: Step) -> list[fx.Node]:
             waits[other].discard(n)
             if not waits[other]:
                 heapq.heappush(ready, order[other])
-    if len(found) < len(nodes):
+    if len(found) < len(nodes):  # a circle: who looks at the old version is needed for what is written over it
         raise Unsupported("an array that is read, as it was before, by what is written to it later")
     return found
 
@@ -229,6 +231,7 @@ def _add(call: Any, a: Any, b: Any, alpha: Any = 1) -> Any:
     low = call.low
     if alpha != 1 or not all(isinstance(x, (Array, Pending)) for x in (a, b)):
         return None
+    # A version of the array takes the other operand in place: part by part, as zeros elsewhere change nothing.
     for x, y, node in ((a, b, call.node.args[0]), (b, a, call.node.args[1])):
         if call.node in low.written and node in low.written and _is_version(x):
             parts = y.parts if isinstance(y, Pending) else ((None, y),)
@@ -266,7 +269,7 @@ def _put_at(call: Any, x: Any, indices: Sequence[Any], value: Any, accumulate: b
     """Slots written in place at indices; values added to zeros are left to who adds those to an array."""
     if len(indices) != 1 or not isinstance(x, Array) or not isinstance(value, Array):
         return None
-    if call.node in call.low.written and _is_version(x):
+    if call.node in call.low.written and _is_version(x):  # `scheduled` has put all who see the old slots before this
         indexed(call.low, x, indices[0], value, accumulate)
         return x
     zeros = x.buffer.kind == "value" and x.buffer.value == 0

@@ -15,7 +15,7 @@ from torch import fx
 
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Reduce, Running, Scatter
-from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length, Size, grows, shape_of
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import Unsupported
@@ -30,7 +30,7 @@ def bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int
     `nodes` are the step's. An array has room for what the step appends, and that is not there to be read before.
     """
     found: dict[Length, None] = {}
-    kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, Group) else (unit,)))
+    kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, WalkGroup) else (unit,)))
     numbers = itertools.chain.from_iterable(_conditions(kernel, growth) for kernel in kernels)
     slices = itertools.chain.from_iterable(_of_slice(n) for n in nodes) if growth else ()
     for number in itertools.chain(numbers, slices):
@@ -61,6 +61,8 @@ def _of_slice(node: fx.Node) -> Iterator[Size]:
 
 def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
     """That so many elements, from one on, are there."""
+    # Machine code has the start that torch counted from the end, and no stop that is cut short: the part lies within
+    # if it begins at 0 or later and its last element is before the end.
     start = start + size if start < 0 else start
     yield start
     yield count
@@ -77,7 +79,7 @@ def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int
         if isinstance(unit, Matmul):
             space = (*unit.out.shape, unit.a.shape[-1])
         else:
-            space = unit.space if isinstance(unit, Group) else _boxes(unit)[0].shape
+            space = unit.space if isinstance(unit, WalkGroup) else _boxes(unit)[0].shape
         if space[dim] != count:
             raise Unsupported(f"{space[dim]} rows of a unit, shared out as {count}")
 
@@ -131,7 +133,7 @@ def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
     if array.buffer.kind == "value":
         return
     yield from (size for size in array.shape if isinstance(size, Length))
-    if 0 in array.shape:
+    if 0 in array.shape:  # nothing is walked
         return
     low, high = _ends(array)
     yield low
@@ -140,6 +142,7 @@ def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
 
 def _ends(array: Array) -> tuple[Size, Size]:
     """The first and the last place, in elements."""
+    # Each dim moves the place by itself, so the extremes are reached by all dims at their own first or last index.
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return array.offset + sum(x for x in steps if x < 0), array.offset + sum(x for x in steps if x > 0)
 
@@ -150,4 +153,5 @@ def _room(array: Array, growth: Sequence[int]) -> Size:
     if buffer.kind != "array":
         return buffer.numel
     assert isinstance(buffer.numel, Length)
+    # The caller gives memory for all steps' slots; backward, arrays get shorter, and there is room for what they were.
     return buffer.numel + max(growth[buffer.numel.symbol], 0) * buffer.numel.scale

@@ -14,8 +14,9 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, contiguous
+from tensorloop.compiler.emitter.ir.arrays import Buffer, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
 from tensorloop.compiler.emitter.ir.target import Target
@@ -23,11 +24,19 @@ from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write import in_order, members
 from tensorloop.compiler.emitter.write.bounds import bounds, check_rows
-from tensorloop.compiler.emitter.write.fuse import Group, Unit, alive, grouped, join_additions, split_by_readers, stored
+from tensorloop.compiler.emitter.write.fuse import (
+    Unit,
+    WalkGroup,
+    alive,
+    grouped,
+    join_additions,
+    split_by_readers,
+    stored,
+)
 from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, panels, turned
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
-from tensorloop.compiler.emitter.write.rows import Split, split
+from tensorloop.compiler.emitter.write.rows import RowShare, split
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
 
@@ -37,7 +46,7 @@ RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Text:
+class LoopText:
     """A module, and what a caller must know of it."""
 
     module: str
@@ -52,7 +61,20 @@ class Text:
     bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
 
 
-class Function:
+class AddressTable(NamedTuple):
+    """Names of the addresses that a call reads from its table; those that stay where they are by kind and index."""
+
+    fixed: dict[tuple[str, int], str]
+    sequences: list[str]
+    carry: list[str]
+    outs: list[str]
+    sums: list[str]
+    last: list[str]
+    status: str
+    end: int  # where the table has the lengths of arrays
+
+
+class LoopWriter:
     """A step's kernels put together, and their text."""
 
     gap = 0  # bytes left free behind each scratch buffer
@@ -70,7 +92,7 @@ class Function:
         self.packed = panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
         self.work = sum(work)
-        self.split: Split | None = split(step, self.units, self.packed)
+        self.split: RowShare | None = split(step, self.units, self.packed)
         if self.split is not None:
             check_rows(self.units, self.split.dims, self.split.count)
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
@@ -97,6 +119,7 @@ class Function:
                     continue
                 if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
                     lives[buffer] = lives.get(buffer, (n, n))[0], n
+        # The condition is read behind the last unit: nothing may have taken its memory by then.
         if self.step.going is not None and self.step.going.buffer in lives:
             lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
         return lives
@@ -113,7 +136,7 @@ class Function:
             )
             at = end
             for low, high in busy:
-                if at + self._room(buffer) <= low:
+                if at + self._room(buffer) <= low:  # the first gap that it fits into, largest buffers first
                     break
                 at = max(at, high)
             places[buffer] = at
@@ -125,7 +148,7 @@ class Function:
 
     # text
 
-    def text(self) -> Text:
+    def text(self) -> LoopText:
         """The module."""
         step = self.step
         tables: list[list[Buffer]] = [
@@ -141,21 +164,21 @@ class Function:
             f'target triple = "{self.target.triple}"',
             *declared,
             f"define void @prepare(ptr %table) {self.attributes} {{\nentry:",
-            *prepare.lines,
+            *prepare.text,
             "  ret void\n}",
             f"define void @run({RUN}) {self.attributes} {{\nentry:",
-            *run.lines,
+            *run.text,
             "  ret void\n}",
             *(f"define internal void @{name}{text}" for text, name in self.products.items()),
             *([members.APART] if self.team is None else [*members.wait(self.target.triple), members.TOGETHER]),
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
-        more = tuple(one.bytes for one in self.growing)
+        more = tuple(one.bytes for one in self.growing if isinstance(one.bytes, Length))
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
-        return Text(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
+        return LoopText(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
 
     def _grows(self, buffer: Buffer) -> bool:
         """Whether a buffer is as long as an array in the carry."""
@@ -165,94 +188,90 @@ class Function:
         """Whether each part of the rows has a sum of its own."""
         return self.split is not None and self.step.sums[n].buffer in self.split.apart
 
-    def _fixed_pointers(self, code: Code, sizes: list[int]) -> tuple[dict[tuple[str, int], str], Callable[[int], str]]:
-        """Names of what stays where it is, by kind and index, and a reader of the table."""
-
-        def entry(place: int) -> str:
-            return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
-
-        names, place = {}, 0
-        for kind, size in zip(("invariant", "constant", "packed"), sizes, strict=True):
-            for n in range(size):
-                names[kind, n] = entry(place)
-                place += 1
-        return names, entry
-
     def _prepare(self, code: Code, sizes: list[int]) -> None:
-        names, _ = self._fixed_pointers(code, sizes)
-        memory = Memory(code, self.target, _Pointers(names), "poison")
+        memory = Memory(code, self.target, _Pointers(_read_fixed(code, sizes)), "poison")
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
             pack(memory, one)
 
     def _run(self, code: Code, sizes: list[int]) -> None:
+        """All steps: what is known before the first one, a turn of the loop, and the last carry."""
         step = self.step
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
-        names, entry = self._fixed_pointers(code, sizes)
-        place = sum(sizes)
-        tables = []
-        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
-            tables.append([entry(place + n) for n in range(len(part))])
-            place += len(part)
-        sequences, first, outs, sums, last = tables
-        status = entry(place)
-        self._lengths(code, place + 1)
-        share = self._shares(code)
+        table = self._table(code, sizes)
+        self._lengths(code, table.end)
+        shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
         pairs = self._pairs(code)
-        for n, (name, array) in enumerate(zip(sums, step.sums, strict=True)):
+        names = dict(table.fixed)
+        for n, (name, array) in enumerate(zip(table.sums, step.sums, strict=True)):
             own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
             names["sum", n] = own
         before = code.block
         code.line("br label %step")
         code.label("step")
-        turn = len(code.lines)
-        code.lines += [""] * (1 + len(step.carry) + len(pairs))
-        here = [code.name("carry") for _ in step.carry]
-        there = {n: code.name("next") for n in pairs}
+        turn = code.phi("%turn", "i64", "0", before)
+        carried = [code.phi(code.name("carry"), "ptr", begin, before) for begin in table.carry]
+        following = {n: code.phi(code.name("next"), "ptr", one, before) for n, (one, _) in pairs.items()}
+        names |= {("carry", n): phi.name for n, phi in enumerate(carried)}
+        names |= {("next", n): phi.name for n, phi in following.items()}
+        memory = self._memory(code, table, names)
+        for n, unit in enumerate(self.units):
+            if self.team is not None and self.team.waits[n]:
+                self._wait(code)
+            self._unit(memory, n, unit, shares[n], leading)
+        after = [memory.pointers[array.buffer] for array in step.next]
+        # A carry has two places. The step has read one of them, or the caller's, and written the other: what it has
+        # written is read next, so the place to write next is the one of the two that it is not.
+        swapped = {}
+        for n, (one, other) in pairs.items():
+            same = code.op(f"icmp eq ptr {following[n].name}, {one}", "i1").text
+            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
+        if self.team is not None:
+            self._wait(code)
+        done = code.op("add nsw i64 %turn, 1", "i64").text
+        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
+        if step.going is not None:
+            more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
+        latch = code.block
+        code.line(f"br i1 {more.text}, label %step, label %finish")
+        turn.close(done, latch)
+        for phi, end in zip(carried, after, strict=True):
+            phi.close(end, latch)
+        for n, phi in following.items():
+            phi.close(swapped[n], latch)
+        code.label("finish")
+        count = f"store i64 {done}, ptr {table.status}, align 8"
+        self._finish(memory, after, table.last, leading, lambda: code.line(count))
+
+    def _table(self, code: Code, sizes: list[int]) -> "AddressTable":
+        """Reads all addresses."""
+        fixed, place, parts = _read_fixed(code, sizes), sum(sizes), list[list[str]]()
+        step = self.step
+        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
+            parts.append([_read_address(code, place + n) for n in range(len(part))])
+            place += len(part)
+        sequences, carry, outs, sums, last = parts
+        return AddressTable(fixed, sequences, carry, outs, sums, last, _read_address(code, place), place + 1)
+
+    def _memory(self, code: Code, table: "AddressTable", names: dict[tuple[str, int], str]) -> Memory:
+        """Where everything lies at this step, in the turn's own code."""
+        step = self.step
         index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
-        growing.at_step(code, self.step.source.growth)
-        names |= {("array", n): name for n, name in enumerate(first)}
-        for kind, bases, arrays in (("sequence", sequences, step.sequences), ("out", outs, step.outs)):
+        growing.at_step(code, step.growth)
+        names |= {("array", n): name for n, name in enumerate(table.carry)}
+        for kind, bases, arrays in (("sequence", table.sequences, step.sequences), ("out", table.outs, step.outs)):
             for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
                 if array.buffer.kind == "prefix":
                     names["prefix", n] = base
                     continue
                 names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
-        names |= {("carry", n): name for n, name in enumerate(here)}
-        names |= {("next", n): name for n, name in there.items()}
         pointers = _Pointers(names)
         for buffer, offset in self.offsets.items():
             pointers[buffer] = code.pointer("%scratch", offset)
         pointers.update(self.scratch_pointers)
-        memory = Memory(code, self.target, pointers, code.pointer(status, 8))
-        for n, unit in enumerate(self.units):
-            if self.team is not None and self.team.waits[n]:
-                self._wait(code)
-            self._unit(memory, n, unit, *share(n), leading)
-        after = [there[n] if n in there else pointers[array.buffer] for n, array in enumerate(step.next)]
-        swapped = {}
-        for n, (one, other) in pairs.items():
-            same = code.op(f"icmp eq ptr {there[n]}, {one}", "i1").text
-            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
-        if self.team is not None:
-            self._wait(code)
-        code.op("add nsw i64 %turn, 1", "i64")
-        done = code.lines[-1].split()[0]
-        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
-        if step.going is not None:
-            going = memory.load(step.going.squeeze(), (), None, 1, None)
-            more = code.binary("and", more, going)
-        latch = code.block
-        code.line(f"br i1 {more.text}, label %step, label %finish")
-        code.lines[turn] = f"  %turn = phi i64 [ 0, %{before} ], [ {done}, %{latch} ]"
-        for n, (name, begin, end) in enumerate(zip(here, first, after, strict=True), turn + 1):
-            code.lines[n] = f"  {name} = phi ptr [ {begin}, %{before} ], [ {end}, %{latch} ]"
-        for n, (k, (one, _)) in enumerate(pairs.items(), turn + 1 + len(here)):
-            code.lines[n] = f"  {there[k]} = phi ptr [ {one}, %{before} ], [ {swapped[k]}, %{latch} ]"
-        code.label("finish")
-        self._finish(memory, after, last, leading, lambda: code.line(f"store i64 {done}, ptr {status}, align 8"))
+        return Memory(code, self.target, pointers, code.pointer(table.status, 8))
 
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
@@ -277,57 +296,57 @@ class Function:
             offset += 2 * size
         return made
 
-    def _shares(self, code: Code) -> Callable[[int], tuple[Rows | None, int | None]]:
-        """What this call does of a unit: rows of a dim; all of it where there are none."""
-        split, team = self.split, self.team
-        if split is not None:
-            rows = Rows("%low", "%high", split.count)
-            return lambda n: (None if split.dims[n] is None else rows, split.dims[n])
-        if team is not None:
-            cuts = team.cuts
+    def _shares(self, code: Code) -> list[RowRange | None]:
+        """What this call does of each unit: some rows along a dim, or all of it."""
+        if self.split is not None:
+            dims = (self.split.dims[n] for n in range(len(self.units)))
+            return [None if dim is None else RowRange("%low", "%high", dim) for dim in dims]
+        if self.team is not None:
+            cuts = self.team.cuts
             made = members.shares(code, [(cut.size, cut.grain) for cut in cuts if cut is not None])
-            return lambda n: (None, None) if (cut := cuts[n]) is None else (made[cut.size, cut.grain], cut.dim)
-        return lambda n: (None, None)
+            return [None if cut is None else RowRange(*made[cut.size, cut.grain], cut.dim) for cut in cuts]
+        return [None] * len(self.units)
 
     def _wait(self, code: Code) -> None:
         code.line("call void @wait(i64 %part, i64 %high)")
 
-    def _unit(
-        self, memory: Memory, n: int, unit: Unit, rows: Rows | None, dim: int | None, leading: Value | None
-    ) -> None:
+    def _unit(self, memory: Memory, n: int, unit: Unit, rows: RowRange | None, leading: Value | None) -> None:
         """One unit, by as many threads as share it: those parts of it that are not shared out, by the first."""
         code = memory.code
         packed = self.packed.get(unit.b) if isinstance(unit, Matmul) else None
+        # Where rows stay apart each thread computes for itself what has no rows, in scratch of its own. What would be
+        # added several times, or, in a team, lies in memory that all share, the first thread does alone.
         adds = any(array.buffer.kind == "sum" for array in unit.writes())
-        by_first = leading is not None and dim is None and (adds or self.team is not None)
+        by_first = leading is not None and rows is None and (adds or self.team is not None)
         if packed is not None and packed.buffer.kind == "scratch":
             with code.when(leading) if leading is not None and self.team is not None else contextlib.nullcontext():
                 pack(memory, packed)
             if self.team is not None and self.team.packing[n]:
                 self._wait(code)
         with code.when(leading) if leading is not None and by_first else contextlib.nullcontext():
-            if isinstance(unit, Group):
-                Nest(memory, unit, self.stored, rows, dim).emit()
+            if isinstance(unit, WalkGroup):
+                Nest(memory, unit, self.stored, rows).emit()
             elif isinstance(unit, Matmul):
-                self._product(memory, unit, packed, rows, dim)
+                self._product(memory, unit, packed, rows)
             elif isinstance(unit, Scatter):
-                in_order.scatter(memory, unit, rows, dim)
+                in_order.scatter(memory, unit, rows)
             else:
-                in_order.running(memory, unit, rows, dim)
+                in_order.running(memory, unit, rows)
 
-    def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: Rows | None, dim: int | None) -> None:
+    def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""
         right = unit.b.buffer if packed is None else packed.buffer
         arrays = [unit.a, unit.out, *([] if unit.addend is None else [unit.addend])]
         buffers = [one for one in dict.fromkeys([right, *(array.buffer for array in arrays)]) if one.kind != "value"]
         inner = Code()
         pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
+        # A number has no memory, and is never read through its pointer.
         pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
-        own = None if rows is None else Rows("%low", "%high", rows.total)
-        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own, dim).emit()
+        own = None if rows is None else RowRange("%low", "%high", rows.dim)
+        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own).emit()
         memory.code.declared |= inner.declared
         arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
-        text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.lines) + "\n  ret void\n}"
+        text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.text) + "\n  ret void\n}"
         name = self.products.setdefault(text, f"product{len(self.products)}")
         low, high = (0, 0) if rows is None else (rows.low, rows.high)
         given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), f"i64 {low}, i64 {high}"])
@@ -342,29 +361,39 @@ class Function:
         count: Callable[[], None],
     ) -> None:
         """The last carry into the caller's memory."""
-        shared: list[Group] = []
+        shared: list[WalkGroup] = []
         for array, source, place in zip(self.step.carry, after, last, strict=True):
             a, b = (Buffer("last", n, array.buffer.numel, array.dtype) for n in range(2))
             memory.pointers[a], memory.pointers[b] = source, place
             if not array.numel or array.buffer.kind == "array":
                 continue
             x, y = contiguous(a, array.shape), contiguous(b, array.shape)
-            group = Group(y.squeeze().shape, [Point("copy", copied, (_like(x),), _like(y))])
+            group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (x.squeeze(),), y.squeeze())])
             if self.split is not None and self.split.buffers[array.buffer]:
-                Nest(memory, group, {b}, Rows("%low", "%high", self.split.count), 0).emit()
+                Nest(memory, group, {b}, RowRange("%low", "%high", 0)).emit()
             else:
                 shared.append(group)
 
         def rest() -> None:
             count()
             for group in shared:
-                Nest(memory, group, {array.buffer for array in group.writes()}, None, None).emit()
+                Nest(memory, group, {array.buffer for array in group.writes()}, None).emit()
 
         if leading is None:
             rest()
         else:
             with memory.code.when(leading):
                 rest()
+
+
+def _read_address(code: Code, place: int) -> str:
+    return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
+
+
+def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
+    kinds = zip(("invariant", "constant", "packed"), sizes, strict=True)
+    places = [(kind, n) for kind, size in kinds for n in range(size)]
+    return {place: _read_address(code, n) for n, place in enumerate(places)}
 
 
 class _Pointers(dict[Buffer, str]):
@@ -380,10 +409,6 @@ class _Pointers(dict[Buffer, str]):
         return self.names[buffer.kind, buffer.index]
 
 
-def _like(array: Array) -> Array:
-    return array.squeeze()
-
-
 def _line(size: int) -> int:
     return -(-max(size, 1) // LINE) * LINE
 
@@ -391,7 +416,7 @@ def _line(size: int) -> int:
 def _operations(unit: Unit) -> int:
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)
     return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel

@@ -11,7 +11,7 @@ from tensorloop.compiler.lengths import grows
 
 
 @dataclasses.dataclass(eq=False)
-class Group:
+class WalkGroup:
     """Walks in one nest of loops over `space`; the dims in `over` are reduced by those that reduce."""
 
     space: tuple[int, ...]
@@ -27,7 +27,7 @@ class Group:
         return [array for walk in self.walks for array in walk.writes()]
 
 
-Unit = Group | Matmul | Scatter | Running
+Unit = WalkGroup | Matmul | Scatter | Running
 
 
 def alive(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
@@ -94,12 +94,13 @@ def grouped(kernels: Sequence[Kernel]) -> list[Unit]:
                 home = unit
             if needs:
                 break
-        if isinstance(home, Group):
+        # Moved up to `home` it passes units that give it nothing and take nothing from it: `needs` ends the search.
+        if isinstance(home, WalkGroup):
             home.walks.append(kernel)
             if isinstance(kernel, Reduce):
                 home.over = kernel.over
         else:
-            units.append(Group(kernel.space, [kernel], kernel.over if isinstance(kernel, Reduce) else ()))
+            units.append(WalkGroup(kernel.space, [kernel], kernel.over if isinstance(kernel, Reduce) else ()))
     return units
 
 
@@ -109,7 +110,9 @@ def _meeting(kernel: Walk, unit: Unit) -> tuple[bool, bool]:
     written = {array.buffer: [] for array in unit.writes()}
     for array in unit.writes():
         written[array.buffer].append(array)
-    reduced = {walk.out.buffer for walk in unit.walks if isinstance(walk, Reduce)} if isinstance(unit, Group) else set()
+    reduced = (
+        {walk.out.buffer for walk in unit.walks if isinstance(walk, Reduce)} if isinstance(unit, WalkGroup) else set()
+    )
     for array in kernel.reads():
         if array.buffer in written:
             needs = True
@@ -118,17 +121,17 @@ def _meeting(kernel: Walk, unit: Unit) -> tuple[bool, bool]:
     out = kernel.out
     if out.buffer in written:
         needs = True
-        aligned = aligned and isinstance(unit, Group) and isinstance(kernel, Point) and _one_piece(kernel, unit)
+        aligned = aligned and isinstance(unit, WalkGroup) and isinstance(kernel, Point) and _one_piece(kernel, unit)
     if any(array.buffer is out.buffer for array in unit.reads()):
         needs, aligned = True, False
-    if not isinstance(unit, Group) or unit.space != kernel.space:
+    if not isinstance(unit, WalkGroup) or unit.space != kernel.space:
         return False, needs
     if isinstance(kernel, Reduce) and any(isinstance(walk, Reduce) for walk in unit.walks) and unit.over != kernel.over:
         return False, needs
     return aligned, needs
 
 
-def _one_piece(kernel: Point, group: Group) -> bool:
+def _one_piece(kernel: Point, group: WalkGroup) -> bool:
     """Whether all that write the kernel's buffer here are pieces of one thing with it."""
     others = [walk for walk in group.walks if walk.out.buffer is kernel.out.buffer]
     return kernel.piece is not None and all(isinstance(w, Point) and w.piece is kernel.piece for w in others)
@@ -138,17 +141,18 @@ def stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
     """Buffers that must lie in memory: read by another unit, or seen from outside."""
     found = set(kept)
     for unit in units:
-        own = {array.buffer for array in unit.writes()} if isinstance(unit, Group) else set()
+        own = {array.buffer for array in unit.writes()} if isinstance(unit, WalkGroup) else set()
         for array in unit.reads():
             if array.buffer not in own:
                 found.add(array.buffer)
     partial = Counter(array.buffer for unit in units for array in unit.writes())
+    # Pieces written by several kernels are read as a whole, which no register holds.
     found.update(buffer for buffer, writers in partial.items() if writers > 1)
-    found.update(a.buffer for unit in units if not isinstance(unit, Group) for a in unit.writes())
+    found.update(a.buffer for unit in units if not isinstance(unit, WalkGroup) for a in unit.writes())
     found.update(
         a.buffer
         for unit in units
-        if isinstance(unit, Group)
+        if isinstance(unit, WalkGroup)
         for w in unit.walks
         if isinstance(w, Reduce)
         for a in w.writes()

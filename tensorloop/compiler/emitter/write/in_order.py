@@ -2,10 +2,10 @@
 
 from tensorloop.compiler.emitter.ir.code import KINDS, Index
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
 
-def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | None) -> None:
+def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
     """In the index's order; what is out of range is noted and left out."""
     code, math = memory.code, memory.math
     shape = kernel.index.shape
@@ -13,8 +13,7 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
     def walk(index: list[Index]) -> None:
         if len(index) < len(shape):
             dim = len(index)
-            start, stop = (rows.low, rows.high) if rows is not None and dim == row_dim else (0, shape[dim])
-            with code.loop(start, stop) as loop:
+            with code.loop(*walked(rows, dim, shape[dim])) as loop:
                 walk([*index, loop.index])
             return
         size = code.constant("i64", kernel.out.shape[kernel.dim], 1)
@@ -22,12 +21,14 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
         wrapped = memory.wrapped(raw, size) if kernel.wraps else raw
         good = code.compare("ult", wrapped, size)
         memory.note(good)
+        # One element after the other, as later ones win and additions meet: no two lanes may write one place at once.
         with code.when(good):
             place = [wrapped.text if d == kernel.dim else i for d, i in enumerate(index)]
             value = memory.load(kernel.source, index, None, 1, None)
             if kernel.add:
                 before = memory.load(kernel.out, place, None, 1, None)
                 kind = KINDS[kernel.out.dtype]
+                # Rounded to two bytes after each addition, as torch does.
                 inner = "float" if kind in ("half", "bfloat") else kind
                 value = math.cast(math.add(math.cast(before, inner), math.cast(value, inner)), kind)
             memory.store(value, kernel.out, place, None, None)
@@ -35,11 +36,12 @@ def scatter(memory: Memory, kernel: Scatter, rows: Rows | None, row_dim: int | N
     walk([])
 
 
-def running(memory: Memory, kernel: Running, rows: Rows | None, row_dim: int | None) -> None:
+def running(memory: Memory, kernel: Running, rows: RowRange | None) -> None:
     """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
     code, math, shape = memory.code, memory.math, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]
-    lane = others[-1] if others and others[-1] != row_dim else None
+    # Lines do not meet, so neighbouring ones are lanes; but not along the rows, of which a thread has any number.
+    lane = others[-1] if others and (rows is None or others[-1] != rows.dim) else None
     width = memory.target.lanes({kernel.out.dtype}) if lane is not None else 1
     width = min(width, 1 << (shape[lane] - 1).bit_length()) if lane is not None else 1
     kind = KINDS[kernel.out.dtype]
@@ -68,8 +70,7 @@ def running(memory: Memory, kernel: Running, rows: Rows | None, row_dim: int | N
                 index[dim] = whole
                 line(index, code.lanes("i1", [whole + n < shape[dim] for n in range(width)]))
             return
-        start, stop = (rows.low, rows.high) if rows is not None and dim == row_dim else (0, shape[dim])
-        with code.loop(start, stop) as loop:
+        with code.loop(*walked(rows, dim, shape[dim])) as loop:
             index[dim] = loop.index
             walk(index, left[1:])
 

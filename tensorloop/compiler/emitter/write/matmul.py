@@ -12,7 +12,7 @@ from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.kernels import Matmul
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.write.fuse import Unit
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
 UNROLLED = 4  # steps along K in one turn
 
@@ -51,6 +51,7 @@ def turned(kernel: Matmul) -> Matmul:
     fixed = ("invariant", "constant")
     m, n = kernel.out.shape[-2:]
     a, b = kernel.a.buffer.kind in fixed, kernel.b.buffer.kind in fixed
+    # A right operand is packed once a loop if it stays the same, a left one never is.
     if not ((a and not b) or (a == b and n < 4 <= m)):
         return kernel
     if kernel.out.buffer.kind != "scratch" and n > 1:
@@ -90,11 +91,9 @@ def panels(units: Sequence[Unit], target: Target) -> dict[Array, Panels]:
 class Product:
     """Emits one product."""
 
-    def __init__(
-        self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: Rows | None, row_dim: int | None
-    ) -> None:
+    def __init__(self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         self.memory, self.code, self.kernel, self.packed = memory, memory.code, kernel, packed
-        self.rows, self.row_dim = rows, row_dim
+        self.rows = rows
         self.width = lanes(kernel, memory.target)
         self.m, self.n = kernel.out.shape[-2:]
         self.k = kernel.a.shape[-1]
@@ -105,10 +104,12 @@ class Product:
         """Rows and vectors of a tile: as few instructions as registers allow, for these very sizes."""
         room, best = target.registers, (float("inf"), 0, 1, 1)
         rows = self.m
-        if self.rows is not None and self.row_dim == len(self.kernel.out.shape) - 2:
+        if self.rows is not None and self.rows.dim == len(self.kernel.out.shape) - 2:
             rows = max(1, -(-self.m // 2))  # a thread's share, of two
         for tall in range(1, 13 if room > 16 else 7):
             for wide in range(1, 9 if tall < 4 else 4):
+                # The tile's sums stay in registers beside a row of b's vectors and one element of a; else they would go
+                # to memory and back at each step of the depth.
                 if tall * wide + wide + 1 > room or tall > rows or wide > self.vectors:
                     continue
                 cost = 0.0
@@ -117,6 +118,7 @@ class Product:
                         (wide, self.vectors // wide),
                         (self.vectors % wide, 1 if self.vectors % wide else 0),
                     ):
+                        # Multiplications, or loads where these are more; below eight the latency of one is not hidden.
                         cost += times * repeats * max(height * breadth, height + breadth, 8)
                 best = min(best, (cost, -tall * wide, tall, wide))
         return best[2], best[3]
@@ -127,15 +129,14 @@ class Product:
 
     def _batch(self, index: list[Index], left: list[int]) -> None:
         if left:
-            start, stop = (self.rows.low, self.rows.high) if self.rows and self.row_dim == len(index) else (0, left[0])
-            with self.code.loop(start, stop) as loop:
+            with self.code.loop(*walked(self.rows, len(index), left[0])) as loop:
                 self._batch([*index, loop.index], left[1:])
             return
-        if self.rows is not None and self.row_dim == len(self.kernel.out.shape) - 1:
+        if self.rows is not None and self.rows.dim == len(self.kernel.out.shape) - 1:
             self._columns(index)
             return
         whole, rest = divmod(self.vectors, self.wide)
-        ragged = self.n % self.width != 0
+        ragged = self.n % self.width != 0  # the last vector has lanes behind the last column, under a mask
         if ragged and not rest:
             whole, rest = whole - 1, self.wide
         if whole:
@@ -160,7 +161,7 @@ class Product:
 
     def _rows(self, index: list[Index], vector: Index, wide: int, ragged: bool) -> None:
         code, tall = self.code, self.tall
-        if self.rows is not None and self.row_dim == len(index):
+        if self.rows is not None and self.rows.dim == len(index):
             low, high = self.rows.low, self.rows.high
             count = code.op(f"sub i64 {high}, {low}", "i64").text
             turns = code.op(f"udiv i64 {count}, {tall}", "i64").text
@@ -168,6 +169,7 @@ class Product:
             with code.loop(low, row, tall) as loop:
                 self._tile_at(index, loop.index, vector, tall, wide, ragged)
             rest = code.op(f"sub i64 {high}, {row}", "i64").text
+            # What is left is below `tall`, and known when it runs: each power of two is done once if its bit is set.
             size = 1 << (tall.bit_length() - 1)
             while size:
                 if size < tall:
@@ -226,7 +228,8 @@ class Product:
     def _along(self, turn: Callable[[Index, int, list[Value]], list[Value]], held: list[Value]) -> list[Value]:
         """The accumulators after the whole depth, or after this thread's rows where those are what is summed over."""
         code = self.code
-        if self.rows is not None and self.row_dim == len(self.kernel.out.shape):
+        # This dim, behind those of the product, is the depth: each thread adds up its rows into a sum of its own.
+        if self.rows is not None and self.rows.dim == len(self.kernel.out.shape):
             count = code.op(f"sub i64 {self.rows.high}, {self.rows.low}", "i64").text
             middle = code.add(self.rows.low, code.op(f"and i64 {count}, {-UNROLLED}", "i64").text)
             for start, stop, step in ((self.rows.low, middle, UNROLLED), (middle, self.rows.high, 1)):
@@ -294,6 +297,7 @@ def pack(memory: Memory, packed: Panels) -> None:
     def panel(index: list[Index], number: Index, offset: Index, mask: Value | None) -> None:
         with code.loop(0, k) as loop:
             value = memory.load(source, (*index, loop.index, code.times(number, width)), dim, width, mask)
+            # A load of one element for all lanes goes by no mask, and panels hold zeros behind the last column.
             if mask is not None and source.strides[dim] == 0:
                 value = memory.math.where(mask, value, code.constant(kind, 0, width))
             place = code.add(offset, code.times(number, k * width * size), code.times(loop.index, width * size))

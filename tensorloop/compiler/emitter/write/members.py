@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from tensorloop.compiler.emitter.ir.code import Code
-from tensorloop.compiler.emitter.write.memory import Rows
 
 
 def _fields(first: int, **kinds: str) -> str:
@@ -100,10 +99,11 @@ def wait(triple: str) -> list[str]:
     return [declared, WAIT.format(pause=pause)]
 
 
-def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Rows]:
+def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, str]]:
     """What thread %low of %high has of each size, in whole grains."""
     made = {}
     following = code.op("add i64 %low, 1", "i64").text
+    # Thread n begins where n - 1 ends, as both come from one formula; the last one ends at the size itself.
     for size, grain in dict.fromkeys(sizes):
         ends = []
         for thread in ("%low", following):
@@ -113,5 +113,5 @@ def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int]
                 fits = code.op(f"icmp slt i64 {end}, {size}", "i1").text
                 end = code.op(f"select i1 {fits}, i64 {end}, i64 {size}", "i64").text
             ends.append(str(end))
-        made[size, grain] = Rows(ends[0], ends[1], size)
+        made[size, grain] = ends[0], ends[1]
     return made

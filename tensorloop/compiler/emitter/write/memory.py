@@ -11,12 +11,17 @@ from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import computed_in
 
 
-class Rows(NamedTuple):
-    """The rows of dim 0 that a call works on: names of two i64, of `total` in all."""
+class RowRange(NamedTuple):
+    """The rows that a thread does of a unit: from `low` to `high`, names of two i64, of those along one dim."""
 
     low: str
     high: str
-    total: int
+    dim: int
+
+
+def walked(rows: RowRange | None, dim: int, size: Index) -> tuple[Index, Index]:
+    """Where a loop along a dim begins and ends: at this thread's rows, or at all of them."""
+    return (rows.low, rows.high) if rows is not None and rows.dim == dim else (0, size)
 
 
 class Memory:
@@ -27,7 +32,7 @@ class Memory:
         self.math = Math(code)
 
     def address(self, array: Array, index: Sequence[Index]) -> str:
-        """Of one element."""
+        """The address of one element."""
         code, size = self.code, array.dtype.itemsize
         offset = code.add(
             array.offset * size, *(code.times(i, s * size) for i, s in zip(index, array.strides, strict=True))
@@ -40,10 +45,10 @@ class Memory:
         if array.buffer.kind == "value":
             wide = code.constant(KINDS[computed_in(array.dtype)], array.buffer.value, width)
             return self.math.cast(wide, kind)
-        memory = "i8" if kind == "i1" else kind
+        memory = "i8" if kind == "i1" else kind  # torch has a byte for each bool
         stride = 0 if lane_dim is None or width == 1 else array.strides[lane_dim]
         base, align = self.address(array, index), array.dtype.itemsize
-        if stride == 0:
+        if stride == 0:  # one element for all lanes: it is there whatever the mask says
             one = code.op(f"load {llvm_type(memory)}, ptr {base}, align {align}", memory)
             return code.splat(self._from_memory(one, kind), width)
         if stride == 1 and mask is None:
@@ -78,7 +83,7 @@ class Memory:
     def store(
         self, value: Value, array: Array, index: Sequence[Index], lane_dim: int | None, mask: Value | None
     ) -> None:
-        """The other way."""
+        """Writes a value's lanes to an index and those after it along one dim; lanes outside of the mask are left."""
         code = self.code
         if value.kind == "i1":
             value = self.math.cast(value, "u8")
@@ -119,6 +124,8 @@ class Memory:
             wrapped = self.wrapped(raw, size_of) if walk.wraps else raw
             good = code.compare("ult", wrapped, size_of)
             self.note(good)
+            # The call raises only when the loop is over, so the read must be a valid one now: the first element is
+            # (`bounds` has it that there is one). An unsigned comparison finds indices below zero, too.
             wrapped = math.where(good, wrapped, math.like(wrapped, 0))
             part = math.mul(wrapped, math.like(wrapped, step * size))
             total = part if total is None else math.add(total, part)

@@ -8,8 +8,8 @@ import torch
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Point, Reduce
-from tensorloop.compiler.emitter.write.fuse import Group
-from tensorloop.compiler.emitter.write.memory import Memory, Rows
+from tensorloop.compiler.emitter.write.fuse import WalkGroup
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.lengths import Length, Size
 
 IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
@@ -23,15 +23,13 @@ def lanes_for(size: Size, most: int) -> int:
 class Nest:
     """Emits one group."""
 
-    def __init__(
-        self, memory: Memory, group: Group, stored: set[Buffer], rows: Rows | None, row_dim: int | None
-    ) -> None:
+    def __init__(self, memory: Memory, group: WalkGroup, stored: set[Buffer], rows: RowRange | None) -> None:
         self.memory, self.code, self.math = memory, memory.code, memory.math
         self.walks, self.stored, self.rows = group.walks, stored, rows
         self.order = _order(group)
         self.space = [group.space[d] for d in self.order]
         self.over = {self.order.index(d) for d in group.over}
-        self.row = self.order.index(row_dim) if row_dim is not None and rows is not None else None
+        self.row = self.order.index(rows.dim) if rows is not None else None
         dtypes = {a.dtype for walk in group.walks for a in (*walk.reads(), *walk.writes()) if a.dtype != torch.bool}
         self.width = memory.target.lanes(dtypes or {torch.float32})
         self.arrays: dict[Array, Array] = {}
@@ -43,19 +41,22 @@ class Nest:
             self.width = lanes_for(self.space[self.lane], self.width)
         else:
             self.width = 1
+        # A thread's share of the lanes' dim begins anywhere: the size of the whole says nothing of its vectors.
         if self.lane is not None and self.row == self.lane and self.rows is not None:
             self.width = memory.target.lanes(dtypes or {torch.float32})
 
-    def _collapse(self, group: Group) -> None:
+    def _collapse(self, group: WalkGroup) -> None:
         """Neighbouring dims that every array walks as one become one."""
         every = {a for walk in group.walks for a in (*walk.reads(), *walk.writes())}
         view = {a: (tuple(a.strides[d] for d in self.order)) for a in every}
         n = len(self.space) - 1
         self.factor = 1
         while n > 0:
+            # Index (i, j) lies at i * s[n - 1] + j * s[n]: with this stride, at (i * size + j) * s[n], as in one dim.
+            # It must hold of every array of the nest, for they share the loop; broadcast along both dims it does.
             together = all(s[n - 1] == s[n] * self.space[n] for s in view.values())
             if together and ((n - 1 in self.over) == (n in self.over)) and n != self.row and not self._argument(group):
-                if n - 1 == self.row:
+                if n - 1 == self.row:  # row r is now the elements r * factor to (r + 1) * factor
                     self.factor *= self.space[n]
                 self.space[n - 1] *= self.space.pop(n)
                 view = {a: (*s[: n - 1], *s[n:]) for a, s in view.items()}
@@ -66,7 +67,7 @@ class Nest:
         for array, strides in view.items():
             self.arrays[array] = Array(array.buffer, tuple(self.space), strides, array.offset)
 
-    def _argument(self, group: Group) -> bool:
+    def _argument(self, group: WalkGroup) -> bool:
         return any(isinstance(walk, Reduce) and walk.how.startswith("arg") for walk in group.walks)
 
     def _prefer_kept(self) -> None:
@@ -104,7 +105,7 @@ class Nest:
         reduced = [d for d in range(len(self.space)) if d in self.over]
         if not self.over:
             self._lanes(index, lambda mask: self._body(index, mask))
-        elif self.lane in self.over:
+        elif self.lane in self.over:  # each lane has a part of the sum: they are taken together at the end
             self._finish(
                 self._reduced([d for d in reduced if d != self.lane], index, self._begin(), None, True),
                 index,
@@ -133,12 +134,12 @@ class Nest:
                 with code.loop(start, whole, width) as loop:
                     index[lane] = loop.index
                     body(None)
-            if whole < stop:
+            if whole < stop:  # the lanes behind the end are masked: there is no memory for them
                 index[lane] = whole
                 body(code.lanes("i1", [whole + n < stop for n in range(width)]))
             return
         count = code.op(f"sub i64 {stop}, {start}", "i64").text
-        whole = code.op(f"and i64 {count}, {-width}", "i64").text
+        whole = code.op(f"and i64 {count}, {-width}", "i64").text  # the width is a power of two: rounds down to it
         middle = code.add(start, whole)
         with code.loop(start, middle, width) as loop:
             index[lane] = loop.index
@@ -158,6 +159,8 @@ class Nest:
 
         def value(array: Array) -> Value:
             here = self.arrays[array]
+            # What an earlier walk of the nest gives is here already, under its place, and so is what was read once:
+            # no walk reads what a later one writes (`_meeting`), so a place has one value in a turn.
             if here not in known:
                 known[here] = self.memory.load(here, index, self.lane, self.width, mask)
             return known[here]
@@ -192,7 +195,7 @@ class Nest:
             kind = KINDS[walk.array.dtype]
             made.append(self.code.constant(kind, _identity(walk.how, walk.array.dtype), self.width))
             if walk.how.startswith("arg"):
-                made.append(self.code.constant("i64", -1, self.width))
+                made.append(self.code.constant("i64", -1, self.width))  # no place yet: the first element is better
         return made
 
     def _reduced(
@@ -222,7 +225,7 @@ class Nest:
         return held
 
     def _reduced_lanes(self, lane: int, stop: Index, index: list[Index], held: list[Value]) -> list[Value]:
-        """The same along a dim whose size is known when the loop runs."""
+        """The accumulators after a dim of a size that is known when the loop runs: the tail may have no lanes."""
         code, width = self.code, self.width
         whole = code.op(f"and i64 {stop}, {-width}", "i64").text
         with code.loop(0, whole, width, held) as loop:
@@ -268,6 +271,7 @@ class Nest:
         math, code = self.math, self.code
         beyond = math.compare("gt" if how == "argmax" else "lt", value, before)
         if value.floating:
+            # NaN is beyond all numbers in torch; the first one stays, as nothing compares with it.
             fresh = code.binary("and", math.isnan(value), math.invert(math.isnan(before)))
             beyond = code.binary("or", beyond, fresh)
         return code.binary("or", beyond, math.compare("lt", where, math.like(where, 0)))
@@ -304,7 +308,7 @@ class Nest:
                 better = self._prefer(how, other, there, best, place)
                 best, place = self.math.where(better, other, best), self.math.where(better, there, place)
             return best, place
-        while width > 1:
+        while width > 1:  # halves onto each other: log2(width) steps, and a rounding that depends on the width alone
             half = width // 2
             parts = []
             for start in (0, half):
@@ -344,7 +348,7 @@ def _identity(how: str, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).min if low else torch.iinfo(dtype).max
 
 
-def _order(group: Group) -> list[int]:
+def _order(group: WalkGroup) -> list[int]:
     """Dims with the output's strides falling, so that lanes run along memory; reduced ones last among equals."""
     weight = []
     for dim in range(len(group.space)):
@@ -357,6 +361,6 @@ def _order(group: Group) -> list[int]:
     return outer + inner
 
 
-def _least(group: Group, dim: int) -> int:
+def _least(group: WalkGroup, dim: int) -> int:
     reads = [abs(a.strides[dim]) for walk in group.walks for a in walk.reads() if a.strides[dim]]
     return min(reads, default=1 << 60)

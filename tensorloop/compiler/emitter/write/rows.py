@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Running, Scatter
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels
 from tensorloop.compiler.lengths import Length
 
@@ -17,7 +17,7 @@ class Mixed(Exception):
     """Rows meet."""
 
 
-class Split:
+class RowShare:
     """The dim of rows in every unit; None where each thread computes the same for itself.
 
     The dim behind a product's own is the one that it sums over: what it is added to is `apart`, each thread's own.
@@ -29,7 +29,7 @@ class Split:
         self.count, self.dims, self.buffers, self.apart = count, dims, buffers, apart
 
 
-def split(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> Split | None:
+def split(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> RowShare | None:
     """How rows are told apart; None where they meet."""
     sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape and array.buffer.kind != "array"]
     count = max(sizes, default=(0, 0))[1]
@@ -39,7 +39,7 @@ def split(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panel
     try:
         known = {array.buffer: bool(array.shape) and array.shape[0] == count for array in step.carry}
         known |= {array.buffer: True for array in arrays}
-        return _Search(step, units, packed, count, known).run()
+        return _RowSearch(step, units, packed, count, known).run()
     except Mixed:
         return None
 
@@ -48,13 +48,13 @@ def meet(step: LoweredStep, units: Sequence[Unit], count: int, own: Sequence[Arr
     """Whether rows meet, where `own` of what is read, and the carry, have rows of their own."""
     known = {array.buffer: bool(array.shape) for array in step.carry} | {array.buffer: True for array in own}
     try:
-        found = _Search(step, units, {}, count, known, parts=True).run()
+        found = _RowSearch(step, units, {}, count, known, parts=True).run()
     except Mixed:
         return True
     return not all(found.buffers.get(array.buffer, False) for array in step.outs)
 
 
-class _Search:
+class _RowSearch:
     def __init__(
         self,
         step: LoweredStep,
@@ -69,15 +69,16 @@ class _Search:
         self.parts = parts  # whether a dim may walk rows in parts, as where heads of attention lie in the batch
         self.apart: set[Buffer] = set()
 
-    def run(self) -> Split:
+    def run(self) -> RowShare:
         dims = {n: self._unit(unit) for n, unit in enumerate(self.units)}
         for carry, after in zip(self.step.carry, self.step.next, strict=True):
+            # Who has a row now must have it at the next step, and what all have must not be made from one's rows.
             if self.known.get(after.buffer, False) != self.known[carry.buffer]:
                 raise Mixed
         going = self.step.going
-        if going is not None and self.known.get(going.buffer, False):
+        if going is not None and self.known.get(going.buffer, False):  # all must agree on whether the loop ends
             raise Mixed
-        return Split(self.count, dims, self.known, self.apart)
+        return RowShare(self.count, dims, self.known, self.apart)
 
     def _unit(self, unit: Unit) -> int | None:
         if isinstance(unit, Matmul) and self._sums_rows(unit):
@@ -89,6 +90,7 @@ class _Search:
                 here = set(self._aligned(array))
                 dims = here if dims is None else dims & here
         fresh = dims is None
+        # One dim must be that of rows in everything that the unit touches and that has rows: the loop is cut there.
         for array in unit.writes():
             here = set(self._aligned(array))
             dims = here if dims is None else dims & here
@@ -114,7 +116,7 @@ class _Search:
 
     def _usable(self, unit: Unit, dim: int) -> bool:
         """Whether the unit's loops can be cut at this dim."""
-        if isinstance(unit, Group):
+        if isinstance(unit, WalkGroup):
             gathers = [walk for walk in unit.walks if isinstance(walk, Gather)]
             return dim not in unit.over and all(self._inside(walk) for walk in gathers)
         if isinstance(unit, Scatter):  # an index may have fewer rows than what it writes to
@@ -148,8 +150,11 @@ class _Search:
             array = _within_slot(array, slot)
         found = []
         for dim, (size, step) in enumerate(zip(array.shape, array.strides, strict=True)):
-            parts = size // self.count if self.parts and not size % self.count else 1
+            cut = self.parts and not isinstance(size, Length) and not size % self.count
+            parts = size // self.count if cut else 1
             if size == parts * self.count and parts * step == stride:
+                # The buffer is `count` rows of `stride` elements. Walking this dim goes from row to row; all other dims
+                # together must stay within one: from the row's first element, at no less than 0, to below its end.
                 others = [
                     (n - 1) * s for d, (n, s) in enumerate(zip(array.shape, array.strides, strict=True)) if d != dim
                 ]

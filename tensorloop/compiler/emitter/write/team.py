@@ -12,7 +12,7 @@ from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
 from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write.fuse import Group, Unit
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels, lanes
 from tensorloop.compiler.lengths import grows
 
@@ -21,7 +21,7 @@ Piece = tuple[int, int, int]
 FIRST: Piece = (0, 0, 0)  # what the first thread alone touches
 
 
-class Cut(NamedTuple):
+class DimShare(NamedTuple):
     """A dim of a unit: thread n of N has size * n / N to size * (n + 1) / N of it, in whole grains."""
 
     dim: int
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
         return -(-self.size // self.grain)
 
 
-class Access(NamedTuple):
+class Touch(NamedTuple):
     """A buffer touched: thread n its own piece of it; None where a thread may touch all of it."""
 
     buffer: Buffer
@@ -46,7 +46,7 @@ class Access(NamedTuple):
 class Team:
     """How each unit is cut (None: the first thread does it), and before which of them threads wait."""
 
-    cuts: list[Cut | None]
+    cuts: list[DimShare | None]
     waits: list[bool]
     packing: list[bool]  # whether they wait between the packing of a product's panels and the product
     shared: int  # operations of a step that are shared out
@@ -64,19 +64,22 @@ class Planner:
         self, packed: Mapping[Array, Panels], stored: set[Buffer], places: Mapping[Buffer, int], target: Target
     ) -> None:
         self.packed, self.stored, self.places, self.target = packed, stored, places, target
-        self.touched: list[Access] = []
+        self.touched: list[Touch] = []
 
     def plan(self, step: LoweredStep, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
         """None where a step has arrays of the carry, or nothing that can be cut."""
+        # What is as long as an array has another size at each step: shares, which are set once, would not fit it.
         if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
             return None
         if step.going is not None:  # read after the end of the step before, by all
-            self.touched.append(Access(step.going.buffer, None, False))
+            self.touched.append(Touch(step.going.buffer, None, False))
         cuts, waits, packing = [], [], []
         for unit in units:
             cut = self._cut(unit)
             panels = _panels(unit, self.packed)
             accesses = list(self._accesses(unit, cut))
+            # Panels are packed by the first thread alone, so there may be two waits: before it packs what others have
+            # written, and before the others read the panels.
             first = list(_packing(panels)) if panels is not None else accesses
             waits.append(self._meet(first))
             packing.append(panels is not None and self._meet(accesses))
@@ -84,67 +87,72 @@ class Planner:
         shared = sum(one for one, cut in zip(work, cuts, strict=True) if cut is not None)
         return Team(cuts, waits, packing, shared) if shared else None
 
-    def _meet(self, accesses: Sequence[Access]) -> bool:
+    def _meet(self, accesses: Sequence[Touch]) -> bool:
         """Notes what is touched now; whether the threads must wait before."""
         waits = self._clashes(accesses) > 0
+        # After a wait all that was done before is seen by all: only what is touched now can clash with what follows.
+        # At the end of a step they wait too, so nothing is left over for the next one.
         self.touched = [*([] if waits else self.touched), *accesses]
         return waits
 
-    def _clashes(self, accesses: Sequence[Access]) -> int:
+    def _clashes(self, accesses: Sequence[Touch]) -> int:
         return sum(self._clash(a, b) for a in accesses for b in self.touched)
 
-    def _clash(self, a: Access, b: Access) -> bool:
+    def _clash(self, a: Touch, b: Touch) -> bool:
         if not (a.writes or b.writes):
             return False
-        if a.buffer is b.buffer:
+        if a.buffer is b.buffer:  # cut in the same way, each thread meets in it only what it did itself
             return a.piece is None or a.piece != b.piece
+        # Scratch buffers that are not needed at one time share memory: writing one destroys the other, cut or not.
         if a.buffer not in self.places or b.buffer not in self.places:
             return False
         low, high = self.places[a.buffer], self.places[b.buffer]
         return low < high + b.buffer.bytes and high < low + a.buffer.bytes
 
-    def _cut(self, unit: Unit) -> Cut | None:
+    def _cut(self, unit: Unit) -> DimShare | None:
         """Of the dims that are long enough, or else the longest, the one that makes the fewest threads wait."""
         found = [cut for cut in self._usable(unit) if cut.parts > 1]
         return min(
             found,
+            # Waiting costs microseconds each time; more parts than threads gain nothing, so those count as equal.
             key=lambda cut: (-min(cut.parts, ENOUGH), self._clashes(list(self._accesses(unit, cut))), cut.dim),
             default=None,
         )
 
-    def _usable(self, unit: Unit) -> Iterator[Cut]:
+    def _usable(self, unit: Unit) -> Iterator[DimShare]:
         for dim, size in enumerate(_space(unit)):
-            if isinstance(unit, Group):
-                if dim not in unit.over:
-                    yield Cut(dim, size, self._grain(unit, dim))
+            if isinstance(unit, WalkGroup):
+                if dim not in unit.over:  # parts of a sum would have to be added up in an order of their own
+                    yield DimShare(dim, size, self._grain(unit, dim))
             elif not isinstance(unit, Matmul):
-                if dim != unit.dim:
-                    yield Cut(dim, size, 1)
+                if dim != unit.dim:  # along it each element needs the one before, or writes where an index says
+                    yield DimShare(dim, size, 1)
             elif dim < len(unit.out.shape) - 1:
-                yield Cut(dim, size, 1)
+                yield DimShare(dim, size, 1)
             else:
-                yield Cut(dim, size, lanes(unit, self.target))
+                yield DimShare(dim, size, lanes(unit, self.target))
 
-    def _grain(self, unit: Group, dim: int) -> int:
+    def _grain(self, unit: WalkGroup, dim: int) -> int:
         """Whole vectors where elements are neighbours, as products have them."""
         near = any(array.strides[dim] == 1 for array in unit.writes())
         return self.target.lanes({unit.writes()[0].dtype}) if near else 1
 
-    def _accesses(self, unit: Unit, cut: Cut | None) -> Iterator[Access]:
+    def _accesses(self, unit: Unit, cut: DimShare | None) -> Iterator[Touch]:
         written = set(unit.writes())
         for array in (*unit.reads(), *written):
             buffer = array.buffer
+            # What no step writes cannot clash; scratch that is not stored is in registers.
             if buffer.written and (buffer.kind != "scratch" or buffer in self.stored):
                 piece = FIRST if cut is None else _piece(unit, array, cut)
-                yield Access(buffer, piece, array in written)
+                yield Touch(buffer, piece, array in written)
         panels = _panels(unit, self.packed)
         if panels is not None:
-            yield Access(panels.buffer, FIRST if cut is None else None, False)
+            yield Touch(panels.buffer, FIRST if cut is None else None, False)
 
 
-def _packing(panels: Panels) -> Iterator[Access]:
-    yield Access(panels.source.buffer, FIRST, False)
-    yield Access(panels.buffer, FIRST, True)
+def _packing(panels: Panels) -> Iterator[Touch]:
+    yield Touch(panels.source.buffer, FIRST, False)
+    yield Touch(panels.buffer, FIRST, True)
 
 
 def _panels(unit: Unit, packed: Mapping[Array, Panels]) -> Panels | None:
@@ -159,22 +167,22 @@ def _grows(unit: Unit) -> bool:
 
 def _space(unit: Unit) -> tuple[int, ...]:
     """The sizes that a unit's loops walk."""
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         return unit.space
     if isinstance(unit, Matmul):
         return unit.out.shape
     return unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
 
 
-def _piece(unit: Unit, array: Array, cut: Cut) -> Piece | None:
+def _piece(unit: Unit, array: Array, cut: DimShare) -> Piece | None:
     """What all threads' parts of an array have in common; None where a part is not of its own elements alone."""
     dim, more = cut.dim, list[tuple[int, int]]()
     if isinstance(unit, Matmul):
-        if array is unit.a and dim == len(unit.out.shape) - 1:
+        if array is unit.a and dim == len(unit.out.shape) - 1:  # every column needs all of a, every row all of b
             return None
         if array is unit.b and dim == len(unit.out.shape) - 2:
             return None
-    if isinstance(unit, Group):
+    if isinstance(unit, WalkGroup):
         for walk in unit.walks:
             if isinstance(walk, Gather) and array is walk.source:
                 more += zip(walk.sizes, walk.steps, strict=True)
@@ -189,6 +197,8 @@ def _apart(array: Array, dim: int, more: Sequence[tuple[int, int]], grain: int) 
     Those are the other dims, and `more`: sizes with their strides.
     """
     stride, size = array.strides[dim], array.shape[dim]
+    # Element e belongs to index e // stride % size. Steps by whole turns do not change that; the others, the offset
+    # included, must together stay below one stride, or they would reach into the next index's elements.
     turn = stride * size
     pairs = enumerate(zip(array.shape, array.strides, strict=True))
     others = [(n, step) for other, (n, step) in pairs if other != dim]

@@ -17,7 +17,7 @@ from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import hold
-from tensorloop.compiler.emitter.write.function import Function, Text
+from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import CoreCall, Step
@@ -46,7 +46,7 @@ def text_of(step: Step, target: Target) -> tuple[LoweredStep, Text]:
 def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
     """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
     kernels = lowered(step)
-    made = Function(kernels, host(), step.reverse)
+    made = LoopWriter(kernels, host(), step.reverse)
     read = zip((*step.sequences, *step.invariants), (*kernels.sequences, *kernels.invariants), strict=True)
     return rows.meet(kernels, made.units, count, [array for n, array in read if n in own])
 
@@ -76,7 +76,7 @@ class NativeCall(NamedTuple):
 class NativeCore:
     """Runs a loop; scratch memory is kept from call to call, each call has its own."""
 
-    def __init__(self, step: LoweredStep, text: Text, loaded: Loaded) -> None:
+    def __init__(self, step: LoweredStep, text: LoopText, loaded: Loaded) -> None:
         self.text, self._loaded, self._constants = text, loaded, step.constants
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
@@ -225,7 +225,7 @@ def _needed(array: Array) -> tuple[int | None, torch.dtype]:
     return None if isinstance(numel, Length) else numel, array.dtype
 
 
-def _by_whom(text: Text) -> str:
+def _by_whom(text: LoopText) -> str:
     if text.barriers:
         times = "once" if text.barriers == 1 else f"{text.barriers} times"
         return f"by threads that share each step and wait for each other {times} in it"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.arrays import Buffer
 from tensorloop.compiler.emitter.ir.target import Target
-from tensorloop.compiler.emitter.write.function import Function, Text
+from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import actual
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import cache, guard_text
@@ -60,7 +60,7 @@ def emitted(step: Step, *, folder: cache.Folder | None, target: Target | None) -
     return GuardedCore(function, text, _Loaded(code, target))
 
 
-class Apart(Function):
+class Apart(LoopWriter):
     """Scratch buffers that share no memory, with some between them."""
 
     gap = GUARD
@@ -95,7 +95,7 @@ class Copy(NamedTuple):
 class GuardedCore(NativeCore):
     """Runs a loop on copies, one call at a time."""
 
-    def __init__(self, function: Function, text: Text, loaded: _Loaded) -> None:
+    def __init__(self, function: LoopWriter, text: LoopText, loaded: _Loaded) -> None:
         step = function.step
         super().__init__(step, text, loaded)
         self._function, self._reverse, self._guard = function, step.source.reverse, loaded.guard
