@@ -69,7 +69,7 @@ def interpreted(
     outs: Sequence[Tensor],
     sums: Sequence[Tensor],
 ) -> tuple[list[Tensor], int]:
-    """What a core does, by torch."""
+    """Does what a core does, node by node in torch."""
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), rec.graph))
     now, done = list(carry), 0
     names = [*rec.next_carry, *rec.outs, *rec.terms, *([rec.going] if rec.going is not None else [])]

@@ -1,4 +1,4 @@
-"""From what one step did to graphs without writes: the step, and the step with its gradients."""
+"""Makes graphs without writes of what one step did: of the step, and of the step with its gradients."""
 
 import dataclasses
 import warnings
@@ -40,7 +40,7 @@ class Traced:
 
 
 def functional(step: Step, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The step without writes and without gradients."""
+    """Traces a step without its writes and without gradients."""
 
     def copied(*tensors: Tensor) -> list[Tensor]:
         return step.replay(*(x.clone() for x in tensors))
@@ -102,7 +102,7 @@ class Flow:
 def with_gradients(
     step: Step, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], grad: bool
 ) -> Traced:
-    """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
+    """Traces a step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
     flow = Flow(step, module, examples, wants if grad else [False] * len(wants))
     carried, reached = flow.carried, flow.reached
     n, m = len(step.carry), len(step.xs)
