@@ -105,7 +105,7 @@ def in_place(op: Any, sample: Sample) -> Sample:
 
 
 def has_gradients(op: Any, dtype: torch.dtype) -> bool:
-    """Of this dtype."""
+    """Whether torch has gradients of an operation for a dtype."""
     return op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
 
 

@@ -61,7 +61,7 @@ def recurrence(
 
 
 def interpreted(rec: Step, call: CoreCall) -> tuple[list[Tensor], int]:
-    """What a core does, by torch."""
+    """Does what a core does, node by node in torch."""
     steps, invariants, sequences, carry, outs, sums, _ = call
     interpreter = fx.Interpreter(fx.GraphModule(torch.nn.Module(), rec.graph))
     now, done = list(carry), 0

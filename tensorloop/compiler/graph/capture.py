@@ -1,4 +1,4 @@
-"""From what one step did to graphs without writes: the step, and the step with its gradients."""
+"""Makes graphs without writes of what one step did: of the step, and of the step with its gradients."""
 
 import dataclasses
 import warnings
@@ -51,7 +51,7 @@ class StepWithGradients:
 
 
 def functional(trace: Trace, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The step without writes and without gradients."""
+    """Traces a step without its writes and without gradients."""
 
     def copied(*tensors: Tensor) -> list[Tensor]:
         return trace.replay(*(x.clone() for x in tensors))
@@ -120,7 +120,7 @@ def with_gradients(
     reverse: bool = False,
     growth: Sequence[int] = (),
 ) -> StepWithGradients:
-    """The step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
+    """Traces a step and, where `grad`, the gradients of what it gives with respect to all that wants one."""
     flow = Flow(trace, module, examples, wants if grad else [False] * len(wants))
     carried, reached = flow.carried, flow.reached
     n, m = len(trace.carry), len(trace.sequences)

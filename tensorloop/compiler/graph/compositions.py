@@ -25,7 +25,7 @@ def var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = F
 
 
 def std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """Its root."""
+    """The standard deviation over dims."""
     return _root(var(x, dim, correction=correction, keepdim=keepdim))
 
 
@@ -36,7 +36,7 @@ def _root(variance: Tensor) -> Tensor:
 
 
 def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Both."""
+    """The standard deviation over dims, and the mean."""
     found, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
     return _root(found), mean
 
@@ -85,7 +85,7 @@ def batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """By statistics that are there: those of the batch are written down by torch, in place."""
+    """Normalizes by running statistics; those of a batch are left to torch, which updates the running ones in place."""
     if training or mean is None or variance is None:
         return NotImplemented
     scale = torch.rsqrt(variance + eps)
@@ -197,7 +197,7 @@ def _framed(x: Tensor, frame: list[int], value: float) -> Tensor:
 
 
 def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """For each place in a window, that of all windows."""
+    """For each place in a window, the elements at that place of all windows."""
     counts = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True)]
     for place in itertools.product(*map(range, kernel)):
         part = x
@@ -231,7 +231,7 @@ def convolution(
 
 
 def _apart(x: Tensor, dim: int, stride: int) -> Tensor:
-    """With zeros between elements."""
+    """A copy with zeros between elements."""
     wide = _framed(x.unsqueeze(dim + 1), [0, 0] * (x.dim() - dim - 1) + [0, stride - 1], 0)
     return wide.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * stride + 1)
 

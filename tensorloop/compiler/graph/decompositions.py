@@ -23,7 +23,7 @@ Table = dict[Any, Callable[..., Any]]
 
 @cache
 def before_autograd() -> Table:
-    """For the step as it was written down."""
+    """The operations that are taken apart in a step as it was written down."""
     return {
         _aten.mv.default: _mv,
         _aten.dot.default: compositions.rounded_once(lambda a, b: (a * b).sum()),
@@ -70,7 +70,7 @@ _COPIED = (
 
 
 def _copies() -> Table:
-    """What copies a view, as the view and a copy of it."""
+    """Operations that copy a view, each as the view and a copy of it."""
     found: Table = {}
     for name in _COPIED:
         packet, view = getattr(_aten, f"{name}_copy"), getattr(_aten, name)
@@ -96,12 +96,12 @@ def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: i
 def _as_strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Tensor:
-    """Those elements replaced."""
+    """A copy with the elements at such places replaced."""
     return x.reshape(-1).scatter(0, _places(x, size, stride, offset), source.reshape(-1)).reshape(x.shape)
 
 
 def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
-    """Where such elements are. Refused for a part of a tensor: steps lie elsewhere."""
+    """The places of strided elements. Refused for a part of a tensor, which may lie elsewhere at another step."""
     whole = x.is_contiguous() and not x.storage_offset() and x.untyped_storage().nbytes() == x.nbytes
     last = (offset or 0) + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if not whole or (last >= x.numel() and 0 not in size):
@@ -152,7 +152,7 @@ _TORCHS = (
 
 @cache
 def after_autograd() -> Table:
-    """For the step with its gradients."""
+    """The operations that are taken apart in a step with its gradients."""
     torchs = decompositions([getattr(_aten, name) for name in _TORCHS.split() if hasattr(_aten, name)])
     return torchs | {
         _aten.native_layer_norm.default: _layer_norm,

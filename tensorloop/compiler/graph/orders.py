@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 def sort(x: Tensor, dim: int = -1, descending: bool = False) -> Any:
-    """Values in order, and where they were; equal ones stay as they stand, NaN is larger than all."""
+    """Puts values in order, and says where they were; equal ones stay as they stand, NaN is larger than all."""
     if not x.dim():
         return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     n, dim = x.shape[dim], dim % x.dim()

@@ -13,7 +13,7 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 def simplified(graph: fx.Graph) -> fx.Graph:
-    """The same values: no writes, splits as slices, transposes as permutations, equal nodes once, unused ones gone."""
+    """Rewrites a graph: no writes, splits as slices, transposes as permutations, equal nodes once, no unused ones."""
     _write_anew(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and (new := _instead(graph, node)) is not None:
@@ -51,7 +51,7 @@ def _may_look(node: fx.Node) -> bool:
 
 
 def functional(operation: Any) -> Any:
-    """What gives anew what an operation writes to its first argument; None where no overload has the same arguments.
+    """The overload that returns what an operation writes to its first argument; None where none has its arguments.
 
     Names do not tell: what `pow_.Scalar` does to a tensor is `pow.Tensor_Scalar`, and in `pow.Scalar` the base is a
     number.
@@ -66,7 +66,7 @@ def functional(operation: Any) -> Any:
 
 
 def _arguments(operation: Any) -> tuple[Any, ...]:
-    """Names and types; those that are written to are as those that are not."""
+    """Names and types of arguments, whether or not they are written to, and of results."""
     schema = operation._schema
     kinds = tuple((a.name, _kind(a.type), a.kwarg_only, a.default_value) for a in schema.arguments)
     return (*kinds, tuple(_kind(x.type) for x in schema.returns))
@@ -77,7 +77,7 @@ def _kind(kind: Any) -> str:
 
 
 def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """What stands for a node, or None where it stays."""
+    """The node to put in the place of another, or None where that stays."""
     target, args = node.target, node.args
     value = node.meta.get("val")
     if target is operator.getitem:

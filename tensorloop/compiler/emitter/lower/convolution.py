@@ -73,7 +73,7 @@ def _turned(low: Lowering, x: Array, *dims: int) -> Array:
 
 @handles("convolution")
 def convolution(call: Call, x: Array, weight: Array, bias: Array | None, *options: Any) -> Array:
-    """What the kernel sees at every place, as rows of a matrix, times the kernel."""
+    """Multiplies by the kernel a matrix whose rows are what the kernel sees at each place."""
     low, windows = call.low, _windows(options, weight, call.shape[2:])
     groups, rows = windows.groups, windows.rows(low, x)
     flat = low.reshape(weight, (groups, weight.shape[0] // groups, rows.shape[-1]))

@@ -160,7 +160,7 @@ def _is_version(x: Any) -> bool:
 
 
 def written(step: Step) -> set[fx.Node]:
-    """What arrays become in a step, up to the next carry: there is one memory for it."""
+    """The nodes that an array of the carry goes through in a step, up to the next carry: all are one memory."""
     pairs = zip(step.carry, step.next_carry, strict=True)
     return {n for array, last in pairs if grows(array) for n in versions(array, last)}
 
@@ -194,7 +194,7 @@ def scheduled(step: Step) -> list[fx.Node]:
 
 
 def _seeing(old: fx.Node, writer: fx.Node) -> set[fx.Node]:
-    """What looks at an array as it was before a node writes to it; a slot is copied, a longer part is not."""
+    """The nodes that read an array as it was before `writer` writes to it; a slot is copied, a longer part is not."""
     found, left = set[fx.Node](), [old]
     while left:
         for user in left.pop().users:
@@ -227,7 +227,7 @@ def _slots(array: Array, start: int, count: int) -> Array:
 
 
 def _add(call: Any, a: Any, b: Any, alpha: Any = 1) -> Any:
-    """What is added to an array's gradient is added in place; zeros with values in some slots are not made."""
+    """Adds to an array's gradient in place; a tensor of zeros with values in some slots is never made for it."""
     low = call.low
     if alpha != 1 or not all(isinstance(x, (Array, Pending)) for x in (a, b)):
         return None

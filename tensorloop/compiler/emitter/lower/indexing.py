@@ -17,7 +17,7 @@ from tensorloop.compiler.step import Unsupported
 
 @handles("index_select")
 def index_select(call: Call, x: Array, dim: int, index: Array) -> Array:
-    """Slices chosen by a vector of indices."""
+    """The slices along one dim that a vector of indices chooses."""
     dim %= max(1, len(x.shape))
     return _index(call, x, {dim: index}, index.shape, dim, False)
 
@@ -66,7 +66,7 @@ def gather(call: Call, x: Array, dim: int, index: Array, sparse_grad: bool = Fal
 def scatter(
     call: Call, x: Array, dim: int, index: Array, source: Any, reduce: str | None = None, alpha: Any = 1
 ) -> Array:
-    """A copy of x, then element after element."""
+    """Copies x, then writes or adds to it one element after another."""
     if reduce not in (None, "add") or alpha != 1 or not x.shape:
         raise Unsupported(f"reduce={reduce}, alpha={alpha}, of {len(x.shape)} dims")
     low, dim = call.low, dim % len(x.shape)

@@ -98,7 +98,7 @@ class Lowering:
         shape: Any = None,
         out: Array | None = None,
     ) -> Array:
-        """The same, operands cast to the output's dtype before."""
+        """An elementwise kernel whose operands are cast to the output's dtype before it computes."""
         inner = computed_in(dtype)
         kind, last = KINDS[inner], KINDS[dtype]
 
@@ -108,7 +108,7 @@ class Lowering:
         return self.point(name, cast, [self.array(one, inner) for one in ins], dtype, shape, out)
 
     def cast(self, array: Array, dtype: torch.dtype) -> Array:
-        """The same values in another dtype."""
+        """A copy in another dtype; the array itself where it has that."""
         if array.dtype == dtype:
             return array
         kind, half = KINDS[dtype], "float" if computed_in(dtype) != dtype else None
@@ -119,7 +119,7 @@ class Lowering:
         return self.point("cast", cast, [array], dtype, array.shape)
 
     def copy(self, array: Array, out: Array, piece: object = None) -> Array:
-        """Its elements elsewhere, in out's dtype."""
+        """Copies the elements of an array into `out`, in its dtype."""
         kind = KINDS[out.dtype]
         function = copied if array.dtype == out.dtype else lambda math, value: math.cast(value, kind)
         return self.point("copy", function, [array], out.dtype, out=out, piece=piece)
@@ -142,7 +142,7 @@ class Lowering:
             return self.dense(array).view(function, *args, **kwargs)
 
     def reshape(self, array: Array, shape: Sequence[Size]) -> Array:
-        """The same elements in another shape."""
+        """A view of another shape, or of a copy where strides cannot say it."""
         return self.view(array, Tensor.view, tuple(shape))
 
     def reduce(
@@ -283,7 +283,7 @@ def _squeezed(shape: Sequence[Size]) -> Callable[[Array], Array]:
 
 
 def lower(step: Step, handlers: dict[str, Handler]) -> "LoweredStep":
-    """All of a step: its nodes, then the copies into what outlives it."""
+    """Lowers a step: its nodes, then the copies into memory that outlives it."""
     low = Lowering()
     low.written = growing.written(step)
     for kind, nodes in (
@@ -342,7 +342,7 @@ class LoweredStep:
         return low.copy(value, contiguous(Buffer("out", index, value.numel, value.dtype), value.shape))
 
     def _next(self, low: Lowering, index: int, node: fx.Node) -> Array:
-        """What a step stores is the next carry where it lies; anything else is put into two buffers in turn."""
+        """The next carry: an out that holds it already, or one of two buffers that take turns from step to step."""
         value = low.values[node]
         if self.carry[index].buffer.kind == "array":
             return growing.following(value, self.carry[index], node)

@@ -14,7 +14,7 @@ from tensorloop.compiler.step import Unsupported
 
 @handles(*(name for name, row in OPERATIONS.items() if row.kind == "view"), "unfold")
 def view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
-    """The same memory with other sizes and strides."""
+    """A view: other sizes and strides of the memory that there is."""
     target: Any = call.node.target
     if target is aten.view.dtype:
         raise Unsupported("bits read as another dtype")
@@ -25,13 +25,13 @@ def view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
 
 @handles("getitem")
 def getitem(call: Call, values: Sequence[Any], index: int) -> Any:
-    """One of a tuple."""
+    """One of the tensors that an operation gives together."""
     return values[index]
 
 
 @handles("cat")
 def cat(call: Call, tensors: Sequence[Array], dim: int = 0) -> Array:
-    """Each written into its part."""
+    """Writes each tensor into its part of the result."""
     low, out, piece, start = call.low, call.low.new(call.shape, call.dtype), object(), 0
     dim %= max(1, len(call.shape))
     for one in tensors:
@@ -47,7 +47,7 @@ def cat(call: Call, tensors: Sequence[Array], dim: int = 0) -> Array:
 
 @handles("flip")
 def flip(call: Call, x: Array, dims: Sequence[int]) -> Array:
-    """Read from the other end: strides are negative."""
+    """A view from the other end: strides are negative."""
     return x.flip([dim % len(x.shape) for dim in dims])
 
 
@@ -64,14 +64,14 @@ def framed(low: Any, out: Array, inner: Sequence[tuple[int, int]], fill: Any, pi
 
 
 def box(x: Array, dim: int, start: int, stop: int) -> Array:
-    """A part along one dim."""
+    """A slice along one dim, as a view."""
     shape = (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
     return Array(x.buffer, shape, x.strides, x.offset + start * x.strides[dim])
 
 
 @handles("constant_pad_nd")
 def constant_pad(call: Call, x: Array, pad: Sequence[int], value: Any = 0) -> Array:
-    """A frame of one number; a negative width cuts."""
+    """Puts a frame of one number around a tensor; a negative width cuts it."""
     low, rank, inner = call.low, len(x.shape), []
     for dim in range(rank):
         n = rank - 1 - dim
@@ -93,7 +93,7 @@ _VIEWS = {
 
 @handles(*_VIEWS)
 def slice_scatter(call: Call, x: Array, source: Array, *args: Any, **kwargs: Any) -> Array:
-    """A copy with a slice replaced."""
+    """Copies a tensor with one of its slices replaced."""
     low, out = call.low, call.low.new(call.shape, call.dtype)
     part = out.view(_VIEWS[call.name], *args, **kwargs)
     assert isinstance(part, Array)
@@ -122,12 +122,12 @@ def _around(low: Any, x: Array, out: Array, part: Array, source: Array) -> None:
 
 @handles("full")
 def full(call: Call, size: Sequence[int], value: Any, **kwargs: Any) -> Array:
-    """One number everywhere, without memory."""
+    """A number as a tensor of any size, without memory."""
     return call.low.number(value, call.dtype).expand(call.shape)
 
 
 @handles("arange", "tril_indices", "triu_indices")
 def known(call: Call, *args: Any, **kwargs: Any) -> Array:
-    """Made once, by torch."""
+    """A constant, made by torch while the step is lowered."""
     kwargs["device"] = "cpu"
     return call.low.constant(call.node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]

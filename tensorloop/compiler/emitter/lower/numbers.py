@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.vector_math import Math
@@ -12,10 +14,10 @@ from tensorloop.compiler.step import Unsupported
 
 @handles("div")
 def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
-    """A quotient, of floats; rounded down or towards zero where asked."""
+    """A quotient; rounded down or towards zero where asked, as it must be of integers."""
     if not call.dtype.is_floating_point:
         assert rounding_mode is not None
-        _refuse_zero(b)
+        _refuse_zero(b, call.dtype)
         return call.low.compute(
             "div", lambda m, x, y: whole_quotient(m, x, y, rounding_mode), (a, b), call.dtype, call.shape
         )
@@ -31,10 +33,10 @@ def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
     return call.low.compute("div", cut, (a, b), call.dtype, call.shape)
 
 
-def _refuse_zero(b: Any) -> None:
-    """Refuses integers that may be 0, by which torch does not divide."""
+def _refuse_zero(b: Any, dtype: torch.dtype) -> None:
+    """Refuses divisors that may be 0 as integers of a dtype (2**32 is, of 32 bits): torch raises where one is."""
     number = b.buffer.value if isinstance(b, Array) and b.buffer.kind == "value" else b
-    if isinstance(number, Array) or not number:
+    if isinstance(number, Array) or not torch.tensor(number).to(dtype):
         raise Unsupported("of integers by what may be 0")
 
 
@@ -54,11 +56,11 @@ def whole_quotient(m: Math, x: Value, y: Value, mode: str) -> Value:
 
 @handles("remainder", "fmod")
 def remainder(call: Call, a: Any, b: Any) -> Array:
-    """What a division leaves: with the sign of b, or of a."""
+    """The rest of a division, with the sign of b (remainder) or of a (fmod)."""
     mode = "floor" if call.name == "remainder" else "trunc"
 
     if not call.dtype.is_floating_point:
-        _refuse_zero(b)
+        _refuse_zero(b, call.dtype)
 
     def of(m: Math, x: Value, y: Value) -> Value:
         if not x.floating:

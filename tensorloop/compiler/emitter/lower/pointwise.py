@@ -1,4 +1,4 @@
-"""Elementwise operations of aten, by name."""
+"""Elementwise operations of aten that are a formula of their arguments, and the table of all handlers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def square(m: Math, x: Value) -> Value:
-    """x x."""
+    """Multiplies a number by itself."""
     return m.mul(x, x)
 
 
@@ -35,7 +35,7 @@ def _log_of_base(number: float) -> Callable[[Math, Value], Value]:
 
 
 def _half_power(m: Math, a: Value) -> Value:
-    """exp(a) / 2 up to where that ends, not exp(a)."""
+    """exp(a) / 2, which is finite a little longer than exp(a)."""
     root = m.exp(m.mul(a, m.like(a, 0.5)))
     return m.mul(m.mul(root, m.like(a, 0.5)), root)
 
@@ -154,16 +154,11 @@ LOGICAL = {
 
 def _straight(name: str, function: Any) -> Handler:
     def handler(call: Call, *args: Any, **kwargs: Any) -> Array:
-        _only(kwargs, "memory_format", "dtype")
+        if any(value is not None for value in kwargs.values()):
+            raise Unsupported(f"arguments {kwargs}")
         return call.low.compute(name, function, args, call.dtype, call.shape)
 
     return handler
-
-
-def _only(kwargs: dict[str, Any], *known: str) -> None:
-    for key, value in kwargs.items():
-        if key not in known and value is not None:
-            raise Unsupported(f"argument {key}={value}")
 
 
 def _compared(name: str, function: Any) -> Handler:

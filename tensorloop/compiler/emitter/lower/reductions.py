@@ -17,7 +17,7 @@ def _dims(x: Array, dim: Any) -> list[int]:
 
 @handles("sum", "amax", "amin", "prod", "any", "all")
 def reduce(call: Call, x: Array, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    """One of the plain reductions."""
+    """Takes the elements along dims together, halves in float32."""
     low, how = call.low, call.name
     if how in ("any", "all"):
         x = low.cast(x, torch.bool)
@@ -29,7 +29,7 @@ def reduce(call: Call, x: Array, dim: Any = None, keepdim: bool = False, dtype: 
 
 @handles("argmax", "argmin")
 def argmax(call: Call, x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    """The first place of the largest; NaN is larger than all."""
+    """The first place of the largest or smallest, or of the first NaN."""
     low, x = call.low, call.low.cast(x, computed_in(x.dtype))
     if dim is not None:
         return low.reduce(call.name, x, [dim], keepdim)
@@ -39,5 +39,5 @@ def argmax(call: Call, x: Array, dim: int | None = None, keepdim: bool = False) 
 
 @handles("mm", "bmm")
 def matmul(call: Call, a: Array, b: Array) -> Array:
-    """Products of matrices."""
+    """A product of matrices, or of batches of them."""
     return call.low.matmul(a, b)

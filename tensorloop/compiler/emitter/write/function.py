@@ -259,7 +259,7 @@ class LoopWriter:
         """Where everything lies at this step, in the turn's own code."""
         step = self.step
         index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
-        growing.at_step(code, step.growth)
+        growing.at_step(code, step.source.growth)
         names |= {("array", n): name for n, name in enumerate(table.carry)}
         for kind, bases, arrays in (("sequence", table.sequences, step.sequences), ("out", table.outs, step.outs)):
             for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):

@@ -37,10 +37,10 @@ def lowered(step: Step) -> LoweredStep:
     return lower(in_core_operations(step), HANDLERS)
 
 
-def text_of(step: Step, target: Target) -> tuple[LoweredStep, Text]:
+def text_of(step: Step, target: Target) -> tuple[LoweredStep, LoopText]:
     """Returns the step's kernels, and the module's text."""
     kernels = lowered(step)
-    return kernels, Function(kernels, target, step.reverse).text()
+    return kernels, LoopWriter(kernels, target, step.reverse).text()
 
 
 def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
