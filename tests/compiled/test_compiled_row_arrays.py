@@ -10,8 +10,8 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop.compiler.targets.cpu import threads
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.look.carried_arrays import Template
-from tensorloop.loop.compiled.look.look import Recorded
+from tensorloop.loop.compiled.look.frame import Frame
+from tensorloop.loop.compiled.look.template import Template
 from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.packed import PackedTensor
 from tests.support.compiled_cases import rotation
@@ -228,8 +228,8 @@ READS: dict[str, Callable[[Tensor, tl.TensorArray], int]] = {
 def test_a_body_that_is_told_no_length_is_looked_at_once_in_a_call(reads: str, monkeypatch: pytest.MonkeyPatch):
     """Of others the last step is looked at, too: what they make of a length may depend on what changes outside."""
     plans.clear()  # a plan of the same code is held against what the body was told when it was made
-    looks, record = [], Recorded._record
-    monkeypatch.setattr(Recorded, "_record", lambda self, *given: looks.append(1) or record(self, *given))
+    looks, run = [], Frame.run
+    monkeypatch.setattr(Frame, "run", lambda self, *given: looks.append(1) or run(self, *given))
 
     def body(state: Any, x: Tensor) -> Any:
         h, array = state

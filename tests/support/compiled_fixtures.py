@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop.compiler.targets.cpu import guarded
-from tensorloop.loop.compiled.look.known_calls import paths
+from tensorloop.loop.compiled.look.known_calls import known_calls
 from tensorloop.loop.compiled.run import blocks as in_blocks
 from tensorloop.loop.compiled.run.blocks import Segmented
 from tensorloop.loop.compiled.run.plan import plans
@@ -28,11 +28,11 @@ def fresh_plans() -> Iterator[None]:
 def guards() -> Iterator[None]:
     """Cores that check each address; a test in which one leaves its memory fails (`inside`)."""
     plans.clear()
-    paths.clear()
+    known_calls.clear()
     with guarded.on():
         yield
     plans.clear()
-    paths.clear()
+    known_calls.clear()
 
 
 @pytest.fixture

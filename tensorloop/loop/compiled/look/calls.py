@@ -6,6 +6,8 @@ of the loop: a body may register a hook today and none tomorrow, and its operati
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import (
     BuiltinFunctionType,
     FrameType,
@@ -73,6 +75,7 @@ class CallWatch(TorchFunctionMode):
     grad = True  # what it is made under
     asked_layout = False  # whether the body asked how a tensor lies in memory
     asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
+    tells_all = True  # whether the calls tell everything that the step does, as far as was seen
 
     def __enter__(self) -> Self:
         """Begins to look."""
@@ -166,3 +169,47 @@ def is_torchs(function: Any) -> bool:
     if type(function) is FunctionType:
         return function.__module__ == "torch" or function.__module__.startswith("torch.")
     return type(function) in _BUILT_IN
+
+
+# -- what the body's Python is told
+
+_BETWEEN = "torch.overrides", "torch._tensor", __name__  # frames between a function of tensors and who called it
+
+
+@contextmanager
+def sizes_told() -> Iterator[list[str]]:
+    """Notes what a body's Python is told about tensors: sizes, lengths, kinds. Its course depends on nothing else.
+
+    That is all that functions of tensors return beside tensors, where the caller is not the library itself.
+    """
+    with _SizesTold() as mode:
+        yield mode.told
+
+
+class _SizesTold(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function."""
+        out = func(*args, **(kwargs or {}))
+        if not _is_tensors(out) and not _is_library(_caller_of(sys._getframe(1))):
+            self.told.append(repr(out))
+        return out
+
+
+def _caller_of(frame: FrameType) -> FrameType:
+    """Who called a function of tensors: some are written in Python, and call the mode themselves."""
+    while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a frame runs the library's code."""
+    return frame.f_globals.get("__name__", "").startswith("tensorloop.")
+
+
+def _is_tensors(x: Any) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, (tuple, list)) and bool(x) and all(map(_is_tensors, x)))

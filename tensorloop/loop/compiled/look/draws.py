@@ -43,21 +43,21 @@ _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
-def never(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+def never_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
     """Whether an operation that may draw does not, for its dropout is none."""
     if func is not _aten._scaled_dot_product_flash_attention_for_cpu.default:
         return False
     return (args[3] if len(args) > 3 else (kwargs or {}).get("dropout_p", 0.0)) == 0.0
 
 
-def known(func: Any) -> bool:
+def may_draw_ahead(func: Any) -> bool:
     """Whether an operation that draws may do so ahead."""
     name = func._schema.name.split("::")[1]
     return func in _MADE or not {name, f"{name}.{func._overloadname}"}.isdisjoint(_FRESH | _IN_PLACE)
 
 
 @dataclasses.dataclass
-class Draw:
+class DrawOp:
     """One operation of a step that draws. `example` is like what it gives."""
 
     number: int
@@ -66,17 +66,17 @@ class Draw:
     made: Callable[..., Tensor] | None = None  # of what was drawn and the operation's arguments
 
 
-def of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> Draw:
+def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:
     """What draws the same as an operation did; it holds no tensor of the step's but `out`."""
     generator = kwargs.get("generator")
     if func in _MADE:
         draw, made = _MADE[func]
         numbers = [None if isinstance(x, Tensor) else x for x in args]
-        return Draw(number, out, lambda into: draw(into, generator, numbers), made)
+        return DrawOp(number, out, lambda into: draw(into, generator, numbers), made)
     inplace = func._schema.name.endswith("_")
     if inplace and out.is_contiguous():
         rest = args[1:]
-        return Draw(number, out, lambda into: func(into, *rest, **kwargs))
+        return DrawOp(number, out, lambda into: func(into, *rest, **kwargs))
     like = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None for x in args]
 
     def fill(into: Tensor) -> None:
@@ -84,7 +84,7 @@ def of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, numb
         into.copy_(func(*made, **kwargs))
 
     rest = [None if isinstance(x, Tensor) else x for x in args]
-    return Draw(number, out, fill)
+    return DrawOp(number, out, fill)
 
 
 def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -22,8 +22,8 @@ from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
-from tensorloop.loop.compiled.look import draws
 from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function
+from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, may_draw_ahead, never_draws
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -71,26 +71,26 @@ _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
 
 
-class Recorder(OperationMode):
+class OperationLog(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
-    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, glance: Any = None) -> None:
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, trail: CallWatch | None = None) -> None:
         super().__init__()
         self.key: list[Any] = []
         self.functions: list[Any] = []
         self.starts: list[int] = []  # where in the key each of these begins
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
-        self.lines, self.glance = lines, glance
-        self.watch = CallWatch() if glance is None else glance
+        self.lines = lines
+        self.watch = CallWatch() if trail is None else trail  # sees the calls around the operations
         self.writes, self.strided = False, False
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
         self.may_draw = True
         self.may_read = False  # values in Python; `reads` then says whether that was done
         self.reads = False
-        self.draws: list[draws.Draw] = []
-        self.generators = draws.Generators(watched=lines)
+        self.draws: list[DrawOp] = []
+        self.generators = Generators(watched=lines)
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
@@ -101,7 +101,7 @@ class Recorder(OperationMode):
         self._unread = False  # whether the operation at hand fills what was empty, or gives a part of it to be filled
 
     def __enter__(self) -> Self:
-        """Begins to look, with the glance that is to be learnt."""
+        """Begins to look, at calls of torch too."""
         self.watch.__enter__()
         return super().__enter__()
 
@@ -114,7 +114,7 @@ class Recorder(OperationMode):
     ) -> Any:
         """Runs one operation and writes it down."""
         traits = _TRAITS.get(id(func)) or _traits(func)
-        if traits.reason is not None and not draws.never(func, args, kwargs):
+        if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == _READS):
                 raise Refused(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason], user_place())
             self.reads = True
@@ -183,8 +183,7 @@ class Recorder(OperationMode):
             raise Refused(
                 "a scripted function computes its own gradient", "call the function that was scripted", user_place()
             )
-        if self.glance is not None:
-            self.glance.clear = False
+        self.watch.tells_all = False
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
@@ -199,7 +198,7 @@ class Recorder(OperationMode):
             raise Refused("the body sets the state of a generator", "seed before the loop", user_place())
         out = func(*args, **kwargs)
         self.generators.drew(k)
-        draw = draws.of(func, args, kwargs, out, len(self._tensors))
+        draw = draw_op(func, args, kwargs, out, len(self._tensors))
         fresh = id(out) not in self._numbers
         if not fresh or draw.made is not None:
             draw.example = torch.empty(out.shape, dtype=out.dtype, device="cpu")
@@ -271,14 +270,9 @@ class Recorder(OperationMode):
                 found.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
         return found
 
-    def let_go(self) -> list[weakref.ref[Tensor]]:
-        """Holds no tensor of the step any more; gives those that operations made, weakly."""
-        made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
-        self._tensors.clear()
-        self._numbers.clear()
-        self.draws.clear()
-        self.number = None
-        return made
+    def tensors_made(self) -> list[weakref.ref[Tensor]]:
+        """The tensors that operations made, and the inputs: once the record is gone, only the body can hold them."""
+        return [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
 
     def _note(self, x: Any) -> None:
         """Adds an argument to the key."""
@@ -412,7 +406,7 @@ def _traits(func: Any) -> _Traits:
     schema = func._schema
     writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     reason = _REASONS.get(func)
-    drawn = torch.Tag.nondeterministic_seeded in func.tags and draws.known(func)
+    drawn = torch.Tag.nondeterministic_seeded in func.tags and may_draw_ahead(func)
     if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
         reason = _DRAWS
     elif torch.Tag.data_dependent_output in func.tags:

@@ -20,11 +20,11 @@ from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
-from tensorloop.loop.compiled.run.drawn_numbers import Draws
+from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
 from tensorloop.loop.compiled.run.node import Run
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program, Ran
-from tensorloop.loop.compiled.run.python_condition import Asking
+from tensorloop.loop.compiled.run.python_condition import PythonCondition
 from tensorloop.loop.compiled.run.totals import Totals, room_for
 from tensorloop.schedule import Schedule
 
@@ -68,9 +68,9 @@ class Segmented(Run):
         most: int | None,
         blocks: Blocks,
         name: str,
-        draws: Draws | None = None,
+        draws: DrawnNumbers | None = None,
         lengths: Sequence[int] = (),
-        ask: Asking | None = None,
+        ask: PythonCondition | None = None,
     ) -> None:
         super().__init__(plan, steps, draws=draws, lengths=lengths, ask=ask)
         self.known, self.most = plan.traced.answer is None and ask is None, most

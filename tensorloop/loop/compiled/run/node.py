@@ -16,9 +16,9 @@ from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.verify import Broken
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory
-from tensorloop.loop.compiled.run.drawn_numbers import Draws
+from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
 from tensorloop.loop.compiled.run.plan import Missing, Plan
-from tensorloop.loop.compiled.run.python_condition import Asking
+from tensorloop.loop.compiled.run.python_condition import PythonCondition
 from tensorloop.loop.compiled.run.totals import Coming, Totals
 
 R = TypeVar("R")
@@ -32,9 +32,9 @@ class Run:
     plan: Plan
     steps: int | None
     done: int = 0
-    draws: Draws | None = None  # whose numbers are the last of xs
+    draws: DrawnNumbers | None = None  # whose numbers are the last of xs
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
-    ask: Asking | None = None  # where a condition is asked in Python
+    ask: PythonCondition | None = None  # where a condition is asked in Python
 
     @property
     def drawn(self) -> int:
