@@ -229,15 +229,8 @@ def scan(
 
 
 def _scan_of(
-    body_fn: Callable[..., tuple[Any, Any]],
-    xs: Any,
-    length: int | None,
-    dim: int | Dim,
-    reverse: bool,
-    until: Callable[..., Condition] | None,
-    context: Any,
-    compact: bool,
-) -> tuple[Callable[[type[Loop], Any, Slices], Loop], Slices]:
+    body_fn: Any, xs: Any, length: Any, dim: Any, reverse: bool, until: Any, context: Any, compact: bool
+) -> tuple[first_step.MakeScan, Slices]:
     """What makes a scan of a kind of loop, an init and slices, and the slices of xs; checks the other arguments."""
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     check_body(body_fn)

@@ -22,6 +22,8 @@ from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.run import explain_scan, run_loop, run_scan
 from tensorloop.loop.slices import Slices
 
+MakeScan = Callable[[type[Loop], Any, Slices], Loop]  # of a kind of loop, an init, and slices of xs
+
 
 class FirstOnly:
     """An init that the first step alone gets."""
@@ -96,12 +98,7 @@ class FirstStep(Loop):
 
 
 def scan(
-    make: Callable[[type[Loop], Any, Slices], Loop],
-    init: FirstOnly,
-    slices: Slices,
-    checkpoints: Any,
-    progress: bool,
-    compile: Any,
+    make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool, compile: Any
 ) -> tuple[Any, Any]:
     """A scan whose first step runs by itself; `make` gives the loop over some slices."""
     _refuse_packed(slices)
@@ -116,19 +113,13 @@ def scan(
     return carry, _joined(y, ys, slices)
 
 
-def explain(
-    make: Callable[[type[Loop], Any, Slices], Loop], init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool
-) -> Explanation:
+def explain(make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool) -> Explanation:
     """Says what would become of the steps after the first one, which runs."""
     _refuse_packed(slices)
-    if slices.length == 0:
-        return explain_scan(make(FirstStep, init.carry, slices), checkpoints, progress)
-    _check(checkpoints, True)
-    rest = _begin_scan(make, init, slices)[2]
-    if rest is None:
-        return NO_STEP
+    plan_of(checkpoints)
+    rest = _begin_scan(make, init, slices)[2] if slices.length != 0 else make(FirstStep, init.carry, slices)
     with _counted_anew():
-        return explain_scan(rest, checkpoints, progress)
+        return NO_STEP if rest is None else explain_scan(rest, checkpoints, progress)
 
 
 def _refuse_packed(slices: Slices) -> None:
@@ -136,9 +127,7 @@ def _refuse_packed(slices: Slices) -> None:
         raise WrongType("init is first_only, which does not go with packed xs: rows begin at steps of their own")
 
 
-def _begin_scan(
-    make: Callable[[type[Loop], Any, Slices], Loop], init: FirstOnly, slices: Slices
-) -> tuple[Any, Any, Loop | None]:
+def _begin_scan(make: MakeScan, init: FirstOnly, slices: Slices) -> tuple[Any, Any, Loop | None]:
     """Does the first step: (the carry, y, the loop of the others, None where there are none)."""
     first, rest = slices.parted()
     begun = make(FirstStep, init.carry, first)

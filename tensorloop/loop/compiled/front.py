@@ -302,17 +302,17 @@ def plan_of(seen: Look) -> tuple[Look, Plan | Refused]:
     if seen.record is None:
         if (plan := plans.find(seen.key)) is not None:
             return seen, plan
-        seen = look_closely(seen)
+        seen = look_closely(seen.frame)
     plan = plans.find(seen.key)
     if plan is None:
-        looks = None
         try:  # no lock is held here: the body runs, and may wait for other threads
             with without_modes():
                 trace = look_twice(seen)
                 looks = look_at_lengths(seen) if seen.frame.arrays.places else None
+            make = partial(_make_plan, seen, trace, looks)
         except Refused as refusal:
-            trace = refusal.alone()
-        plan = plans.get(seen.key, lambda: trace if isinstance(trace, Refused) else _make_plan(seen, trace, looks))
+            make = refusal.alone
+        plan = plans.get(seen.key, make)
     seen.learn()
     return seen, plan
 

@@ -6,8 +6,6 @@ of the loop: a body may register a hook today and none tomorrow, and its operati
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import (
     BuiltinFunctionType,
     FrameType,
@@ -176,17 +174,12 @@ def is_torchs(function: Any) -> bool:
 _BETWEEN = "torch.overrides", "torch._tensor", __name__  # frames between a function of tensors and who called it
 
 
-@contextmanager
-def sizes_told() -> Iterator[list[str]]:
+class SizesTold(TorchFunctionMode):
     """Notes what a body's Python is told about tensors: sizes, lengths, kinds. Its course depends on nothing else.
 
     That is all that functions of tensors return beside tensors, where the caller is not the library itself.
     """
-    with _SizesTold() as mode:
-        yield mode.told
 
-
-class _SizesTold(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []

@@ -19,7 +19,7 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Step
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.calls import sizes_told
+from tensorloop.loop.compiled.look.calls import SizesTold
 from tensorloop.loop.compiled.look.draws import DrawOp
 from tensorloop.loop.compiled.look.frame import NUMBERS, Frame, Key, Layout, StepResults, is_numbered
 from tensorloop.loop.compiled.look.known_calls import CallTrail, UnknownCall, known_calls
@@ -78,31 +78,7 @@ def look(loop: Loop, first: Tensor | None, undo: Callable[[], object]) -> Look:
     """
     _check_arguments(loop, first)
     frame = Frame(loop, first)
-    with as_before(frame.root, loop.length):
-        return _recognize(frame, undo) or _look(frame)
-
-
-def look_closely(known: Look) -> Look:
-    """Writes down a step that was known by its calls: its plan is gone, and a new one may order captures anew."""
-    with as_before(known.frame.root, known.frame.loop.length):
-        return _look(known.frame)
-
-
-def record(
-    frame: Frame,
-    *,
-    lines: bool = False,
-    live: bool = True,
-    change: Callable[[Tensor], object] | None = None,
-    layout: Layout | None = None,
-) -> Record:
-    """Runs a step for another record of it, with `lines` one that a graph can be made of.
-
-    With `lines` its inputs have gradients, unless `live` is False, so that what cuts them off is seen, custom Functions
-    among that. `change` changes the inputs in place before the step; they lie in memory as `layout` says.
-    """
-    with as_before(frame.root, frame.loop.length):
-        return _write_down(frame, frame.inputs(layout), lines=lines, live=live, change=change)
+    return _recognize(frame, undo) or look_closely(frame)
 
 
 def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
@@ -110,10 +86,10 @@ def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
     known = None if frame.arrays.places else known_calls.of(frame.root)
     if known is None or modes():
         return None
-    carry, row = frame.inputs()
-    trail = CallTrail([*carry, *row], known)
     try:
-        with without_hooks(), autocast.without_kept_casts():
+        with as_before(frame.root, frame.loop.length), without_hooks(), autocast.without_kept_casts():
+            carry, row = frame.inputs()
+            trail = CallTrail([*carry, *row], known)
             results = frame.run(trail, carry, row)
         leaf = trail.end(*results.outputs())
     except UnknownCall:
@@ -126,53 +102,59 @@ def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
     return Look(frame, leaf.key, [trail.captures[i] for i in leaf.captures], results, (), None)
 
 
-def _look(frame: Frame) -> Look:
+def look_closely(frame: Frame) -> Look:
     """Runs the step and writes it down, with its calls where these tell everything."""
     calls_tell = not is_numbered(frame.loop) and not frame.arrays.places
-    learns = calls_tell and not (known_calls.cannot_tell(frame.root) or modes())
-    carry, row = frame.inputs()
-    record = _write_down(frame, (carry, row), trail=CallTrail([*carry, *row]) if learns else None)
-    return Look(frame, record.key(), record.captures, record.results, record.log.draws, record)
+    noted = record(frame, learns=calls_tell and not (known_calls.cannot_tell(frame.root) or modes()))
+    return Look(frame, noted.key(), noted.captures, noted.results, noted.log.draws, noted)
 
 
-def _write_down(
+def record(
     frame: Frame,
-    inputs: tuple[list[Tensor], list[Tensor]],
     *,
     lines: bool = False,
     live: bool = True,
     change: Callable[[Tensor], object] | None = None,
-    trail: CallTrail | None = None,
+    layout: Layout | None = None,
+    learns: bool = False,
 ) -> Record:
-    loop, (carry, row) = frame.loop, inputs
-    before: list[Tensor] = []
-    if change is not None:
-        for x in (*carry, *row):
-            change(x)
-        before = [x.clone() for x in (*carry, *row)]
-    if lines and live and torch.is_grad_enabled():
-        carry, row = [_live(x) for x in carry], [_live(x) for x in row]
-    given = [*carry, *row]
-    log = OperationLog(given, lines=lines, trail=trail)
-    log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
-    told = sizes_told() if frame.arrays.places else nullcontext([])  # their lengths are what it may be told
-    try:
-        with without_hooks(), autocast.without_kept_casts(), told as sizes:
-            results = frame.run(log, carry, row)
-        _check_draws(frame, log, results)
-    finally:
-        log.generators.restore()
-    tensors, kinds = results.outputs()
-    numbers = log.finish(tensors)
-    n, m = len(carry), len(row)
-    last = len(numbers) - (results.answer is not None)
-    answer = None if results.answer is None else numbers[-1]
-    xs = [*range(n, n + m), *(draw.number for draw in log.draws)]
-    trace = Step(log.operations, range(n), xs, list(log.captures), numbers[:n], numbers[n:last], answer, log.writes)
-    if trail is not None:
-        trail.tells_all &= not any(log.made(x) for x in trail.captures)
-        trail.end(tensors, kinds)
-    return Record(frame, results, log, trace, list(log.captures.values()), given, before, sizes, trail)
+    """Runs a step and writes it down, with `lines` so that a graph can be made of it.
+
+    With `lines` its inputs have gradients, unless `live` is False, so that what cuts them off is seen, custom Functions
+    among that. `change` changes the inputs in place before the step; they lie in memory as `layout` says. `learns`
+    notes calls of torch, too.
+    """
+    loop, before = frame.loop, list[Tensor]()
+    told = SizesTold() if frame.arrays.places else None  # their lengths are what the body may be told
+    with as_before(frame.root, loop.length):
+        carry, row = frame.inputs(layout)
+        if change is not None:
+            for x in (*carry, *row):
+                change(x)
+            before = [x.clone() for x in (*carry, *row)]
+        if lines and live and torch.is_grad_enabled():
+            carry, row = [_live(x) for x in carry], [_live(x) for x in row]
+        given = [*carry, *row]
+        trail = CallTrail(given) if learns else None
+        log = OperationLog(given, lines=lines, trail=trail)
+        log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
+        try:
+            with without_hooks(), autocast.without_kept_casts(), told or nullcontext():
+                results = frame.run(log, carry, row)
+            _check_draws(frame, log, results)
+        finally:
+            log.generators.restore()
+        tensors, kinds = results.outputs()
+        numbers = log.finish(tensors)
+        if trail is not None:
+            trail.tells_all &= not any(log.made(x) for x in trail.captures)
+            trail.end(tensors, kinds)
+    n, last = len(carry), len(numbers) - (results.answer is not None)
+    xs = [*range(n, len(given)), *(draw.number for draw in log.draws)]
+    ends = numbers[:n], numbers[n:last], None if results.answer is None else numbers[-1]
+    trace = Step(log.operations, range(n), xs, list(log.captures), *ends, log.writes)
+    captures = list(log.captures.values())
+    return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail)
 
 
 def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:
