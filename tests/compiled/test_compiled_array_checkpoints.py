@@ -261,7 +261,7 @@ def remembering(d: Inputs, compile: Any, k: int | None) -> Any:
 @pytest.mark.parametrize("loop", [reading, remembering])
 def test_no_more_is_held_than_by_the_eager_loop(loop: Any, blocks: None, monkeypatch: pytest.MonkeyPatch):
     """Beside the numbers of slots; at the peak, a block more, and the log, which eager loops shorten as they go."""
-    monkeypatch.setattr(blocks, "AT_ONCE", 3)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.AT_ONCE", 3)
     d = Inputs(steps=120, slots=60)
     element, counts = B * D * 8, {}
     for compile in (False, "strict"):

@@ -245,3 +245,38 @@ def test_a_body_that_is_told_no_length_is_looked_at_once_in_a_call(reads: str, m
     assert counts[0] > 4
     told = reads not in ("nothing", "width")
     assert counts[1:] == [1 + told, 1 + told]
+
+
+def _written(array: tl.TensorArray, x: Tensor) -> Tensor:
+    array[0] = x
+    return x
+
+
+USES: dict[str, Callable[[tl.TensorArray, Tensor], Tensor]] = {
+    "read": lambda array, x: array.read(0),
+    "item": lambda array, x: array[-1],
+    "write": lambda array, x: array.write(0, x)[0],
+    "assign": _written,
+    "attention": lambda array, x: tl.attention(x, array, array),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_only_len_tells_a_body_how_long_an_array_is(use: str):
+    """In a loop of unknown length a body that is told is refused: the library's own questions tell it nothing."""
+    h = drawn(2, 3, seed=1)
+
+    def looped(compile: Any, told: bool) -> list[Tensor]:
+        def body(state: Any) -> Any:
+            h, array, n = state
+            seen = USES[use](array, h[:, None])
+            return torch.sin(h + seen[:, 0]) + (told and len(array) > 100), array.append(h[:, None]), n + 1
+
+        init = h, tl.TensorArray().append(h[:, None]), torch.tensor(0)
+        last, array, _ = tl.while_loop(lambda s: s[2] < 5, body, init, compile=compile)
+        return [last, array.stack()]
+
+    for found, expected in zip(looped("strict", False), looped(False, False), strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="sees how long an array in the carry is"):
+        looped("strict", True)

@@ -142,7 +142,7 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, number
 
 
 def exports(traced: Callable[..., Any]) -> Callable[[_C], _C]:
-    """For a loop: while a program is exported, it is what `traced` gives, or runs step by step into the program."""
+    """Marks a loop: while a program is exported, it is what `traced` gives, or runs step by step into the program."""
 
     def mark(function: _C) -> _C:
         @functools.wraps(function)
@@ -246,5 +246,5 @@ def _tensors(leaves: list[Any]) -> bool:
 
 
 def _leaves(plain: Callable[..., Any], tree: Any, structure: Any) -> list[Tensor]:
-    leaves, found = tree_flatten(tree, is_leaf=is_packed)
-    return leaves if found == structure and _tensors(leaves) else plain()
+    leaves, shape = tree_flatten(tree, is_leaf=is_packed)
+    return leaves if shape == structure and _tensors(leaves) else plain()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.user_line import user_place
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.refused import Refused
+from tensorloop.loop.compiled.look.calls import refusal
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import has_holes, kind_of, store_of, with_elements
@@ -159,21 +159,19 @@ class StandIn(Store):
         self._become(torch.cat([self.values, values]))
 
     def pad(self, length: int) -> None:
-        raise Refused(
+        raise refusal(
             "an array in the carry has slots that are skipped, or written row by row",
             "append, or write to slots that there are",
-            user_place(),
         )
 
     def truncate(self, length: int) -> bool:
-        raise Refused("an array in the carry is cut short", "keep a number of valid slots in the carry", user_place())
+        raise refusal("an array in the carry is cut short", "keep a number of valid slots in the carry")
 
     def put(self, key: Key, x: Tensor) -> None:
         if not isinstance(key, int):
-            raise Refused(
+            raise refusal(
                 "an array in the carry is written row by row, or by scatter()",
                 "append whole slots, and mask rows with torch.where",
-                user_place(),
             )
         self.uses.reads = True
         self._become(self._known().select_scatter(x, 0, key))
@@ -193,15 +191,15 @@ class StandIn(Store):
         return self._at(index)
 
     def read_at(self, index: Any) -> Tensor | None:
-        found = self._index(index)
-        return None if found is None else self._at(found)
+        known = self._index(index)
+        return None if known is None else self._at(known)
 
     def put_at(self, index: Any, x: Tensor) -> bool:
-        found = self._index(index)
-        if found is None or found.dim() or not isinstance(x, Tensor) or not self._takes(x):
+        known = self._index(index)
+        if known is None or known.dim() or not isinstance(x, Tensor) or not self._takes(x):
             return False
-        with self.log.instead_of(found):
-            self._become(aten.index_put.default(self._known(), [found], x))
+        with self.log.instead_of(known):
+            self._become(aten.index_put.default(self._known(), [known], x))
         return True
 
     def _at(self, index: Tensor) -> Tensor:
@@ -246,9 +244,7 @@ class StandIn(Store):
 
     def _known(self) -> Tensor:
         if self.values is None:
-            raise Refused(
-                "an array in the carry is read before its first write", "begin with a slot of zeros", user_place()
-            )
+            raise refusal("an array in the carry is read before its first write", "begin with a slot of zeros")
         return self.values
 
 

@@ -95,7 +95,7 @@ class Generators:
     """The generators that a step draws from, and the states that they had before."""
 
     def __init__(self, *, watched: bool) -> None:
-        self.found: list[Generator] = []
+        self.seen: list[Generator] = []
         self._before: list[Tensor] = []
         self._after: list[Tensor] = []
         self.watched, self._drew = watched, False
@@ -104,29 +104,29 @@ class Generators:
     def index(self, generator: Generator | None) -> int:
         """The number of one."""
         generator = torch.default_generator if generator is None else generator
-        for k, g in enumerate(self.found):
+        for k, g in enumerate(self.seen):
             if g is generator:
                 return k
-        self.found.append(generator)
+        self.seen.append(generator)
         state = generator.get_state()
         self._before.append(state)
         self._after.append(state)
-        return len(self.found) - 1
+        return len(self.seen) - 1
 
     def drew(self, k: int) -> None:
         """Notes the state behind a draw."""
         self._drew = True
         if self.watched:
-            self._after[k] = self.found[k].get_state()
+            self._after[k] = self.seen[k].get_state()
 
     def moved(self) -> bool:
         """Whether one has another state than after the last draw: the body sets it."""
-        pairs = zip(self.found, self._after, strict=True)
+        pairs = zip(self.seen, self._after, strict=True)
         return self.watched and any(not torch.equal(g.get_state(), state) for g, state in pairs)
 
     def restore(self) -> None:
         """Puts them back to where they were before draws."""
         if not self._drew:
             return
-        for g, state in zip(self.found, self._before, strict=True):
+        for g, state in zip(self.seen, self._before, strict=True):
             g.set_state(state)

@@ -256,10 +256,10 @@ class Frame:
         left, slices = iter(row), self.loop.slices
         if slices is None:
             return []
-        found: list[Any] = [None if x is None else next(left) for x, _ in slices.tensors]
+        leaves: list[Any] = [None if x is None else next(left) for x, _ in slices.tensors]
         for k, numbers in slices.ranges.items():
-            found[k] = symbol(numbers[slices.index(0)], numbers.step, numbers.start)
-        return found
+            leaves[k] = symbol(numbers[slices.index(0)], numbers.step, numbers.start)
+        return leaves
 
     def _ask(self, watch: Watch, leaves: list[Any]) -> Tensor | None:
         """Whether the loop goes on, as a tensor; None where nobody asks."""

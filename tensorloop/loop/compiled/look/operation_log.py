@@ -22,7 +22,7 @@ from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
-from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function
+from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function, refusal
 from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, may_draw_ahead, never_draws
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
@@ -116,7 +116,7 @@ class OperationLog(OperationMode):
         traits = _TRAITS.get(id(func)) or _traits(func)
         if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == _READS):
-                raise Refused(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason], user_place())
+                raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason])
             self.reads = True
         if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
             self._other_grad_mode(traits.name)
@@ -156,10 +156,8 @@ class OperationLog(OperationMode):
                 self._follow(args, out)
             self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
         if len(self.functions) > MOST_OPERATIONS:
-            raise Refused(
-                f"a step has more than {MOST_OPERATIONS} operations",
-                "make it a loop of its own inside the step",
-                user_place(),
+            raise refusal(
+                f"a step has more than {MOST_OPERATIONS} operations", "make it a loop of its own inside the step"
             )
         return out
 
@@ -169,9 +167,9 @@ class OperationLog(OperationMode):
             raise Refused(f"the body uses the custom Function {function[0]}", FUNCTION, function[1])
         said = self.watch.said(name)
         if self.watch.inside and self.watch.grad is self.grad:
-            raise Refused(f"{said} computes a part of itself without gradients", NATIVE, user_place())
+            raise refusal(f"{said} computes a part of itself without gradients", NATIVE)
         cure = "cut gradients off by detach(), and set grad modes around the loop"
-        raise Refused(f"{said} runs under another grad mode than the loop", cure, user_place())
+        raise refusal(f"{said} runs under another grad mode than the loop", cure)
 
     def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that no call of torch made: a script's, or one that hides itself.
@@ -180,22 +178,19 @@ class OperationLog(OperationMode):
         operations do not show.
         """
         if func is _aten.detach.default and args[0].requires_grad:
-            raise Refused(
-                "a scripted function computes its own gradient", "call the function that was scripted", user_place()
-            )
+            raise refusal("a scripted function computes its own gradient", "call the function that was scripted")
         self.watch.tells_all = False
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
         if not self.may_draw:
-            raise Refused(
+            raise refusal(
                 "random numbers are drawn in a loop of unknown length",
                 "draw them before the loop and index them by the step",
-                user_place(),
             )
         k = self.generators.index(kwargs.get("generator"))
         if self.generators.moved():
-            raise Refused("the body sets the state of a generator", "seed before the loop", user_place())
+            raise refusal("the body sets the state of a generator", "seed before the loop")
         out = func(*args, **kwargs)
         self.generators.drew(k)
         draw = draw_op(func, args, kwargs, out, len(self._tensors))
@@ -221,10 +216,8 @@ class OperationLog(OperationMode):
         own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
         self.strided = True
         if offset is not None and _storage(args[0]) in own:
-            raise Refused(
-                "as_strided() with an offset into memory from outside of the step",
-                "index, or use unfold() or narrow()",
-                user_place(),
+            raise refusal(
+                "as_strided() with an offset into memory from outside of the step", "index, or use unfold() or narrow()"
             )
 
     def finish(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -243,7 +236,7 @@ class OperationLog(OperationMode):
         return number >= self._given and number not in self.captures
 
     def shapes(self) -> list[torch.Size]:
-        """Those of the step's tensors, by number."""
+        """The shapes of the step's tensors, by number."""
         return [x.shape for x in self._tensors]
 
     def stand(self, x: Tensor, number: int) -> None:
@@ -262,13 +255,13 @@ class OperationLog(OperationMode):
     def course(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The operations with their arguments that are no tensors, beside what autograd does for itself."""
         ends = [*self.starts[1:], len(self.key)][: len(self.starts)]
-        found = []
+        course = []
         for func, start, end in zip(self.functions, self.starts, ends, strict=True):
             if func not in _OF_AUTOGRAD:
                 part = self.key[start:end]
                 kinds = [(x, y) for x, y in pairwise(part) if isinstance(x, type)]
-                found.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
-        return found
+                course.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
+        return course
 
     def tensors_made(self) -> list[weakref.ref[Tensor]]:
         """The tensors that operations made, and the inputs: once the record is gone, only the body can hold them."""
@@ -282,10 +275,8 @@ class OperationLog(OperationMode):
             if number is None:
                 number = self._capture(x)
             elif self._empty and not self._unread and _storage(x) in self._empty:
-                raise Refused(
-                    "a tensor made by empty() is filled by no operation that torch sees",
-                    "make it with zeros()",
-                    user_place(),
+                raise refusal(
+                    "a tensor made by empty() is filled by no operation that torch sees", "make it with zeros()"
                 )
             key.append(number)
         elif isinstance(x, (list, tuple)):
@@ -317,10 +308,9 @@ class OperationLog(OperationMode):
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in PLAIN or x.layout is not torch.strided:
-            raise Refused(
+            raise refusal(
                 f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
                 "give plain tensors: what is in it, or its values()",
-                user_place(),
             )
         _check_device(x)
         number = self._numbers[id(x)] = len(self._tensors)
@@ -335,7 +325,7 @@ class OperationLog(OperationMode):
             if id(out) not in self._numbers:  # an operation in place gives its argument
                 _check_device(out)
                 if out.layout is not torch.strided:
-                    raise Refused(f"a tensor of layout {out.layout} is made", "use dense tensors", user_place())
+                    raise refusal(f"a tensor of layout {out.layout} is made", "use dense tensors")
                 self._numbers[id(out)] = len(self._tensors)
                 self._tensors.append(out)
         elif isinstance(out, (list, tuple)):
@@ -360,10 +350,9 @@ class OperationLog(OperationMode):
     def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses masks as indices and writes to memory from outside."""
         if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
-            raise Refused(
+            raise refusal(
                 f"{traits.name} by a mask has a result whose shape depends on values",
                 "torch.where(mask, x, 0) and masked sums keep the shape",
-                user_place(),
             )
         written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
         for x in written:
@@ -371,16 +360,14 @@ class OperationLog(OperationMode):
                 if isinstance(y, Tensor):
                     self.writes = True
                     if _storage(y) in self._foreign:
-                        raise Refused(
+                        raise refusal(
                             f"{traits.name} writes to a tensor from outside of the body",
                             "put it in the carry, or write to a clone()",
-                            user_place(),
                         )
                     if self._numbers[id(y)] in self._cut:
-                        raise Refused(
+                        raise refusal(
                             f"{traits.name} writes to a tensor that was detached before",
                             "write before detach(), or to a clone()",
-                            user_place(),
                         )
                     if traits.fills:
                         self._empty.discard(_storage(y))
@@ -420,8 +407,8 @@ def _traits(func: Any) -> _Traits:
     returned = [x.alias_info for x in schema.returns]
     view = bool(returned) and all(x is not None and not x.is_write for x in returned)
     flags = func in _EMPTY, func in _INDEXED, fills, view, drawn
-    found = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
-    return _TRAITS.setdefault(id(func), found)
+    traits = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
+    return _TRAITS.setdefault(id(func), traits)
 
 
 def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
@@ -432,10 +419,9 @@ def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
 def _check_device(x: Tensor) -> None:
     """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
     if not x.is_cpu:
-        raise Refused(
+        raise refusal(
             f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
             "compile=False says that this is meant",
-            user_place(),
         )
 
 
@@ -446,9 +432,8 @@ def _storage(x: Tensor) -> int:
 def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """The operation as it runs now: with this step's number."""
     if func.overloadpacket not in _NUMBERED:
-        raise Refused(
+        raise refusal(
             f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number",
             "make it a tensor: torch.as_tensor(i), torch.select(table, 0, i)",
-            user_place(),
         )
     return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)

@@ -121,7 +121,7 @@ def _planned(look: Look, plan: Plan, steps: int | None, checkpoints: Kept, ask: 
     loop, draws = look.frame.loop, None
     if look.draws:
         assert look.record is not None
-        draws = DrawnNumbers(look.draws, look.record.log.generators.found, reverse=plan.reverse)
+        draws = DrawnNumbers(look.draws, look.record.log.generators.seen, reverse=plan.reverse)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
                 f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held",
