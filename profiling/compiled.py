@@ -169,7 +169,7 @@ def parts_cell(cell: harness.Cell) -> dict[str, Any]:
     spent: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         for owner, name, part in [
-            (front, "recorded", "key"),
+            (front, "look", "key"),
             (front, "plan_of", "key"),
             (program.Program, "__call__", "programs"),
             (NativeCore, "__call__", "loops"),
@@ -190,21 +190,21 @@ def parts_cell(cell: harness.Cell) -> dict[str, Any]:
 
 def keys_alone(loss: Callable[[], Any]) -> list[float]:
     """Seconds of a key after another, of the loop that `loss` runs: nothing between them takes the caches."""
-    calls, recorded = [], front.recorded
+    calls, look = [], front.look
 
     def noted(*args: Any) -> Any:
         calls.append(args)
-        return recorded(*args)
+        return look(*args)
 
-    front.recorded = noted
+    front.look = noted
     try:
         loss()
     finally:
-        front.recorded = recorded
+        front.look = look
     seconds = []
     for _ in range(100):
         start = time.perf_counter()
-        front.plan_of(recorded(*calls[0]))
+        front.plan_of(look(*calls[0]))
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -22,6 +22,7 @@ from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, check_same_rows, is_packed
 from tensorloop.packed.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.internals import length_of
 
 P = TypeVar("P", bound=Packed)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -294,8 +295,8 @@ def _read_packed(q: Packed, k: Packed, v: Packed) -> _Inputs:
 
 def _read_step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
     arguments.dense_tensor(q, "q")
-    if len(k) != len(v):
-        raise WrongValue(f"k has {arguments.slots(len(k))}, v has {len(v)}; each key needs a value")
+    if length_of(k) != length_of(v):
+        raise WrongValue(f"k has {arguments.slots(length_of(k))}, v has {length_of(v)}; each key needs a value")
     keys, values = k.stack(), v.stack()
     for x, part, lead in ((q, "q", 0), (keys, "the elements of k", 1), (values, "the elements of v", 1)):
         if x.dim() - lead < 2 or x.shape[lead:-2] != q.shape[:-2]:

@@ -12,7 +12,7 @@ from tensorloop.attention.checks import Facts, autocast, check_parts, number
 from tensorloop.attention.past import attend_past
 from tensorloop.kernels.past import Sight
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.internals import store_of
+from tensorloop.tensor_array.internals import length_of, store_of
 
 
 class ScoreRules(NamedTuple):
@@ -80,19 +80,19 @@ def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
     chunk = q.dim() == len(batch) + 3
     if given.causal and not chunk:
         raise WrongValue("causal=True with TensorArrays: one step sees all slots; slice them to see fewer")
-    shape = (*batch, q.shape[-2], new, len(k)) if chunk else (*batch, q.shape[-2], len(k))
+    shape = (*batch, q.shape[-2], new, length_of(k)) if chunk else (*batch, q.shape[-2], length_of(k))
     rules = given._replace(
         starts=None if given.starts is None else _read_starts(given.starts, batch, q),
         bias=None if given.bias is None else _read_bias(given.bias, shape, len(batch), q),
         seed=int(torch.randint(1 << 62, ())) if given.dropout else 0,
     )
-    if not chunk and (given.plain or not len(k)):
+    if not chunk and (given.plain or not length_of(k)):
         return NotImplemented
     if store is not None and not chunk:
         out = store.attend(q, k, v, rules)
         if out is not NotImplemented:
             return out
-    start = rules.start(len(k), new)
+    start = rules.start(length_of(k), new)
     queries = autocast(q).reshape(batch.numel(), new, *q.shape[-2:])
     out = attend_past(queries, k, v, rules.sight(batch, start), start)
     return out.view(*q.shape[:-1], out.shape[-1])
@@ -100,8 +100,8 @@ def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
 
 def _check(q: Tensor, k: TensorArray, v: TensorArray) -> tuple[torch.Size, int]:
     """The batch dims and the number of queries of each."""
-    if len(k) != len(v):
-        raise WrongValue(f"k has {arguments.slots(len(k))}, v has {len(v)}; each key needs a value")
+    if length_of(k) != length_of(v):
+        raise WrongValue(f"k has {arguments.slots(length_of(k))}, v has {length_of(v)}; each key needs a value")
     if q.dim() < 2:
         raise WrongValue(f"q must be (*batch, heads, D) or (*batch, t, heads, D), got {tuple(q.shape)}")
     shapes = [x.element_shape for x in (k, v)]
@@ -116,8 +116,8 @@ def _check(q: Tensor, k: TensorArray, v: TensorArray) -> tuple[torch.Size, int]:
                 f"for q {tuple(q.shape)}"
             )
     new = q.shape[-3] if chunk else 1
-    if chunk and new > len(k):
-        raise WrongValue(f"q has {new} tokens, whose own slots are the last, but k has {arguments.slots(len(k))}")
+    if chunk and new > length_of(k):
+        raise WrongValue(f"q has {new} tokens, whose own slots are the last, but k has {arguments.slots(length_of(k))}")
     check_parts([_facts(x, q, shape) for x, shape in zip((q, k, v), (q.shape, *shapes), strict=True)])
     return batch, new
 

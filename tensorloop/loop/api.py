@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
+from tensorloop._common.errors import WrongValue, facts_of, named
 from tensorloop._torch.dynamo import stands_in_graphs
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
 from tensorloop.loop.called import Called, check_body, check_callable, pair_of
-from tensorloop.loop.compiled.explain import Explanation, asked
+from tensorloop.loop.compiled.explain import Explanation
 from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly
@@ -23,7 +23,6 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import (
     Body,
     Condition,
-    ExplainOptions,
     PackedScanOptions,
     Plan,
     TensorScanOptions,
@@ -31,7 +30,7 @@ from tensorloop.loop.options import (
 )
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.rows_scan import UntilLoop
-from tensorloop.loop.run import run_loop, run_scan
+from tensorloop.loop.run import explain_scan, run_loop, run_scan
 from tensorloop.loop.scan_slices import slices_of
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.dim import Dim
@@ -202,6 +201,16 @@ def scan(
         >>> tl.scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 0, 2, 9]))
     """
+    make, slices = _scan_of(body_fn, xs, length, dim, reverse, until, context, compact)
+    if isinstance(init, FirstOnly):
+        return first_step.scan(make, init, slices, checkpoints, progress, compile)
+    return run_scan(make(Loop, init, slices), checkpoints, progress, compile)
+
+
+def _scan_of(
+    body_fn: Any, xs: Any, length: Any, dim: Any, reverse: bool, until: Any, context: Any, compact: bool
+) -> tuple[first_step.MakeScan, Slices]:
+    """What makes a scan of a kind of loop, an init and slices, and the slices of xs; checks the other arguments."""
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     check_body(body_fn)
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
@@ -221,9 +230,7 @@ def scan(
         options: Any = {"slices": slices, "until": until, "compact": compact, "functions": functions}
         return kind("scan", body, init, slices.length, context, **options)
 
-    if isinstance(init, FirstOnly):
-        return first_step.scan(make, init, slices, checkpoints, progress, compile)
-    return run_scan(make(Loop, init, slices), checkpoints, progress, compile)
+    return make, slices
 
 
 @overload
@@ -380,9 +387,21 @@ def while_loop(
     return (carry, ended.steps()) if return_steps else carry
 
 
-@named("explain")
+@called_eagerly
+@named("explain", {"compile": "it says what compile=True would do"})
 def explain(
-    body_fn: Body[C, Any, Any], init: C, xs: Any = None, length: int | None = None, **options: Unpack[ExplainOptions]
+    body_fn: Body[C, Any, Any],
+    init: C,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    dim: int | Dim = 0,
+    reverse: bool = False,
+    until: Callable[..., Condition] | None = None,
+    context: Any = None,
+    compact: bool = False,
+    checkpoints: Plan = None,
+    progress: bool = False,
 ) -> Explanation:
     """Says what `tl.scan(..., compile=True)` would do with a loop, as text; it runs only one step.
 
@@ -392,8 +411,8 @@ def explain(
     backward. Where the loop is not compiled, it says why, by which line, and what to write instead.
 
     Args:
-        body_fn, init, xs, length: as in `tl.scan`.
-        options: the other arguments of `tl.scan`, except `compile`.
+        body_fn, init, xs, length, dim, reverse, until, context, compact, checkpoints: as in `tl.scan`.
+        progress: as in `tl.scan`; no bar is shown.
 
     Returns:
         A `tl.loop.Explanation`. Print it; `.compiled` is a bool.
@@ -407,9 +426,10 @@ def explain(
         >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled
         False
     """
-    if "compile" in options:
-        raise WrongType("there is no argument compile=; it says what compile=True would do")
-    return asked(lambda ask: facts_of_scan(body_fn, init, xs, length, compile=ask, **options))
+    make, slices = _scan_of(body_fn, xs, length, dim, reverse, until, context, compact)
+    if isinstance(init, FirstOnly):
+        return first_step.explain(make, init, slices, checkpoints, progress)
+    return explain_scan(make(Loop, init, slices), checkpoints, progress)
 
 
 # For functions that run these loops, and name what is wrong after themselves.

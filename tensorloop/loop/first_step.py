@@ -14,12 +14,15 @@ from tensorloop._torch import transforms
 from tensorloop.loop.called import name_of_carry
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.checkpoint.node import plan_of
+from tensorloop.loop.compiled.explain import NO_STEP, Explanation
 from tensorloop.loop.compiled.front import check_compile
 from tensorloop.loop.loop import Loop, State, without_graph
 from tensorloop.loop.outputs import place
 from tensorloop.loop.packed_scan import PackedSlices
-from tensorloop.loop.run import run_loop, run_scan
+from tensorloop.loop.run import explain_scan, run_loop, run_scan
 from tensorloop.loop.slices import Slices
+
+MakeScan = Callable[[type[Loop], Any, Slices], Loop]  # of a kind of loop, an init, and slices of xs
 
 
 class FirstOnly:
@@ -95,27 +98,42 @@ class FirstStep(Loop):
 
 
 def scan(
-    make: Callable[[type[Loop], Any, Slices], Loop],
-    init: FirstOnly,
-    slices: Slices,
-    checkpoints: Any,
-    progress: bool,
-    compile: Any,
+    make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool, compile: Any
 ) -> tuple[Any, Any]:
     """A scan whose first step runs by itself; `make` gives the loop over some slices."""
-    if isinstance(slices, PackedSlices):
-        raise WrongType("init is first_only, which does not go with packed xs: rows begin at steps of their own")
+    _refuse_packed(slices)
     if slices.length == 0:
         return run_scan(make(FirstStep, init.carry, slices), checkpoints, progress, compile)
     _check(checkpoints, compile)
+    carry, y, rest = _begin_scan(make, init, slices)
+    if rest is None:
+        return carry, y
+    with _counted_anew():
+        carry, ys = run_scan(rest, checkpoints, progress, compile)
+    return carry, _joined(y, ys, slices)
+
+
+def explain(make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool) -> Explanation:
+    """Says what would become of the steps after the first one, which runs."""
+    _refuse_packed(slices)
+    plan_of(checkpoints)
+    rest = _begin_scan(make, init, slices)[2] if slices.length != 0 else make(FirstStep, init.carry, slices)
+    with _counted_anew():
+        return NO_STEP if rest is None else explain_scan(rest, checkpoints, progress)
+
+
+def _refuse_packed(slices: Slices) -> None:
+    if isinstance(slices, PackedSlices):
+        raise WrongType("init is first_only, which does not go with packed xs: rows begin at steps of their own")
+
+
+def _begin_scan(make: MakeScan, init: FirstOnly, slices: Slices) -> tuple[Any, Any, Loop | None]:
+    """Does the first step: (the carry, y, the loop of the others, None where there are none)."""
     first, rest = slices.parted()
     begun = make(FirstStep, init.carry, first)
     carry, y = run_scan(begun, None, False, False)
-    if slices.length == 1 or (isinstance(begun, FirstStep) and begun.met):
-        return carry, y
-    with _counted_anew():
-        carry, ys = run_scan(make(Loop, carry, rest), checkpoints, progress, compile)
-    return carry, _joined(y, ys, slices)
+    ends = slices.length == 1 or (isinstance(begun, FirstStep) and begun.met)
+    return carry, y, None if ends else make(Loop, carry, rest)
 
 
 def while_loop(

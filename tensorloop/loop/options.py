@@ -42,22 +42,14 @@ class LoopOptions(TypedDict, total=False):
     progress: bool
 
 
-class ExplainOptions(TypedDict, total=False):
-    """What `scan` takes beside a body, an init and xs, and `compile=`, which `explain` speaks of."""
+class ScanOptions(LoopOptions, total=False):
+    """What `scan` takes beside a body, an init and xs."""
 
     dim: int | Dim
     reverse: bool
     until: Callable[..., Condition] | None
     context: Any
     compact: bool
-    checkpoints: Plan
-    progress: bool
-
-
-class ScanOptions(ExplainOptions, total=False):
-    """What `scan` takes beside a body, an init and xs."""
-
-    compile: Compile
 
 
 class PackedScanOptions(LoopOptions, total=False):

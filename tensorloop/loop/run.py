@@ -3,18 +3,18 @@
 from typing import Any
 
 from tensorloop._common import scope
+from tensorloop._common.arguments import as_bool
 from tensorloop._common.progress import Progress
 from tensorloop.loop import advice, zero_steps
 from tensorloop.loop.checkpoint import node
 from tensorloop.loop.compiled import around, front
+from tensorloop.loop.compiled.explain import NO_STEP, Explanation, explain_refusal
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import with_known_rows
 
 
-def run_loop(
-    loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile | front.Asked = False
-) -> tuple[Loop, Any]:
+def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = False) -> tuple[Loop, Any]:
     """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints)
@@ -32,19 +32,35 @@ def run_loop(
             around.check_inner(plan)
             done = node.run(loop, plan, length, bar)
         if found is not None:  # an error of the look, which the eager loop did not meet
-            front.say(loop, compile, found)
+            front.tell(loop.title, compile, found)
         return done
 
 
-def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile | front.Asked) -> tuple[Any, Any]:
+def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile) -> tuple[Any, Any]:
     """Runs a loop with outputs: (the carry, ys)."""
-    slices = loop.slices
+    ended, carry = run_loop(_of_rows(loop), checkpoints, progress, compile)
+    slices, outputs = loop.slices, ended.outputs
     assert slices is not None
-    begun = with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
-    ended, carry = run_loop(begun, checkpoints, progress, compile)
-    outputs = ended.outputs
     assert outputs is not None
     return carry, outputs.stack(slices.reverse) if ended.taken else outputs.of_no_steps(zero_steps.empty_outputs(loop))
+
+
+def explain_scan(loop: Loop, checkpoints: Any, progress: bool) -> Explanation:
+    """Says what would become of a loop with outputs, were it compiled; an error of its body is the eager loop's."""
+    with scope.running(), scope.observed(loop.name):
+        around.check_inner_loop(loop)
+        said = front.explain(_of_rows(loop), node.plan_of(checkpoints))
+    if isinstance(said, Explanation):
+        as_bool(progress, "progress")
+        return said
+    run_scan(loop, checkpoints, progress, False)
+    return NO_STEP if said is None else explain_refusal(loop.title, said)
+
+
+def _of_rows(loop: Loop) -> Loop:
+    """A loop over packed xs as one whose rows stop."""
+    slices = loop.slices
+    return with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
 
 
 def _run(loop: Loop, progress: Progress) -> tuple[Loop, Any]:

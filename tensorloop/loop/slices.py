@@ -16,6 +16,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.outputs import Outputs
 from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.internals import length_of
 
 # Slices without gradient are copied, so that a body may change them; this many at a time, as one operation.
 CHUNK = 64
@@ -113,7 +114,7 @@ class Slices:
         if x is None:
             return None
         if isinstance(x, TensorArray | range):
-            return len(x)
+            return len(x) if isinstance(x, range) else length_of(x)
         if not isinstance(x, Tensor):
             raise WrongType(f"xs{path} is {describe(x)}; expected a tensor, a TensorArray, a range or None. {_cure(x)}")
         if x.is_nested:
@@ -141,7 +142,7 @@ class Slices:
         if x is None or isinstance(x, range):
             return None, 0
         if isinstance(x, TensorArray):
-            return (x.stack() if len(x) else _no_slots(x)), 0
+            return (x.stack() if length_of(x) else _no_slots(x)), 0
         return x, self.dim % x.dim()
 
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:

@@ -208,7 +208,7 @@ class TensorArray(ArrayCore):
             >>> tl.TensorArray.unstack(torch.zeros(3)).write(1, torch.tensor(5.0)).stack()
             tensor([0., 5., 0.])
         """
-        length = len(self)
+        length = self._length
         try:
             if type(i) is not int and self._store is not None and self._store.put_at(i, x):
                 return self
@@ -335,7 +335,7 @@ class TensorArray(ArrayCore):
                 return store.read(i)  # `read`, without its call
             if not isinstance(i, slice):
                 return self.read(i)
-            start, stop, step = i.indices(len(self))
+            start, stop, step = i.indices(self._length)
             if step == 1:
                 return self._span(start, max(start, stop))
         except Fact as fact:
@@ -379,12 +379,12 @@ class TensorArray(ArrayCore):
             >>> x.grad
             tensor([4., 4.])
         """
-        return self._span(0, len(self))
+        return self._span(0, self._length)
 
     @named("TensorArray.__iter__")
     def __iter__(self) -> Iterator[Tensor]:
         """The slots as they are now, one by one, as copies."""
-        self._holes.refuse(0, len(self))
+        self._holes.refuse(0, self._length)
         if self._store is None:
             return iter(())
         with scope.unrecorded():
@@ -459,7 +459,7 @@ class TensorArray(ArrayCore):
         grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
         holes = f", holes={self._holes.count(1)}" if self._holes else ""
         return (
-            f"TensorArray(len={len(self)}, element_shape={self.element_shape}, dtype={self.dtype}, "
+            f"TensorArray(len={self._length}, element_shape={self.element_shape}, dtype={self.dtype}, "
             f"device={self.device}{holes}{grad})"
         )
 

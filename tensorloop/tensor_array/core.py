@@ -47,6 +47,10 @@ class ArrayCore(NoTensor):
 
     def __len__(self) -> int:
         """One past the last slot begun."""
+        return 0 if self._store is None else self._store.tell_length()
+
+    @property
+    def _length(self) -> int:
         return 0 if self._store is None else self._store.length
 
     @property
@@ -81,7 +85,7 @@ class ArrayCore(NoTensor):
 
     def _append(self, x: Tensor) -> None:
         """Appends what is not plain, or to an array that knows nothing of its elements."""
-        name = f"TensorArray.append: slot {len(self)}"
+        name = f"TensorArray.append: slot {self._length}"
         try:
             store = self._admit(x)
         except Fact as fact:
@@ -93,7 +97,7 @@ class ArrayCore(NoTensor):
 
     def _write(self, slot: int, x: Tensor, name: str) -> None:
         """Overwrites a slot, or appends beyond slots that are skipped."""
-        length = len(self)
+        length = self._length
         try:
             store = self._admit(x)
             if slot > length:
@@ -184,7 +188,7 @@ def write_rows(array: ArrayCore, pos: Tensor, x: Tensor, where: Tensor | None, c
     arguments.dense_tensor(x, "x")
     pos = arguments.index_tensor(pos, array.device or x.device, "pos")
     checks.check_row_writes(pos, x, where)
-    length, written = len(array), set[int]()
+    length, written = array._length, set[int]()
     looked = arguments.must_check(check, pos) and (where is None or not transforms.is_batched(where))
     if looked:
         active = None if where is None else where.to(pos.device)
@@ -219,7 +223,7 @@ def scatter(array: ArrayCore, indices: Tensor | Sequence[int], values: Tensor, c
         raise WrongValue(f"indices must be (m,) for values (m, *F), got {tuple(index.shape)} and {tuple(values.shape)}")
     if transforms.is_batched(index):
         raise Misuse("vmap must not batch indices; scatter into stack() with torch.scatter instead")
-    length, written = len(array), set[int]()
+    length, written = array._length, set[int]()
     if arguments.must_check(check, index):
         arguments.in_range(index, -length, 2**63 - 1)
         written.update(i + length if i < 0 else i for i in index.tolist())
@@ -240,9 +244,9 @@ def scatter(array: ArrayCore, indices: Tensor | Sequence[int], values: Tensor, c
 def truncate(array: ArrayCore, length: SupportsIndex) -> None:
     """`TensorArray.truncate`."""
     length = arguments.as_int(length, "length")
-    if not 0 <= length <= len(array):
-        raise WrongIndex(f"length must be in [0, {len(array)}], got {length}")
-    if length == len(array):
+    if not 0 <= length <= array._length:
+        raise WrongIndex(f"length must be in [0, {array._length}], got {length}")
+    if length == array._length:
         return
     array._refuse_outside()
     if array._mask is not None:
@@ -257,7 +261,7 @@ def truncate(array: ArrayCore, length: SupportsIndex) -> None:
 def gather(array: ArrayCore, indices: Tensor | Sequence[int], check: bool | None) -> Tensor:
     """`TensorArray.gather`."""
     store = array._known_store()
-    length = len(array)
+    length = array._length
     index = arguments.index_tensor(indices, store.device)
     if (found := store.read_at(index)) is not None:
         return found

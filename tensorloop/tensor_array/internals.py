@@ -16,6 +16,8 @@ from tensorloop.tensor_array.store import Store
 
 # What stands behind an array, None while it was never written. No frame of Python: loops ask at every step.
 store_of: Callable[[TensorArray], Store | None] = attrgetter("_store")
+# One past the last slot begun, for the library: by `len()` a body in a look may choose what it does.
+length_of: Callable[[TensorArray], int] = attrgetter("_length")
 # (element shape, dtype, device) as the first write fixed them, each None before.
 kind_of: Callable[[TensorArray], tuple[Any, Any, Any]] = attrgetter("_shape", "_dtype", "_device")
 
@@ -68,8 +70,8 @@ def written_state(array: TensorArray) -> tuple[Any, ...]:
     """Facts of an array on which nothing waits: one is another after any write to it, and none after a read."""
     store = array._store
     if not isinstance(store, Buffer):
-        return store, len(array)
-    return store, len(array), store.block, len(store.waiting), store.overwritten
+        return store, array._length
+    return store, array._length, store.block, len(store.waiting), store.overwritten
 
 
 def mask_rows(array: TensorArray, mask: Tensor | None) -> None:

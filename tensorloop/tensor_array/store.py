@@ -60,6 +60,10 @@ class Store(Protocol):
         """Takes in what waits as the tensors that were given."""
         return None
 
+    def tell_length(self) -> int:
+        """`length` for Python that may choose by it what to do, the user's `len()`. Others take `length` itself."""
+        return self.length
+
     def truncate(self, length: int) -> bool:
         """Forgets the slots from `length` on; False where the caller has to make another store instead."""
         return False

@@ -192,10 +192,10 @@ def test_a_step_without_operations_is_compiled():
 
 
 def fails_in_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    def inspect(*args: Any, **options: Any) -> Any:
+    def look_twice(*args: Any, **options: Any) -> Any:
         raise LookupError("a fault of our own")
 
-    monkeypatch.setattr(front, "inspect", inspect)
+    monkeypatch.setattr(front, "look_twice", look_twice)
 
 
 @pytest.mark.usefixtures("fresh_plans")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.run import python_condition
 
 D = torch.float64
 TURN = torch.linalg.qr(torch.randn(8, 8, dtype=D, generator=torch.Generator().manual_seed(3)))[0]
@@ -99,7 +99,7 @@ def test_until(reverse: bool, checkpoints: Any) -> None:
 def test_only_a_condition_that_answers_in_python_is_asked_there(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(
-        python_condition, "Asking", lambda loop, make=python_condition.Asking: made.append(loop) or make(loop)
+        front, "PythonCondition", lambda loop, make=front.PythonCondition: made.append(loop) or make(loop)
     )
 
     def taken(until: Callable[[Tensor], Any]) -> int:

@@ -17,7 +17,7 @@ from torch.export import Dim, export
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.in_graphs.operators import LOOP
-from tensorloop.loop.compiled.in_graphs.step_text import read
+from tensorloop.loop.compiled.in_graphs.step_text import from_text
 
 turn = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
 
@@ -252,4 +252,4 @@ def test_the_operation_with_no_step_and_with_wrong_tensors() -> None:
     ):
         torch.ops.tensorloop.loop(text, [randn(3, 4), *tensors[1:]], 5)
     with pytest.raises(ValueError, match=r"operations of aten and prims, not os.system"):
-        read(text.replace("aten.tanh.default", "os.system"))
+        from_text(text.replace("aten.tanh.default", "os.system"))

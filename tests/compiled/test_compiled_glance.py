@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tensorloop as tl
 from tensorloop._torch.overrides import unseen
 from tensorloop.loop.compiled import front
-from tensorloop.loop.compiled.look.known_calls import paths
+from tensorloop.loop.compiled.look.known_calls import known_calls
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, leaf, outcome, rotation
 
@@ -23,24 +23,24 @@ D = torch.float64
 def fresh() -> Iterator[None]:
     """No plan and no path of another test."""
     plans.clear()
-    paths.clear()
+    known_calls.clear()
     yield
     plans.clear()
-    paths.clear()
+    known_calls.clear()
 
 
 @pytest.fixture
 def glances(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each loop's step was known at a glance."""
+    """Whether each loop's step was known by its calls."""
     found: list[bool] = []
-    plain = front.recorded
+    plain = front.look
 
     def spied(*args: Any) -> Any:
-        recorded = plain(*args)
-        found.append(recorded.known is not None)
-        return recorded
+        look = plain(*args)
+        found.append(look.record is None)
+        return look
 
-    monkeypatch.setattr(front, "recorded", spied)
+    monkeypatch.setattr(front, "look", spied)
     return found
 
 

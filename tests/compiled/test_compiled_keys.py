@@ -201,6 +201,16 @@ def test_how_a_tensor_lies_in_memory(name: str):
         check_both(turned, h, xs, compile=True)
 
 
+def test_a_write_to_what_lies_alike_is_compiled():
+    torch.manual_seed(0)
+    h, xs = torch.randn(3, 4, dtype=D), torch.randn(2, 3, 4, dtype=D)
+
+    def run(compile: Any, h: Tensor, xs: Tensor) -> Any:
+        return tl.scan(lambda h, x: ((h + 1).mul_(0.5) + x, None), h.t(), xs.mT, compile=compile)
+
+    check_both(run, h, xs, compile="strict")
+
+
 # -- tensors on another device
 
 DEVICES: dict[str, Callable[[Tensor, Tensor], Any]] = {

@@ -10,8 +10,8 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop.compiler.targets.cpu import threads
 from tensorloop.loop.compiled.front import NotCompiledWarning
-from tensorloop.loop.compiled.look.carried_arrays import Template
-from tensorloop.loop.compiled.look.look import Recorded
+from tensorloop.loop.compiled.look.frame import Frame
+from tensorloop.loop.compiled.look.template import Template
 from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.packed import PackedTensor
 from tests.support.compiled_cases import rotation
@@ -228,8 +228,8 @@ READS: dict[str, Callable[[Tensor, tl.TensorArray], int]] = {
 def test_a_body_that_is_told_no_length_is_looked_at_once_in_a_call(reads: str, monkeypatch: pytest.MonkeyPatch):
     """Of others the last step is looked at, too: what they make of a length may depend on what changes outside."""
     plans.clear()  # a plan of the same code is held against what the body was told when it was made
-    looks, record = [], Recorded._record
-    monkeypatch.setattr(Recorded, "_record", lambda self, *given: looks.append(1) or record(self, *given))
+    looks, run = [], Frame.run
+    monkeypatch.setattr(Frame, "run", lambda self, *given: looks.append(1) or run(self, *given))
 
     def body(state: Any, x: Tensor) -> Any:
         h, array = state
@@ -245,3 +245,38 @@ def test_a_body_that_is_told_no_length_is_looked_at_once_in_a_call(reads: str, m
     assert counts[0] > 4
     told = reads not in ("nothing", "width")
     assert counts[1:] == [1 + told, 1 + told]
+
+
+def _written(array: tl.TensorArray, x: Tensor) -> Tensor:
+    array[0] = x
+    return x
+
+
+USES: dict[str, Callable[[tl.TensorArray, Tensor], Tensor]] = {
+    "read": lambda array, x: array.read(0),
+    "item": lambda array, x: array[-1],
+    "write": lambda array, x: array.write(0, x)[0],
+    "assign": _written,
+    "attention": lambda array, x: tl.attention(x, array, array),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_only_len_tells_a_body_how_long_an_array_is(use: str):
+    """In a loop of unknown length a body that is told is refused: the library's own questions tell it nothing."""
+    h = drawn(2, 3, seed=1)
+
+    def looped(compile: Any, told: bool) -> list[Tensor]:
+        def body(state: Any) -> Any:
+            h, array, n = state
+            seen = USES[use](array, h[:, None])
+            return torch.sin(h + seen[:, 0]) + (told and len(array) > 100), array.append(h[:, None]), n + 1
+
+        init = h, tl.TensorArray().append(h[:, None]), torch.tensor(0)
+        last, array, _ = tl.while_loop(lambda s: s[2] < 5, body, init, compile=compile)
+        return [last, array.stack()]
+
+    for found, expected in zip(looped("strict", False), looped(False, False), strict=True):
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="sees how long an array in the carry is"):
+        looped("strict", True)

@@ -129,7 +129,7 @@ INNER_DOORS = {
     *(f"loop.compiled.{name}" for name in ("around", "explain", "front", "in_graphs.in_graph", "pays")),
     *(
         f"loop.compiled.look.{name}"
-        for name in ("autocast", "carried_arrays", "draws", "key", "look", "operation_log", "padded_rows")
+        for name in ("autocast", "carried_arrays", "draws", "frame", "look", "operation_log", "padded_rows", "template")
     ),
     *("loop.compiled.look.python_state", "loop.compiled.look.second_look"),
     *(

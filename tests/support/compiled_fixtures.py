@@ -10,7 +10,7 @@ from tensorloop import schedule
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import guarded
 from tensorloop.compiler.verify import Broken, verify
-from tensorloop.loop.compiled.look.known_calls import paths
+from tensorloop.loop.compiled.look.known_calls import known_calls
 from tensorloop.loop.compiled.run import blocks as in_blocks
 from tensorloop.loop.compiled.run import plan, program
 from tensorloop.loop.compiled.run.blocks import RunInBlocks
@@ -62,11 +62,11 @@ def fresh_plans() -> Iterator[None]:
 def guards() -> Iterator[None]:
     """Cores that check each address; a test in which one leaves its memory fails (`inside`)."""
     plans.clear()
-    paths.clear()
+    known_calls.clear()
     with guarded.on():
         yield
     plans.clear()
-    paths.clear()
+    known_calls.clear()
 
 
 @pytest.fixture

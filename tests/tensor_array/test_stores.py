@@ -12,7 +12,7 @@ from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.slot_list import Slots
 from tensorloop.tensor_array.store import Store
 
-OPTIONAL = {"flush", "one", "attend", "truncate", "put_at", "read_at"}
+OPTIONAL = {"flush", "one", "attend", "tell_length", "truncate", "put_at", "read_at"}
 PROMISED = {name for name in vars(Store) if not name.startswith("_")} - OPTIONAL
 STORES = [Buffer, Slots, LoopBuffer, Shrunk, Picked, AncestryStore]
 

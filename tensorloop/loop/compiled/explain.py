@@ -1,9 +1,7 @@
 """What became of a loop's body: which parts run once, for all steps together, and step by step, or why it is eager."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -38,18 +36,10 @@ class Explanation:
         return self.text
 
 
-class Asked:
-    """Given as `compile=`, it takes the explanation instead of a run."""
-
-    def __init__(self) -> None:
-        self.found: Explanation | None = None
+NO_STEP = Explanation("not compiled: there is no step to do", False)
 
 
-class Told(Exception):
-    """The explanation is there: the loop does not run."""
-
-
-def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
+def explain_plan(name: str, plan: Plan, rows: str) -> Explanation:
     """The explanation of a compiled loop; `rows` says what becomes of those that stop."""
     lines = [f"{name}: compiled", *([rows] if rows else []), *_program("forward", plan.forward)]
     if plan.grad:
@@ -61,7 +51,7 @@ def of_plan(name: str, plan: Plan, rows: str) -> Explanation:
     return Explanation("\n".join(line for line in lines if line), True)
 
 
-def of_refusal(name: str, refusal: Refused) -> Explanation:
+def explain_refusal(name: str, refusal: Refused) -> Explanation:
     """The explanation of a loop that stays eager."""
     file, line = refusal.place or ("", 0)
     where = f"\n  at {cell_name(file) or file}:{line}" if refusal.place else ""
@@ -111,13 +101,3 @@ def _wrapped(words: list[str], width: int = 110) -> str:
             line = "   "
         line += f" {word}"
     return "\n".join([*lines, line]) if words else ""
-
-
-def asked(run: Callable[[Asked], Any]) -> Explanation:
-    """What `run`, a loop called with `compile=` what it is given, has to say."""
-    ask = Asked()
-    with suppress(Told):
-        run(ask)
-    if ask.found is None:
-        return Explanation("not compiled: there is no step to do", False)
-    return ask.found

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,23 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
+from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do, without_inference
-from tensorloop.loop.compiled.explain import Asked, Told, of_plan, of_refusal
+from tensorloop.loop.compiled.explain import Explanation, explain_plan, explain_refusal
 from tensorloop.loop.compiled.look.autocast import without_autocast
-from tensorloop.loop.compiled.look.look import AnswersInPython, Recorded, recorded
-from tensorloop.loop.compiled.look.operation_log import Recorder
+from tensorloop.loop.compiled.look.frame import AnswersInPython
+from tensorloop.loop.compiled.look.look import Look, look, look_closely
+from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
-from tensorloop.loop.compiled.look.python_state import Outside
-from tensorloop.loop.compiled.look.second_look import compare_flags, inspect
+from tensorloop.loop.compiled.look.python_state import PythonState
+from tensorloop.loop.compiled.look.second_look import compare_flags, look_twice
 from tensorloop.loop.compiled.pays import remember
 from tensorloop.loop.compiled.run import python_condition, rows_apart
-from tensorloop.loop.compiled.run.array_plan import Looks, looked, planned, try_lengths
+from tensorloop.loop.compiled.run.array_plan import ArrayPlan, Looks, look_at_lengths, make_array_plan, try_lengths
 from tensorloop.loop.compiled.run.plan import Plan, plans
+from tensorloop.loop.compiled.run.python_condition import PythonCondition
 from tensorloop.loop.compiled.run.results import CheckpointsArg, run_plan, run_stretches
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
@@ -41,7 +44,7 @@ Compile = bool | Literal["strict"]
 device, runs as an eager one, with one `tl.loop.NotCompiledWarning` that says why. `"strict"` makes that a RuntimeError.
 """
 
-FEW_ROWS = 16  # of which every smaller number is tried, where nobody knows which there will be
+FEW_ROWS = 16  # up to so many, each smaller number of rows is tried where rows leave the batch by a condition
 
 
 class NotCompiledWarning(UserWarning):
@@ -62,27 +65,42 @@ class LeftToEager(Exception):
     """An error that the eager loop meets too, as a rule: it says in which step."""
 
 
-def run(loop: Loop, compile: Compile | Asked, checkpoints: CheckpointsArg) -> tuple[Loop, Any] | Refused | None:
+class FirstAnswer(NamedTuple):
+    """What a condition said before the first step: who asks it from then on, and the tensor that it gave."""
+
+    asked_by: Literal["the step", "Python", "the eager loop"]
+    tensor: Tensor | None = None
+
+
+_NO_CONDITION = FirstAnswer("the step")
+
+
+class Ready(NamedTuple):
+    """A loop that has a plan. `condition` is what is asked in Python between its steps; `steps` None: nobody knows."""
+
+    look: Look
+    plan: Plan
+    condition: PythonCondition | None
+    whole: PaddedScan | SomeRows | None  # the loop, where rows take no part in the first step
+    steps: int | None
+
+
+def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop, Any] | Refused | None:
     """(the loop as it ended, its carry); else the caller runs it as an eager one.
 
     Then what is returned is None, or an error that the look met: the eager loop meets it too, as a rule, and where it
-    does not, `say` is to be called with that.
+    does not, `tell` is to be called with that.
     """
     check_compile(compile)
     if nothing_to_do(loop):
         return None
-    before, done = Outside(loop.functions), None
+    before, done = PythonState(loop.functions), None
     try:
-        check_surroundings()
-        if isinstance(checkpoints, Checkpoints) and checkpoints.check:
-            raise Refused(
-                "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does",
-                "compile without check=True, once it has passed",
-            )
         with without_inference():
-            done = _compiled(loop, checkpoints, compile, before)
+            ready = _prepare(loop, checkpoints, before)
+            done = None if ready is None else _run(loop, ready, checkpoints, before)
     except Refused as refusal:
-        say(loop, compile, refusal)
+        tell(loop.title, compile, refusal)
         _forget(loop)
     except LeftToEager as left:
         _forget(loop)
@@ -93,18 +111,28 @@ def run(loop: Loop, compile: Compile | Asked, checkpoints: CheckpointsArg) -> tu
     return done
 
 
+def explain(loop: Loop, checkpoints: CheckpointsArg) -> Explanation | Refused | None:
+    """What would become of a loop, which does not run; an error of the look, and None where there is no step to do."""
+    if nothing_to_do(loop):
+        return None
+    before = PythonState(loop.functions)
+    try:
+        with without_inference():
+            ready = _prepare(loop, checkpoints, before)
+        return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look))
+    except Refused as refusal:
+        return explain_refusal(loop.title, refusal)
+    except LeftToEager as left:
+        _forget(loop)
+        return of_error(left.__cause__ or left)
+    finally:
+        before.put_back()
+
+
 def check_compile(compile: Any) -> None:
     """Refuses what says neither yes nor no."""
-    if not isinstance(compile, Asked) and not (isinstance(compile, bool) or compile == "strict"):
+    if not (isinstance(compile, bool) or compile == "strict"):
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
-
-
-def say(loop: Loop, compile: Compile | Asked, refusal: Refused) -> None:
-    """Tells whoever asked why the loop is not compiled."""
-    if isinstance(compile, Asked):
-        compile.found = of_refusal(loop.title, refusal)
-        raise Told from None
-    tell(loop.title, compile, refusal)
 
 
 def tell(name: str, compile: Compile, refusal: Refused) -> None:
@@ -116,50 +144,62 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     warn(f"{name}: {text}; it runs as an eager loop. Cure: {refusal.cure}", NotCompiledWarning, place)
 
 
-def _compiled(
-    loop: Loop, checkpoints: CheckpointsArg, compile: Compile | Asked, before: Outside
-) -> tuple[Loop, Any] | None:
-    ask, whole = None, None
-    try:
-        with _left_to_eager(loop):
-            first = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else None
-        if first is False or (first is None and isinstance(loop, ConditionalLoop)):
-            return None  # no step to do, or an error
-        if first is True or python_condition.is_known(loop):
-            ask = python_condition.Asking(loop)
-            found, plan = _looked(ask.stepped, None, lambda x: ask.begin(x, grad=torch.is_grad_enabled()), before)
-        else:
-            whole = whole_of(loop, first)
-            one, first = (loop, first) if whole is None else whole.first()
-            found, plan = _looked(one, first, lambda _: before.check(), before)
-    except AnswersInPython:
-        before.put_back()
-        _forget(loop)
-        python_condition.learn(loop)
-        return _compiled(loop, checkpoints, compile, before)
+def _prepare(loop: Loop, checkpoints: CheckpointsArg, before: PythonState) -> Ready | None:
+    """Finds the plan of a loop, or makes it; None where the eager loop has to ask the condition."""
+    check_surroundings()
+    if isinstance(checkpoints, Checkpoints) and checkpoints.check:
+        raise Refused(
+            "Checkpoints(check=True) looks at steps that run again, which no step of a compiled loop does",
+            "compile without check=True, once it has passed",
+        )
+    while True:
+        try:
+            return _look_and_plan(loop, before)
+        except AnswersInPython:  # once at most: from now on the condition is known to answer there, so no step asks it
+            before.put_back()
+            _forget(loop)
+            python_condition.learn(loop)
+
+
+def _look_and_plan(loop: Loop, before: PythonState) -> Ready | None:
+    with _left_to_eager(loop):
+        answer = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else _NO_CONDITION
+    if answer.asked_by == "the eager loop":
+        return None
+    condition = whole = None
+    if answer.asked_by == "Python" or python_condition.is_known(loop):
+        condition = PythonCondition(loop)
+        seen, plan = _look_at(condition.stepped, None, condition.begin, before)
+    else:
+        whole = whole_of(loop, answer.tensor)
+        one, first = (loop, answer.tensor) if whole is None else whole.first()
+        seen, plan = _look_at(one, first, lambda _: before.check(), before)
     steps = loop.length if loop.cond is None else None
-    if found.arrays.places:
-        if ask is not None and found.arrays.uses.spans:
+    if isinstance(plan, ArrayPlan):
+        if condition is not None and seen.frame.arrays.uses.spans:
             raise Refused(
                 "the body reads a part of an array in the carry, and the condition is asked in Python",
                 "let the condition give a tensor",
             )
         with _left_to_eager(loop), without_modes():
-            try_lengths(found, plan, steps)
-    if isinstance(compile, Asked):
-        compile.found = of_plan(loop.title, plan, _rows_said(found))
-        raise Told
+            try_lengths(seen, plan, steps)
+    return Ready(seen, plan, condition, whole, steps)
+
+
+def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonState) -> tuple[Loop, Any]:
+    """(the loop as it ended, its carry)."""
+    seen, plan, condition, whole, steps = ready
     try:
         if isinstance(whole, PaddedScan):
-            look = partial(_looked, first=None, check=lambda _: before.check(), before=before)
-            ended, state = run_stretches(whole, found, plan, checkpoints, look)
+            look_at = partial(_look_at, first=None, check=lambda _: before.check(), before=before)
+            ended, state = run_stretches(whole, seen, plan, checkpoints, look_at)
         else:
-            ended, state = run_plan(found, plan, steps, checkpoints, ask)
-            if steps is None and found.arrays.places:
+            ended, state = run_plan(seen, plan, steps, checkpoints, condition)
+            if steps is None and isinstance(plan, ArrayPlan):
                 with _left_to_eager(loop), without_modes():
-                    try_lengths(found, plan, found.loop.taken)
+                    try_lengths(seen, plan, seen.frame.loop.taken)
     except IndexError as error:
-        if not found.arrays.places:
+        if not isinstance(plan, ArrayPlan):
             raise
         raise LeftToEager from error  # a slot that there is not, which the eager loop may append, or name
     if isinstance(whole, SomeRows):
@@ -168,20 +208,18 @@ def _compiled(
     return ended, loop.carry.tree.unflatten(state)
 
 
-def _looked(
-    loop: Loop, first: Tensor | None, check: Callable[[Recorded], None], before: Outside
-) -> tuple[Recorded, Any]:
-    """The first step of a loop, recorded, and its plan; `check` is called in between."""
+def _look_at(loop: Loop, first: Tensor | None, check: Callable[[Look], None], before: PythonState) -> tuple[Look, Plan]:
+    """A look at the first step of a loop, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
-        found = recorded(loop, first, before.put_back)
-        compare_flags(found, lambda: Recorded(loop, first, lines=True))
-        check(found)
-        plan = plan_of(found)
+        seen = look(loop, first, before.put_back)
+        compare_flags(seen)
+        check(seen)
+        seen, plan = plan_of(seen)
         if isinstance(plan, Refused):
             raise plan.alone()
-        _check_rows(found, plan)
-        remember(found.root, plan.clock)
-    return found, plan
+        _check_rows(seen, plan)
+        remember(seen.frame.root, plan.clock)
+    return seen, plan
 
 
 @contextmanager
@@ -198,31 +236,32 @@ def _left_to_eager(loop: Loop) -> Iterator[None]:
         raise
 
 
-def _check_rows(found: Recorded, plan: Plan) -> None:
+def _check_rows(seen: Look, plan: Plan) -> None:
     """Refuses a step for which it matters that rows leave the batch."""
-    loop = found.loop
+    loop, stopping = seen.frame.loop, seen.frame.rows
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
-        if found.draws:
+        if seen.draws:
             raise Refused(
                 "random numbers are drawn in a loop over packed xs: of fewer rows, the more have ended",
                 "draw before the loop and give them as xs",
             )
         rows = loop.entries.rows
         counts = sorted({n for n in loop.entries.packed.counts if n < rows})
-    elif found.rows is not None and loop.compact and len(found.rows.steps) > 1:
-        rows = len(found.rows.steps)
+    elif stopping is not None and loop.compact and len(stopping.steps) > 1:
+        rows = len(stopping.steps)
         counts = range(1, rows) if rows <= FEW_ROWS else (1, -(-rows // 2), rows - 1)
     else:
         return
-    rows_apart.check(found, plan, rows, counts, lambda ids: of_rows(loop, ids))
+    rows_apart.check(seen, plan, rows, counts, lambda ids: of_rows(loop, ids))
 
 
-def _rows_said(found: Recorded) -> str:
+def _describe_rows(seen: Look) -> str:
     """What `explain` says of rows that stop."""
-    if found.active is not None:
-        rows = found.active.shape[1]
+    frame = seen.frame
+    if frame.active is not None:
+        rows = frame.active.shape[1]
         return f"rows that have ended stay in the batch, masked: {rows} of them, half as many as soon as that pays"
-    return "" if found.rows is None else "rows that have stopped stay in the batch, masked"
+    return "" if frame.rows is None else "rows that have stopped stay in the batch, masked"
 
 
 def _forget(loop: Loop) -> None:
@@ -233,70 +272,65 @@ def _forget(loop: Loop) -> None:
         loop.outputs.columns, loop.outputs.kinds = [], []
 
 
-def _first_answer(loop: ConditionalLoop, before: Outside) -> Tensor | bool | None:
-    """What the condition says before the first step; a bool where it is to be asked in Python before the others, too.
-
-    None where the eager loop has to look at it.
-    """
+def _first_answer(loop: ConditionalLoop, before: PythonState) -> FirstAnswer:
+    """Asks the condition before the first step."""
     state = loop.begin()
-    recorder = Recorder([])  # refuses what asking twice would do twice, writes to the carry among that
-    recorder.grad, recorder.may_draw, recorder.may_read = False, False, True
-    with recorder, without_hooks():
+    log = OperationLog([])  # refuses what asking twice would do twice, writes to the carry among that
+    log.grad, log.may_draw, log.may_read = False, False, True
+    with log, without_hooks():
         answer = loop.answer(0, state)
-    if isinstance(answer, bool) or (recorder.reads and isinstance(answer, Tensor) and not answer.dim()):
+    if isinstance(answer, bool) or (log.reads and isinstance(answer, Tensor) and not answer.dim()):
         loop.first = loop.truth(answer, "cond_fn")
-        before.renew()  # what the condition did is done
-        return loop.first
-    if recorder.reads and isinstance(answer, Tensor) and answer.dim():
+        before.retake()  # what the condition did is done
+        return FirstAnswer("Python" if loop.first else "the eager loop")
+    if log.reads and isinstance(answer, Tensor) and answer.dim():
         raise Refused(
             "the condition reads a value in Python, and gives a bool for each row",
             "keep the condition to operations on tensors",
         )
     if not isinstance(answer, Tensor) or answer.dtype is not torch.bool or answer.dim() > 1 or not bool(answer.any()):
-        return None
+        return FirstAnswer("the eager loop")  # which does no step, or says what is wrong with the answer
     if answer.dim():
         loop.carry.need_rows(loop.init, len(answer), "")
         if loop.compact:
             loop.context.need_rows(len(answer), "")
-    return answer
+    return FirstAnswer("the step", answer)
 
 
-def plan_of(found: Recorded) -> Any:
-    """The plan of a recorded step, or the reason why it has none."""
-    if found.known is not None:
-        if (plan := plans.find(found.known)) is not None:
-            return plan
-        found.write()
-    key = found.key
-    plan = plans.find(key)
+def plan_of(seen: Look) -> tuple[Look, Plan | Refused]:
+    """The plan of a step, or the reason why it has none, and the look that it belongs to."""
+    if seen.record is None:
+        if (plan := plans.find(seen.key)) is not None:
+            return seen, plan
+        seen = look_closely(seen.frame)
+    plan = plans.find(seen.key)
     if plan is None:
-        looks, loop = None, found.loop
         try:  # no lock is held here: the body runs, and may wait for other threads
             with without_modes():
-                again = inspect(
-                    found, lambda lines=True, **options: Recorded(loop, found.first, lines=lines, **options)
-                )
-                looks = looked(found) if found.arrays.places else None
+                trace = look_twice(seen)
+                looks = look_at_lengths(seen) if seen.frame.arrays.places else None
+            make = partial(_make_plan, seen, trace, looks)
         except Refused as refusal:
-            again = refusal.alone()
-        plan = plans.get(key, lambda: again if isinstance(again, Refused) else _made(found, again, looks))
-    found.learn(key)
-    return plan
+            make = refusal.alone
+        plan = plans.get(seen.key, make)
+    seen.learn()
+    return seen, plan
 
 
-def _made(found: Recorded, again: Recorded, looks: Looks | None) -> Any:
-    loop, grad = found.loop, torch.is_grad_enabled()
-    drawn = [draw.example for draw in found.draws]
-    inputs = [*found.given(), *found.xs, *drawn, *found.captures]
+def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
+    loop, grad = seen.frame.loop, torch.is_grad_enabled()
+    assert seen.record is not None
+    drawn = [draw.example for draw in seen.draws]
+    inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [in_memory(x) for x in (*found.arguments, *drawn, *found.captures)]
+    examples = [in_memory(x) for x in (*seen.record.given, *drawn, *seen.captures)]
     try:
         with unseen(), without_autocast(), without_modes():
             if looks is None:
-                plan = Plan(again.step, examples, wants, grad=any(wants), reverse=reverse)
+                plan = Plan(trace, examples, wants, grad=any(wants), reverse=reverse)
             else:
-                plan = planned(found, looks, examples, wants, reverse)
+                plan = make_array_plan(seen, looks, examples, wants, reverse)
     except Refused as refusal:
         return refusal.alone()
     except Exception as error:  # a body that torch cannot trace

@@ -27,9 +27,9 @@ from tensorloop.compiler.refused import NATIVE, Refused
 from tensorloop.compiler.trace import Ref, Trace
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.in_graphs.changing_floats import use_as_tensors
-from tensorloop.loop.compiled.in_graphs.operators import LOOP, prepared
-from tensorloop.loop.compiled.in_graphs.step_text import Written, written
-from tensorloop.loop.compiled.look.operation_log import Recorder
+from tensorloop.loop.compiled.in_graphs.operators import LOOP, prepared_loop
+from tensorloop.loop.compiled.in_graphs.step_text import StepText, to_text
+from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.outputs import place
 from tensorloop.packed.base import is_packed
 
@@ -63,9 +63,9 @@ def make(
         _check(module, [*examples, *captures])
         use_as_tensors(module, [*examples, *more])
         inputs = [_Like(x) if isinstance(x, Tensor) else int(x) for x in (*examples, *more)]
-        found = undisturbed(lambda: _recorded(module, inputs, carry, len(examples), numbered))
-        text = dataclasses.replace(found, reverse=reverse, k=k).text()
-        plan = prepared(text, wants).plan
+        step = undisturbed(lambda: _trace(module, inputs, carry, len(examples), numbered))
+        text = to_text(dataclasses.replace(step, reverse=reverse, k=k))
+        plan = prepared_loop(text, wants).plan
     except Refused as refusal:
         raise NotInGraph(f"{refusal.reason}; {refusal.cure}") from None
     except Exception as error:  # a body that torch cannot trace
@@ -83,8 +83,8 @@ class _Like:
         self.shape, self.dtype = [int(n) for n in x.shape], x.dtype
 
 
-class _Recorder(Recorder):
-    """Sees what a step does with tensors that have no numbers: asking them for their device is an operation, too."""
+class _FakeLog(OperationLog):
+    """Writes down a step of tensors that have no numbers: asking them for their device is an operation, too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation and writes it down."""
@@ -92,16 +92,16 @@ class _Recorder(Recorder):
 
     def check_number(self, number: int) -> None:
         """Refuses what is less exact with the number of the step as a tensor of one than with Python's: floats."""
-        found = {number}
+        of_number = {number}  # tensors that are made of the number alone
         for o in self.operations:
             given = {x.number for x in tree_leaves([o.args, o.kwargs]) if isinstance(x, Ref)}
-            if given and given <= found:
+            if given and given <= of_number:
                 results = {x.number for x in tree_leaves(o.results) if isinstance(x, Ref)}
                 if any(self._tensors[x].is_floating_point() for x in results):
                     raise Refused(
                         "the body makes a float of i, the number of the step", "carry a float tensor that counts"
                     )
-                found |= results
+                of_number |= results
 
 
 def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
@@ -119,31 +119,30 @@ def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
         )
 
 
-def _recorded(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> Written:
-    """One step, written down on tensors without numbers."""
+def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> StepText:
+    """One step, written down on tensors without numbers: n tensors of the carry, m of the carry and xs."""
     with fake_tensors():
         values = [torch.empty(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, _Like) else x for x in inputs]
         tensors = [x for x in values if isinstance(x, Tensor)]
-        recorder = _Recorder(tensors, lines=True)
-        with recorder:
+        log = _FakeLog(tensors, lines=True)
+        with log:
             outputs = list(module(*values))
-        numbers = recorder.finish(outputs)
+        numbers = log.finish(outputs)
         if numbered:
-            recorder.check_number(m - 1)
+            log.check_number(m - 1)
     carry = [(x.shape, x.dtype) for x in outputs[:n]]
     if carry != [(x.shape, x.dtype) for x in tensors[:n]]:
         raise Refused("the body changes the shapes or dtypes of its carry", "return the carry as it came")
-    constants = list(recorder.captures)
-    captures = [*range(m, len(tensors)), *constants]
-    step = Trace(recorder.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, recorder.writes)
-    return written(step, tensors, list(recorder.captures.values()))
+    captures = [*range(m, len(tensors)), *log.captures]
+    step = Trace(log.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, log.writes)
+    return StepText(step, [([int(size) for size in x.shape], x.dtype) for x in tensors], list(log.captures.values()))
 
 
 # -- torch.export, which runs Python
 
 
 def exports(traced: Callable[..., Any]) -> Callable[[_C], _C]:
-    """For a loop: while a program is exported, it is what `traced` gives, or runs step by step into the program."""
+    """Marks a loop: while a program is exported, it is what `traced` gives, or runs step by step into the program."""
 
     def mark(function: _C) -> _C:
         @functools.wraps(function)
@@ -247,5 +246,5 @@ def _tensors(leaves: list[Any]) -> bool:
 
 
 def _leaves(plain: Callable[..., Any], tree: Any, structure: Any) -> list[Tensor]:
-    leaves, found = tree_flatten(tree, is_leaf=is_packed)
-    return leaves if found == structure and _tensors(leaves) else plain()
+    leaves, shape = tree_flatten(tree, is_leaf=is_packed)
+    return leaves if shape == structure and _tensors(leaves) else plain()

@@ -1,7 +1,7 @@
 """A compiled loop as three operations of torch's registry: what `torch.compile` and `torch.export` write for one.
 
 `tensorloop::loop` gives the last carry and ys; it has a gradient. In a graph with its backward `loop_forward` gives
-what a backward keeps as well, and `loop_backward` the gradients. A step comes along as text (`written`), so a graph
+what a backward keeps as well, and `loop_backward` the gradients. A step comes along as text (`step_text`), so a graph
 with such an operation runs in any process that has loaded this module; a plan is made when it is first needed.
 """
 
@@ -19,7 +19,7 @@ from tensorloop._torch.tracing import blind_modes
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.operations import value_of
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled.in_graphs.step_text import Written, read
+from tensorloop.loop.compiled.in_graphs.step_text import StepText, from_text
 from tensorloop.loop.compiled.run.blocks import RunInBlocks, blocks_of
 from tensorloop.loop.compiled.run.node import Looped, RunAtOnce, apart
 from tensorloop.loop.compiled.run.plan import Plan, plans
@@ -28,11 +28,11 @@ _PLAIN = Tensor, torch.nn.Parameter
 
 
 @dataclasses.dataclass
-class Prepared:
+class PreparedLoop:
     """A plan of a step that came as text. What it keeps shares no memory with what it gives, as graphs require."""
 
     plan: Plan
-    written: Written
+    text: StepText
 
     def __post_init__(self) -> None:
         plan, t = self.plan, self.plan.step
@@ -46,7 +46,7 @@ class Prepared:
 
     def run(self, steps: int) -> RunAtOnce:
         """One run of the plan."""
-        k = self.written.k
+        k = self.text.k
         if k is None or not self.plan.grad:
             return RunAtOnce(self.plan, steps)
         blocks = blocks_of(self.plan, Checkpoints(k), known=True)
@@ -55,15 +55,15 @@ class Prepared:
     def inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """All inputs of a run, as it wants them."""
         n, m = len(self.plan.step.carry), len(self.plan.step.sequences)
-        for i, (x, (shape, dtype)) in enumerate(zip(tensors, self.written.inputs, strict=True)):
-            found = x.shape[1:] if n <= i < n + m else x.shape
-            if list(found) != shape or x.dtype is not dtype:
+        for i, (x, (shape, dtype)) in enumerate(zip(tensors, self.text.inputs, strict=True)):
+            given = x.shape[1:] if n <= i < n + m else x.shape
+            if list(given) != shape or x.dtype is not dtype:
                 raise ValueError(
-                    f"tensorloop::loop: input {i} of a step must be {dtype} {shape}, got {x.dtype} {list(found)}"
+                    f"tensorloop::loop: input {i} of a step must be {dtype} {shape}, got {x.dtype} {list(given)}"
                 )
         whole = [in_memory(x) for x in tensors]
         whole = [x if n <= i < n + m else x.contiguous() for i, x in enumerate(whole)]
-        return [*whole, *self.written.constants]
+        return [*whole, *self.text.constants]
 
     def outputs(self, steps: Any) -> list[Tensor]:
         """Tensors like those that a loop gives, without numbers."""
@@ -71,27 +71,27 @@ class Prepared:
         return [*(_like(n) for n in t.carry), *(_like(n, steps) for n in t.outs)]
 
     def kept(self, steps: Any) -> list[Tensor]:
-        """The same of what it keeps beside ys."""
+        """Tensors like those that a run keeps beside ys."""
         return [_like(n, steps) for n in self.own]
 
     def saved(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
         """What the plan's backward gets, out of the ys that it needs and what was kept."""
         t, n = self.plan.step, len(self.plan.step.carry)
         given = dict(zip([*(t.outs[k] for k in self.ys), *self.own], kept, strict=True))
-        found = dict(zip(t.sequences, tensors[n:], strict=False)) | given
+        values = dict(zip(t.sequences, tensors[n:], strict=False)) | given
         for c, new in self.states.items():
             first, rest = tensors[t.carry.index(c)].unsqueeze(0), given[new]
-            found[c] = torch.cat([rest[1:], first] if self.plan.step.reverse else [first, rest[:-1]])
-        return [found[x] for x in self.plan.saved]
+            values[c] = torch.cat([rest[1:], first] if self.plan.step.reverse else [first, rest[:-1]])
+        return [values[x] for x in self.plan.saved]
 
     def targets(self, grads: Sequence[Tensor | None]) -> list[int]:
         """The inputs that get a gradient."""
         plan = self.plan
         n, m = len(plan.step.carry), len(plan.step.sequences)
         missing = frozenset(k for k in plan.flowing_outs if grads[n + k] is None)
-        found = plan.reached(Missing(missing))  # in a graph of any number of steps
+        reached = plan.reached(Missing(missing))  # in a graph of any number of steps
         carry = [i for i in plan.flowing_carry if plan.wants[i]]
-        return [*carry, *(n + k for k in sorted(found.sequences)), *(n + m + k for k in sorted(found.invariants))]
+        return [*carry, *(n + k for k in sorted(reached.sequences)), *(n + m + k for k in sorted(reached.invariants))]
 
 
 def _like(node: fx.Node, *steps: Any) -> Tensor:
@@ -99,43 +99,43 @@ def _like(node: fx.Node, *steps: Any) -> Tensor:
     return torch.empty((*steps, *value.shape), dtype=value.dtype, device="cpu")
 
 
-def prepared(text: str, wants: Sequence[bool]) -> Prepared:
+def prepared_loop(text: str, wants: Sequence[bool]) -> PreparedLoop:
     """The plan of a step, for inputs of which these want a gradient."""
-    return plans.get((text, *wants), lambda: undisturbed(lambda: _made(text, wants)))
+    return plans.get((text, *wants), lambda: undisturbed(lambda: _prepare(text, wants)))
 
 
-def _made(text: str, wants: Sequence[bool]) -> Prepared:
-    found = read(text)
+def _prepare(text: str, wants: Sequence[bool]) -> PreparedLoop:
+    content = from_text(text)
     # Operations run on these while they are written down: 0 is an index, too.
-    examples = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in found.inputs] + found.constants
-    wants = [*wants, *(False for _ in found.constants)]
-    return Prepared(Plan(found.step, examples, wants, grad=any(wants), reverse=found.reverse), found)
+    examples = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in content.inputs] + content.constants
+    wants = [*wants, *(False for _ in content.constants)]
+    return PreparedLoop(Plan(content.step, examples, wants, grad=any(wants), reverse=content.reverse), content)
 
 
 # -- the operations
 
 
 def _loop(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]:
-    found = prepared(text, [False] * len(tensors))
-    return _forward(found, tensors, steps)[0]
+    loop = prepared_loop(text, [False] * len(tensors))
+    return _forward(loop, tensors, steps)[0]
 
 
 def _loop_forward(text: str, tensors: list[Tensor], steps: int, wants: list[bool]) -> list[Tensor]:
-    found = prepared(text, wants)
-    outputs, kept = _forward(found, tensors, steps)
+    loop = prepared_loop(text, wants)
+    outputs, kept = _forward(loop, tensors, steps)
     return [*outputs, *kept]
 
 
-def _forward(found: Prepared, tensors: list[Tensor], steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def _forward(loop: PreparedLoop, tensors: list[Tensor], steps: int) -> tuple[list[Tensor], list[Tensor]]:
     """(the last carry and ys, what else is kept)."""
-    inputs = found.inputs(tensors)
+    inputs = loop.inputs(tensors)
     if not steps:
-        carry = [x.clone() for x in inputs[: len(found.plan.step.carry)]]
-        return [*carry, *found.outputs(0)[len(carry) :]], found.kept(0)
+        carry = [x.clone() for x in inputs[: len(loop.plan.step.carry)]]
+        return [*carry, *loop.outputs(0)[len(carry) :]], loop.kept(0)
     with unseen():
-        last, ys, saved = found.run(steps).forward(inputs)
-    values = dict(zip(found.plan.saved, saved, strict=True))
-    outputs = apart([*last, *ys, *(values[n] for n in found.own)], tensors)
+        last, ys, saved = loop.run(steps).forward(inputs)
+    values = dict(zip(loop.plan.saved, saved, strict=True))
+    outputs = apart([*last, *ys, *(values[n] for n in loop.own)], tensors)
     n = len(last) + len(ys)
     return outputs[:n], outputs[n:]
 
@@ -148,31 +148,31 @@ def _loop_backward(
     kept: list[Tensor],
     grads: list[Tensor | None],
 ) -> list[Tensor]:
-    found = prepared(text, wants)
-    inputs = found.inputs(tensors)
+    loop = prepared_loop(text, wants)
+    inputs = loop.inputs(tensors)
     if not steps:
-        zeros = [torch.zeros_like(tensors[i]) for i in found.targets(grads)]
+        zeros = [torch.zeros_like(tensors[i]) for i in loop.targets(grads)]
         return [x if i >= len(grads) or (g := grads[i]) is None else g.clone() for i, x in enumerate(zeros)]
-    run = found.run(steps)
+    run = loop.run(steps)
     with unseen():
         if isinstance(run, RunInBlocks):  # its carries do not stand in a graph: they are found again
             run.forward(inputs)
             saved = []
         else:
             run.done = steps
-            saved = found.saved(inputs, kept)
+            saved = loop.saved(inputs, kept)
         given = run.backward(grads, inputs, saved)
-    whole = [torch.zeros_like(tensors[i]) if (g := given[i]) is None else g for i in found.targets(grads)]
+    whole = [torch.zeros_like(tensors[i]) if (g := given[i]) is None else g for i in loop.targets(grads)]
     return apart(whole, [*tensors, *(g for g in grads if g is not None)])
 
 
 def _fake_loop(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]:
-    return prepared(text, [False] * len(tensors)).outputs(steps)
+    return prepared_loop(text, [False] * len(tensors)).outputs(steps)
 
 
 def _fake_forward(text: str, tensors: list[Tensor], steps: int, wants: list[bool]) -> list[Tensor]:
-    found = prepared(text, wants)
-    return [*found.outputs(steps), *found.kept(steps)]
+    loop = prepared_loop(text, wants)
+    return [*loop.outputs(steps), *loop.kept(steps)]
 
 
 def _fake_backward(
@@ -180,7 +180,7 @@ def _fake_backward(
 ) -> list[Tensor]:
     return [
         torch.empty_like(tensors[i], memory_format=torch.contiguous_format)
-        for i in prepared(text, wants).targets(grads)
+        for i in prepared_loop(text, wants).targets(grads)
     ]
 
 
@@ -189,12 +189,12 @@ def _fake_backward(
 
 def _loop_autograd(text: str, tensors: list[Tensor], steps: int) -> list[Tensor]:
     wants = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
-    if not any(wants) or not prepared(text, wants).plan.grad:
+    if not any(wants) or not prepared_loop(text, wants).plan.grad:
         with below_autograd():
             return torch.ops.tensorloop.loop(text, tensors, steps)
     if all(type(x) in _PLAIN for x in tensors) and not blind_modes() and steps:
-        found = prepared(text, wants)
-        return list(Looped.apply(found.run(steps), *found.inputs(tensors)))  # pyright: ignore[reportArgumentType]
+        loop = prepared_loop(text, wants)
+        return list(Looped.apply(loop.run(steps), *loop.inputs(tensors)))  # pyright: ignore[reportArgumentType]
     return list(_Traced.apply(text, steps, wants, *tensors))  # pyright: ignore[reportArgumentType]
 
 
@@ -205,17 +205,17 @@ class _Traced(torch.autograd.Function):
     def forward(ctx: Any, text: str, steps: int, wants: list[bool], *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Writes the loop down, with what its backward keeps."""
         ctx.set_materialize_grads(False)
-        found = prepared(text, wants)
-        plan = found.plan
+        loop = prepared_loop(text, wants)
+        plan = loop.plan
         n = len(plan.step.carry)
-        if found.written.k is None:
+        if loop.text.k is None:
             given = torch.ops.tensorloop.loop_forward(text, list(tensors), steps, wants)
             outputs, kept = given[: n + len(plan.step.outs)], given[n + len(plan.step.outs) :]
-            kept = [*(outputs[n + k] for k in found.ys), *kept]
+            kept = [*(outputs[n + k] for k in loop.ys), *kept]
         else:
             with below_autograd():
                 outputs, kept = torch.ops.tensorloop.loop(text, list(tensors), steps), []
-        ctx.loop = text, steps, wants
+        ctx.call = text, steps, wants
         ctx.save_for_backward(*tensors, *kept)
         flowing = {*plan.flowing_carry, *(n + k for k in plan.flowing_outs)}
         ctx.mark_non_differentiable(*(x for i, x in enumerate(outputs) if i not in flowing))
@@ -224,13 +224,13 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Writes the loop's backward down."""
-        text, steps, wants = ctx.loop
+        text, steps, wants = ctx.call
         n = len(wants)
         if all(g is None for g in grads):
             return (None,) * (n + 3)
         tensors, kept = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
         given = torch.ops.tensorloop.loop_backward(text, list(tensors), steps, wants, list(kept), list(grads))
-        by_place = dict(zip(prepared(text, wants).targets(grads), given, strict=True))
+        by_place = dict(zip(prepared_loop(text, wants).targets(grads), given, strict=True))
         return (None, None, None, *(by_place.get(i) for i in range(n)))
 
 

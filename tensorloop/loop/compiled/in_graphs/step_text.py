@@ -1,11 +1,10 @@
 """A step as text: what an operation in a graph carries, so that the graph runs in another process too.
 
-It is JSON, and says which operations of torch a step does with which tensors. Read, it runs nothing else.
+It is JSON, and says which operations of torch a step does with which tensors. Whoever reads it can run nothing else.
 """
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -21,50 +20,45 @@ _NAMESPACES = ("aten", "prims")
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """A step, the (shape, dtype) of each input, tensors that the body makes itself, and how the loop runs."""
+class StepText:
+    """What stands in such a text: a step, what its inputs are like, tensors that the body makes, how the loop runs."""
 
     step: Trace
-    inputs: list[tuple[list[int], torch.dtype]]
+    inputs: list[tuple[list[int], torch.dtype]]  # of one step, but for the constants
     constants: list[Tensor]
     reverse: bool = False
     k: int | None = None
 
-    def text(self) -> str:
-        """As text."""
-        s = self.step
-        roles = s.carry, s.sequences, s.invariants, s.next_carry, s.outs
-        return json.dumps(
-            {
-                "operations": [[str(o.function), _put(o.args), _put(o.kwargs), _put(o.results)] for o in s.operations],
-                "step": [*map(list, roles), s.writes],
-                "inputs": [[shape, _put(dtype)] for shape, dtype in self.inputs],
-                "constants": [[_put(x.dtype), list(x.shape), _put(x.flatten().tolist())] for x in self.constants],
-                "reverse": self.reverse,
-                "k": self.k,
-            }
-        )
 
-
-def written(step: Trace, inputs: Sequence[Tensor], constants: Sequence[Tensor]) -> Written:
-    """A step with what belongs to it; `inputs` are those of one step, but for the constants."""
-    if any(x.numel() > MOST_CONSTANTS for x in constants):
+def to_text(content: StepText) -> str:
+    """The text of a step; raises `Refused` where something of it has none."""
+    if any(x.numel() > MOST_CONSTANTS for x in content.constants):
         raise Refused(f"the body makes a tensor of more than {MOST_CONSTANTS} numbers", "make it before the loop")
-    return Written(step, [([*map(int, x.shape)], x.dtype) for x in inputs], list(constants))
+    s = content.step
+    return json.dumps(
+        {
+            "operations": [[str(o.function), _put(o.args), _put(o.kwargs), _put(o.results)] for o in s.operations],
+            "step": [*map(list, (s.carry, s.sequences, s.invariants, s.next_carry, s.outs)), s.writes],
+            "inputs": [[shape, _put(dtype)] for shape, dtype in content.inputs],
+            "constants": [[_put(x.dtype), list(x.shape), _put(x.flatten().tolist())] for x in content.constants],
+            "reverse": content.reverse,
+            "k": content.k,
+        }
+    )
 
 
-def read(text: str) -> Written:
+def from_text(text: str) -> StepText:
     """The step of a text."""
-    found = json.loads(text)
+    content = json.loads(text)
     operations = [
         Operation(_operation(name), _get(args), _get(kwargs), _get(results), None)
-        for name, args, kwargs, results in found["operations"]
+        for name, args, kwargs, results in content["operations"]
     ]
-    carry, xs, captures, next_carry, ys, writes = found["step"]
-    step = Trace(operations, carry, xs, captures, next_carry, ys, None, writes)
-    inputs = [(shape, _get(dtype)) for shape, dtype in found["inputs"]]
-    constants = [torch.tensor(_get(x), dtype=_get(dtype)).reshape(shape) for dtype, shape, x in found["constants"]]
-    return Written(step, inputs, constants, found["reverse"], found["k"])
+    *roles, writes = content["step"]
+    step = Trace(operations, *roles, None, writes)
+    inputs = [(shape, _get(dtype)) for shape, dtype in content["inputs"]]
+    constants = [torch.tensor(_get(x), dtype=_get(dtype)).reshape(shape) for dtype, shape, x in content["constants"]]
+    return StepText(step, inputs, constants, content["reverse"], content["k"])
 
 
 def _operation(name: str) -> Any:

@@ -1,7 +1,5 @@
 """Autocast around a loop: its casts are operations of the step, which a plan then has, and no others are made."""
 
-import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,15 +16,6 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def without_kept_casts() -> AbstractContextManager[object]:
-    """A block in which every cast is an operation: those of weights that autocast keeps would be seen at one step."""
-    return _uncached() if torch.is_autocast_enabled("cpu") else nullcontext()
-
-
-@contextlib.contextmanager
-def _uncached() -> Iterator[None]:
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+    """A block in which every cast is an operation: casts of weights that autocast keeps would be seen at one step."""
+    dtype = state()
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)

@@ -65,6 +65,11 @@ _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
 _BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
 
 
+def refusal(reason: str, cure: str) -> Refused:
+    """Why a body is not compiled, by the user's line that runs now."""
+    return Refused(reason, cure, user_place())
+
+
 class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
@@ -73,6 +78,7 @@ class CallWatch(TorchFunctionMode):
     grad = True  # what it is made under
     asked_layout = False  # whether the body asked how a tensor lies in memory
     asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
+    tells_all = True  # whether the calls tell everything that the step does, as far as was seen
 
     def __enter__(self) -> Self:
         """Begins to look."""
@@ -103,7 +109,7 @@ class CallWatch(TorchFunctionMode):
                 "use eval(), or track_running_stats=False, or compile=False",
             )
         if reason is not None:
-            raise Refused(*reason, user_place())
+            raise refusal(*reason)
         outer, self.inside = self.inside, True
         if not outer:
             self.call, self.grad = func, torch.is_grad_enabled()
@@ -135,20 +141,20 @@ def custom_function() -> tuple[str, Place | None] | None:
     It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14). A forward may call that
     of the class above it; the name is that of the class whose `apply` was called.
     """
-    forwards, found = _forwards(), None
+    forwards, forward = _forwards(), None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if id(frame.f_code) in forwards:
-            found = frame
-        elif found is not None and not is_ours(frame):
+            forward = frame
+        elif forward is not None and not is_ours(frame):
             break
         frame = frame.f_back
-    return None if found is None else (forwards[id(found.f_code)], user_place(found.f_back))
+    return None if forward is None else (forwards[id(forward.f_code)], user_place(forward.f_back))
 
 
 def _forwards() -> dict[int, str]:
     """By the id of its code, as codes of equal text are equal: the class that has written each Function's forward."""
-    found: dict[int, str] = {}
+    forwards: dict[int, str] = {}
     classes = [torch.autograd.Function]
     while classes:
         cls = classes.pop()
@@ -157,8 +163,8 @@ def _forwards() -> dict[int, str]:
             function = cls.__dict__.get(name)
             if isinstance(function, staticmethod):
                 code = getattr(inspect.unwrap(function.__func__), "__code__", None)  # custom_fwd of AMP wraps it
-                found |= {} if code is None else {id(code): cls.__name__}
-    return found
+                forwards |= {} if code is None else {id(code): cls.__name__}
+    return forwards
 
 
 def is_torchs(function: Any) -> bool:
@@ -166,3 +172,42 @@ def is_torchs(function: Any) -> bool:
     if type(function) is FunctionType:
         return function.__module__ == "torch" or function.__module__.startswith("torch.")
     return type(function) in _BUILT_IN
+
+
+# -- what the body's Python is told
+
+_BETWEEN = "torch.overrides", "torch._tensor", __name__  # frames between a function of tensors and who called it
+
+
+class SizesTold(TorchFunctionMode):
+    """Notes what a body's Python is told about tensors: sizes, lengths, kinds. Its course depends on nothing else.
+
+    That is all that functions of tensors return beside tensors, where the caller is not the library itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function."""
+        out = func(*args, **(kwargs or {}))
+        if not _is_tensors(out) and not _is_library(_caller_of(sys._getframe(1))):
+            self.told.append(repr(out))
+        return out
+
+
+def _caller_of(frame: FrameType) -> FrameType:
+    """Who called a function of tensors: some are written in Python, and call the mode themselves."""
+    while frame.f_globals.get("__name__") in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_library(frame: FrameType) -> bool:
+    """Whether a frame runs the library's code."""
+    return frame.f_globals.get("__name__", "").startswith("tensorloop.")
+
+
+def _is_tensors(x: Any) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, (tuple, list)) and bool(x) and all(map(_is_tensors, x)))

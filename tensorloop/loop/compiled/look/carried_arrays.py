@@ -1,7 +1,8 @@
-"""TensorArrays in the carry while a step is written down, and what the step does for those of any length.
+"""TensorArrays in the carry while a step is written down.
 
-The step is looked at with short arrays of a length of our own, so that what it does has one key whatever the length is.
-What a body makes of the length shows where the same step is looked at with others (`Template`).
+The body gets short arrays of a length of our own, so that what it does has one key whatever the length is. What it
+makes of the length shows where the same step is looked at with other lengths (`template`). Behind such an array stands
+a tensor with as many slots: each write makes a new one, an append is a concatenation, a read an index.
 """
 
 from collections.abc import Sequence
@@ -10,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.operations import aten
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.trace import Operation
-from tensorloop.loop.compiled.look.operation_log import Recorder
-from tensorloop.loop.compiled.look.stand_in import StandIn, Uses
+from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import has_holes, kind_of, store_of, with_elements
+from tensorloop.tensor_array.keys import Key
+from tensorloop.tensor_array.store import Store
 
-STAND_IN, LONGER = 7, 12  # slots of an array: for the key, and to see what changes with them
+STAND_IN = 7  # slots of an array of the carry in a look
 
 
 class Arrays:
@@ -43,14 +46,14 @@ class Arrays:
                 self.kinds[i] = shape, dtype
 
     def again(self, lengths: Sequence[int] | None = None, *, known: bool = False) -> "Arrays":
-        """The same for another look; with `known`, what this one saw of elements is known from the beginning."""
+        """The arrays for another look; with `known`, what this one saw of elements is known from the beginning."""
         other = Arrays(self.init, lengths)
         if known:
             other.kinds |= self.kinds
         return other
 
     def of_rows(self, init: Sequence[Any], rows: int) -> "Arrays":
-        """Those of a carry of fewer rows, of whose elements all is known that this look saw."""
+        """The arrays of a carry of fewer rows, of whose elements all is known that this look saw."""
         other = Arrays(init, self.lengths)
         other.kinds = {i: ((rows, *shape[1:]), dtype) for i, (shape, dtype) in self.kinds.items()}
         return other
@@ -60,10 +63,10 @@ class Arrays:
         shape, dtype = self.kinds.get(i, ((0,), torch.float32))
         return torch.zeros((self.lengths[self.groups[i]], *shape), dtype=dtype)
 
-    def stand_in(self, i: int, values: Tensor, recorder: Recorder, number: int) -> TensorArray:
+    def stand_in(self, i: int, values: Tensor, log: OperationLog, number: int) -> TensorArray:
         """The array that the body gets."""
         known = values if i in self.kinds else None
-        store = StandIn(known, self.lengths[self.groups[i]], self.uses, recorder, number)
+        store = StandIn(known, self.lengths[self.groups[i]], self.uses, log, number)
         return with_elements(self.first[i], store, None if known is None else known.new_empty(known.shape[1:]))
 
     def take(self, i: int, returned: Any, number: int) -> Tensor:
@@ -94,101 +97,161 @@ class Arrays:
 
     def growth(self, after: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
         """How many slots a step adds to the arrays of each group; `after` are their places and what they became."""
-        found: dict[int, int] = {}
+        added: dict[int, int] = {}
         for i, values in after:
             k = self.groups[i]
             more = len(values) - self.lengths[k]
-            if found.setdefault(k, more) != more:
+            if added.setdefault(k, more) != more:
                 raise Refused(
                     "arrays in the carry that begin with as many slots do not grow alike",
                     "begin one of them with another length, or write to both in each step",
                 )
-        return tuple(found[k] for k in range(len(self.starts)))
+        return tuple(added[k] for k in range(len(self.starts)))
 
 
-class Template:
-    """What a step does for arrays of any length: learnt from one look, and for each group one with longer arrays.
+class Uses:
+    """What a step did with arrays beside appending to them."""
 
-    `written` are looks with lines, `seen` such as make a key.
+    def __init__(self) -> None:
+        self.reads = False  # slots, which must be there
+        self.spans = False  # a tensor as long as one: torch may have another operation for other lengths
+        self.sees = False  # how long one is, in Python: it may choose by that what to do
+
+
+class StandIn(Store):
+    """The store of an array that a body gets: `values` (slots, *F) is the array now, input `number` of the step.
+
+    None while the elements of the array are unknown.
     """
 
-    def __init__(self, written: Sequence[Any], seen: Sequence[Any]) -> None:
-        self._written = written
-        self._key = [self._joined(*entries) for entries in _aligned(x.recorder.key for x in seen)]
+    __slots__ = ("length", "log", "number", "uses", "values")
 
-    def operations(self, symbols: Sequence[int]) -> list[Operation]:
-        """Those of the step, with `symbols` in the place of lengths."""
+    length: int
 
-        def put(x: Any) -> Any:
-            if isinstance(x, _Affine):
-                return x.shift + sum(a * s for a, s in zip(x.scales, symbols, strict=False))
-            if isinstance(x, dict):
-                return {name: put(y) for name, y in x.items()}
-            return [put(y) for y in x] if isinstance(x, list) else x
+    def __init__(self, values: Tensor | None, length: int, uses: Uses, log: OperationLog, number: int) -> None:
+        self.values, self.length = values, length
+        self.uses, self.log, self.number = uses, log, number
 
-        found = []
-        for same in _aligned(x.step.operations for x in self._written):
-            first = same[0]
-            if any(o.function is not first.function or o.results != first.results for o in same):
-                raise length_matters(first.place)
-            args = self._joined(*(o.args for o in same), place=first.place)
-            kwargs = self._joined(*(o.kwargs or {} for o in same), place=first.place)
-            found.append(Operation(first.function, put(args), put(kwargs), first.results, first.place))
-        return found
+    def tell_length(self) -> int:
+        self.uses.sees = True
+        return self.length
 
-    def forget(self) -> None:
-        """Holds nothing of the steps that were looked at."""
-        del self._written
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return torch.device("cpu")
 
-    def describes(self, seen: Any, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:
-        """Whether a step that was looked at with these lengths did this, with these captures."""
-        expected = [x.at(lengths) if isinstance(x, _Affine) else x for x in self._key]
-        return expected == seen.recorder.key and same_captures(captures, seen.captures)
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.uses.sees = True
+        return self._known().nbytes
 
-    def _joined(self, first: Any, *others: Any, place: Any = None) -> Any:
-        """An argument, with `_Affine` where it changes with the lengths."""
-        if isinstance(first, (list, tuple)) and all(type(x) is type(first) and len(x) == len(first) for x in others):
-            return type(first)(self._joined(*xs, place=place) for xs in zip(first, *others, strict=True))
-        if isinstance(first, dict) and all(isinstance(x, dict) and x.keys() == first.keys() for x in others):
-            return {name: self._joined(y, *(x[name] for x in others), place=place) for name, y in first.items()}
-        if all(type(x) is type(first) and x == first for x in others):
-            return first
-        if type(first) is not int or any(type(x) is not int for x in others):
-            raise length_matters(place)
-        parts = [divmod(x - first, LONGER - STAND_IN) for x in others]
-        if any(rest for _, rest in parts) or sum(scale != 0 for scale, _ in parts) > 1:
-            raise length_matters(place)
-        scales = tuple(scale for scale, _ in parts)
-        return _Affine(scales, first - sum(scales) * STAND_IN)
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.values is not None and self.values.requires_grad
+
+    def append(self, x: Tensor) -> None:
+        self.extend(x.unsqueeze(0))
+
+    def extend(self, values: Tensor) -> None:
+        if self.values is None:
+            self.values = values.new_zeros((self.length, *values.shape[1:]))
+            self.log.stand(self.values, self.number)
+        self._become(torch.cat([self.values, values]))
+
+    def pad(self, length: int) -> None:
+        raise refusal(
+            "an array in the carry has slots that are skipped, or written row by row",
+            "append, or write to slots that there are",
+        )
+
+    def truncate(self, length: int) -> bool:
+        raise refusal("an array in the carry is cut short", "keep a number of valid slots in the carry")
+
+    def put(self, key: Key, x: Tensor) -> None:
+        if not isinstance(key, int):
+            raise refusal(
+                "an array in the carry is written row by row, or by scatter()",
+                "append whole slots, and mask rows with torch.where",
+            )
+        self.uses.reads = True
+        self._become(self._known().select_scatter(x, 0, key))
+
+    def read(self, i: int) -> Tensor:
+        self.uses.reads = True
+        return self._known().select(0, i).clone()
+
+    def span(self, start: int, stop: int) -> Tensor:
+        self.uses.spans = True
+        return self._known()[start:stop]
+
+    def whole(self) -> Tensor:
+        return self.span(0, self.length)
+
+    def gather(self, index: Tensor) -> Tensor:
+        return self._at(index)
+
+    def read_at(self, index: Any) -> Tensor | None:
+        known = self._index(index)
+        return None if known is None else self._at(known)
+
+    def put_at(self, index: Any, x: Tensor) -> bool:
+        known = self._index(index)
+        if known is None or known.dim() or not isinstance(x, Tensor) or not self._takes(x):
+            return False
+        with self.log.instead_of(known):
+            self._become(aten.index_put.default(self._known(), [known], x))
+        return True
+
+    def _at(self, index: Tensor) -> Tensor:
+        with self.log.instead_of(index):  # there may be fewer slots here than in the array
+            return aten.index.Tensor(self._known(), [index])
+
+    def _takes(self, x: Tensor) -> bool:
+        values = self._known()
+        return x.shape == values.shape[1:] and x.dtype is values.dtype and x.device == values.device
+
+    def _index(self, index: Any) -> Tensor | None:
+        """An index as a tensor that the step knows; None for numbers."""
+        if isinstance(index, torch.SymInt):
+            number, scale, shift = self.log.number, index.node.scale, index.node.shift
+            return None if number is None else number * scale + shift
+        fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device.type == "cpu"
+        return index.to(torch.int64) if fits else None
+
+    def fork(self) -> "StandIn":
+        return StandIn(self.values, self.length, self.uses, self.log, self.number)
+
+    def detach(self) -> "StandIn":
+        twin = self.fork()
+        twin._become(self._known().detach())
+        return twin
+
+    def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:
+        """Attention to all slots as the formula says."""
+        if not rules.plain:
+            return NotImplemented
+        stores = [store_of(x) for x in (keys, values)]
+        if not all(isinstance(x, StandIn) for x in stores) or not _fit(q, *(x.values for x in stores)):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            return NotImplemented
+        k, v = (x.whole() for x in stores)  # pyright: ignore[reportOptionalMemberAccess]
+        group = q.shape[-2] // k.shape[-2]
+        q = q.unflatten(-2, (k.shape[-2], group)) * rules.scale
+        weights = torch.softmax(torch.einsum("...d,n...d->...n", q, k.unsqueeze(-2)), -1)
+        return torch.einsum("...n,n...d->...d", weights, v.unsqueeze(-2)).flatten(-3, -2)
+
+    def _become(self, values: Tensor) -> None:
+        self.values, self.length = values, len(values)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def _known(self) -> Tensor:
+        if self.values is None:
+            raise refusal("an array in the carry is read before its first write", "begin with a slot of zeros")
+        return self.values
 
 
-def same_captures(these: Sequence[Tensor], those: Sequence[Tensor]) -> bool:
-    """Whether two looks at a step met the same tensors from outside, or made equal ones."""
-    pairs = list(zip(these, those, strict=False))
-    return len(these) == len(those) and all(a is b or torch.equal(a.detach(), b.detach()) for a, b in pairs)
-
-
-class _Affine:
-    """scales . lengths + shift."""
-
-    def __init__(self, scales: tuple[int, ...], shift: int) -> None:
-        self.scales, self.shift = scales, shift
-
-    def at(self, lengths: Sequence[int]) -> int:
-        return self.shift + sum(a * n for a, n in zip(self.scales, lengths, strict=True))
-
-
-def _aligned(columns: Any) -> list[tuple[Any, ...]]:
-    lists = [list(x) for x in columns]
-    if len({len(x) for x in lists}) > 1:
-        raise length_matters()
-    return list(zip(*lists, strict=True))
-
-
-def length_matters(place: Any = None) -> Refused:
-    """Why a body that takes another course for another length is not compiled."""
-    return Refused(
-        "what the body does depends on the length of an array in the carry",
-        "read slots that every length has, or set compile=False",
-        place,
-    )
+def _fit(q: Any, k: Tensor | None, v: Tensor | None) -> bool:
+    if k is None or v is None or not isinstance(q, Tensor) or q.dim() < 2:
+        return False
+    same = k.dim() == v.dim() == q.dim() + 1 and k.shape[1:-2] == v.shape[1:-2] == q.shape[:-2]
+    heads = same and k.shape[-2] == v.shape[-2] and k.shape[-2] > 0 and q.shape[-2] % k.shape[-2] == 0
+    alike = q.is_floating_point() and q.dtype == k.dtype == v.dtype and len(k) == len(v)
+    return heads and alike and q.shape[-1] == k.shape[-1] > 0

@@ -43,21 +43,21 @@ _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
-def never(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+def never_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
     """Whether an operation that may draw does not, for its dropout is none."""
     if func is not _aten._scaled_dot_product_flash_attention_for_cpu.default:
         return False
     return (args[3] if len(args) > 3 else (kwargs or {}).get("dropout_p", 0.0)) == 0.0
 
 
-def known(func: Any) -> bool:
+def may_draw_ahead(func: Any) -> bool:
     """Whether an operation that draws may do so ahead."""
     name = func._schema.name.split("::")[1]
     return func in _MADE or not {name, f"{name}.{func._overloadname}"}.isdisjoint(_FRESH | _IN_PLACE)
 
 
 @dataclasses.dataclass
-class Draw:
+class DrawOp:
     """One operation of a step that draws. `example` is like what it gives."""
 
     number: int
@@ -66,17 +66,17 @@ class Draw:
     made: Callable[..., Tensor] | None = None  # of what was drawn and the operation's arguments
 
 
-def of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> Draw:
+def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:
     """What draws the same as an operation did; it holds no tensor of the step's but `out`."""
     generator = kwargs.get("generator")
     if func in _MADE:
         draw, made = _MADE[func]
         numbers = [None if isinstance(x, Tensor) else x for x in args]
-        return Draw(number, out, lambda into: draw(into, generator, numbers), made)
+        return DrawOp(number, out, lambda into: draw(into, generator, numbers), made)
     inplace = func._schema.name.endswith("_")
     if inplace and out.is_contiguous():
         rest = args[1:]
-        return Draw(number, out, lambda into: func(into, *rest, **kwargs))
+        return DrawOp(number, out, lambda into: func(into, *rest, **kwargs))
     like = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None for x in args]
 
     def fill(into: Tensor) -> None:
@@ -84,7 +84,7 @@ def of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, numb
         into.copy_(func(*made, **kwargs))
 
     rest = [None if isinstance(x, Tensor) else x for x in args]
-    return Draw(number, out, fill)
+    return DrawOp(number, out, fill)
 
 
 def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -95,7 +95,7 @@ class Generators:
     """The generators that a step draws from, and the states that they had before."""
 
     def __init__(self, *, watched: bool) -> None:
-        self.found: list[Generator] = []
+        self.seen: list[Generator] = []
         self._before: list[Tensor] = []
         self._after: list[Tensor] = []
         self.watched, self._drew = watched, False
@@ -104,29 +104,29 @@ class Generators:
     def index(self, generator: Generator | None) -> int:
         """The number of one."""
         generator = torch.default_generator if generator is None else generator
-        for k, g in enumerate(self.found):
+        for k, g in enumerate(self.seen):
             if g is generator:
                 return k
-        self.found.append(generator)
+        self.seen.append(generator)
         state = generator.get_state()
         self._before.append(state)
         self._after.append(state)
-        return len(self.found) - 1
+        return len(self.seen) - 1
 
     def drew(self, k: int) -> None:
         """Notes the state behind a draw."""
         self._drew = True
         if self.watched:
-            self._after[k] = self.found[k].get_state()
+            self._after[k] = self.seen[k].get_state()
 
     def moved(self) -> bool:
         """Whether one has another state than after the last draw: the body sets it."""
-        pairs = zip(self.found, self._after, strict=True)
+        pairs = zip(self.seen, self._after, strict=True)
         return self.watched and any(not torch.equal(g.get_state(), state) for g, state in pairs)
 
     def restore(self) -> None:
         """Puts them back to where they were before draws."""
         if not self._drew:
             return
-        for g, state in zip(self.found, self._before, strict=True):
+        for g, state in zip(self.seen, self._before, strict=True):
             g.set_state(state)

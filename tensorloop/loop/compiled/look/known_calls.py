@@ -1,9 +1,9 @@
 """What a body does in one step, seen from above: its calls of torch, by which a step is known again at little cost.
 
 Below one call of torch lie the same operations whenever the call, the kinds of its tensors and its other arguments are
-the same. So the first look at a body, which writes down operations (`fingerprint`), notes the calls around them too: a
-path. Later the calls are held against the paths that are known, each before it is made. One that leaves them ends the
-glance (`Missed`), before it has drawn a random number or written to anything.
+the same. So the first look at a body, which writes down operations (`operation_log`), notes the calls around them too:
+a path. Later the calls are held against the paths that are known, each before it is made. One that leaves them ends the
+step (`UnknownCall`), before it has drawn a random number or written to anything.
 
 A body has no path where calls do not tell everything: an operation outside of any call (a script, a function that hides
 itself), a tensor that comes from nowhere (vmap), arguments that cannot be compared.
@@ -30,27 +30,26 @@ _ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.de
 _ALIKE |= {torch.memory_format}
 
 
-class Missed(BaseException):
+class UnknownCall(BaseException):
     """A call that no known step makes: the body ends here, whatever exceptions it expects."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The end of a path: the key of the step's plan, and where its captures are among those of the glance."""
+    """The end of a path: the key of the step's plan, and where its captures are among those of the trail."""
 
     key: Any
     captures: tuple[int, ...]
 
 
-class Glance(CallWatch):
+class CallTrail(CallWatch):
     """Follows the calls of one step along `known` paths; without them it notes a new one."""
 
     def __init__(self, arguments: Sequence[Tensor], known: dict[Any, Any] | None = None) -> None:
         super().__init__()
         self.path: list[tuple[Any, ...]] = []
         self.captures: list[Tensor] = []
-        self.clear = True  # whether the path tells everything, as far as one sees here
-        self.reads = False  # a value in Python, which is no known call
+        self.may_read = self.reads = False  # values in Python: no known call does
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
@@ -75,7 +74,7 @@ class Glance(CallWatch):
                 self._note(key, x)
         self._step(key)
         if self._known is None:
-            self.clear &= is_torchs(func)
+            self.tells_all &= is_torchs(func)
             out = self._seen(func, args, kwargs)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -103,12 +102,12 @@ class Glance(CallWatch):
         self._known = self._known.get(tuple(key))
         if self._known is None:
             self._known = {}  # for a body that goes on all the same
-            raise Missed
+            raise UnknownCall
 
     def _attribute(self, func: Any, args: Any) -> Any:
         """Reads an attribute; one that is a tensor is noted as a call, and writing one has no path."""
         if func.__name__ != "__get__":
-            self._step([self._unclear()])
+            self._step([self._incomparable()])
         out = self._seen(func, args, None)
         if isinstance(out, Tensor):
             key: list[Any] = [func.__self__]
@@ -137,16 +136,16 @@ class Glance(CallWatch):
             for y in (x.start, x.stop, x.step):
                 self._note(key, y)
         else:
-            key.append(self._unclear())
+            key.append(self._incomparable())
 
-    def _unclear(self) -> Any:
+    def _incomparable(self) -> Any:
         """Stands for what cannot be compared: nothing is equal to it."""
-        self.clear = False
+        self.tells_all = False
         return object()
 
     def _capture(self, key: list[Any], x: Tensor) -> int:
         if x.layout is not torch.strided:
-            key.append(self._unclear())
+            key.append(self._incomparable())
         else:
             key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
         number = self._numbers[id(x)] = len(self._held)
@@ -164,7 +163,7 @@ class Glance(CallWatch):
                 self._made(x)
 
 
-class Paths:
+class KnownCalls:
     """Known paths, below what is known of a loop before its step."""
 
     def __init__(self) -> None:
@@ -175,25 +174,25 @@ class Paths:
         """The paths of such loops; None where there are none."""
         return self._roots.get(root)
 
-    def unclear(self, root: Hashable) -> bool:
+    def cannot_tell(self, root: Hashable) -> bool:
         """Whether calls do not tell steps of such loops apart."""
         return self._roots.get(root, ()) is None
 
-    def add(self, root: Hashable, glance: Glance, key: Hashable, captures: Sequence[Tensor]) -> None:
-        """Notes that a path leads to a plan; `captures` are the step's as the plan wants them."""
+    def add(self, root: Hashable, trail: CallTrail, key: Hashable, captures: Sequence[Tensor]) -> None:
+        """Notes that the calls of a step lead to a plan; `captures` are the step's in the order of the plan."""
         if self._count >= MOST_PATHS:
             self.clear()
         self._count += 1
-        places = {id(x): i for i, x in enumerate(glance.captures)}
+        places = {id(x): i for i, x in enumerate(trail.captures)}
         order = tuple(places.get(id(x), -1) for x in captures)
-        if not glance.clear or glance.asked_grad or -1 in order or len(places) != len(order):
+        if not trail.tells_all or trail.asked_grad or -1 in order or len(places) != len(order):
             self._roots[root] = None
             return
         place = self._roots.setdefault(root, {})
         if place is not None:
-            for key_of_call in glance.path[:-1]:
+            for key_of_call in trail.path[:-1]:
                 place = place.setdefault(key_of_call, {})
-            place[glance.path[-1]] = Leaf(key, order)
+            place[trail.path[-1]] = Leaf(key, order)
 
     def clear(self) -> None:
         """Forgets all."""
@@ -201,4 +200,4 @@ class Paths:
         self._count = 0
 
 
-paths = Paths()
+known_calls = KnownCalls()

@@ -22,8 +22,8 @@ from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
-from tensorloop.loop.compiled.look import draws
-from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function
+from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function, refusal
+from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, may_draw_ahead, never_draws
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -71,26 +71,26 @@ _MASKS = (torch.bool, torch.uint8)
 _FILL = {"fill_", "zero_", "copy_"}
 
 
-class Recorder(OperationMode):
+class OperationLog(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
-    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, glance: Any = None) -> None:
+    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, trail: CallWatch | None = None) -> None:
         super().__init__()
         self.key: list[Any] = []
         self.functions: list[Any] = []
         self.starts: list[int] = []  # where in the key each of these begins
         self.operations: list[Operation] = []
         self.captures: dict[int, Tensor] = {}  # number -> tensor
-        self.lines, self.glance = lines, glance
-        self.watch = CallWatch() if glance is None else glance
+        self.lines = lines
+        self.watch = CallWatch() if trail is None else trail  # sees the calls around the operations
         self.writes, self.strided = False, False
         self.number: Tensor | None = None  # of the step, where the body gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
         self.may_draw = True
         self.may_read = False  # values in Python; `reads` then says whether that was done
         self.reads = False
-        self.draws: list[draws.Draw] = []
-        self.generators = draws.Generators(watched=lines)
+        self.draws: list[DrawOp] = []
+        self.generators = Generators(watched=lines)
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
@@ -101,7 +101,7 @@ class Recorder(OperationMode):
         self._unread = False  # whether the operation at hand fills what was empty, or gives a part of it to be filled
 
     def __enter__(self) -> Self:
-        """Begins to look, with the glance that is to be learnt."""
+        """Begins to look, at calls of torch too."""
         self.watch.__enter__()
         return super().__enter__()
 
@@ -114,9 +114,9 @@ class Recorder(OperationMode):
     ) -> Any:
         """Runs one operation and writes it down."""
         traits = _TRAITS.get(id(func)) or _traits(func)
-        if traits.reason is not None and not draws.never(func, args, kwargs):
+        if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == _READS):
-                raise Refused(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason], user_place())
+                raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason])
             self.reads = True
         if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
             self._other_grad_mode(traits.name)
@@ -156,10 +156,8 @@ class Recorder(OperationMode):
                 self._follow(args, out)
             self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
         if len(self.functions) > MOST_OPERATIONS:
-            raise Refused(
-                f"a step has more than {MOST_OPERATIONS} operations",
-                "make it a loop of its own inside the step",
-                user_place(),
+            raise refusal(
+                f"a step has more than {MOST_OPERATIONS} operations", "make it a loop of its own inside the step"
             )
         return out
 
@@ -169,9 +167,9 @@ class Recorder(OperationMode):
             raise Refused(f"the body uses the custom Function {function[0]}", FUNCTION, function[1])
         said = self.watch.said(name)
         if self.watch.inside and self.watch.grad is self.grad:
-            raise Refused(f"{said} computes a part of itself without gradients", NATIVE, user_place())
+            raise refusal(f"{said} computes a part of itself without gradients", NATIVE)
         cure = "cut gradients off by detach(), and set grad modes around the loop"
-        raise Refused(f"{said} runs under another grad mode than the loop", cure, user_place())
+        raise refusal(f"{said} runs under another grad mode than the loop", cure)
 
     def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that no call of torch made: a script's, or one that hides itself.
@@ -180,26 +178,22 @@ class Recorder(OperationMode):
         operations do not show.
         """
         if func is _aten.detach.default and args[0].requires_grad:
-            raise Refused(
-                "a scripted function computes its own gradient", "call the function that was scripted", user_place()
-            )
-        if self.glance is not None:
-            self.glance.clear = False
+            raise refusal("a scripted function computes its own gradient", "call the function that was scripted")
+        self.watch.tells_all = False
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
         if not self.may_draw:
-            raise Refused(
+            raise refusal(
                 "random numbers are drawn in a loop of unknown length",
                 "draw them before the loop and index them by the step",
-                user_place(),
             )
         k = self.generators.index(kwargs.get("generator"))
         if self.generators.moved():
-            raise Refused("the body sets the state of a generator", "seed before the loop", user_place())
+            raise refusal("the body sets the state of a generator", "seed before the loop")
         out = func(*args, **kwargs)
         self.generators.drew(k)
-        draw = draws.of(func, args, kwargs, out, len(self._tensors))
+        draw = draw_op(func, args, kwargs, out, len(self._tensors))
         fresh = id(out) not in self._numbers
         if not fresh or draw.made is not None:
             draw.example = torch.empty(out.shape, dtype=out.dtype, device="cpu")
@@ -222,10 +216,8 @@ class Recorder(OperationMode):
         own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
         self.strided = True
         if offset is not None and _storage(args[0]) in own:
-            raise Refused(
-                "as_strided() with an offset into memory from outside of the step",
-                "index, or use unfold() or narrow()",
-                user_place(),
+            raise refusal(
+                "as_strided() with an offset into memory from outside of the step", "index, or use unfold() or narrow()"
             )
 
     def finish(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -244,7 +236,7 @@ class Recorder(OperationMode):
         return number >= self._given and number not in self.captures
 
     def shapes(self) -> list[torch.Size]:
-        """Those of the step's tensors, by number."""
+        """The shapes of the step's tensors, by number."""
         return [x.shape for x in self._tensors]
 
     def stand(self, x: Tensor, number: int) -> None:
@@ -263,22 +255,17 @@ class Recorder(OperationMode):
     def course(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """The operations with their arguments that are no tensors, beside what autograd does for itself."""
         ends = [*self.starts[1:], len(self.key)][: len(self.starts)]
-        found = []
+        course = []
         for func, start, end in zip(self.functions, self.starts, ends, strict=True):
             if func not in _OF_AUTOGRAD:
                 part = self.key[start:end]
                 kinds = [(x, y) for x, y in pairwise(part) if isinstance(x, type)]
-                found.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
-        return found
+                course.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
+        return course
 
-    def let_go(self) -> list[weakref.ref[Tensor]]:
-        """Holds no tensor of the step any more; gives those that operations made, weakly."""
-        made = [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
-        self._tensors.clear()
-        self._numbers.clear()
-        self.draws.clear()
-        self.number = None
-        return made
+    def tensors_made(self) -> list[weakref.ref[Tensor]]:
+        """The tensors that operations made, and the inputs: once the record is gone, only the body can hold them."""
+        return [weakref.ref(x) for n, x in enumerate(self._tensors) if n not in self.captures]
 
     def _note(self, x: Any) -> None:
         """Adds an argument to the key."""
@@ -288,10 +275,8 @@ class Recorder(OperationMode):
             if number is None:
                 number = self._capture(x)
             elif self._empty and not self._unread and _storage(x) in self._empty:
-                raise Refused(
-                    "a tensor made by empty() is filled by no operation that torch sees",
-                    "make it with zeros()",
-                    user_place(),
+                raise refusal(
+                    "a tensor made by empty() is filled by no operation that torch sees", "make it with zeros()"
                 )
             key.append(number)
         elif isinstance(x, (list, tuple)):
@@ -323,10 +308,9 @@ class Recorder(OperationMode):
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in PLAIN or x.layout is not torch.strided:
-            raise Refused(
+            raise refusal(
                 f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
                 "give plain tensors: what is in it, or its values()",
-                user_place(),
             )
         _check_device(x)
         number = self._numbers[id(x)] = len(self._tensors)
@@ -341,7 +325,7 @@ class Recorder(OperationMode):
             if id(out) not in self._numbers:  # an operation in place gives its argument
                 _check_device(out)
                 if out.layout is not torch.strided:
-                    raise Refused(f"a tensor of layout {out.layout} is made", "use dense tensors", user_place())
+                    raise refusal(f"a tensor of layout {out.layout} is made", "use dense tensors")
                 self._numbers[id(out)] = len(self._tensors)
                 self._tensors.append(out)
         elif isinstance(out, (list, tuple)):
@@ -366,10 +350,9 @@ class Recorder(OperationMode):
     def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses masks as indices and writes to memory from outside."""
         if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
-            raise Refused(
+            raise refusal(
                 f"{traits.name} by a mask has a result whose shape depends on values",
                 "torch.where(mask, x, 0) and masked sums keep the shape",
-                user_place(),
             )
         written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
         for x in written:
@@ -377,16 +360,14 @@ class Recorder(OperationMode):
                 if isinstance(y, Tensor):
                     self.writes = True
                     if _storage(y) in self._foreign:
-                        raise Refused(
+                        raise refusal(
                             f"{traits.name} writes to a tensor from outside of the body",
                             "put it in the carry, or write to a clone()",
-                            user_place(),
                         )
                     if self._numbers[id(y)] in self._cut:
-                        raise Refused(
+                        raise refusal(
                             f"{traits.name} writes to a tensor that was detached before",
                             "write before detach(), or to a clone()",
-                            user_place(),
                         )
                     if traits.fills:
                         self._empty.discard(_storage(y))
@@ -412,7 +393,7 @@ def _traits(func: Any) -> _Traits:
     schema = func._schema
     writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     reason = _REASONS.get(func)
-    drawn = torch.Tag.nondeterministic_seeded in func.tags and draws.known(func)
+    drawn = torch.Tag.nondeterministic_seeded in func.tags and may_draw_ahead(func)
     if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
         reason = _DRAWS
     elif torch.Tag.data_dependent_output in func.tags:
@@ -426,8 +407,8 @@ def _traits(func: Any) -> _Traits:
     returned = [x.alias_info for x in schema.returns]
     view = bool(returned) and all(x is not None and not x.is_write for x in returned)
     flags = func in _EMPTY, func in _INDEXED, fills, view, drawn
-    found = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
-    return _TRAITS.setdefault(id(func), found)
+    traits = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
+    return _TRAITS.setdefault(id(func), traits)
 
 
 def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
@@ -438,10 +419,9 @@ def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
 def _check_device(x: Tensor) -> None:
     """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
     if not x.is_cpu:
-        raise Refused(
+        raise refusal(
             f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
             "compile=False says that this is meant",
-            user_place(),
         )
 
 
@@ -452,9 +432,8 @@ def _storage(x: Tensor) -> int:
 def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """The operation as it runs now: with this step's number."""
     if func.overloadpacket not in _NUMBERED:
-        raise Refused(
+        raise refusal(
             f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number",
             "make it a tensor: torch.as_tensor(i), torch.select(table, 0, i)",
-            user_place(),
         )
     return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)

@@ -43,7 +43,7 @@ class Entries(Slices):
         return _Outputs(self.packed, self.rows)
 
     def of_rows(self, ids: Tensor) -> "Entries":
-        """Those of some rows."""
+        """The entries of some rows."""
         leaves = [None if x is None else x.index_select(1, ids) for x, _ in self.tensors]
         assert self.active is not None
         return Entries(self.packed, leaves, self.active.index_select(1, ids), masked=True)
@@ -66,30 +66,30 @@ class PaddedLoop(Loop):
 
 
 def of_rows(loop: Loop, ids: Tensor) -> Loop:
-    """The same loop of some of its rows, to be looked at."""
+    """A loop of some of the rows, to be looked at."""
     if not isinstance(loop, PaddedLoop):
-        return _kept(loop, copy.copy(loop), select(loop.init, ids), ids)
+        return _with_init(loop, copy.copy(loop), select(loop.init, ids), ids)
     return _stretch(loop, loop.entries.of_rows(ids), select(loop.init, ids), select(loop.lasts, ids), ids)
 
 
 def _stretch(loop: Loop, entries: Entries, init: State, lasts: State, ids: Tensor | None) -> PaddedLoop:
     """A loop over these entries; `ids` are those among its rows, None for all."""
-    found = PaddedLoop.__new__(PaddedLoop)
-    vars(found).update(vars(loop))
-    found.entries = found.slices = entries
-    found.lasts, found.length, found.outputs = lasts, entries.length, entries.outputs()
-    return _kept(loop, found, init, ids)
+    copied = PaddedLoop.__new__(PaddedLoop)
+    vars(copied).update(vars(loop))
+    copied.entries = copied.slices = entries
+    copied.lasts, copied.length, copied.outputs = lasts, entries.length, entries.outputs()
+    return _with_init(loop, copied, init, ids)
 
 
-def _kept(loop: Loop, found: L, init: State, ids: Tensor | None) -> L:
+def _with_init(loop: Loop, copied: L, init: State, ids: Tensor | None) -> L:
     """Puts `init` and the context of these rows into a copy of a loop."""
-    found.init, found.carry = init, copy.copy(loop.carry)
-    found.carry.expect(init)
+    copied.init, copied.carry = init, copy.copy(loop.carry)
+    copied.carry.expect(init)
     if ids is not None:
-        found.context = copy.copy(loop.context)
-        found.context.leaves = select(loop.context.leaves, ids)
-        found.context.arguments = found.context.arguments_of(found.context.leaves)
-    return found
+        copied.context = copy.copy(loop.context)
+        copied.context.leaves = select(loop.context.leaves, ids)
+        copied.context.arguments = copied.context.arguments_of(copied.context.leaves)
+    return copied
 
 
 class Stretch(NamedTuple):
@@ -181,8 +181,8 @@ class PaddedScan:
 
     def ys(self) -> list[Tensor]:
         """ys in time order, of the rows that ran."""
-        found = [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*self._ys, strict=True)]
-        return [segments.collect(y, self._places) for y in found] if self.masked else found
+        ys = [x[0] if len(x) == 1 else torch.cat(x) for x in zip(*self._ys, strict=True)]
+        return [segments.collect(y, self._places) for y in ys] if self.masked else ys
 
 
 class SomeRows:

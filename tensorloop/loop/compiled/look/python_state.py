@@ -44,14 +44,14 @@ class _Held(NamedTuple):
     was: Any
 
 
-class Outside:
+class PythonState:
     """What functions reach, as it is now; of each its name, itself and the names of its arguments."""
 
     def __init__(self, functions: Sequence[tuple[str, Any, Sequence[str]]]) -> None:
         self._functions = functions
-        self.renew()
+        self.retake()
 
-    def renew(self) -> None:
+    def retake(self) -> None:
         """Takes what is there now for what was."""
         self._held: list[_Held] = []
         self._containers: list[tuple[str, Any, Any]] = []  # (name, object, a copy of what is in it)

@@ -8,7 +8,8 @@ the same at every step.
 import gc
 import random
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,43 +17,47 @@ from torch import Tensor
 
 from tensorloop._torch import graph
 from tensorloop.compiler.refused import FUNCTION, Refused
-from tensorloop.loop.compiled.look.python_state import Outside
+from tensorloop.compiler.trace import Trace
+from tensorloop.loop.compiled.look.look import Look, Record, record
+from tensorloop.loop.compiled.look.python_state import PythonState
 
 MOST_LAYOUTS = 4
 
 
-def inspect(found: Any, again: Callable[..., Any]) -> Any:
-    """Runs the step again and gives it as it was recorded then, with lines; raises `Refused` where that says why.
-
-    `again` runs it; with a `change`, on inputs that this has changed, with a `layout`, on such that lie in memory so.
-    """
-    loop = found.loop
-    outside = Outside(loop.functions)
+def look_twice(look: Look) -> Trace:
+    """Runs the step again and returns its trace, of which a graph can be made; raises `Refused` where that says why."""
+    first = look.record
+    assert first is not None
+    state = PythonState(look.frame.loop.functions)
     before = random.getstate(), _numpys_state()
-    second = again()
+    second = record(look.frame.again(), lines=True)
     if (random.getstate(), _numpys_state()) != before:
         raise Refused(
             "the body draws random numbers of Python or NumPy",
             "draw with torch, or before the loop and give them as xs",
         )
-    outside.check()
-    if second.recorder.course() != found.recorder.course():
+    state.check()
+    if second.log.course() != first.log.course():
         raise Refused("the body does not do the same at every step", "keep what changes in the carry, as tensors")
-    _compare_captures(found, second, again)
-    _compare_layouts(found, second, again)
-    _find_functions(second)
-    _find_held(second)
-    return second
+    _compare_captures(first, second)
+    _compare_layouts(first, second)
+    _refuse_functions(second)
+    trace, made = second.trace, second.log.tensors_made()
+    del second
+    _refuse_held(made)
+    return trace
 
 
-def compare_flags(found: Any, again: Callable[..., Any]) -> None:
+def compare_flags(look: Look) -> None:
     """Where the body asks whether a tensor requires a gradient, it does the same whether all do or none does.
 
     The first look gives it tensors that do not, and what it would do with others shows in no key: so that is looked at
     on every call.
     """
-    asked = found.known is None and found.recorder.watch.asked_grad and torch.is_grad_enabled()
-    if asked and again().recorder.course() != found.recorder.course():
+    first = look.record
+    if first is None or not first.log.watch.asked_grad or not torch.is_grad_enabled():
+        return
+    if record(look.frame.again(), lines=True).log.course() != first.log.course():
         raise Refused(
             "what the body does depends on whether a tensor requires a gradient",
             "decide before the loop, by an argument",
@@ -67,7 +72,7 @@ def _numpys_state() -> Any:
     return name, keys.tobytes(), rest
 
 
-def _compare_captures(first: Any, second: Any, again: Callable[..., Any]) -> None:
+def _compare_captures(first: Record, second: Record) -> None:
     """What the body makes by no operation that torch sees, such as `torch.tensor(2.0)`, must be the same each time.
 
     That also holds for other inputs: code in C may compute with a tensor and torch does not see it.
@@ -79,62 +84,64 @@ def _compare_captures(first: Any, second: Any, again: Callable[..., Any]) -> Non
             "make it before the loop, or by operations on the carry and x",
         )
     if any(a is not b for a, b in pairs):
-        third = again(change=_moved)
+        third = record(first.frame.again(), lines=True, change=_move)
         same = len(third.captures) == len(pairs)
         if not same or any(not _equal(a, c) for (a, _), c in zip(pairs, third.captures, strict=True)):
             raise Refused("the body computes a tensor by what torch does not see", "use operations of torch")
-        _find_held(third)  # an attribute of the body holds what the last look made
+        made = third.log.tensors_made()
+        del third
+        _refuse_held(made)  # an attribute of the body holds what the last look made
 
 
-def _compare_layouts(first: Any, second: Any, again: Callable[..., Any]) -> None:
+def _compare_layouts(first: Record, second: Record) -> None:
     """Where it may matter how tensors lie in memory, the step does the same for all ways in which they do.
 
     A look gives a body contiguous copies, as the compiled loop will. The eager loop gives it the caller's tensors, and
     then its own results: `reshape` of such a one may be a copy, which a write in place does not write through.
     """
-    r = second.recorder
-    if not (r.writes or r.strided or r.watch.asked_layout):
+    frame, log = first.frame, second.log
+    if not (log.writes or log.strided or log.watch.asked_layout):
         return
-    left, met = first.layouts(), set[Any]()
+    left, met = frame.layouts(first.results), set[Any]()
     while left:
         layout = left.pop()
-        kind = first.kind_of(layout)
+        kind = frame.kind_of(layout)
         if not any(kind) or kind in met:
             continue
         met.add(kind)
-        seen = again(lines=False, layout=layout)
-        if r.strided or len(met) > MOST_LAYOUTS or seen.recorder.key != first.recorder.key:
+        other = record(frame.again(), layout=layout)
+        if log.strided or len(met) > MOST_LAYOUTS or other.log.key != first.log.key:
             raise Refused(
                 "what the body does depends on how a tensor in the carry or xs lies in memory",
                 "call contiguous() on what is written to or viewed",
             )
-        left += seen.layouts()
-        _find_held(seen)
+        left += frame.layouts(other.results)
+        made = other.log.tensors_made()
+        del other
+        _refuse_held(made)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a.detach(), b.detach(), 0, 0, equal_nan=True)
 
 
-def _moved(x: Tensor) -> None:
+def _move(x: Tensor) -> None:
     """Makes every float another one, near it: a body may be made for some alone."""
     if x.is_floating_point():
         x.mul_(1.015625).add_(2**-10)
 
 
-def _find_functions(recorded: Any) -> None:
-    """Custom Functions have gradients that the graph of their operations does not."""
-    stop = {None, *(x.grad_fn for x in recorded.captures)}
-    outputs = [x for x in (*recorded.leaves, *recorded.ys) if isinstance(x, Tensor)]
-    ends = [x.grad_fn for x in outputs if x.grad_fn not in stop]
+def _refuse_functions(seen: Record) -> None:
+    """Refuses custom Functions: their gradients are not those of a graph of their operations."""
+    stop = {None, *(x.grad_fn for x in seen.captures)}
+    ends = [x.grad_fn for x in seen.results.outputs()[0] if x.grad_fn not in stop]
     for node in graph.walk(ends, lambda edge: edge[0] not in stop):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             raise Refused(f"the body uses the custom Function {type(node).__name__.removesuffix('Backward')}", FUNCTION)
 
 
-def _find_held(recorded: Any) -> None:
-    """What the body keeps of a step elsewhere would be of one step alone."""
-    made = recorded.let_go()
+def _refuse_held(made: Sequence[weakref.ref[Tensor]]) -> None:
+    """Refuses a body that holds tensors of a step whose record is gone: they would be of that one step alone."""
     if any(x() is not None for x in made):
         gc.collect()
         if any(x() is not None for x in made):

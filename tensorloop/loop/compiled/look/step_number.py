@@ -10,8 +10,7 @@ from typing import Any, Never
 
 import torch
 
-from tensorloop._common.user_line import user_place
-from tensorloop.compiler.refused import Refused
+from tensorloop.loop.compiled.look.calls import refusal
 
 
 class StepNumber:
@@ -75,10 +74,9 @@ class StepNumber:
 
 
 def _refuse(*_: Any) -> Never:
-    raise Refused(
+    raise refusal(
         "the body needs i, the number of the step, as a Python number",
         "operations of torch take it: torch.select(table, 0, i), h * i",
-        user_place(),
     )
 
 
@@ -90,6 +88,4 @@ def symbol(value: int, scale: int = 1, shift: int = 0) -> Any:
 def refuse_returned(leaves: Iterable[Any]) -> None:
     """Raises where a body returns the number as it is: to a loop it is no number of Python's."""
     if any(isinstance(x, torch.SymInt) for x in leaves):
-        raise Refused(
-            "the body returns i, the number of the step, as a Python number", "return torch.as_tensor(i)", user_place()
-        )
+        raise refusal("the body returns i, the number of the step, as a Python number", "return torch.as_tensor(i)")

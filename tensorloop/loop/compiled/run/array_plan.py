@@ -13,8 +13,9 @@ from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_l
 from tensorloop.compiler.refused import NATIVE, Refused
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.autocast import without_autocast
-from tensorloop.loop.compiled.look.carried_arrays import LONGER, STAND_IN, Template, length_matters, same_captures
-from tensorloop.loop.compiled.look.look import Recorded, filled_by, python_values
+from tensorloop.loop.compiled.look.carried_arrays import STAND_IN
+from tensorloop.loop.compiled.look.look import Look, python_values, random_values, record
+from tensorloop.loop.compiled.look.template import LONGER, Template, length_matters, same_captures
 from tensorloop.loop.compiled.run.array_memory import logged
 from tensorloop.loop.compiled.run.plan import Plan
 
@@ -57,89 +58,82 @@ class ArrayPlan(Plan):
 
 
 class Looks(NamedTuple):
-    """What was seen of a step with arrays: one that is written down, and what it does for arrays of any length."""
+    """What was seen of a step with arrays: its trace, and what it does for arrays of any length."""
 
-    base: Recorded
+    trace: Trace
     template: Template
     told: list[str] | None
 
 
-def looked(found: Recorded) -> Looks:
+def look_at_lengths(look: Look) -> Looks:
     """Runs a step with arrays in its carry again, with arrays of other lengths too."""
-    groups = range(len(found.arrays.starts))
+    frame = look.frame
+    groups = range(len(frame.arrays.starts))
     if len(groups) > len(LENGTH_MARKS):
         raise Refused(
             f"arrays of more than {len(LENGTH_MARKS)} different lengths are in the carry",
             "begin them with as many slots",
         )
-    if found.draws:
+    if look.draws:
         raise Refused(
             "random numbers are drawn in a loop with a TensorArray in the carry",
             "draw before the loop and give them as xs",
         )
     lengths = [None, *([LONGER if k == other else STAND_IN for k in groups] for other in groups)]
-
-    def looks(*, lines: bool) -> list[Recorded]:
-        return [Recorded(found.loop, found.first, lines=lines, arrays=found.arrays.again(x)) for x in lengths]
-
     try:
         # With lines the arguments have gradients, so that what cuts them off shows; torch then has operations of its
         # own in between, and a key is of a look without.
-        written, seen = looks(lines=True), looks(lines=False)
+        written, seen = (
+            [record(frame.again(frame.arrays.again(x)), lines=lines) for x in lengths] for lines in (True, False)
+        )
     except Refused:
         raise
     except Exception:  # at a length that the loop may never have
         raise length_matters() from None
-    template = Template(written, seen)
-    if not template.describes(found, found.arrays.lengths, found.captures):
+    template, first = Template(written, seen), look.record
+    assert first is not None
+    if not template.describes(first, frame.arrays.lengths, look.captures):
         raise length_matters()
-    for x in (*written[1:], *seen):
-        x.let_go()
-    return Looks(written[0], template, found.told if all(x.told == found.told for x in seen) else None)
+    told = first.told if all(x.told == first.told for x in seen) else None
+    return Looks(written[0].trace, template, told)
 
 
-def planned(found: Recorded, looks: Looks, examples: list[Tensor], wants: Sequence[bool], reverse: bool) -> ArrayPlan:
+def make_array_plan(
+    look: Look, looks: Looks, examples: list[Tensor], wants: Sequence[bool], reverse: bool
+) -> ArrayPlan:
     """The plan of a step with arrays in its carry."""
-    base, template, told = looks
+    trace, template, told = looks
 
     def made(symbols: Sequence[int]) -> tuple[Any, list[Tensor]]:
-        step = dataclasses.replace(base.step, operations=template.operations(symbols))
-        return step, _examples(found, examples, symbols)
+        step = dataclasses.replace(trace, operations=template.operations(symbols))
+        return step, _examples(look, examples, symbols)
 
     grad = any(wants)
     with quiet_fakes():
         other = made(OTHER_MARKS)
-        plan = ArrayPlan(*made(LENGTH_MARKS), other, wants, grad=grad, reverse=reverse, growth=found.growth)
+        plan = ArrayPlan(*made(LENGTH_MARKS), other, wants, grad=grad, reverse=reverse, growth=look.results.growth)
     if plan.grad and (lack := plan.backward().lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
     plan.writes = logged(plan.step)
-    base.let_go()
-    template.forget()
     return plan
 
 
-def _examples(found: Recorded, examples: list[Tensor], symbols: Sequence[int]) -> list[Tensor]:
+def _examples(look: Look, examples: list[Tensor], symbols: Sequence[int]) -> list[Tensor]:
     """Tensors without numbers, those of arrays as long as their symbols."""
-    arrays = found.arrays
+    frame, arrays = look.frame, look.frame.arrays
     sizes = [(tuple(x.shape), x.dtype) for x in examples]
-    for k, i in enumerate(found.places):
+    for k, i in enumerate(frame.places):
         if i in arrays.first:
             shape, dtype = arrays.kinds[i]
             sizes[k] = (symbols[arrays.groups[i]], *shape), dtype
     fakes = empty_fakes(sizes)
     return [
-        fakes[k] if k < len(found.places) and i in arrays.first else x
-        for k, (i, x) in enumerate(_placed(found, examples))
+        fakes[k] if k < len(frame.places) and frame.places[k] in arrays.first else x for k, x in enumerate(examples)
     ]
 
 
-def _placed(found: Recorded, examples: list[Tensor]) -> list[tuple[int | None, Tensor]]:
-    places = [*found.places, *[None] * (len(examples) - len(found.places))]
-    return list(zip(places, examples, strict=True))
-
-
-def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
+def try_lengths(look: Look, plan: ArrayPlan, steps: int | None) -> None:
     """Looks at the step with arrays as long as they will be, where it could do something else then.
 
     Appends have no such choice, reads need the slots to be there, torch may have other operations for tensors of other
@@ -147,14 +141,16 @@ def try_lengths(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
     the last one always. Where nobody knows how many steps there are, the first ones are tried, and the others when the
     loop is over, before anybody gets its results: torch's other operations have the same values.
     """
-    _try_each(found, plan, steps)
-    if not _stays_in_memory(found, plan, 1 if steps is None else steps):
+    _try_each(look, plan, steps)
+    if not _stays_in_memory(look, plan, 1 if steps is None else steps):
         raise length_matters()
 
 
-def _try_each(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
-    uses, starts = found.arrays.uses, found.arrays.starts
-    sees = uses.sees or plan.told is None or plan.told != found.told
+def _try_each(look: Look, plan: ArrayPlan, steps: int | None) -> None:
+    frame, growth = look.frame, look.results.growth
+    uses, starts, first = frame.arrays.uses, frame.arrays.starts, look.record
+    assert first is not None
+    sees = uses.sees or plan.told is None or plan.told != first.told
     if not (sees or uses.spans or uses.reads):
         return
     if sees and steps is None:
@@ -162,45 +158,44 @@ def _try_each(found: Recorded, plan: ArrayPlan, steps: int | None) -> None:
             "the body sees how long an array in the carry is, in a loop of unknown length",
             "use scan or fori_loop, whose length is known, or a counter in the carry",
         )
-    values = python_values(found) if sees else ()
-    ends = (2 if steps is None else steps) if (sees or uses.spans) and any(found.growth) else 1
+    values = python_values(frame.loop) if sees else ()
+    ends = (2 if steps is None else steps) if (sees or uses.spans) and any(growth) else 1
     for t in range(ends):
-        lengths = tuple(n + more * t for n, more in zip(starts, found.growth, strict=True))
+        lengths = tuple(n + more * t for n, more in zip(starts, growth, strict=True))
         if (values, lengths) not in plan.tried or (sees and 0 < t == ends - 1):
-            seen = Recorded(found.loop, found.first, arrays=found.arrays.again(lengths))
-            if not plan.template.describes(seen, lengths, found.captures) and not (
-                min(lengths) < 2 and _same_values(found, plan, lengths)
+            seen = record(frame.again(frame.arrays.again(lengths)))
+            if not plan.template.describes(seen, lengths, look.captures) and not (
+                min(lengths) < 2 and _same_values(look, plan, lengths)
             ):
                 raise length_matters()
             plan.tried.add((values, lengths))
 
 
-def _stays_in_memory(found: Recorded, plan: ArrayPlan, steps: int) -> bool:
+def _stays_in_memory(look: Look, plan: ArrayPlan, steps: int) -> bool:
     """Whether each place that a step of the plan reads or writes is in its array, at all of so many steps.
 
     Torch counts from the end where a place is below zero, and cuts slices short; machine code does neither.
     """
-    starts = found.arrays.starts
-    last = [n + more * (steps - 1) for n, more in zip(starts, found.growth, strict=True)]
+    starts = look.frame.arrays.starts
+    last = [n + more * (steps - 1) for n, more in zip(starts, look.results.growth, strict=True)]
     programs = [(plan.forward, starts), *([(plan.backward(), last)] if plan.grad else [])]
     return all(program.core is None or program.core.fits(steps, lengths) for program, lengths in programs)
 
 
-def _same_values(found: Recorded, plan: ArrayPlan, lengths: Sequence[int]) -> bool:
+def _same_values(look: Look, plan: ArrayPlan, lengths: Sequence[int]) -> bool:
     """Whether the plan's step gives the values of the body: torch has other operations for one slot than for many."""
+    frame, n = look.frame, len(look.frame.places)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        seen = Recorded(
-            found.loop, found.first, arrays=found.arrays.again(lengths, known=True), change=filled_by(generator)
-        )
+        seen = record(frame.again(frame.arrays.again(lengths, known=True)), change=random_values(generator))
         try:
             with torch.no_grad(), without_autocast():
-                values = Sized(plan.module, lengths).run(*seen.before, *found.captures)
+                values = Sized(plan.module, lengths).run(*seen.before, *look.captures)
         except (IndexError, RuntimeError, ValueError):  # a slot that there is not, or sizes that do not fit
             return False
-        results = [*(seen.leaves[i] for i in found.places), *(y for y in seen.ys if isinstance(y, Tensor))]
-        values = [*values[: len(found.places)], *values[len(found.carry) :]]  # without the inputs of rows that stop
-        if not same_captures(found.captures, seen.captures):
+        results = [*seen.results.carry[:n], *(y for y in seen.results.ys if isinstance(y, Tensor))]
+        values = [*values[:n], *values[len(frame.carry) :]]  # without the inputs of rows that stop
+        if not same_captures(look.captures, seen.captures):
             return False
         for a, b in zip(results, values, strict=False):  # an answer may follow
             small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0

@@ -11,13 +11,13 @@ from torch import Generator, Tensor
 
 from tensorloop._torch.transforms import random_numbers_allowed
 from tensorloop.compiler.graph.complex_pairs import split_pairs
-from tensorloop.loop.compiled.look.draws import Draw
+from tensorloop.loop.compiled.look.draws import DrawOp
 
 
-class Draws:
+class DrawnNumbers:
     """The draws of a loop, block by block. A block that comes again is drawn from the state that it began with."""
 
-    def __init__(self, draws: Sequence[Draw], generators: Sequence[Generator], *, reverse: bool) -> None:
+    def __init__(self, draws: Sequence[DrawOp], generators: Sequence[Generator], *, reverse: bool) -> None:
         self.draws, self.generators, self.reverse = list(draws), list(generators), reverse
         self._states: dict[int, list[Tensor]] = {}
 

@@ -17,10 +17,10 @@ from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.verify import Broken
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory
-from tensorloop.loop.compiled.run.drawn_numbers import Draws
+from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
 from tensorloop.loop.compiled.run.gradient_sums import Coming, GradientSums
 from tensorloop.loop.compiled.run.plan import Plan
-from tensorloop.loop.compiled.run.python_condition import Asking
+from tensorloop.loop.compiled.run.python_condition import PythonCondition
 
 R = TypeVar("R")
 FREE_BYTES = 2**23  # what a backward pass may take for its own, however little is kept
@@ -33,9 +33,9 @@ class RunAtOnce:
     plan: Plan
     steps: int | None
     done: int = 0
-    draws: Draws | None = None  # whose numbers are the last sequences
+    draws: DrawnNumbers | None = None  # whose numbers are the last sequences
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
-    ask: Asking | None = None  # where a condition is asked in Python
+    ask: PythonCondition | None = None  # where a condition is asked in Python
 
     @property
     def drawn(self) -> int:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Misuse
@@ -18,9 +19,9 @@ from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.refused import Refused
 from tensorloop.loop import advice
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.key import code_of
-from tensorloop.loop.compiled.look.look import CURE_OF_ROWS, ROWS_STOP, Recorded
-from tensorloop.loop.compiled.look.python_state import Outside
+from tensorloop.loop.compiled.look.frame import CURE_OF_ROWS, ROWS_STOP, code_of
+from tensorloop.loop.compiled.look.look import Look
+from tensorloop.loop.compiled.look.python_state import PythonState
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import refill, written_state
@@ -41,8 +42,8 @@ def learn(loop: Loop) -> None:
     _known.add(code_of(loop.until))
 
 
-class Asking:
-    """A loop's condition between its steps; `going` is what it said last."""
+class PythonCondition:
+    """A loop's condition, asked in Python between its steps; `going` is what it said last."""
 
     def __init__(self, loop: Loop) -> None:
         if modes() or autocast.state() is not None:
@@ -54,29 +55,29 @@ class Asking:
         self.stepped = copy.copy(loop)  # the steps, which know of no condition
         self.stepped.cond = self.stepped.until = None
         self.stepped.functions = tuple(f for f in loop.functions if f.what == "body_fn")
-        self._body = Outside(self.stepped.functions)
-        self._condition = Outside([f for f in loop.functions if f.what != "body_fn"])
+        self._body = PythonState(self.stepped.functions)
+        self._condition = PythonState([f for f in loop.functions if f.what != "body_fn"])
 
-    def begin(self, found: Recorded, *, grad: bool) -> None:
-        """Before the first step, which was recorded: it must have changed nothing in Python."""
-        if found.draws:
+    def begin(self, look: Look) -> None:
+        """Takes what the first step was seen to do, which must have changed nothing in Python."""
+        if look.draws:
             raise Refused(
                 "random numbers are drawn in a loop of unknown length",
                 "draw them before the loop and index them by the step",
             )
         self._body.check()
-        self._found, self._grad, self._like = found, grad, found.given()
+        self._look, self._grad, self._like = look, torch.is_grad_enabled(), look.frame.given()
 
     def __call__(self, state: Sequence[Tensor]) -> bool:
         """Asks, after a step that gave this carry."""
-        loop, found = self.loop, self._found
+        loop = self.loop
         if loop.cond is not None:
             loop.taken += 1
             if loop.taken == loop.length:
                 self.going = False
                 return False
         parts = complex_pairs.join_pairs(state, self._like)
-        own, foreign = Versions(parts), Versions(found.captures)
+        own, foreign = Versions(parts), Versions(self._look.captures)
         held = [sys.getrefcount(x) for x in parts]
         self.going = self._answer(parts)
         if foreign.changed() is not None:
@@ -98,7 +99,7 @@ class Asking:
     def _answer(self, parts: Sequence[Tensor]) -> bool:
         loop = self.loop
         carry = list(loop.init)
-        for i, x in zip(self._found.places, parts, strict=True):
+        for i, x in zip(self._look.frame.places, parts, strict=True):
             carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
         tree = loop.carry.tree.unflatten(carry)
         arrays = [x for x in carry if isinstance(x, TensorArray)]

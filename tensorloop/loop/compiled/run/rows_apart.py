@@ -21,7 +21,8 @@ from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Operation, Ref
 from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.look.autocast import without_autocast
-from tensorloop.loop.compiled.look.look import Recorded, filled_by, python_values
+from tensorloop.loop.compiled.look.frame import Frame
+from tensorloop.loop.compiled.look.look import Look, Record, python_values, random_values, record
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.loop import Loop
 
@@ -40,35 +41,35 @@ _COUNTS = "rows leave the batch, and what the body does depends on how many ther
 
 @dataclasses.dataclass
 class Known:
-    """What was found of a plan's step, where some captures have rows of their own: by these."""
+    """What is known of a plan's step, for captures of which these have rows of their own."""
 
-    whole: "_Look"
+    whole: "_RowsTrace"
     counts: set[Any]
 
 
-def check(found: Recorded, plan: Plan, rows: int, counts: Iterable[int], few: Callable[[Tensor], Loop]) -> None:
+def check(look: Look, plan: Plan, rows: int, counts: Iterable[int], few: Callable[[Tensor], Loop]) -> None:
     """Raises `Refused` where rows that leave would not do as well if they stayed.
 
     `few` makes the loop of some rows; `counts` are how many there may be beside `rows`.
     """
-    own = _own_captures(found)
-    values = python_values(found)
+    own = _own_captures(look)
+    values = python_values(look.frame.loop)
     known = plan.apart.get(own)
     if known is None:
         if rows > 1 and _rows_meet(plan, rows, own):
             raise Refused(_MIXES, "keep rows apart, or set compile=False")
-        whole = _Look(Recorded(found.loop, found.first, lines=True, live=False))
+        whole = _RowsTrace(record(look.frame.again(), lines=True, live=False))
         known = plan.apart[own] = Known(whole, set())
     for n in counts:
         if (values, n) not in known.counts:
-            _compare(found, plan, known.whole, rows, few(torch.arange(n, device="cpu")), n, own)
+            _compare(look, plan, known.whole, rows, few(torch.arange(n, device="cpu")), n, own)
             known.counts.add((values, n))
 
 
-def _own_captures(found: Recorded) -> tuple[int, ...]:
+def _own_captures(look: Look) -> tuple[int, ...]:
     """Which captures have rows of their own: those of the context, which rows leave too."""
-    context = {id(x) for x in found.loop.context.leaves if isinstance(x, Tensor) and x.dim()}
-    return tuple(i for i, x in enumerate(found.captures) if id(x) in context)
+    context = {id(x) for x in look.frame.loop.context.leaves if isinstance(x, Tensor) and x.dim()}
+    return tuple(i for i, x in enumerate(look.captures) if id(x) in context)
 
 
 # -- addresses
@@ -105,28 +106,24 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
 # -- numbers of rows
 
 
-class _Look:
-    """The operations of a step, and the shapes of what it met."""
+class _RowsTrace:
+    """What a step of some rows did, and the shapes of its tensors."""
 
-    def __init__(self, recorded: Recorded) -> None:
-        assert recorded.recorder is not None
-        self.operations = recorded.step.operations
-        self.outputs, self.shapes = recorded.outputs, recorded.recorder.shapes()
-        self.numbers = recorded.step.invariants
-        recorded.let_go()
+    def __init__(self, seen: Record) -> None:
+        self.operations, self.shapes = seen.trace.operations, seen.log.shapes()
+        self.inputs, self.outputs = seen.trace.inputs, seen.trace.outputs
 
 
-def _compare(found: Recorded, plan: Plan, whole: _Look, rows: int, loop: Loop, n: int, own: Sequence[int]) -> None:
+def _compare(look: Look, plan: Plan, whole: _RowsTrace, rows: int, loop: Loop, n: int, own: Sequence[int]) -> None:
     """Raises where a step of n rows is not that of all rows, with fewer."""
-    first = None if found.first is None else found.first[:n]
-    seen = Recorded(loop, first, lines=True, live=False)
-    if not _same_captures(found.captures, seen.captures, own):
+    first = None if look.frame.first is None else look.frame.first[:n]
+    seen = record(Frame(loop, first), lines=True, live=False)
+    if not _same_captures(look.captures, seen.captures, own):
         raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False")
-    look = _Look(seen)
-    place = _Same(whole, look, rows, n).difference()
+    place = _Same(whole, _RowsTrace(seen), rows, n).difference()
     if place is None:
         return
-    if n > 1 or not _same_values(found, plan, rows, loop, first, own):
+    if n > 1 or not _same_values(look, plan, rows, loop, first, own):
         raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False", place[0])
 
 
@@ -140,13 +137,13 @@ def _same_captures(these: Sequence[Tensor], those: Sequence[Tensor], own: Sequen
 class _Same:
     """Two looks at a step, with many rows and with few."""
 
-    def __init__(self, many: _Look, few: _Look, rows: int, n: int) -> None:
+    def __init__(self, many: _RowsTrace, few: _RowsTrace, rows: int, n: int) -> None:
         self.many, self.few, self.rows, self.n = many, few, rows, n
 
     def difference(self) -> tuple[Any] | None:
         """The user's line where they differ, as a tuple; None where they do not."""
         a, b = self.many, self.few
-        if a.outputs != b.outputs or a.numbers != b.numbers or len(a.operations) != len(b.operations):
+        if a.outputs != b.outputs or a.inputs != b.inputs or len(a.operations) != len(b.operations):
             return (None,)
         for x, y in zip(a.operations, b.operations, strict=True):
             if not self._alike(x, y):
@@ -194,30 +191,30 @@ def _refs(x: Any) -> Iterable[int]:
 # -- values
 
 
-def _same_values(found: Recorded, plan: Plan, rows: int, loop: Loop, first: Tensor | None, own: Sequence[int]) -> bool:
+def _same_values(look: Look, plan: Plan, rows: int, loop: Loop, first: Tensor | None, own: Sequence[int]) -> bool:
     """Whether the plan's step gives each of its rows what the body gives to one."""
-    if any(x.is_complex() for x in found.carry):
+    if any(x.is_complex() for x in look.frame.carry):
         return False
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        arrays = found.arrays.of_rows(loop.init, 1)
-        seen = Recorded(loop, first, lines=True, live=False, change=filled_by(generator), arrays=arrays)
+        arrays = look.frame.arrays.of_rows(loop.init, 1)
+        frame = Frame(loop, first, arrays)
+        seen = record(frame, lines=True, live=False, change=random_values(generator))
         captures = [_spread(x, rows) if i in own else x for i, x in enumerate(seen.captures)]
-        dims = [int(i in arrays.first) for i in seen.places]
+        dims = [int(i in arrays.first) for i in frame.places]
         of_all = [*dims, *[0] * (len(seen.before) - len(dims))]
         given = [_spread(x, rows, dim) for x, dim in zip(seen.before, of_all, strict=True)]
         with torch.no_grad(), without_autocast():
             values = Sized(plan.module, arrays.lengths).run(*given, *captures)
-        new = [*(seen.leaves[i] for i in seen.places)]
-        ys = [y for y in seen.ys if isinstance(y, Tensor)]
-        k = len(found.carry)
+        new = seen.results.carry[: len(dims)]
+        ys = [y for y in seen.results.ys if isinstance(y, Tensor)]
+        k = len(look.frame.carry)
         given = [*values[: len(new)], *values[k : k + len(ys)]]
         for a, b, dim in zip([*new, *ys], given, [*dims, *(0 for _ in ys)], strict=True):
             small = torch.finfo(a.dtype).eps ** 0.5 if a.is_floating_point() else 0
             a = _spread(a, rows, dim)
             if b.shape != a.shape or not torch.allclose(a, b, small, small, equal_nan=True):
                 return False
-        seen.let_go()
     return True
 
 

@@ -1,0 +1,374 @@
+"""What a loop puts around its body in one step: tensors that go in, rows that do not run, the condition after it."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._common import pytree
+from tensorloop._common.arguments import describe
+from tensorloop.compiler.refused import Refused
+from tensorloop.loop.compiled.look import autocast
+from tensorloop.loop.compiled.look.carried_arrays import Arrays
+from tensorloop.loop.compiled.look.known_calls import CallTrail
+from tensorloop.loop.compiled.look.operation_log import OperationLog
+from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
+from tensorloop.loop.compiled.look.step_number import refuse_returned, symbol
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
+from tensorloop.tensor_array.array import TensorArray
+from tensorloop.tensor_array.internals import mask_rows, store_of
+
+NUMBERS = bool, int, float, complex, str  # what a carry may hold beside tensors and arrays, if no step changes it
+CURE_OF_ROWS = "while_loop stops rows in a compiled loop"
+ROWS_STOP = "until gives a bool for each row, and the ys of a compiled loop have one length"
+
+Watch = OperationLog | CallTrail  # the mode that a body runs under
+Layout = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]  # strides of the carry, of the rows of xs
+
+
+class AnswersInPython(Exception):
+    """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
+
+
+class Key:
+    """What plans are found by: a tuple whose hash is taken once."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Key and self._hash == other._hash and self.parts == other.parts)
+
+
+class StepResults(NamedTuple):
+    """What one step gave: the next carry, ys, the condition's answer, and how many slots it added to arrays."""
+
+    carry: list[Tensor]
+    ys: list[Any]
+    answer: Tensor | None
+    growth: tuple[int, ...]  # of each group of arrays
+
+    def outputs(self) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """(all tensors that come out of the step, what else a plan depends on: which ys are none, and of what type)."""
+        tensors, kinds = list(self.carry), list[Any]()
+        for y in self.ys:
+            if isinstance(y, Tensor):
+                tensors.append(y)
+            kinds.append("y" if isinstance(y, Tensor) else type(y))
+        if self.answer is not None:
+            tensors.append(self.answer)
+        return tensors, (*kinds, self.answer is None)
+
+
+class Frame:
+    """The frame around the body of a loop, for one run of the first step.
+
+    `carry` are the tensors of the loop's carry and, where rows stop on their own, what the loop adds to them: the
+    inputs that stopped rows get, which rows run, and how many steps each has taken. `xs` have the steps first. `first`
+    is what the condition said before the loop. `root` is what is known of a plan's key before the step.
+    """
+
+    def __init__(self, loop: Loop, first: Tensor | None = None, arrays: Arrays | None = None) -> None:
+        self.loop, self.first = loop, first
+        self.places = [i for i, x in enumerate(loop.init) if isinstance(x, (Tensor, TensorArray))]
+        self.arrays = Arrays(loop.init) if arrays is None else arrays
+        self.carry: list[Tensor] = [
+            self.arrays.values(i) if i in self.arrays.first else loop.init[i] for i in self.places
+        ]
+        self.rows = ActiveRows(first, False) if first is not None and first.dim() else None
+        self.active = loop.entries.active if isinstance(loop, PaddedLoop) else None
+        self.held = self._held()
+        if self.rows is not None and first is not None:
+            self.rows.mask_at(0)
+            self.rows.active = first
+            lasts = make_first_inputs(self.rows, loop.init)
+            taken = torch.zeros(first.shape, dtype=torch.int64, device="cpu")
+            self.carry += [*(lasts[i] for i in self.held), first, taken]
+        if isinstance(loop, PaddedLoop):
+            self.carry += [loop.lasts[i].detach() for i in self.held]
+        self.xs = sequences(loop)
+        self.root = self._root()
+
+    def _held(self) -> list[int]:
+        """Places in the carry of what has rows, where some stop before others."""
+        leaves = self.loop.init
+        if self.rows is not None:
+            return [i for i in self.places if self.rows.holds(leaves[i])]
+        tensors = [i for i in self.places if i not in self.arrays.first]  # arrays mask their own writes
+        return [] if self.active is None else [i for i in tensors if leaves[i].dim()]
+
+    def _root(self) -> Key:
+        loop = self.loop
+        carry = tuple((x.shape, x.dtype, x.requires_grad, kind_of_layout(x, 0)) for x in self.carry)
+        xs = tuple((x.shape[1:], x.dtype, x.requires_grad, kind_of_layout(x, 1)) for x in self.xs)
+        reverse = loop.slices is not None and loop.slices.reverse
+        asks = loop.cond is None, loop.until is None
+        settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
+        return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
+
+    def again(self, arrays: Arrays | None = None) -> "Frame":
+        """A frame for another run of the same step, by default with arrays of which nothing is known yet."""
+        return Frame(self.loop, self.first, arrays)
+
+    def continue_with(self, loop: Loop) -> None:
+        """Takes a loop of the same step in the place of this one: its carry is alike, and it has all steps of xs."""
+        self.loop, self.xs = loop, sequences(loop)
+
+    def given(self) -> list[Tensor]:
+        """The loop's carry before its first step: arrays with the slots that they really have."""
+        arrays = self.arrays
+        tensors = [arrays.given(i) if i in arrays.first else x for i, x in zip(self.places, self.carry, strict=False)]
+        return tensors + self.carry[len(self.places) :]
+
+    # -- what goes in
+
+    def inputs(self, layout: Layout | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """(carry, a row of each of xs): copies, which a body may change."""
+        loop = self.loop
+        t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
+        carry, row = [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
+        return (carry, row) if layout is None else (_laid(carry, layout[0]), _laid(row, layout[1]))
+
+    def layouts(self, results: StepResults) -> list[Layout]:
+        """How the carry and the rows of xs lie in memory before the eager loop's first step, and before its second."""
+        row = tuple(x.stride()[1:] for x in self.xs)
+        # Arrays are contiguous, and an empty one has no dims of elements yet, so its layout after the step would not
+        # fit what the step is given.
+        arrays = {k for k, i in enumerate(self.places) if i in self.arrays.first}
+        after = [old if k in arrays else x for k, (old, x) in enumerate(zip(self.carry, results.carry, strict=True))]
+        return [(tuple(x.stride() for x in tensors), row) for tensors in (self.carry, after)]
+
+    def kind_of(self, layout: Layout) -> Any:
+        """A layout without how far apart things lie."""
+        shapes = [*(x.shape for x in self.carry), *(x.shape[1:] for x in self.xs)]
+        return tuple(kind_of_strides(*pair) for pair in zip(shapes, [*layout[0], *layout[1]], strict=True))
+
+    # -- the step
+
+    def run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
+        """Runs the body once, with all that the loop does around it; `watch` sees the user's part."""
+        state = list(self.loop.init)
+        with watch:
+            for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):
+                state[i] = self._stand_in(watch, i, x, k) if i in self.arrays.first else x
+        if self.rows is not None:
+            new, ys, answer = self._run_stopping(watch, carry, state)
+        elif self.active is not None:
+            new, ys, answer = self._run_padded(watch, carry, state, row)
+        else:
+            new, ys, answer = self._run_plain(watch, state, row)
+        self.loop.last_tree = (None, None)  # who asks whether the body keeps a tensor of the step finds none here
+        arrays, pairs = self.arrays, zip(self.places, new, strict=False)  # what the loop adds to the carry follows
+        growth = arrays.growth([(i, x) for i, x in pairs if i in arrays.first]) if arrays.places else ()
+        return StepResults(new, ys, answer, growth)
+
+    def _stand_in(self, watch: Watch, i: int, values: Tensor, number: int) -> TensorArray:
+        assert isinstance(watch, OperationLog)  # steps with arrays are not known by their calls
+        return self.arrays.stand_in(i, values, watch, number)
+
+    def _run_plain(
+        self, watch: Watch, state: list[Any], row: list[Tensor]
+    ) -> tuple[list[Tensor], list[Any], Tensor | None]:
+        loop, numbered = self.loop, is_numbered(self.loop)
+        if numbered:
+            assert isinstance(watch, OperationLog)
+            watch.number = row[-1]
+        if loop.name == "fori_loop":
+            assert loop.numbered is not None
+            with watch:
+                returned, y = loop.numbered(symbol(loop.lower), loop.tree_of(state)), None
+        else:
+            slices = self._slices(row)
+            with watch:
+                returned, y = loop.body(0, loop.tree_of(state), slices, loop.context_at(0))
+        if numbered:
+            refuse_returned(pytree.leaves((returned, y)))
+        leaves = loop.checked(returned, 0)
+        ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
+        self._check_others(leaves)
+        answer = self._ask(watch, leaves)
+        return self._tensors_of(leaves), ys, answer
+
+    def _run_stopping(
+        self, watch: Watch, carry: list[Tensor], state: list[Any]
+    ) -> tuple[list[Tensor], list[Any], Tensor]:
+        """A step in which rows that have stopped keep their carry."""
+        n, k = len(self.places), len(self.held)
+        active, taken = carry[n + k], carry[n + k + 1]
+        leaves, lasts, _ = self._run_frozen(watch, state, carry[n : n + k], active, [])
+        with watch, torch.no_grad():
+            watch.grad = False
+            asked = self._answer(leaves)
+            if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
+                raise Refused("the condition changes its shape", "give a bool for each row at every step")
+            going = active & asked
+            return [*self._tensors_of(leaves), *lasts, going, taken + active], [], going.any()
+
+    def _run_padded(
+        self, watch: Watch, carry: list[Tensor], state: list[Any], row: list[Tensor]
+    ) -> tuple[list[Tensor], list[Any], None]:
+        """A step of a scan over packed xs: rows without an entry keep their carry."""
+        outputs = self.loop.outputs
+        assert outputs is not None
+        leaves, lasts, y = self._run_frozen(watch, state, carry[len(self.places) :], row[-1], self._slices(row))
+        return [*self._tensors_of(leaves), *lasts], outputs.leaves_of(y, 0), None
+
+    def _run_frozen(
+        self, watch: Watch, state: list[Any], lasts: list[Tensor], active: Tensor, slices: list[Tensor | None]
+    ) -> tuple[list[Any], list[Tensor], Any]:
+        """(the leaves after the step, frozen where rows are not active, what rows were given, y)."""
+        loop, fed = self.loop, list(state)
+        with watch:
+            for i, last in zip(self.held, lasts, strict=True):
+                fed[i] = torch.where(spread(active, last), state[i], last.detach())
+            for i in self.arrays.places:
+                mask_rows(fed[i], active)
+            returned, y = loop.body(0, loop.carry.tree.unflatten(fed), slices, loop.context_at(0))
+        leaves = list(loop.checked(returned, 0))
+        self._check_others(leaves)
+        if any(leaves[i] is not fed[i] and store_of(leaves[i]) is not store_of(fed[i]) for i in self.arrays.places):
+            raise Refused(
+                "an array in the carry is returned as another one where rows stop on their own",
+                "return the array that the body was given",
+            )
+        with watch:
+            given = [fed[i].detach() for i in self.held]
+            for i in self.held:
+                leaves[i] = torch.where(spread(active, leaves[i]), leaves[i], state[i])
+        return leaves, given, y
+
+    def _tensors_of(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """The tensors among the leaves, and those that stand for arrays."""
+        first, take = self.arrays.first, self.arrays.take
+        return [take(i, leaves[i], k) if i in first else leaves[i] for k, i in enumerate(self.places)]
+
+    def _slices(self, row: list[Tensor]) -> list[Any]:
+        """What the body gets of each leaf of xs: a slice, None, or the number of a range."""
+        left, slices = iter(row), self.loop.slices
+        if slices is None:
+            return []
+        leaves: list[Any] = [None if x is None else next(left) for x, _ in slices.tensors]
+        for k, numbers in slices.ranges.items():
+            leaves[k] = symbol(numbers[slices.index(0)], numbers.step, numbers.start)
+        return leaves
+
+    def _ask(self, watch: Watch, leaves: list[Any]) -> Tensor | None:
+        """Whether the loop goes on, as a tensor; None where nobody asks."""
+        loop = self.loop
+        if loop.cond is None and loop.until is None:
+            return None
+        with torch.no_grad(), watch:
+            watch.grad, watch.may_read = False, loop.until is not None
+            answer = self._answer(leaves)
+            if loop.until is not None and (isinstance(answer, bool) or watch.reads):
+                raise AnswersInPython
+            if loop.until is not None and loop.stops_rows(answer, leaves):
+                raise Refused(ROWS_STOP, CURE_OF_ROWS)
+            if not isinstance(answer, Tensor):
+                raise Refused(f"the condition gave {describe(answer)}, no tensor", "return a bool tensor")
+            if answer.numel() != 1 or answer.dtype is not torch.bool:
+                raise Refused("the condition gives more than one bool", "reduce it, as with .any()")
+            answer = answer.reshape(())
+            return torch.logical_not(answer) if loop.until is not None else answer
+
+    def _answer(self, leaves: list[Any]) -> Any:
+        """What the condition after the step says."""
+        loop = self.loop
+        condition = loop.cond or loop.until
+        assert condition is not None
+        return condition(loop.carry.tree.unflatten(leaves), *loop.context_at(0))
+
+    def _check_others(self, leaves: list[Any]) -> None:
+        """Refuses a step that changes what is no tensor in the carry: a plan has the value of the first step."""
+        loop = self.loop
+        for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
+            same = old is new or (isinstance(old, NUMBERS) and old == new)
+            if not isinstance(old, (Tensor, TensorArray)) and not same:
+                path, kind = f"carry{loop.carry.tree.paths[i]}", type(old).__name__
+                raise Refused(f"{path} is a Python {kind} that changes", "carry a tensor instead")
+
+
+def sequences(loop: Loop) -> list[Tensor]:
+    """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
+    xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
+    if loop.name == "fori_loop":
+        assert loop.length is not None
+        xs.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
+    elif is_numbered(loop):
+        assert loop.length is not None
+        xs.append(torch.arange(loop.length, device="cpu"))
+    if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
+        xs.append(loop.entries.active)
+    return xs
+
+
+def is_numbered(loop: Loop) -> bool:
+    """Whether the body gets the number of its step."""
+    return loop.name == "fori_loop" or (loop.slices is not None and bool(loop.slices.ranges))
+
+
+def code_of(function: Any) -> Any:
+    """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return type(function)
+    inner = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
+    return (function.__code__, *(x.__code__ for x in inner))
+
+
+def _holds_function(cell: CellType) -> bool:
+    try:
+        return isinstance(cell.cell_contents, FunctionType)
+    except ValueError:  # it is still empty
+        return False
+
+
+# -- how tensors lie in memory, as far as it may matter to a body: in which order, with gaps or without
+
+
+def kind_of_layout(x: Tensor, dim: int) -> Any:
+    """How a tensor lies in memory behind its first `dim` dims: None where it is contiguous; not how far apart."""
+    return None if x.is_contiguous() else kind_of_strides(x.shape[dim:], x.stride()[dim:])
+
+
+@lru_cache(1024)
+def kind_of_strides(shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """(no gaps, the order of the dims, which of them repeat one value) of strides; None where they are contiguous."""
+    order = sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: -strides[d])
+    dense, step = True, 1
+    for d in reversed(order):
+        dense &= strides[d] == step
+        step *= shape[d]
+    in_order = order == sorted(order)
+    return None if dense and in_order else (dense, tuple(order), tuple(strides[d] == 0 for d in order))
+
+
+def _laid(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Copies of tensors that lie in memory in another way; a dim of stride 0 has one value."""
+    copies = []
+    for x, steps in zip(tensors, strides, strict=True):
+        one = x
+        for dim, step in enumerate(steps):
+            one = one.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else one
+        copies.append(torch.empty_strided(one.shape, steps, dtype=x.dtype).copy_(one).expand(x.shape))
+    return copies
+
+
+def _steps_first(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, 0) if dim else x
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that a body may change, contiguous as a compiled loop gives it."""
+    return x.detach().clone(memory_format=torch.contiguous_format)

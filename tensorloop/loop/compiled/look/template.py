@@ -1,0 +1,98 @@
+"""What a step with TensorArrays in its carry does for arrays of any length, learnt from looks with a few lengths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.trace import Operation
+from tensorloop.loop.compiled.look.carried_arrays import STAND_IN
+from tensorloop.loop.compiled.look.look import Record
+
+LONGER = 12  # slots of an array, in a look that shows what changes with its length
+
+
+class Template:
+    """What a step does for arrays of any length: learnt from one look, and for each group one with longer arrays.
+
+    `written` are records with lines, `seen` records that make a key.
+    """
+
+    def __init__(self, written: Sequence[Record], seen: Sequence[Record]) -> None:
+        self._traces = [x.trace for x in written]
+        self._key = [self._joined(*entries) for entries in _aligned(x.log.key for x in seen)]
+
+    def operations(self, symbols: Sequence[int]) -> list[Operation]:
+        """The operations of the step, with `symbols` in the place of lengths."""
+
+        def put(x: Any) -> Any:
+            if isinstance(x, _Affine):
+                return x.shift + sum(a * s for a, s in zip(x.scales, symbols, strict=False))
+            if isinstance(x, dict):
+                return {name: put(y) for name, y in x.items()}
+            return [put(y) for y in x] if isinstance(x, list) else x
+
+        operations = []
+        for same in _aligned(x.operations for x in self._traces):
+            first = same[0]
+            if any(o.function is not first.function or o.results != first.results for o in same):
+                raise length_matters(first.place)
+            args = self._joined(*(o.args for o in same), place=first.place)
+            kwargs = self._joined(*(o.kwargs or {} for o in same), place=first.place)
+            operations.append(Operation(first.function, put(args), put(kwargs), first.results, first.place))
+        return operations
+
+    def describes(self, seen: Record, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:
+        """Whether a step that ran with arrays of these lengths did this, with these captures."""
+        expected = [x.at(lengths) if isinstance(x, _Affine) else x for x in self._key]
+        return expected == seen.log.key and same_captures(captures, seen.captures)
+
+    def _joined(self, first: Any, *others: Any, place: Any = None) -> Any:
+        """An argument, with `_Affine` where it changes with the lengths."""
+        if isinstance(first, (list, tuple)) and all(type(x) is type(first) and len(x) == len(first) for x in others):
+            return type(first)(self._joined(*xs, place=place) for xs in zip(first, *others, strict=True))
+        if isinstance(first, dict) and all(isinstance(x, dict) and x.keys() == first.keys() for x in others):
+            return {name: self._joined(y, *(x[name] for x in others), place=place) for name, y in first.items()}
+        if all(type(x) is type(first) and x == first for x in others):
+            return first
+        if type(first) is not int or any(type(x) is not int for x in others):
+            raise length_matters(place)
+        parts = [divmod(x - first, LONGER - STAND_IN) for x in others]
+        if any(rest for _, rest in parts) or sum(scale != 0 for scale, _ in parts) > 1:
+            raise length_matters(place)
+        scales = tuple(scale for scale, _ in parts)
+        return _Affine(scales, first - sum(scales) * STAND_IN)
+
+
+def same_captures(these: Sequence[Tensor], those: Sequence[Tensor]) -> bool:
+    """Whether two looks at a step met the same tensors from outside, or made equal ones."""
+    pairs = list(zip(these, those, strict=False))
+    return len(these) == len(those) and all(a is b or torch.equal(a.detach(), b.detach()) for a, b in pairs)
+
+
+class _Affine:
+    """A number that depends on the lengths of arrays: scales . lengths + shift."""
+
+    def __init__(self, scales: tuple[int, ...], shift: int) -> None:
+        self.scales, self.shift = scales, shift
+
+    def at(self, lengths: Sequence[int]) -> int:
+        return self.shift + sum(a * n for a, n in zip(self.scales, lengths, strict=True))
+
+
+def _aligned(columns: Any) -> list[tuple[Any, ...]]:
+    lists = [list(x) for x in columns]
+    if len({len(x) for x in lists}) > 1:
+        raise length_matters()
+    return list(zip(*lists, strict=True))
+
+
+def length_matters(place: Any = None) -> Refused:
+    """Why a body that takes another course for another length is not compiled."""
+    return Refused(
+        "what the body does depends on the length of an array in the carry",
+        "read slots that every length has, or set compile=False",
+        place,
+    )
