@@ -19,5 +19,5 @@ def find_held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> 
 
 @functools.cache
 def own_references() -> int:
-    """How many `find_held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
+    """How many `find_held` counts where nobody else holds a thing: 3, fewer where an interpreter borrows locals."""
     return next(n for n in itertools.count() if not find_held([0], {0: object()}, n))
