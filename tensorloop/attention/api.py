@@ -6,7 +6,7 @@ offsets. The work is done in `engine.py`, or on a GPU by torch's own kernels whe
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
 
@@ -48,42 +48,32 @@ _KEYWORDS = hints(
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
 
+class AttentionOptions(TypedDict, total=False):
+    """What `attention` takes beside q, k, v and `starts`."""
+
+    causal: bool
+    block_mask: Any
+    scale: float | None
+    window: int | None
+    chunk: int | None
+    left_chunks: int | None
+    softcap: float | None
+    bias: Tensor | None
+    relative: tuple[Any, Tensor] | None
+    score_mod: ScoreMod | None
+    dropout: float
+
+
 @overload
-def attention(
-    q: P,
-    k: Packed,
-    v: Packed,
-    *,
-    causal: bool = False,
-    block_mask: Any = None,
-    scale: float | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    left_chunks: int | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    relative: tuple[Any, Tensor] | None = None,
-    score_mod: ScoreMod | None = None,
-    dropout: float = 0.0,
-) -> P: ...
+def attention(q: P, k: Packed, v: Packed, **options: Unpack[AttentionOptions]) -> P: ...
 @overload
 def attention(
     q: Tensor,
     k: Tensor | TensorArray,
     v: Tensor | TensorArray,
     *,
-    causal: bool = False,
-    block_mask: Any = None,
-    scale: float | None = None,
     starts: Tensor | None = None,
-    window: int | None = None,
-    chunk: int | None = None,
-    left_chunks: int | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    relative: tuple[Any, Tensor] | None = None,
-    score_mod: ScoreMod | None = None,
-    dropout: float = 0.0,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 @called_eagerly
 @named("attention", _KEYWORDS)

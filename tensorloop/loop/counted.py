@@ -1,7 +1,7 @@
 """Loops of a known number of steps without a scan's pair: `fori_loop` and `map`."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from tensorloop.loop.compiled.front import Compile
 from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.options import Plan
+from tensorloop.loop.options import LoopOptions, Plan
 from tensorloop.loop.run import run_loop, run_scan
 from tensorloop.loop.slices import Slices, refuse_packed_sequence
 from tensorloop.packed.base import any_packed
@@ -97,9 +97,7 @@ def map(
     *,
     dim: int = 0,
     batch_size: None = None,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[LoopOptions],
 ) -> Y: ...
 @overload
 def map(
@@ -108,9 +106,7 @@ def map(
     *,
     dim: int = 0,
     batch_size: int | None = None,
-    checkpoints: Plan = None,
-    compile: Compile = False,
-    progress: bool = False,
+    **options: Unpack[LoopOptions],
 ) -> Y: ...
 @stands_in_graphs(in_graph.map)
 @called_eagerly

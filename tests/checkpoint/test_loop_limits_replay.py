@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop import memory, schedule
-from tensorloop.loop.checkpoint import references as _held
+from tensorloop.loop.checkpoint import references
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import collector_off
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
@@ -361,9 +361,9 @@ def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "one fewer":
         count = sys.getrefcount
         monkeypatch.setattr(sys, "getrefcount", lambda x: count(x) - 2)  # one of them is this function's own
-    _held.references.cache_clear()
+    references.own_references.cache_clear()
     yield
-    _held.references.cache_clear()
+    references.own_references.cache_clear()
 
 
 @pytest.mark.usefixtures("counted")

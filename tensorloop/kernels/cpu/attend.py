@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
-from tensorloop.kernels.cpu.past import Laid, bend, keep
+from tensorloop.kernels.cpu.past import Ints, Laid, bend, keep
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import addresses, lay_all
@@ -56,13 +56,7 @@ def _pair(places: Sequence[int]) -> tuple[int, int]:
 
 @summing
 def _attend(
-    begin: int,
-    end: int,
-    tensors: tuple[int, ...],
-    arrays: tuple[int, ...],
-    sizes: tuple[int, ...],
-    sight: tuple[tuple[Any, ...], ...],
-    like: Any,
+    begin: int, end: int, tensors: Ints, arrays: Ints, sizes: Ints, sight: tuple[tuple[Any, ...], ...], like: Any
 ) -> None:
     q, out, lse, shared, own = tensors
     k_before, v_before, k, v, n_before, n_shared, n_own = arrays

@@ -21,6 +21,7 @@ from tensorloop.kernels.past import Sight
 
 BLOCK = 32  # slots that are gone through for all heads, while they are in the first cache
 FEW = 4  # slots that are read at once; divides BLOCK
+Ints = tuple[int, ...]
 
 
 def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -87,9 +88,7 @@ class Laid:
 
 
 @summing
-def _attend(
-    begin: int, end: int, tensors: tuple[int, ...], sizes: tuple[int, ...], sight: tuple[tuple[Any, ...], ...]
-) -> None:
+def _attend(begin: int, end: int, tensors: Ints, sizes: Ints, sight: tuple[tuple[Any, ...], ...]) -> None:
     q, k, v, out, lse = tensors
     rows, new, heads, heads_kv, width, length = sizes
     range_of, (scale, cap, seen, bias, each), (drop, grown, seed, slots) = sight
@@ -139,12 +138,7 @@ def _attend(
 
 @summing
 def _reverse(
-    begin: int,
-    end: int,
-    tensors: tuple[int, ...],
-    gradients: tuple[int, ...],
-    sizes: tuple[int, ...],
-    sight: tuple[tuple[Any, ...], ...],
+    begin: int, end: int, tensors: Ints, gradients: Ints, sizes: Ints, sight: tuple[tuple[Any, ...], ...]
 ) -> None:
     grad, q, k, v, out, lse = tensors
     of_q, of_k, of_v, of_bias = gradients

@@ -34,7 +34,7 @@ from tensorloop.loop.checkpoint.ambient_state import RngState
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
 from tensorloop.loop.checkpoint.in_place import Given
-from tensorloop.loop.checkpoint.references import held, references
+from tensorloop.loop.checkpoint.references import find_held, own_references
 from tensorloop.loop.checkpoint.step_use import StepUse
 from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, Writes, may_write
 from tensorloop.tensor_array.array import TensorArray
@@ -265,7 +265,7 @@ class Captures(TorchFunctionMode):
     def _look_for_left(self, returned: set[int]) -> None:
         """Notes the results of this step that live on, but not as what the body returned."""
         seen = self.use.seen
-        for key in held(self.use.made, seen, references()):
+        for key in find_held(self.use.made, seen, own_references()):
             if key not in returned:
                 self._left[key] = weakref.ref(seen[key])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
-def held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
+def find_held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[int]:
     """The keys of what somebody else holds too: what has more than so many references."""
     found = []
     for key in keys:
@@ -18,6 +18,6 @@ def held(keys: Iterable[int], seen: Mapping[int, Any], references: int) -> list[
 
 
 @functools.cache
-def references() -> int:
-    """How many `held` counts where nobody else holds a thing: 3, fewer where the interpreter borrows its locals."""
-    return next(n for n in itertools.count() if not held([0], {0: object()}, n))
+def own_references() -> int:
+    """How many `find_held` counts where nobody else holds a thing: 3, fewer where an interpreter borrows locals."""
+    return next(n for n in itertools.count() if not find_held([0], {0: object()}, n))
