@@ -116,6 +116,7 @@ def test_one_process_goes_on_with_what_two_saved(alone: tuple[Trainer, list[floa
     assert_close(history(together / "stopped"), history(alone[0].folder))
 
 
+@pytest.mark.extended
 def test_the_command_line_under_torchrun(tmp_path: Path):
     words = str(write_lexicon(tmp_path / "toy.txt"))
     options = ["train", "--size", "small", "--data", words, "--epochs", "1", "--threads", "1", "--run"]

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from docs.site import api_names
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +71,7 @@ def in_documents() -> set[str]:
     }
 
 
+@pytest.mark.extended
 def test_every_name_is_found_in_a_fresh_process() -> None:
     names = (in_documents() | {name.removeprefix("tensorloop.") for name in api_names()}) - EXCEPT
     assert {"loop.NotCompiledWarning", "TensorArray.unstack", "hf.rollout", "scan", "memory.growth"} <= names
