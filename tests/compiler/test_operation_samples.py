@@ -69,6 +69,7 @@ def test_determinants_of_transposed_matrices():
 
 
 @pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+@pytest.mark.extended("int64", "bool")
 def test_other_dtypes(dtype: torch.dtype):
     assert [find for name in OTHER_DTYPES[dtype] for find in finds(name, dtype, False)] == []
 
