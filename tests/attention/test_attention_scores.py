@@ -109,6 +109,7 @@ def test_padded(kind: str, sizes: tuple[int, int]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.extended("all")
 def test_derivatives_of_both_orders(kind: str):
     lens = [2, 0, 3]
     options = kinds(2, 2, 5, 3, (3, 3))[kind]

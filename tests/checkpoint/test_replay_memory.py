@@ -137,6 +137,7 @@ def test_arrays_of_a_checkpointed_loop_hold_their_slots_once() -> None:
     assert held[64] - 64 * 2 * CARRY <= 5 * CARRY
 
 
+@pytest.mark.extended
 def test_w3_is_linear_with_checkpoints_and_quadratic_without() -> None:
     """Both passes: without checkpoints there are B T (T + 1) / 2 attention weights."""
     sizes = (32, 64, 128, 256)

@@ -53,6 +53,7 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, lens: list[
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.extended
 def test_in_float32(name: str):
     both(name, torch.float32, 2e-4)
 

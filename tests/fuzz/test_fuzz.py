@@ -13,7 +13,7 @@ from tests.fuzz.check import check, differences, script
 from tests.fuzz.run import read
 
 RUN = Path(__file__).with_name("run.py")
-SEEDS = 20
+SEEDS = 10
 
 
 def fuzz(out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:

@@ -78,6 +78,7 @@ def test_every_name_is_found_in_a_fresh_process() -> None:
     assert missing(names) == []
 
 
+@pytest.mark.extended
 def test_a_name_that_is_not_there_is_seen() -> None:
     """Also where another process would have found it."""
     assert missing(["scan", "tensor_array.TensorArray", "packed.conv1d"]) == [
