@@ -81,7 +81,7 @@ def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_fact
 
 
 @pytest.mark.parametrize("seed", range(100, 140))
-@pytest.mark.extended("[1", "[2", "[3")
+@pytest.mark.extended("[11", "[12", "[13")
 def test_threads_do_a_random_step_together(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
