@@ -155,6 +155,7 @@ def test_what_is_done_to_scores_keeps_the_same(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["dropout", "mod", "relative"])
+@pytest.mark.extended("relative", "dropout")
 def test_the_peak_with_scores_changed_is_linear(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine, "_CACHED", 1 << 12)  # a strip is small beside what grows
 

@@ -109,6 +109,7 @@ def test_padded(kind: str, sizes: tuple[int, int]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.extended("all")
 def test_derivatives_of_both_orders(kind: str):
     lens = [2, 0, 3]
     options = kinds(2, 2, 5, 3, (3, 3))[kind]
@@ -216,6 +217,7 @@ def factors_of(seed: int, rows: int, heads: int, new: int, seen: int, dropout: f
 
 @pytest.mark.parametrize("lens", [[5], [3, 2, 4, 0, 1], [40, 2], [33, 3, 2, 1]])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.extended("lens0", "lens2")
 def test_dropout_is_the_same_in_backward_and_in_every_derivative(lens: list[int], causal: bool):
     n = sum(lens)
     inputs = tensors((n, 4, 3), (n, 2, 3), (n, 2, 2))

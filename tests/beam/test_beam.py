@@ -98,6 +98,7 @@ def test_ties_at_every_place_of_coarse_scores():
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.extended("[1", "[2", "[3", "[4", "[5")
 def test_searches_of_all_kinds(seed: int):
     """Random sizes, models and rules, scores that tie, tokens that are forbidden."""
     pick = random.Random(seed)

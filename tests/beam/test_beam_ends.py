@@ -29,6 +29,7 @@ def forced(logits: Tensor, hyps: beam.Hypotheses, bos: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.extended("[1", "[2", "[3", "[4", "[5")
 def test_searches_of_all_kinds(seed: int):
     pick = random.Random(seed)
     vocabulary, rows, size, steps = pick.randint(3, 7), pick.randint(1, 5), pick.randint(1, 5), pick.randint(1, 8)

@@ -238,6 +238,7 @@ def test_every_way_of_reading_gives_the_hypothesis_its_own_past():
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.extended("[4]", "[5]", "[6]", "[7]", "[8]", "[9]", "[10]", "[11]")
 def test_what_is_read_is_what_a_copy_in_the_carry_would_hold(seed: int):
     pick = random.Random(seed)
     rows, size, steps, vocabulary = pick.randint(1, 5), pick.randint(1, 6), pick.randint(2, 14), pick.randint(3, 6)

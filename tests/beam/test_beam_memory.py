@@ -135,6 +135,7 @@ def decoders() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("steps", "mib"), [(16, 31.9), (32, 64), (64, 130), (128, 266)])
+@pytest.mark.extended("128-266")
 def test_a_decoder_that_attends_in_the_bytes_of_one_buffer(decoders: Any, steps: int, mib: float):
     """Where copies take 46.8, 125.9, 380 and 1275 MiB."""
     model = decoders.Recurrent(torch.float32, True)

@@ -67,6 +67,7 @@ class Case:
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.extended("[1", "[2", "[3")
 def test_each_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch):
     case = Case(seed)
     seeds = noise.draw_seeds(case.options["choose"], case.rows, torch.device("cpu"))

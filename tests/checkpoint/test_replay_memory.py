@@ -75,6 +75,7 @@ def test_fewer_steps_than_snapshots(known: bool) -> None:
 
 @known_or_not
 @pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.extended("1-known")
 def test_the_peak_does_not_grow_with_the_steps(k: int, known: bool) -> None:
     """In backward: the snapshots, a state and its successor, one step's residuals, the gradients of it."""
     peaks = [both_passes(steps(T, k, known=known)) for T in (16, 64, 128)]
@@ -136,6 +137,7 @@ def test_arrays_of_a_checkpointed_loop_hold_their_slots_once() -> None:
     assert held[64] - 64 * 2 * CARRY <= 5 * CARRY
 
 
+@pytest.mark.extended
 def test_w3_is_linear_with_checkpoints_and_quadratic_without() -> None:
     """Both passes: without checkpoints there are B T (T + 1) / 2 attention weights."""
     sizes = (32, 64, 128, 256)

@@ -59,6 +59,7 @@ def close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.extended("[2]")
 def test_a_model_trains_in_one_graph(k: int | None) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -166,6 +167,7 @@ def test_what_is_not_compiled_breaks_the_graph(body: Callable[..., Any], reason:
 
 
 @pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.extended("True")
 def test_an_exported_program_runs_elsewhere(strict: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, xs = Net(), randn(5, 2, 3)
@@ -233,6 +235,7 @@ def made(k: int | None = None) -> tuple[str, list[Tensor]]:
 # torch 2.15 looks itself, and hides the warning, but not from those to whom it is an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.extended("[2]")
 def test_the_operation_is_what_torch_expects_of_one(k: int | None) -> None:
     text, tensors = made(k)
     torch.library.opcheck(LOOP, (text, tensors, 5))

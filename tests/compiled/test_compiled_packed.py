@@ -53,6 +53,7 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, lens: list[
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.extended
 def test_in_float32(name: str):
     both(name, torch.float32, 2e-4)
 
@@ -79,6 +80,7 @@ def test_a_cut_spares_operations_or_bytes(
 
 @pytest.mark.parametrize("lens", [LENS * 4, [40 * n**3 // 32**3 for n in range(33)]], ids=["some", "few long"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.extended("some")
 def test_of_lengths_of_all_kinds_half_as_much_again_is_kept_at_most(name: str, lens: list[int], cuts: list[list[int]]):
     kept = []
     for compile in (False, "strict"):
@@ -122,6 +124,7 @@ def test_without_gradients(name: str):
 
 
 @pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.extended("True")
 def test_gradients_of_both_orders(cut: bool, request: pytest.FixtureRequest):
     if cut:
         request.getfixturevalue("cuts")
@@ -391,6 +394,7 @@ def test_explain_says_what_becomes_of_rows():
 
 @pytest.mark.parametrize("checkpoints", [None, 1, 3])
 @pytest.mark.parametrize("limits", [[3, 9, 0, 2], [0, 4, 0], [5, 5], [1], [2, 1, 1, 1, 1, 7]], ids=str)
+@pytest.mark.extended("[5, 5]", "[0, 4, 0]")
 def test_compact_gives_what_the_eager_loop_gives(limits: list[int], checkpoints: int | None):
     turn, h, scale = rotation(D), leaf(D, len(limits), 4), leaf(D, len(limits), 4)
     context = {"limit": torch.tensor(limits), "scale": scale, "shared": torch.tensor(0.5, dtype=D)}

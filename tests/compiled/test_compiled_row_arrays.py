@@ -73,6 +73,7 @@ def scanned(step: Step, lens: list[int] = LENS, *, slots: int = 0, **options: An
 @pytest.mark.parametrize("checkpoints", [None, 2])
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("lens", [LENS, [5, 5], [1], [2, 0, 3], [6, 1, 1]], ids=str)
+@pytest.mark.extended("[6, 1, 1]", "[5, 5]")
 def test_attention_to_all_slots(lens: list[int], slots: int, checkpoints: int | None):
     compare(scanned(lambda h, a: attend(h, a.stack()), lens, slots=slots, checkpoints=checkpoints))
 

@@ -71,6 +71,7 @@ def drawn(seed: int, steps: Sequence[Callable[..., Tensor]]) -> tuple[Step, Give
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.extended("[1", "[2", "[3")
 def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     rec, given = drawn(seed, STEPS + (MIXING if seed % 4 == 0 else []))
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
@@ -80,6 +81,7 @@ def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_fact
 
 
 @pytest.mark.parametrize("seed", range(100, 140))
+@pytest.mark.extended("[11", "[12", "[13")
 def test_threads_do_a_random_step_together(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

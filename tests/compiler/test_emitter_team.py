@@ -120,6 +120,7 @@ def test_a_team_gives_what_one_thread_gives(name: str, dtype: torch.dtype, toget
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("name", MEETING)
+@pytest.mark.extended("-3")
 def test_nobody_writes_what_another_touches(name: str, count: int, together) -> None:
     assert_no_race(case(name, torch.float32)[0], count)
 

@@ -57,6 +57,7 @@ def finds(name: str, dtype: torch.dtype, extras: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.extended("linalg", "nets", "products")
 def test_floats(group: str):
     assert [find for name in GROUPS[group] for find in finds(name, torch.float64, True)] == []
 
@@ -69,6 +70,7 @@ def test_determinants_of_transposed_matrices():
 
 
 @pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+@pytest.mark.extended("int64", "bool", "complex64")
 def test_other_dtypes(dtype: torch.dtype):
     assert [find for name in OTHER_DTYPES[dtype] for find in finds(name, dtype, False)] == []
 

@@ -17,6 +17,8 @@ from tests.examples.test_g2p_runs import ROOT, SETTINGS, toy_trainer, write_lexi
 
 # The last batch of an epoch has one row: one of two processes has none of its own there.
 UNEVEN = replace(SETTINGS, epochs=4, batch_size=53)
+# `tests/loop/test_many_processes.py` and `tests/hf/test_looped.py` have the processes of every run.
+pytestmark = pytest.mark.extended
 STOP = 5  # inside the second epoch
 SECONDS = 60
 

@@ -226,6 +226,7 @@ def test_the_history_has_both_phases(finished: Trainer):
 
 
 @pytest.mark.parametrize("stops", [[14], [13, 15], [17, 21, 25]])
+@pytest.mark.extended("stops0", "stops2")
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, finished: Trainer, stops: list[int]):
     assert finished.risk_begins == 14
     for number, at in enumerate(stops):
@@ -304,6 +305,7 @@ def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]
         assert all(ours[key] == pytest.approx(theirs[key], rel=1e-4) for key in ours.keys() - {"seconds"})
 
 
+@pytest.mark.extended
 def test_two_processes_have_the_risks_of_one(tmp_path: Path):
     alone = toy_trainer(tmp_path / "alone", UNEVEN)
     expected = run_noting_losses(alone)

@@ -94,6 +94,7 @@ def test_training_learns_to_spell(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stops", [[0], [1], [10], [3, 4, 15]])
+@pytest.mark.extended("stops0", "stops1", "stops2")
 def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path, finished: Trainer, stops: list[int]):
     assert finished.steps_per_epoch == 7  # so 1, 3, 4, 10 and 15 lie inside an epoch
     for number, at in enumerate(stops):
@@ -190,6 +191,7 @@ def test_the_history_is_json(finished: Trainer):
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
+@pytest.mark.extended("fsync")
 def test_a_kill_while_writing_leaves_the_old_file_whole(tmp_path: Path, moment: str):
     path = tmp_path / "model.pt"
     checkpoint.save(path, "kind", {"value": 1})
@@ -356,6 +358,7 @@ def test_the_demo_says_words_that_are_not_in_the_dictionary():
     assert not known & set(cli.DEMO_SAYS)
 
 
+@pytest.mark.extended
 def test_the_module_runs_from_the_root_without_a_traceback(tmp_path: Path):
     command = [sys.executable, "-m", "docs.examples.g2p", "say", "--checkpoint", str(tmp_path / "no.pt"), "A"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

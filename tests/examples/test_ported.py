@@ -21,6 +21,7 @@ def double() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.extended("dnc")
 def test_the_forms_agree(name: str):
     program = importlib.import_module(f"docs.examples.ported.{name}")
     torch.manual_seed(0)
@@ -51,6 +52,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.extended("dnc")
 def test_the_ported_form_keeps_less(name: str):
     program = importlib.import_module(f"docs.examples.ported.{name}")
     torch.manual_seed(0)

@@ -61,6 +61,7 @@ def test_a_tolerance_a_hundred_thousand_times_smaller_takes_about_ten_times_the_
 @pytest.mark.parametrize(
     "options", [{}, {"compact": False}, {"checkpoints": 2}, {"checkpoints": 7}, {"checkpoints": 4, "compile": "strict"}]
 )
+@pytest.mark.extended("options2", "options3")
 def test_gradients_are_those_of_a_python_loop(options: dict[str, Any]):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()

@@ -172,6 +172,7 @@ def test_words_to_check_on_are_not_trained_on():
     ("kind", "width", "updates", "max_frames", "most"),
     [(Conformer, 32, 120, 1200, 0.1), (Transducer, 64, 240, 300, 0.2)],
 )
+@pytest.mark.extended("Transducer")
 def test_training_on_tones_lowers_loss_and_error(
     kind: type[Model], width: int, updates: int, max_frames: int, most: float
 ):
@@ -191,6 +192,7 @@ def few_labels(draw: random.Random) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.extended("Conformer")
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Model]):
     small = ["--tones", "--words", "8", "--width", "16", "--blocks", "1"]
     small += ["--transducer"] * (kind is Transducer)

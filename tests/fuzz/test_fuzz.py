@@ -13,7 +13,7 @@ from tests.fuzz.check import check, differences, script
 from tests.fuzz.run import read
 
 RUN = Path(__file__).with_name("run.py")
-SEEDS = 20
+SEEDS = 10
 
 
 def fuzz(out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
@@ -43,7 +43,7 @@ def test_some_programs(tmp_path: Path):
     assert not [(x["seed"], x["finds"]) for x in found if x["finds"]]
     assert [x["seed"] for x in found] == [*range(SEEDS)]
     assert code == 0
-    assert sum(x["compiled"] for x in found) > 0.6 * SEEDS
+    assert sum(x["compiled"] for x in found) >= 0.6 * SEEDS
 
 
 def test_faults_are_found_and_the_run_goes_on(tmp_path: Path):

@@ -151,6 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.extended("fsdp2")
 def test_two_processes_have_the_losses_of_one(folder: Path, kind: str):
     model = _model()
     expected = _train(model, _batches())
@@ -161,6 +162,7 @@ def test_two_processes_have_the_losses_of_one(folder: Path, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.extended("fsdp2")
 def test_packed_rows_give_the_gradients_of_one_process_to_one_without_tokens_too(folder: Path, kind: str):
     model = _llama()
     (_packed_loss(model, _rows(0)) / WORLD).backward()

@@ -141,6 +141,7 @@ def test_prompts_and_sources_are_run_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "dropout", "t5", "gemma2", "gemma3"])
+@pytest.mark.extended("dropout", "gemma2", "gpt2")
 def test_bytes_grow_with_steps(kind: str) -> None:
     """Prompts padded on the left, attention dropout, a position bias, softcaps, windows that are full."""
     more = {"gpt2": {"n_positions": 256}, "dropout": {"n_positions": 256, "attn_pdrop": 0.1}, "t5": {}}

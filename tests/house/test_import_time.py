@@ -1,9 +1,6 @@
 """What `import tensorloop` costs, counted in modules: the clock is in `profiling/import_time.py`."""
 
-import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -85,13 +82,3 @@ def test_a_name_of_the_package_can_be_bound_anew(monkeypatch: pytest.MonkeyPatch
     assert tl.scan("ab") == 2  # pyright: ignore
     monkeypatch.undo()
     assert tl.scan.__module__ == "tensorloop.loop.api"
-
-
-def test_the_script_that_measures_runs():
-    script = Path(__file__).parents[2] / "profiling" / "import_time.py"
-    done = subprocess.run([sys.executable, str(script), "--quick"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"^\| `import tensorloop` +\| +[\d.]+ ms \| +[\d.]+ ms \| +\d+ \| +0 \|$", done.stdout, re.MULTILINE
-    )
-    assert "`python profiling/import_time.py --quick`" in done.stdout

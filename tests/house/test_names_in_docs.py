@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from docs.site import api_names
 
 ROOT = Path(__file__).parents[2]
@@ -69,12 +71,14 @@ def in_documents() -> set[str]:
     }
 
 
+@pytest.mark.extended
 def test_every_name_is_found_in_a_fresh_process() -> None:
     names = (in_documents() | {name.removeprefix("tensorloop.") for name in api_names()}) - EXCEPT
     assert {"loop.NotCompiledWarning", "TensorArray.unstack", "hf.rollout", "scan", "memory.growth"} <= names
     assert missing(names) == []
 
 
+@pytest.mark.extended
 def test_a_name_that_is_not_there_is_seen() -> None:
     """Also where another process would have found it."""
     assert missing(["scan", "tensor_array.TensorArray", "packed.conv1d"]) == [

@@ -131,6 +131,7 @@ def test_the_wheel_holds_the_package_and_imports(built: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["wheel", "source"])
+@pytest.mark.extended("wheel")
 def test_the_lines_of_the_readme_run_where_nothing_else_is_installed(built: Path, tmp_path: Path, kind: str):
     (source,) = built.glob("tensorloop-*.tar.gz")
     (wheel,) = built.glob("tensorloop-*.whl")

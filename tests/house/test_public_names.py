@@ -1,5 +1,6 @@
 """What `import tensorloop` offers, and what it must not load."""
 
+import atexit
 import functools
 import importlib
 import json
@@ -16,11 +17,38 @@ ROOT = Path(__file__).parents[2]
 HEAVY = {"numba", "llvmlite", "cuda", "numba_cuda", "tensorloop_cuda", "cupy", "triton"}
 
 
+# Starts a process for each line that it reads: a fork of one in which nothing but torch has been imported.
+FRESH = """
+import json, os, sys, torch
+for line in sys.stdin:
+    if not os.fork():
+        exec(json.loads(line), {})
+        sys.exit()
+    os.wait()
+    print(flush=True)
+"""
+
+
+@functools.cache
+def forks() -> subprocess.Popen[str]:
+    running = subprocess.Popen(
+        [sys.executable, "-c", FRESH], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(running.communicate)
+    return running
+
+
 def fresh(code: str) -> list[str]:
     """Run code in a new process, in the checkout; it prints one JSON list."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = forks()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(code) + "\n")
+    process.stdin.flush()
+    said = process.stdout.readline()
+    assert said.strip(), "it failed: its traceback is on standard error"
+    assert process.stdout.readline() == "\n"
+    return json.loads(said)
 
 
 @functools.cache

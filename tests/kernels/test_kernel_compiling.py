@@ -113,5 +113,6 @@ def test_a_process_that_compiles_says_so_and_the_next_one_loads(tmp_path: Path) 
     assert run(tmp_path) == ""
 
 
+@pytest.mark.extended
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     assert run(tmp_path, "quiet") == ""

@@ -195,6 +195,7 @@ def test_every_kernel_has_arguments_here() -> None:
 
 @pytest.mark.parametrize("disguise", DISGUISES)
 @pytest.mark.parametrize("operation", CASES)
+@pytest.mark.extended("zero_further_on", "turned", "apart")
 def test_a_tensor_is_what_it_reads_as(operation: str, disguise: Callable[[Tensor], Tensor]) -> None:
     dtype = torch.complex64 if operation in ANY_DTYPE else torch.float32
     by_numba, by_torch = _both(operation)

@@ -50,6 +50,7 @@ def test_no_elements_and_dtypes_without_gradient() -> None:
 
 
 @both_ways
+@pytest.mark.extended("reverse")
 def test_first_and_second_derivatives_are_those_of_finite_differences(reverse: bool) -> None:
     x = recurrence(6, requires_grad=True)
 

@@ -384,6 +384,7 @@ def test_in_torch_compile() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.extended("False")
 def test_an_associative_scan_in_one_graph(dynamic: bool) -> None:
     whole = torch.compile(partial(prefix_sums, OURS), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     xs = randn(3, 2, 4)

@@ -72,6 +72,7 @@ def test_any_affine_map(n: int, size: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [D, torch.complex128], ids=str)
+@pytest.mark.extended("float64")
 def test_gradcheck_of_both_orders(dtype: torch.dtype) -> None:
     inputs = small(3, 0.4, dtype=dtype), randn(3, seed=1, dtype=dtype)
     assert gradcheck(deep, inputs)

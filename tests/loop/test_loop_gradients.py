@@ -328,6 +328,7 @@ def test_map_with_partial_gradients(checkpoints: Any) -> None:
 
 
 @with_and_without_checkpoints
+@pytest.mark.extended("K=1")
 def test_thousands_of_steps(checkpoints: Any) -> None:
     """No recursion, and no deep graph left to free."""
     init = randn(2)

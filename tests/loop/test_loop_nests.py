@@ -73,6 +73,7 @@ every_size = pytest.mark.parametrize(("depth", "rows"), [(1, False), (1, True), 
 
 
 @every_size
+@pytest.mark.extended("1-False", "1-True")
 def test_loops_in_loops_are_those_of_python(depth: int, rows: bool) -> None:
     @settings(max_examples=30 // depth)
     @given(loop_nests.programs(depth, rows))
@@ -83,6 +84,7 @@ def test_loops_in_loops_are_those_of_python(depth: int, rows: bool) -> None:
 
 
 @every_size
+@pytest.mark.extended("1-False", "2-False")
 def test_second_derivatives_of_loops_in_loops(depth: int, rows: bool) -> None:
     @settings(max_examples=8 // depth)
     @given(loop_nests.programs(depth, rows))
@@ -93,6 +95,7 @@ def test_second_derivatives_of_loops_in_loops(depth: int, rows: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.extended("0", "2", "3")
 def test_three_levels_with_arrays_in_the_carries(seed: int) -> None:
     """Every level checkpointed; what grows or is overwritten outside is read inside."""
     generator = random.Random(seed)

@@ -85,6 +85,7 @@ def of_rows(program: RowProgram, inner: Any, inputs: list[Tensor], **options: An
 @every_plan
 @settings(max_examples=60)
 @given(loop_programs.programs, inner_plans)
+@pytest.mark.extended("K=2", "K=5", "on the CPU", "online")
 def test_values_and_gradients_are_those_of_the_python_loop(checkpoints: Any, program: Program, inner: int | None):
     mine, plain = program.inputs(), program.inputs()
     found, true = loop_programs.run(program, Ours(checkpoints, inner), mine), loop_programs.run(program, Truth(), plain)
@@ -98,6 +99,7 @@ def test_values_and_gradients_are_those_of_the_python_loop(checkpoints: Any, pro
 @every_plan
 @settings(max_examples=20)
 @given(loop_programs.programs, inner_plans)
+@pytest.mark.extended("K=2", "K=5", "on the CPU", "all")
 def test_second_derivatives_are_those_of_the_python_loop(checkpoints: Any, program: Program, inner: int | None):
     mine, plain = program.inputs(), program.inputs()
     found = second(loop_programs.run(program, Ours(checkpoints, inner), mine), mine)
@@ -107,6 +109,7 @@ def test_second_derivatives_are_those_of_the_python_loop(checkpoints: Any, progr
 @every_plan
 @settings(max_examples=10)
 @given(loop_programs.programs, st.data())
+@pytest.mark.extended("K=2", "K=5", "on the CPU")
 def test_gradients_of_some_outputs_for_some_inputs(checkpoints: Any, program: Program, data: st.DataObject):
     """Two backward passes, each from its own outputs to inputs of its own."""
     mine, plain = program.inputs(), program.inputs()
@@ -125,6 +128,9 @@ def test_gradients_of_some_outputs_for_some_inputs(checkpoints: Any, program: Pr
 @pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
 @settings(max_examples=40)
 @given(loop_programs.row_programs, inner_plans)
+@pytest.mark.extended(
+    "K=2", "K=5", "on the CPU", "whole-periodic", "whole-budget", "whole-online", "compact-store all", "compact-K=1"
+)
 def test_every_row_is_as_if_alone(checkpoints: Any, compact: bool, program: RowProgram, inner: int | None):
     mine, plain = program.inputs(), fresh(program.inputs())
     found = of_rows(program, inner, mine, compact=compact, checkpoints=checkpoints)
@@ -139,6 +145,7 @@ def test_every_row_is_as_if_alone(checkpoints: Any, compact: bool, program: RowP
 @pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
 @settings(max_examples=8)
 @given(loop_programs.row_programs)
+@pytest.mark.extended("K=2", "K=5", "on the CPU", "whole-periodic", "whole-budget", "compact-online")
 def test_second_derivatives_of_every_row_are_as_if_alone(checkpoints: Any, compact: bool, program: RowProgram):
     mine, plain = program.inputs(), program.inputs()
     found = of_rows(program, None, mine, compact=compact, checkpoints=checkpoints)

@@ -126,6 +126,7 @@ def test_the_loop_dim_of_xs_may_be_another(compact: bool, checkpoints: Any) -> N
 
 @with_and_without_checkpoints
 @compact_or_not
+@pytest.mark.extended("whole-K=3", "compact-K=1")
 def test_gradients_of_both_orders(compact: bool, checkpoints: Any) -> None:
     limits = torch.tensor([2, 1, 3])
 

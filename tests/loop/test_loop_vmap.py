@@ -170,6 +170,7 @@ def random_program(seed: int) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(25))
+@pytest.mark.extended("[1", "[2")
 def test_random_nested_solvers(seed: int) -> None:
     program = random_program(seed)
     generator = torch.Generator().manual_seed(seed)

@@ -140,6 +140,7 @@ def test_a_timeline(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("where", ["caf\udce9.py", "d\udce9r/model.py"])
+@pytest.mark.extended("caf")
 def test_a_name_that_is_no_utf_8(where: str, script: str, capfd: pytest.CaptureFixture[str]):
     """The bytes of the name are shown as \\xe9: in the table, the page, the picture, the data and in messages."""
     Path(where).parent.mkdir(exist_ok=True)

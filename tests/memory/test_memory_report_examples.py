@@ -63,6 +63,7 @@ def test_before_and_after_are_the_same_program(name: str):
 
 
 @every_program
+@pytest.mark.extended("memory_network")
 def test_the_report_names_the_guilty_line_and_what_to_write(name: str):
     found = measured(name, "before")
     worst = found.lines[: len(GUILTY[name])]
@@ -75,6 +76,7 @@ def test_the_report_names_the_guilty_line_and_what_to_write(name: str):
 
 
 @every_program
+@pytest.mark.extended("actor_critic", "decoder")
 def test_the_fix_is_linear(name: str):
     before, after = measured(name, "before"), measured(name, "after")
     assert abs(after.marginal - 1) < 0.01

@@ -259,6 +259,7 @@ def test_reading_would_be_seen() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.extended("[eager]")
 def test_a_compiled_model_has_no_breaks_and_is_compiled_once(backend: str) -> None:
     torch.manual_seed(1)
     embed, up, norm, down = nn.Embedding(9, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 9)

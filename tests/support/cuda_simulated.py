@@ -217,6 +217,7 @@ def test_memory_outside_is_neither_read_nor_written(operation: str, outputs: lis
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("bad", [[0, 99, 8], [5, -3, 8], [1 << 40, -(1 << 40), 1 << 40], [8, 0, 8]])
+@pytest.mark.extended("bad2")
 def test_wrong_offsets_and_indices_are_not_followed(operation: str, bad: list[int], outputs: list[Tensor]) -> None:
     """On a device nothing looks at them before a kernel does."""
     args = list(arguments(operation, [3, 5], 3))
@@ -283,6 +284,7 @@ def test_a_barrier_that_some_threads_miss_is_refused(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("disguise", DISGUISES)
 @pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.extended("zero_further_on", "turned", "apart")
 def test_a_tensor_is_what_it_reads_as(operation: str, disguise: Callable[[Tensor], Tensor]) -> None:
     args = arguments(operation, [2, 0, 3], 3, torch.complex64 if operation in MOVED else torch.float32)
     for place, x in enumerate(args):

@@ -193,6 +193,7 @@ CASES: list[Case] = [
 
 @some_kinds
 @pytest.mark.parametrize(("call", "error", "words"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.extended("unstacked", "flushed", "listed")
 def test_bad_input_is_refused_and_nothing_changes(
     kind: Kind, call: Callable[[Any], Any], error: type[Exception], words: tuple[str, ...]
 ) -> None:

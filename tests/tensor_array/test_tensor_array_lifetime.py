@@ -99,6 +99,7 @@ def test_no_node_is_made_of_a_token_that_is_as_long_as_its_array() -> None:
 
 
 @pytest.mark.parametrize("use", ["backward", "drop"])
+@pytest.mark.extended("drop")
 def test_a_hundred_thousand_steps(use: str) -> None:
     """A chain of 100,000 nodes: no stack overflows when it is dropped, no list grows with each of them."""
     x = torch.ones(1, requires_grad=True)
