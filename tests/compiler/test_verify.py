@@ -1,4 +1,4 @@
-"""Graphs and stages are held against what they say they give: each kind of mistake is noticed."""
+"""Steps, graphs and values of all steps are held against what they say they are: each kind of mistake is noticed."""
 
 import dataclasses
 import warnings
@@ -225,7 +225,7 @@ def test_a_faulty_step_backward_is_replaced_by_the_gradient_step_by_step(
         torch.testing.assert_close(a, b)
 
 
-# -- stages
+# -- values of all steps at once
 
 EACH = Promise(True, torch.Size([2]), D)
 

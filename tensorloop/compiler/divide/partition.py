@@ -161,6 +161,7 @@ def _stored(
     outside = [n for n in order if n in carried and n not in inner and n not in given]
     ready = _ready(outside, step, inner, moving, carried, pulled.hoisted) if step.carry else set[fx.Node]()
     sums = sums_in_loop(step.sums, moving, inner & carried, ready) if step.carry else []
+    # What is asked for moves into the loop with what leads to it: one value is stored, not those that it is made of.
     ends = [n for n in (*step.outs, *sums) if n in ready and not is_view(n)]
     sunk = needed_for(ends, [a for n in ready for a in n.all_input_nodes if a not in ready]) & ready
     for n in order:
@@ -169,6 +170,7 @@ def _stored(
                 pulled.need(a, inner | sunk)
     asked = {*step.outs, *([] if step.going is None else [step.going])}
     summed = [leaf for n in step.sums for leaf in leaves(n, moving, (), set(sums))]
+    # What is computed after the loop, from what the loop has: that is to be stored.
     late = needed_for([*asked, *summed], {*given, *inner, *sunk})
     users = [n for n in outside if n not in sunk and n in late]
     asks = [a for n in users for a in n.all_input_nodes] + [n for n in order if n in asked or n in summed]
@@ -181,6 +183,8 @@ def _stored(
                 outs.append(n)
     if step.going is not None and step.going not in outs:
         outs.append(step.going)  # which may depend on nothing that moves
+    # A state before a step is the next carry of the step before: one memory serves both, but for the first state. A
+    # next carry that is itself an input, or serves another carry already, has no such memory of its own.
     states: dict[int, fx.Node] = {}
     for i, (c, new) in enumerate(zip(step.carry, step.next_carry, strict=True)):
         if c in outs and new not in step.carry and new not in states.values():

@@ -1,4 +1,4 @@
-"""Recurrences as native functions: LLVM IR written as text, compiled through llvmlite."""
+"""Steps as native functions: LLVM IR written as text, compiled through llvmlite."""
 
 from typing import TYPE_CHECKING
 

@@ -248,7 +248,7 @@ class Shelf:
         self._free: list[list[Tensor]] = []
 
     def copied(self, state: list[Tensor]) -> list[Tensor]:
-        """The same values, in memory of the shelf."""
+        """Copies these values into memory of the shelf."""
         if not self._free:
             rooms = [torch.empty((self.slots, *x.shape), dtype=x.dtype, device="cpu").unbind() for x in state]
             self._free = [list(slot) for slot in zip(*rooms, strict=True)]

@@ -93,7 +93,7 @@ class Program:
         """
         hoisted: set[Any] = set()
         seen = seen_by_discontinuous(self.order)
-        while True:
+        while True:  # each turn bars nodes or hoists an operation, of which there are so many
             found = divide(self.step, frozenset(hoisted), self.barred)
             early, late = outside(found)
             twice = seen.intersection(found.inside) & (early | late)
@@ -159,7 +159,7 @@ class Program:
         return Ran(last, done, list(found[:count]), list(found[count:]), going)
 
     def _hold(self, values: Sequence[Tensor], promised: Sequence[Promise], steps: int) -> None:
-        """Checks what stages gave in the first calls: shapes of a step and dtypes are the same in all others."""
+        """Checks in the first calls what is computed for all steps at once: shapes and dtypes do not change later."""
         if self._held < HELD:
             check_values(values, promised, steps)
 
