@@ -167,6 +167,7 @@ TAKEN_APART: dict[str, Body] = {
     "embedding": lambda x, y: F.embedding(_places(y, 3), x),
     "count": lambda x, y: torch.count_nonzero(x > 0, dim=1) + (_places(x, 5)[..., None] == torch.arange(5)).sum((1, 2)),
     "unsafe splits": lambda x, y: torch.unsafe_split_with_sizes(x * y, [10, 7], 1)[1] + torch.unsafe_split(x, 7, 1)[1],
+    "large windows": lambda x, y: F.max_pool2d((x * y)[None], (3, 15), ceil_mode=True)[0] * x.mean(),
     "upsample": lambda x, y: F.interpolate(x[None], size=31, mode="linear")[0] + torch.empty(31).zero_(),
     "halves": lambda x, y: torch.stack([(9 * x.to(h)).to(k).double() for h in _HALVES for k in _KINDS]),
     "largest integers": lambda x, y: torch.maximum((10 * x).long(), (10 * y).int()).amax(1) - (9 * x).long().sum(1),

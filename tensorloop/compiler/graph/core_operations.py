@@ -80,9 +80,6 @@ def _apart(n: fx.Node) -> fx.Graph | None:
     """What a node does, as a graph of simpler operations; None where nobody knows."""
     target: Any = n.target
     table = _table()
-    simpler = table.get(target) or decompositions([target]).get(target)
-    if simpler is None:
-        return None
     examples = [_example(a.meta["val"]) for a in n.all_input_nodes]
 
     def call(*tensors: Tensor) -> list[Tensor]:
@@ -91,7 +88,13 @@ def _apart(n: fx.Node) -> fx.Graph | None:
         found = target(*args, **kwargs)
         return [found] if isinstance(found, Tensor) else [x for x in found if x is not None]
 
-    return simplified(traced(without_writes(call), examples, {**table, target: simpler}).graph)
+    for simpler in (table.get(target), decompositions([target]).get(target)):
+        if simpler is not None:
+            found = simplified(traced(without_writes(call), examples, {**table, target: simpler}).graph)
+            undone = [x for x in found.nodes if x.target is target and not is_core(x)]  # it gave NotImplemented
+            if not undone:
+                return found
+    return None
 
 
 @cache

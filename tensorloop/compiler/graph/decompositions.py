@@ -169,6 +169,9 @@ def after_autograd() -> Table:
         _aten.min.default: lambda x: torch.amin(x, list(range(x.dim()))),
         _aten._unsafe_index.Tensor: _aten.index.Tensor,
         _aten._unsafe_index_put.default: _aten.index_put.default,
+        _aten.split.Tensor: _split,
+        _aten.split_with_sizes.default: _split_with_sizes,
+        _aten.unbind.int: lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])],
         _aten.roll.default: _roll,
         _aten.repeat.default: _repeat,
         _aten.stack.default: lambda xs, dim=0: torch.cat([x.unsqueeze(dim) for x in xs], dim),
@@ -341,6 +344,16 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = torch.where(torch.abs(top) == float("inf"), torch.zeros((), dtype=x.dtype, device=x.device), top)
     found = torch.log(torch.exp(x - top).sum(dims, True)) + top
     return found if keepdim else found.squeeze(tuple(dims))
+
+
+def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    whole = x.shape[dim]
+    starts = range(0, whole, size) if whole else [0]
+    return [x.narrow(dim, start, min(size, whole - start)) for start in starts]
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    return [x.narrow(dim, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def _roll(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:

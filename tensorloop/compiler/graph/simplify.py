@@ -1,6 +1,5 @@
 """A graph of one step with fewer kinds of operations, and none done twice."""
 
-import operator
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 def simplified(graph: fx.Graph) -> fx.Graph:
-    """Rewrites a graph: no writes, splits as slices, transposes as permutations, equal nodes once, no unused ones."""
+    """Rewrites a graph: no writes, transposes as permutations, equal nodes once, no unused ones."""
     _write_anew(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and (new := _instead(graph, node)) is not None:
@@ -80,8 +79,6 @@ def _instead(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """The node to put in the place of another, or None where that stays."""
     target, args = node.target, node.args
     value = node.meta.get("val")
-    if target is operator.getitem:
-        return _part(graph, node)
     if target in _IDENTITIES or (target is aten.clone.default and _is_as_it_was(node)):
         return _node(args[0])
     if not isinstance(value, Tensor):
@@ -117,26 +114,6 @@ def _is_as_it_was(clone: fx.Node) -> bool:
     """Whether a clone is of an input, in the same order in memory: captures may lie in another."""
     given = _node(clone.args[0])
     return given.op == "placeholder" and given.meta["val"].stride() == clone.meta["val"].stride()
-
-
-def _part(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A part of a split or an unbind, as a view of its own."""
-    source, index = _node(node.args[0]), node.args[1]
-    target, args = source.target, source.args
-    assert isinstance(index, int)
-    whole: Any = args[0]
-    with graph.inserting_before(node):
-        if target in (aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor):
-            dim = int(args[2]) if len(args) > 2 else source.kwargs.get("dim", 0)  # pyright: ignore[reportArgumentType]
-            sizes = [x.shape[dim] for x in source.meta["val"]]
-            start = sum(sizes[:index])
-            dim %= whole.meta["val"].dim()
-            part = (whole, dim, start, start + sizes[index])
-            return _made(graph, aten.slice.Tensor, part, {}, node.meta["val"])
-        if target is aten.unbind.int:
-            dim = int(args[1]) if len(args) > 1 else 0  # pyright: ignore[reportArgumentType]
-            return _made(graph, aten.select.int, (whole, dim, index), {}, node.meta["val"])
-    return None
 
 
 def _permuted(graph: fx.Graph, x: fx.Node, dims: list[int], value: Tensor, again: fx.Node | None = None) -> Any:
