@@ -17,7 +17,7 @@ from tensorloop.compiler.emitter.lower.expand import expand
 from tensorloop.compiler.emitter.lower.lowering import Step, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
-from tensorloop.compiler.emitter.write.bounds import hold
+from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Recurrence
@@ -43,7 +43,7 @@ def rows_meet(recurrence: Recurrence, count: int, own: Container[fx.Node]) -> bo
     step = lower(recurrence, HANDLERS, expand)
     made = LoopWriter(step, host(), recurrence.reverse)
     read = zip((*recurrence.sequences, *recurrence.invariants), (*step.sequences, *step.invariants), strict=True)
-    return rows.meet(step, made.units, count, [array for n, array in read if n in own])
+    return rows.do_rows_meet(step, made.units, count, [array for n, array in read if n in own])
 
 
 def emit(recurrence: Recurrence, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
@@ -140,7 +140,7 @@ class NativeCore:
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
         """Whether each address of so many steps is in its tensor, where arrays are this long before the first one."""
         last = [n + more * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
-        return hold(self.text.bounds, (lengths, last))
+        return all_hold(self.text.bounds, (lengths, last))
 
     def _check(self, steps: int, *given: Any) -> None:
         """Raises before the code runs where it would leave a tensor that it was given.
