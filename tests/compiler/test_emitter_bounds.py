@@ -11,7 +11,7 @@ import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
-from tensorloop.compiler.emitter.write.bounds import bounds, check_rows, hold
+from tensorloop.compiler.emitter.write.bounds import all_hold, check_rows, find_bounds
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.targets.cpu import threads
@@ -232,11 +232,11 @@ OUTSIDE: dict[str, Kernel] = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_kernel_that_leaves_its_memory_is_none(name: str):
     with pytest.raises(Unsupported, match="outside of its tensor"):
-        bounds([OUTSIDE[name]], [], (1,))  # pyright: ignore[reportArgumentType]
+        find_bounds([OUTSIDE[name]], [], (1,))  # pyright: ignore[reportArgumentType]
 
 
 def of(*kernels: Kernel, growth: tuple[int, ...] = (1,)) -> list[Length]:
-    return bounds(kernels, [], growth)  # pyright: ignore[reportArgumentType]
+    return find_bounds(kernels, [], growth)  # pyright: ignore[reportArgumentType]
 
 
 def test_conditions_on_lengths():
@@ -247,23 +247,23 @@ def test_conditions_on_lengths():
     with pytest.raises(Unsupported, match="outside"):
         of(copied(Array(slots, (3,), (1,), 3 * N)), growth=(0,))  # and where it appends nothing
     third = of(copied(Array(slots, (3,), (1,), 6)))  # a slot from the begin is there when there are three
-    assert all(hold(third, ((n,),)) for n in (2, 3, 9))
-    assert not hold(third, ((1,),))
+    assert all(all_hold(third, ((n,),)) for n in (2, 3, 9))
+    assert not all_hold(third, ((1,),))
     every = of(copied(Array(slots, (N, 3), (3, 1)), Array(plain("scratch", 3 * N), (N, 3), (3, 1))))
-    assert hold(every, ((1,), (5,)))
+    assert all_hold(every, ((1,), (5,)))
     but_two = (N - 2, 3), (3, 1)  # all but the last two, of which there must not be less than none
     first = of(copied(Array(slots, *but_two), Array(plain("scratch", 3 * N), *but_two)))
-    assert hold(first, ((2,), (5,)))
-    assert not hold(first, ((1,), (5,)))
+    assert all_hold(first, ((2,), (5,)))
+    assert not all_hold(first, ((1,), (5,)))
 
 
 def test_conditions_hold_before_the_first_step_and_before_the_last():
     last_two = [Length(0, 3, -6)]
-    assert hold(last_two, ((2,), (9,)))
-    assert not hold(last_two, ((1,), (9,)))
-    assert not hold(last_two, ((9,), (1,)))  # an array that gets shorter, backward
-    assert hold([Length(1, 1, -1)], ((0, 1), (0, 4)))
-    assert not hold([Length(0, 1, -1)], ((0, 1), (0, 4)))
+    assert all_hold(last_two, ((2,), (9,)))
+    assert not all_hold(last_two, ((1,), (9,)))
+    assert not all_hold(last_two, ((9,), (1,)))  # an array that gets shorter, backward
+    assert all_hold([Length(1, 1, -1)], ((0, 1), (0, 4)))
+    assert not all_hold([Length(0, 1, -1)], ((0, 1), (0, 4)))
 
 
 def test_large_slots_have_bounds():

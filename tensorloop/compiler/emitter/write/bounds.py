@@ -4,7 +4,7 @@ A kernel walks a box of places, so the first and the last one of each array boun
 they are looked at now. Where they follow the length of an array in the carry they become conditions on that length
 (`Length`s, none below zero): a core holds them against the lengths of its first and of its last step before it runs,
 and as both a length and a condition change by the same number at each step, what holds at both ends holds in between.
-Indices from tensors are compared in the code (`Memory.chosen`, `loops.scatter`); here they may be any that pass.
+Indices from tensors are compared in the code (`Memory.chosen`, `write_scatter`); here they may be any that pass.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from tensorloop.compiler.step import Unsupported
 _OF_SOME = ("amax", "amin", "argmax", "argmin")
 
 
-def bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int]) -> list[Length]:
+def find_bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequence[int]) -> list[Length]:
     """The conditions under which a step stays in its memory; Unsupported where it does not under any.
 
     `nodes` are the step's. An array has room for what the step appends, and that is not there to be read before.
@@ -84,7 +84,7 @@ def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int
             raise Unsupported(f"{space[dim]} rows of a unit, shared out as {count}")
 
 
-def hold(conditions: Iterable[Length], ends: Sequence[Sequence[int]]) -> bool:
+def all_hold(conditions: Iterable[Length], ends: Sequence[Sequence[int]]) -> bool:
     """Whether they hold where arrays are this long, before the first step and before the last one."""
     return all(length.at(lengths) >= 0 for length in conditions for lengths in ends)
 

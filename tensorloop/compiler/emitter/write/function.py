@@ -23,20 +23,20 @@ from tensorloop.compiler.emitter.ir.target import Target
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write import in_order, members
-from tensorloop.compiler.emitter.write.bounds import bounds, check_rows
+from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
 from tensorloop.compiler.emitter.write.fuse import (
     Unit,
     WalkGroup,
-    alive,
-    grouped,
+    drop_unread,
+    find_stored,
+    group_walks,
     join_additions,
     split_by_readers,
-    stored,
 )
-from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, panels, turned
+from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
-from tensorloop.compiler.emitter.write.rows import RowShare, split
+from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
 
@@ -83,16 +83,16 @@ class LoopWriter:
         self.step, self.target, self.reverse = step, target, reverse
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
         kept |= {step.going.buffer} if step.going is not None else set()
-        kernels = [growing.ordered(kernel) for kernel in alive(step.kernels, kept)]
-        kernels = [turned(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
+        kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
+        kernels = [turn_product(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
         kernels = split_by_readers(join_additions(kernels, kept), kept)
-        self.units: list[Unit] = grouped(kernels)
-        self.bounds = bounds(self.units, step.source.graph.nodes, step.source.growth)
-        self.stored = stored(self.units, kept)
-        self.packed = panels(self.units, target)
+        self.units: list[Unit] = group_walks(kernels)
+        self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
+        self.stored = find_stored(self.units, kept)
+        self.packed = plan_panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
         self.work = sum(work)
-        self.split: RowShare | None = split(step, self.units, self.packed)
+        self.split: RowShare | None = share_rows(step, self.units, self.packed)
         if self.split is not None:
             check_rows(self.units, self.split.dims, self.split.count)
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
@@ -170,7 +170,7 @@ class LoopWriter:
             *run.text,
             "  ret void\n}",
             *(f"define internal void @{name}{text}" for text, name in self.products.items()),
-            *([members.APART] if self.team is None else [*members.wait(self.target.triple), members.TOGETHER]),
+            *([members.APART] if self.team is None else [*members.wait_text(self.target.triple), members.TOGETHER]),
         ]
         rows = self.split.count if self.split else 0
         sizes = tuple(one.buffer.bytes for one in self.fixed)
@@ -303,7 +303,7 @@ class LoopWriter:
             return [None if dim is None else RowRange("%low", "%high", dim) for dim in dims]
         if self.team is not None:
             cuts = self.team.cuts
-            made = members.shares(code, [(cut.size, cut.grain) for cut in cuts if cut is not None])
+            made = members.write_shares(code, [(cut.size, cut.grain) for cut in cuts if cut is not None])
             return [None if cut is None else RowRange(*made[cut.size, cut.grain], cut.dim) for cut in cuts]
         return [None] * len(self.units)
 
@@ -329,9 +329,9 @@ class LoopWriter:
             elif isinstance(unit, Matmul):
                 self._product(memory, unit, packed, rows)
             elif isinstance(unit, Scatter):
-                in_order.scatter(memory, unit, rows)
+                in_order.write_scatter(memory, unit, rows)
             else:
-                in_order.running(memory, unit, rows)
+                in_order.write_running(memory, unit, rows)
 
     def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""

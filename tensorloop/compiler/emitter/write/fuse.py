@@ -30,7 +30,7 @@ class WalkGroup:
 Unit = WalkGroup | Matmul | Scatter | Running
 
 
-def alive(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
+def drop_unread(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
     """Those that something outside of the step's scratch comes from."""
     wanted, found = set(kept), []
     for kernel in reversed(kernels):
@@ -80,7 +80,7 @@ def _unsqueezed(array: Array, shape: Sequence[int]) -> Array:
     return Array(array.buffer, tuple(shape), tuple(0 if size == 1 else next(strides) for size in shape), array.offset)
 
 
-def grouped(kernels: Sequence[Kernel]) -> list[Unit]:
+def group_walks(kernels: Sequence[Kernel]) -> list[Unit]:
     """Each walk joins the last nest that it can be moved to, before which lies nothing that it needs."""
     units: list[Unit] = []
     for kernel in kernels:
@@ -137,7 +137,7 @@ def _one_piece(kernel: Point, group: WalkGroup) -> bool:
     return kernel.piece is not None and all(isinstance(w, Point) and w.piece is kernel.piece for w in others)
 
 
-def stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
+def find_stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
     """Buffers that must lie in memory: read by another unit, or seen from outside."""
     found = set(kept)
     for unit in units:

@@ -5,7 +5,7 @@ from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
 
-def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
+def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
     """In the index's order; what is out of range is noted and left out."""
     code, math = memory.code, memory.math
     shape = kernel.index.shape
@@ -36,7 +36,7 @@ def scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
     walk([])
 
 
-def running(memory: Memory, kernel: Running, rows: RowRange | None) -> None:
+def write_running(memory: Memory, kernel: Running, rows: RowRange | None) -> None:
     """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
     code, math, shape = memory.code, memory.math, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]

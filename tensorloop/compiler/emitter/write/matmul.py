@@ -46,7 +46,7 @@ class Panels:
         return tuple(reversed(made))
 
 
-def turned(kernel: Matmul) -> Matmul:
+def turn_product(kernel: Matmul) -> Matmul:
     """(b.T @ a.T).T where that is faster: an invariant left operand, or columns too few for a vector."""
     fixed = ("invariant", "constant")
     m, n = kernel.out.shape[-2:]
@@ -73,7 +73,7 @@ def lanes(kernel: Matmul, target: Target) -> int:
     return min(target.lanes({kernel.out.dtype}), 1 << (kernel.out.shape[-1] - 1).bit_length())
 
 
-def panels(units: Sequence[Unit], target: Target) -> dict[Array, Panels]:
+def plan_panels(units: Sequence[Unit], target: Target) -> dict[Array, Panels]:
     """The right operands that are packed: what stays the same over the loop, and what lies the wrong way round."""
     found: dict[Array, Panels] = {}
     for unit in units:

@@ -93,13 +93,13 @@ _X86 = "declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"
 _ARM = "declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"
 
 
-def wait(triple: str) -> list[str]:
+def wait_text(triple: str) -> list[str]:
     """The function that threads meet in."""
     declared, pause = _X86 if triple.startswith("x86_64") else _ARM
     return [declared, WAIT.format(pause=pause)]
 
 
-def shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, str]]:
+def write_shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, str]]:
     """What thread %low of %high has of each size, in whole grains."""
     made = {}
     following = code.op("add i64 %low, 1", "i64").text

@@ -29,7 +29,7 @@ class RowShare:
         self.count, self.dims, self.buffers, self.apart = count, dims, buffers, apart
 
 
-def split(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> RowShare | None:
+def share_rows(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> RowShare | None:
     """How rows are told apart; None where they meet."""
     sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape and array.buffer.kind != "array"]
     count = max(sizes, default=(0, 0))[1]
@@ -44,7 +44,7 @@ def split(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panel
         return None
 
 
-def meet(step: LoweredStep, units: Sequence[Unit], count: int, own: Sequence[Array]) -> bool:
+def do_rows_meet(step: LoweredStep, units: Sequence[Unit], count: int, own: Sequence[Array]) -> bool:
     """Whether rows meet, where `own` of what is read, and the carry, have rows of their own."""
     known = {array.buffer: bool(array.shape) for array in step.carry} | {array.buffer: True for array in own}
     try:

@@ -16,7 +16,7 @@ from tensorloop.compiler.emitter.lower import convolution, indexing, movement, n
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
-from tensorloop.compiler.emitter.write.bounds import hold
+from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import Length
@@ -48,7 +48,7 @@ def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
     kernels = lowered(step)
     made = LoopWriter(kernels, host(), step.reverse)
     read = zip((*step.sequences, *step.invariants), (*kernels.sequences, *kernels.invariants), strict=True)
-    return rows.meet(kernels, made.units, count, [array for n, array in read if n in own])
+    return rows.do_rows_meet(kernels, made.units, count, [array for n, array in read if n in own])
 
 
 def emit(step: Step, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
@@ -126,7 +126,7 @@ class NativeCore:
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
         """Whether each address of so many steps is in its tensor, where arrays are this long before the first one."""
         last = [n + more * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
-        return hold(self.text.bounds, (lengths, last))
+        return all_hold(self.text.bounds, (lengths, last))
 
     def _check(self, call: CoreCall) -> None:
         """Raises before the code runs where it would leave a tensor that it was given.
