@@ -335,10 +335,7 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
         return refusal.alone()
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
-        return Refused(
-            f"its step does not become a graph, {type(error).__name__}: {text}",
-            GAP,
-        )
+        return Refused(f"its step does not become a graph, {type(error).__name__}: {text}", GAP)
     if plan.lacking is not None and plan.forward.core is not None:
         node = plan.lacking.node
         place = None if node is None else place_of(node)
