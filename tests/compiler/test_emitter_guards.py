@@ -233,7 +233,7 @@ def a_panel_further(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def panels_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = matmul.panels
+    real = matmul.plan_panels
 
     def shorter(*args):
         found = real(*args)
@@ -241,7 +241,7 @@ def panels_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
             one.buffer.numel -= 1
         return found
 
-    monkeypatch.setattr("tensorloop.compiler.emitter.write.function.panels", shorter)
+    monkeypatch.setattr("tensorloop.compiler.emitter.write.function.plan_panels", shorter)
 
 
 FAULTS = {

@@ -54,8 +54,8 @@ def from_text(text: str) -> StepText:
         Operation(_operation(name), _get(args), _get(kwargs), _get(results), None)
         for name, args, kwargs, results in content["operations"]
     ]
-    *roles, writes = content["step"]
-    step = Trace(operations, *roles, None, writes)
+    carry, sequences, invariants, next_carry, outs, writes = content["step"]
+    step = Trace(operations, carry, sequences, invariants, next_carry, outs, None, writes)
     inputs = [(shape, _get(dtype)) for shape, dtype in content["inputs"]]
     constants = [torch.tensor(_get(x), dtype=_get(dtype)).reshape(shape) for dtype, shape, x in content["constants"]]
     return StepText(step, inputs, constants, content["reverse"], content["k"])
