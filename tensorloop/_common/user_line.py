@@ -5,16 +5,16 @@ import sys
 import warnings
 from types import FrameType
 
-Place = tuple[str, int]  # a file and a line
+UserLine = tuple[str, int]  # a file and a line
 
 
-def user_place(frame: FrameType | None = None) -> Place | None:
+def user_place(frame: FrameType | None = None) -> UserLine | None:
     """Where that line is, among the callers of a frame."""
     frame = _user_frame(frame)
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
-def warn(text: str, kind: type[Warning] = UserWarning, place: Place | None = None) -> None:
+def warn(text: str, kind: type[Warning] = UserWarning, place: UserLine | None = None) -> None:
     """Warns in the name of that line; what is shown is `place`, where there is a better one."""
     frame = _user_frame()
     names = {} if frame is None else frame.f_globals

@@ -2,7 +2,7 @@
 
 import traceback
 
-from tensorloop._common.user_line import Place, is_ours
+from tensorloop._common.user_line import UserLine, is_ours
 
 # What cures several.
 VALUES = "keep values in tensors: torch.where chooses by them, table[i[None]][0] takes a row by one"
@@ -15,7 +15,7 @@ CURE_OF_ERRORS = "set compile=False if the eager loop is right"
 class Refused(Exception):
     """Why a body is not compiled, what a user can do about it, and the file and line that say so."""
 
-    def __init__(self, reason: str, cure: str, place: Place | None = None) -> None:
+    def __init__(self, reason: str, cure: str, place: UserLine | None = None) -> None:
         super().__init__(reason)
         self.reason, self.cure, self.place = reason, cure, place
 

@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, fx
 
+from tensorloop.compiler.place import Place
+
 
 class Unsupported(Exception):
     """What a back end lacks: the reason in a few words, and the node that showed it."""
@@ -37,6 +39,7 @@ class Step:
 
     A carry whose value `grows` (`lengths`) is an array in memory of the caller's, which is changed in place; a sequence
     that grows is one that is only read. `growth` says what a step adds to their lengths, by symbol.
+    `place` is where it runs.
     """
 
     graph: fx.Graph
@@ -49,6 +52,7 @@ class Step:
     going: fx.Node | None = None
     reverse: bool = False
     growth: tuple[int, ...] = ()
+    place: Place = dataclasses.field(kw_only=True)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

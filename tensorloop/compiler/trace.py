@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import traceback
 
-from tensorloop._common.user_line import Place
+from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.operations import aten
 
 
@@ -36,7 +36,7 @@ class Operation:
     args: Any
     kwargs: Any
     results: Any
-    place: Place | None
+    place: UserLine | None
 
 
 @dataclasses.dataclass(frozen=True)

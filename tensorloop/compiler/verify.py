@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.compiler.lengths import Sized, actual, grows, growth_of, shape_of, shapes_of
 from tensorloop.compiler.operations import value_of, values_of
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import GAP, Refused
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.walks import needed_for
@@ -113,7 +114,7 @@ def _example(node: fx.Node, given: Tensor | None, sizes: Sequence[int]) -> Tenso
     shape = actual(shape_of(node), sizes)
     if given is not None and given.shape == shape and type(given) in (Tensor, torch.nn.Parameter):
         return given.detach()
-    return torch.zeros(shape, dtype=value.dtype, device="cpu")
+    return torch.zeros(shape, dtype=value.dtype, device=HOST)
 
 
 class _Checked(Sized):
@@ -144,19 +145,20 @@ class Promise(NamedTuple):
     each: bool
     shape: torch.Size | None
     dtype: torch.dtype
+    device: torch.device
 
 
-def promise(node: fx.Node, *, each: bool) -> Promise:
+def promise(node: fx.Node, device: torch.device, *, each: bool) -> Promise:
     """What a node's graph says."""
     value = value_of(node)
-    return Promise(each, None if grows(node) else value.shape, value.dtype)
+    return Promise(each, None if grows(node) else value.shape, value.dtype, device)
 
 
 def check_values(values: Iterable[Tensor], promised: Sequence[Promise], steps: int) -> None:
     """Raises `Broken` where a value of all steps, so many, is none of what was promised."""
-    for x, (each, shape, dtype) in zip(values, promised, strict=True):
+    for x, (each, shape, dtype, device) in zip(values, promised, strict=True):
         wrong = shape is not None and (x.shape[1:] != shape or x.shape[0] != steps if each else x.shape != shape)
-        if wrong or x.dtype is not dtype or not x.is_cpu:
+        if wrong or x.dtype is not dtype or x.device != device:
             shape = None if shape is None else tuple(shape)
             raise Broken(f"all steps at once give {_words(x)}, where a step has {dtype} of shape {shape}")
 

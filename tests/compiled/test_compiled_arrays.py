@@ -10,8 +10,8 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import TensorArray
-from tensorloop.compiler.targets import cores
 from tensorloop.compiler.targets.cpu import threads
+from tensorloop.compiler.targets.cpu.target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.array_loops import LOOPS, attends, outcome
@@ -45,7 +45,7 @@ def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", ["attends_from_nothing", "of_two_lengths", "a_ring"])
 def test_what_the_emitter_lacks_runs_in_torch_operations(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cores, "native", EagerCore)
+    monkeypatch.setattr(CpuTarget, "make_core", lambda _, step: EagerCore(step))
     plans.clear()
     expected, found = (outcome(LOOPS[name], compile) for compile in (False, "strict"))
     plans.clear()

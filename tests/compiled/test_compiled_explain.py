@@ -105,11 +105,11 @@ def test_a_loop_that_stays_eager_says_why_and_where():
 
 
 def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: pytest.MonkeyPatch):
-    from tensorloop.compiler.targets import cores
+    from tensorloop.compiler.targets.cpu.target import CpuTarget
     from tensorloop.compiler.targets.eager import EagerCore
 
     def without(name: str) -> Any:
-        def native(step: Step) -> EagerCore:
+        def native(_: CpuTarget, step: Step) -> EagerCore:
             for node in step.graph.nodes:
                 if getattr(node.target, "_opname", "") == name:
                     raise Unsupported(f"{name}: not known", node)
@@ -119,7 +119,7 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
 
     for name, compiled in (("exp", True), ("tanh", False)):
         plans.clear()
-        monkeypatch.setattr(cores, "native", without(name))
+        monkeypatch.setattr(CpuTarget, "make_core", without(name))
 
         def body(h: torch.Tensor, x: torch.Tensor) -> Any:
             h = torch.tanh(h + x.exp())
@@ -136,13 +136,13 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
 
 
 def test_a_compiler_that_fails_costs_speed_alone(monkeypatch: pytest.MonkeyPatch):
-    from tensorloop.compiler.targets import cores
+    from tensorloop.compiler.targets.cpu.target import CpuTarget
 
-    def fails(step: Step) -> Any:
+    def fails(_: CpuTarget, step: Step) -> Any:
         raise OSError("no room on the device")
 
     plans.clear()
-    monkeypatch.setattr(cores, "native", fails)
+    monkeypatch.setattr(CpuTarget, "make_core", fails)
     with pytest.warns(NotCompiledWarning, match="the emitter failed, OSError: no room"):
         found = outcome(CASES["lstm"], torch.float64, True)
     plans.clear()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop.compiler.emitter.ir import machine
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.compiler.targets.cpu import core, threads
 from tensorloop.loop.compiled import pays
 from tensorloop.loop.compiled.pays import FIRST, GAP, LONGEST_GAP, TRIED, Pays
@@ -90,7 +92,7 @@ def test_the_first_calls_which_wake_threads_do_not_count():
     ("work", "steps", "alone"), [(10**9, 8, False), (10**9, 16, True), (10**9, None, True), (9, 2, True)]
 )
 def test_one_thread_looks_at_small_steps_and_at_one_of_many(work: int, steps: int | None, alone: bool):
-    assert pays.Clock(work).looks_alone(steps) is alone
+    assert pays.Clock(work, find_place([])).looks_alone(steps) is alone
 
 
 # -- in loops
@@ -135,7 +137,7 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> Any:
     before, did = torch.get_num_threads(), []
     torch.set_num_threads(2)
     monkeypatch.setattr(threads, "LEAST", 1)
-    monkeypatch.setattr(threads, "BARRIER", 1)
+    monkeypatch.setattr(machine, "BARRIER", 1)
 
     def chosen(self: core.NativeCore, call: core.NativeCall) -> None:
         did.append(threads.here.team and call.parts > 1)

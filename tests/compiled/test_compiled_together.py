@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler.emitter.ir import target
+from tensorloop.compiler.emitter.ir import machine
 from tensorloop.compiler.targets.cpu import threads
 
 HAD = {3} if threads._library(threads.os.getpid()) else set()  # without torch's OpenMP loops run on one thread
@@ -21,7 +21,7 @@ def teams(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> list[int]:
     ran: list[int] = []
     run = threads.run_together
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(target, "BARRIER", 1)
+    monkeypatch.setattr(machine, "BARRIER", 1)
     monkeypatch.setattr(threads, "LEAST", 1)
     monkeypatch.setattr(threads, "run_together", lambda *args: ran.append(args[-1]) or run(*args))
     return ran

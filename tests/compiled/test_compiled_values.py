@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler.targets import cores
+from tensorloop.compiler.targets.cpu.target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, outcome
@@ -18,7 +18,7 @@ def core(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The cores that are made: those of the emitter, or those that run torch's operations, taken for native."""
     plans.clear()
     if kind == "torch":
-        monkeypatch.setattr(cores, "native", EagerCore)
+        monkeypatch.setattr(CpuTarget, "make_core", lambda _, step: EagerCore(step))
     yield
     plans.clear()
 

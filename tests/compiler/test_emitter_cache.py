@@ -13,7 +13,7 @@ import torch
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import cache, compile, emit
 from tensorloop.compiler.targets.cpu.cache import Folder
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 from tests.support.recurrences import assert_same, recurrence
 
 GIVEN = (), [torch.randn(4, 3)], [torch.randn(3)]

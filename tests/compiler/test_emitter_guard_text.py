@@ -8,7 +8,7 @@ import torch
 from tensorloop.compiler.targets.cpu import guard_text, guarded
 from tensorloop.compiler.targets.cpu.compile import compiled
 from tensorloop.compiler.targets.cpu.guard_memory import GUARD, PATTERN, Arena, Block
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 
 VECTOR = "<4 x float> <float 1.0, float 2.0, float 3.0, float 4.0>"
 MASK = "<4 x i1> <i1 true, i1 false, i1 true, i1 false>"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.code import Code
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write import matmul, members
 from tensorloop.compiler.emitter.write.function import LoopWriter
 from tensorloop.compiler.emitter.write.memory import Memory
@@ -19,7 +19,7 @@ from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.guarded import GuardedCore, OutsideMemory
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 from tests.compiler.test_emitter_team import case
 from tests.support.array_loops import LOOPS, outcome
 from tests.support.compiled_cases import check_equal
@@ -139,7 +139,7 @@ def test_threads_with_rows_of_their_own(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["columns by columns", "rows added to"])
 def test_threads_together(name: str, monkeypatch: pytest.MonkeyPatch, folder: Folder) -> None:
-    monkeypatch.setattr(Target, "worth_sharing", lambda self, shared, barriers: True)
+    monkeypatch.setattr(Machine, "worth_sharing", lambda self, shared, barriers: True)
     rec, given = case(name)
     core = emit(rec, folder=folder)
     assert core.text.barriers

@@ -12,7 +12,7 @@ from tensorloop.compiler.step import CoreCall, Step, Unsupported
 from tensorloop.compiler.targets.cpu import emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 from tests.support.recurrences import Given, assert_same, interpreted, places, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import emit, threads
 from tensorloop.compiler.targets.cpu.cache import Folder
@@ -85,7 +85,7 @@ def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_fact
 def test_threads_do_a_random_step_together(
     seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(Target, "worth_sharing", lambda self, shared, barriers: True)
+    monkeypatch.setattr(Machine, "worth_sharing", lambda self, shared, barriers: True)
     rec, given = drawn(seed, STEPS + 5 * MIXING)
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
     for count in (1, 2, 3) if core.text.barriers else ():

@@ -6,19 +6,19 @@ import re
 import pytest
 import torch
 
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.targets.cpu import compile, emit
 from tensorloop.compiler.targets.cpu.cache import Folder
 from tensorloop.compiler.targets.cpu.core import text_of
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 from tests.support.recurrences import assert_same, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 
 OTHERS = {
-    "neon": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32),
-    "apple": Target("arm64-apple-darwin", "apple-m1", "+neon", 128, 32),
-    "avx2": Target("x86_64-unknown-linux-gnu", "haswell", "+avx2,+fma", 256, 16),
-    "avx512": Target(
+    "neon": Machine("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32),
+    "apple": Machine("arm64-apple-darwin", "apple-m1", "+neon", 128, 32),
+    "avx2": Machine("x86_64-unknown-linux-gnu", "haswell", "+avx2,+fma", 256, 16),
+    "avx512": Machine(
         "x86_64-unknown-linux-gnu", "skylake-avx512", "+avx512f,+avx512vl,+avx512dq,+avx512bw,+fma", 512, 32
     ),
 }

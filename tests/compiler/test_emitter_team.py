@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write import team
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu import compile, emit, threads
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """However short a step is, so many threads do it."""
-    monkeypatch.setattr(Target, "worth_sharing", lambda self, shared, barriers: True)
+    monkeypatch.setattr(Machine, "worth_sharing", lambda self, shared, barriers: True)
 
     def by(count: int) -> None:
         there = count if threads._library(threads.os.getpid()) else 1

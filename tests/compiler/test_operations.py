@@ -4,6 +4,7 @@ A body for each row of the table that a target has to know: it is reached in a c
 torch's operations, and gives the eager loop's values and gradients. Others are of what passes take apart.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -16,8 +17,11 @@ import tensorloop as tl
 from tensorloop.compiler.divide import all_steps
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.operations import CORE, OPERATIONS
+from tensorloop.compiler.place import HOST, Place
+from tensorloop.compiler.targets.choose import EAGER, TARGETS
 from tensorloop.compiler.targets.cpu import core
 from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.target import Target
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.operation_bodies import BODIES, ROWS
 
@@ -104,7 +108,14 @@ def test_the_eager_target_has_each(group: list[str], monkeypatch: pytest.MonkeyP
 def test_the_table_is_what_the_machine_knows_and_what_is_tried_here() -> None:
     rows = {name for name, row in OPERATIONS.items() if row.kind in CORE}
     assert rows == {name.split()[0] for name in ROWS}
-    assert {name.split(".")[0] for name in rows} | {"getitem"} == set(HANDLERS)
+    assert {name.split(".")[0] for name in rows - TARGETS["cpu"].lacks} | {"getitem"} == set(HANDLERS)
+
+
+@pytest.mark.parametrize("target", [*TARGETS.values(), EAGER], ids=lambda target: target.name)
+def test_what_a_target_lacks_is_named_in_the_table(target: Target) -> None:
+    assert target.lacks <= {name for name, row in OPERATIONS.items() if row.kind in CORE}
+    assert target.lacks == set() or target.name not in ("cpu", "eager")
+    assert target.place(HOST) == Place(HOST, target.name, *dataclasses.astuple(target.place(HOST))[2:])
 
 
 def test_rows_say_of_aten_what_is_so() -> None:

@@ -14,6 +14,7 @@ import tensorloop as tl
 from tensorloop.compiler.divide import all_steps
 from tensorloop.compiler.graph.simplify import _write_anew
 from tensorloop.compiler.lengths import Length
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.verify import Broken, Promise, check_graph, check_values, promise, verify
@@ -227,12 +228,16 @@ def test_a_faulty_step_backward_is_replaced_by_the_gradient_step_by_step(
 
 # -- values of all steps at once
 
-EACH = Promise(True, torch.Size([2]), D)
+EACH = Promise(True, torch.Size([2]), D, HOST)
 
 
 def test_values_that_were_promised():
-    check_values([torch.ones(5, 2, dtype=D), torch.ones(2)], [EACH, Promise(False, torch.Size([2]), torch.float32)], 5)
-    check_values([torch.ones(5, 9, dtype=D)], [Promise(True, None, D)], 5)  # of what grows only the dtype is known
+    check_values(
+        [torch.ones(5, 2, dtype=D), torch.ones(2)], [EACH, Promise(False, torch.Size([2]), torch.float32, HOST)], 5
+    )
+    check_values(
+        [torch.ones(5, 9, dtype=D)], [Promise(True, None, D, HOST)], 5
+    )  # of what grows only the dtype is known
 
 
 @pytest.mark.parametrize("value", [
@@ -251,9 +256,9 @@ def test_what_is_the_same_for_all_steps_has_no_dim_for_them():
 
 def test_a_promise_is_what_the_graph_says():
     found = graph()
-    assert promise(node(found, aten.mm.default), each=True) == Promise(True, torch.Size([3, 3]), D)
+    assert promise(node(found, aten.mm.default), HOST, each=True) == Promise(True, torch.Size([3, 3]), D, HOST)
     array = next(iter(growing(1).nodes))
-    assert promise(array, each=False) == Promise(False, None, D)
+    assert promise(array, HOST, each=False) == Promise(False, None, D, HOST)
 
 
 # -- a loop one of whose stages breaks its promise

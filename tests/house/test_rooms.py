@@ -46,9 +46,9 @@ ROOMS = {
 
 # What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
 _OF_THE_COMPILER = (
-    *("lengths", "operations", "refused", "step", "trace", "verify", "walks"),
+    *("lengths", "operations", "place", "refused", "step", "trace", "verify", "walks"),
     *("graph.backward", "graph.capture", "graph.complex_pairs"),
-    *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.cores", "targets.cpu"),
+    *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.choose"),
 )
 # A module that others may import although it is not the face of its room -> the rooms that do.
 DOORS = {
@@ -81,7 +81,9 @@ DOORS = {
     "kernels.cpu.swaps": {"ordering"},
 }
 # What all stages of the compiler share: a step, the operations, what a graph may hold.
-_CONTRACTS = {f"compiler.{name}" for name in ("lengths", "operations", "refused", "step", "trace", "verify", "walks")}
+_CONTRACTS = {
+    f"compiler.{name}" for name in ("lengths", "operations", "place", "refused", "step", "trace", "verify", "walks")
+}
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
     "loop.checkpoint": {"loop.advice", "loop.loop"},
@@ -137,12 +139,13 @@ INNER_DOORS = {
         for name in ("array_plan", "blocks", "node", "plan", "program", "python_condition", "results", "rows_apart")
     ),
     "compiler.graph.core_operations",
-    *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "target", "vector_math")),
+    *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "machine", "vector_math")),
     *(
         f"compiler.emitter.lower.{name}"
         for name in ("convolution", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
     ),
     "compiler.emitter.lower.reductions",
+    "compiler.targets.cpu.target",
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("channels_first", "convolution", "padding", "pooling", "resampling")),
@@ -475,3 +478,19 @@ def test_a_circle_is_seen() -> None:
 def test_a_private_name_is_seen(source: str) -> None:
     assert len(private_names("packed.dim", source)) >= 1
     assert private_names("_torch.engine", source) == []
+
+
+def names_a_device(source: str) -> list[str]:
+    """Where a source says "cpu", or asks a tensor whether it is there."""
+    text = [x.value for x in nodes(source) if isinstance(x, ast.Constant) and isinstance(x.value, str)]
+    return [x for x in text if x in ("cpu", "cuda")] + [
+        x.attr for x in nodes(source) if isinstance(x, ast.Attribute) and x.attr in ("is_cpu", "is_cuda")
+    ]
+
+
+def test_only_targets_name_a_kind_of_device() -> None:
+    """What stands above asks the place of a step; `HOST` is where Python runs."""
+    above = {m: s for m, s in modules().items() if m.startswith(("compiler", "loop.compiled"))}
+    found = {m for m, s in above.items() if names_a_device(s) and not m.startswith("compiler.targets")}
+    assert found == {"compiler.place"}
+    assert names_a_device("x.to('cpu')\nif x.is_cuda: pass") == ["cpu", "is_cuda"]

@@ -10,6 +10,7 @@ from tensorloop._torch.tracing import traced, without_writes
 from tensorloop.compiler.graph.decompositions import after_autograd, before_autograd
 from tensorloop.compiler.graph.simplify import simplified
 from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.targets.choose import find_place
 
 Body = Callable[..., dict[str, Any]]
 Given = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # invariants, sequences, carry
@@ -57,6 +58,7 @@ def recurrence(
         taken["sums"],  # pyright: ignore[reportArgumentType]
         taken["going"][0] if taken["going"] else None,  # pyright: ignore[reportArgumentType]
         reverse,
+        place=find_place([]),
     )
 
 

@@ -11,7 +11,7 @@ from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.team import DimShare, Planner, Team
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu.core import lowered
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 
 Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # ranges of its dims; (size, step) more; writes
 Touched = tuple[dict[object, set[int]], dict[object, set[int]]]  # elements read and written, by whose memory it is

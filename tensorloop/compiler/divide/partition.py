@@ -25,12 +25,11 @@ from tensorloop.compiler.operations import (
     value_of,
     with_parts,
 )
+from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.walks import depends_on, needed_for
 
 _FLOATS = (torch.float32, torch.float64)
-SMALL = 2**16  # bytes of a matrix that stays in the cache from step to step
-FEW, MANY = 4, 64  # rows: sums over fewer are read as often as they are added to; with more, torch's threads pay
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,10 +132,10 @@ class _Pulled:
             return False
         if is_constant(n) or is_view(n):
             return True
-        return n in self.moving and (is_pointwise(n) or is_small_product(n, self.moving))
+        return n in self.moving and (is_pointwise(n) or is_small_product(n, self.moving, self.step.place))
 
 
-def is_small_product(n: fx.Node, moving: set[fx.Node]) -> bool:
+def is_small_product(n: fx.Node, moving: set[fx.Node], place: Place) -> bool:
     """Whether a product is as fast in the loop as for all steps: its matrix stays in the cache from step to step."""
     if n.target is not aten.mm.default or meets_growing(n) or value_of(n).dtype not in _FLOATS:
         return False
@@ -144,8 +143,8 @@ def is_small_product(n: fx.Node, moving: set[fx.Node]) -> bool:
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
     if b not in moving:
-        return bytes_of(b) <= SMALL and value_of(a).shape[0] <= MANY
-    return a in moving and bytes_of(n) <= SMALL and FEW <= value_of(a).shape[1] <= MANY
+        return bytes_of(b) <= place.cached and value_of(a).shape[0] <= place.many_rows
+    return a in moving and bytes_of(n) <= place.cached and place.few_rows <= value_of(a).shape[1] <= place.many_rows
 
 
 def _stored(
@@ -207,7 +206,7 @@ def _ready(
     found = set[fx.Node]()
     for n in outside:
         there = all(a in inner or a in found or a in step.carry for a in n.all_input_nodes if a in carried)
-        cheap = is_pointwise(n) or is_view(n) or is_small_product(n, moving)
+        cheap = is_pointwise(n) or is_view(n) or is_small_product(n, moving, step.place)
         if there and cheap and n.target not in hoisted:
             found.add(n)
     return found
@@ -251,6 +250,7 @@ def extract(
         None if step.going is None else new[step.going],
         step.reverse,
         step.growth,
+        place=step.place,
     )
     graph.output(loop.outputs)
     graph.lint()

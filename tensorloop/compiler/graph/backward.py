@@ -48,6 +48,7 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
     a missing gradient would be multiplied with is not computed: it may be infinite.
     """
     forward, zero = gradients.step, zeros_in(gradients, missing)
+    device = forward.place.device
     graph, new, gone = fx.Graph(), dict[fx.Node, fx.Node](), missing.of(gradients)
     for n in forward.graph.nodes:
         if n.op == "output":
@@ -57,21 +58,21 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
         elif n in zero:
             if not isinstance(n.meta["val"], Tensor):  # of several tensors at once each part is zero
                 continue
-            new[n] = _zeros(graph, n)
+            new[n] = _zeros(graph, n, device)
         elif n.target is aten.add.Tensor and (rest := _not_zero(n, zero)) is not None:
             new[n] = new[rest]
         else:
             new[n] = graph.node_copy(n, lambda a: new[a])
         new[n].meta = dict(n.meta) if new[n].meta.get("val") is None else new[n].meta
     for n in gone:  # placeholders stand first; what was made of them is zero, and here are those that are asked for
-        zeros = _zeros(graph, n)
+        zeros = _zeros(graph, n, device)
         new[n].replace_all_uses_with(zeros)
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
         last.append(zeros)
     carry = sorted(gradients.next_carry_grads.items())
     found = Gradients(*({k: new[g] for k, g in sorted(grads.items()) if g not in zero} for grads in gradients.found))
     # Zeros are like the carry before the step: of an array that grows, shorter than the gradient that comes.
-    next_carry = tuple(found.carry.get(i) or _zeros(graph, forward.carry[i]) for i, _ in carry)
+    next_carry = tuple(found.carry.get(i) or _zeros(graph, forward.carry[i], device) for i, _ in carry)
     coming = [new[n] for _, n in sorted(gradients.out_grads.items()) if n not in gone]
     step = Step(
         graph,
@@ -83,6 +84,7 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
         tuple(found.invariants.values()),
         reverse=not forward.reverse,
         growth=tuple(-more for more in forward.growth),
+        place=forward.place,
     )
     graph.output(step.outputs)
     return step
@@ -97,8 +99,8 @@ def _not_zero(n: fx.Node, zero: Container[fx.Node]) -> fx.Node | None:
     return left[0] if value.shape == whole.shape and value.dtype is whole.dtype else None
 
 
-def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
-    options = {"dtype": value_of(like).dtype, "device": torch.device("cpu")}
+def _zeros(graph: fx.Graph, like: fx.Node, device: torch.device) -> fx.Node:
+    options = {"dtype": value_of(like).dtype, "device": device}
     zeros = graph.call_function(aten.full.default, (list(shape_of(like)), 0), options)
     zeros.meta = dict(like.meta)
     return zeros

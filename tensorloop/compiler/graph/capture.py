@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 
-from tensorloop._common.user_line import Place
+from tensorloop._common.user_line import UserLine
 from tensorloop._torch import engine
 from tensorloop._torch.fake import fakes_like
 from tensorloop._torch.tracing import traced, without_hooks, without_writes
 from tensorloop.compiler.graph.decompositions import after_autograd, before_autograd
 from tensorloop.compiler.graph.simplify import simplified
 from tensorloop.compiler.lengths import Again
+from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.trace import Trace
 
@@ -117,6 +118,7 @@ def with_gradients(
     wants: Sequence[bool],
     *,
     grad: bool,
+    place: Place,
     reverse: bool = False,
     growth: Sequence[int] = (),
 ) -> StepWithGradients:
@@ -163,6 +165,7 @@ def with_gradients(
         going=None if trace.going is None else outputs[k - 1],
         reverse=reverse,
         growth=tuple(growth),
+        place=place,
     )
     return StepWithGradients(
         step,
@@ -173,7 +176,7 @@ def with_gradients(
     )
 
 
-def place_of(node: fx.Node) -> Place | None:
+def place_of(node: fx.Node) -> UserLine | None:
     """The user's line that a node comes from; those of gradients have none."""
     file, _, line = (node.meta.get("stack_trace") or "").rpartition(":")
     return (file, int(line)) if file else None
@@ -186,4 +189,4 @@ def _output(module: fx.GraphModule, i: int) -> Any:
 
 
 def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+    return torch.zeros(x.shape, dtype=x.dtype, device=HOST)

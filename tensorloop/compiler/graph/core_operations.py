@@ -18,6 +18,7 @@ from tensorloop.compiler.graph.decompositions import Table, after_autograd, befo
 from tensorloop.compiler.graph.simplify import simplified
 from tensorloop.compiler.lengths import meets_growing
 from tensorloop.compiler.operations import is_core
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step
 
 
@@ -104,7 +105,7 @@ def _table() -> Table:
 
 def _example(value: Tensor) -> Tensor:
     """Zeros in memory as the value's: an example may be an index, which a decomposition follows."""
-    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=HOST)
     memory: Any = example.untyped_storage()
     memory.fill_(0)
     return example

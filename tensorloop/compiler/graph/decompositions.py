@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tensorloop._torch.tracing import decompositions
 from tensorloop.compiler.graph import compositions
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 
 _aten = torch.ops.aten
@@ -224,7 +225,7 @@ def _filled(x: Tensor, value: Any, options: dict[str, Any], size: Sequence[int] 
 def _typed(options: dict[str, Any]) -> dict[str, Any]:
     dtype = options.get("dtype")
     device = options.get("device")
-    return {"dtype": torch.get_default_dtype() if dtype is None else dtype, "device": device or torch.device("cpu")}
+    return {"dtype": torch.get_default_dtype() if dtype is None else dtype, "device": device or HOST}
 
 
 def _mean(x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Tensor:

@@ -1,13 +1,15 @@
 """A loop whose steps run one by one in torch operations: for what a back end lacks, and to test others against."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, fx
 
 from tensorloop.compiler.lengths import Length, Sized, shape_of
 from tensorloop.compiler.operations import aten
-from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.place import Place
+from tensorloop.compiler.step import Core, CoreCall, Step, Unsupported
 
 
 class EagerCore:
@@ -68,3 +70,27 @@ class EagerCore:
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
         """Returns this core: it prepares nothing that many calls could share."""
         return self
+
+
+class EagerTarget:
+    """Runs any step on any device, one operation of torch after the other."""
+
+    name = "eager"
+    lacks = frozenset[str]()
+    calls_torch = True
+
+    def place(self, device: torch.device) -> Place:
+        """Returns a place where nothing is small: a matrix in the loop is one more operation to start."""
+        return Place(device, self.name, cached=0, few_rows=0, many_rows=0, small_step=0)
+
+    def make_core(self, step: Step) -> Core:
+        """Returns the step as a graph that torch runs."""
+        return EagerCore(step)
+
+    def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
+        """Raises `Unsupported`: operations do not say which rows they read."""
+        raise Unsupported("torch's operations do not say which rows they read")
+
+    def one_thread(self, users: bool = False) -> AbstractContextManager[None]:
+        """Does nothing: how many threads an operation has is torch's matter."""
+        return nullcontext()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorloop._common import user_line
 from tensorloop._common.arguments import describe
-from tensorloop._common.user_line import Place, user_place
+from tensorloop._common.user_line import UserLine, user_place
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.step_use import StepUse
 
@@ -28,7 +28,7 @@ class HeldTensorWarning(UserWarning):
 
 
 # Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.
-_FOUND: dict[tuple[CodeType | None, Place | None], bool] = {}
+_FOUND: dict[tuple[CodeType | None, UserLine | None], bool] = {}
 _MOMENT_S = 0.05
 
 

@@ -328,7 +328,7 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     try:
         with unseen(), without_autocast(), without_modes():
             if looks is None:
-                plan = Plan(trace, examples, wants, grad=any(wants), reverse=reverse)
+                plan = Plan(trace, examples, wants, grad=any(wants), reverse=reverse, place=seen.frame.place)
             else:
                 plan = make_array_plan(seen, looks, examples, wants, reverse)
     except Refused as refusal:

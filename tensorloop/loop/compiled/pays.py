@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tensorloop.compiler.targets import cpu
+from tensorloop.compiler.place import Place
+from tensorloop.compiler.targets.choose import target_of
 
 R = TypeVar("R")
 
@@ -27,7 +28,6 @@ SLOWER, FASTER = 1.1, 0.9  # of the time of one thread: where the team is left, 
 NEWEST = 0.25  # the share of the newest call in a mean
 MOST = 8.0  # times the mean, as which a call counts at most: one that was interrupted by something else proves little
 TRIED = 3  # calls of the team on trial
-SMALL = 100_000_000  # operations of a step
 MANY = 16  # steps, of which one on one thread is little
 GAP, LONGEST_GAP = 8, 256  # calls between trials
 
@@ -91,9 +91,10 @@ class Pays:
 class Clock:
     """A plan's runs, by what they are and about how many steps they have."""
 
-    def __init__(self, work: int) -> None:
+    def __init__(self, work: int, place: Place) -> None:
         self._found: dict[Hashable, Pays] = {}
-        self._small = work < SMALL
+        self._small = work < place.small_step
+        self._target = target_of(place)
         self._alone = False  # whether the last run was one thread's
 
     def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
@@ -106,10 +107,14 @@ class Clock:
         if team:
             found = call()
         else:
-            with cpu.alone(asks):
+            with self._target.one_thread(asks):
                 found = call()
         pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
         return found
+
+    def alone(self) -> AbstractContextManager[object]:
+        """A block in which one thread runs users' code."""
+        return self._target.one_thread(True)
 
     def looks_alone(self, steps: int | None) -> bool:
         """Whether one thread looks at the first of so many steps: a second one may be only something to wait for."""
@@ -127,4 +132,4 @@ def remember(root: Hashable, clock: Clock) -> None:
 def as_before(root: Hashable, steps: int | None) -> AbstractContextManager[object]:
     """For a look at the first of so many steps of a loop, whose numbers nobody sees."""
     clock = None if torch.get_num_threads() == 1 else _clocks.get(root)
-    return cpu.alone(True) if clock is not None and clock.looks_alone(steps) else nullcontext()
+    return clock.alone() if clock is not None and clock.looks_alone(steps) else nullcontext()

@@ -13,11 +13,13 @@ from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.lengths import Length, Size, grows, meets_growing, shape_of
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step, Unsupported
 
 Elementwise = Callable[..., Value]
 Handler = Callable[..., Any]
 HALVES = (torch.bfloat16, torch.float16)
+_META = torch.device("meta")  # of what is as long as an array: it has no memory while it is traced
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -270,7 +272,7 @@ def _known_elements(node: fx.Node) -> None:
     for one in value if isinstance(value, list | tuple) else (value,):
         if isinstance(one, Tensor) and one.dtype not in KINDS:
             raise Unsupported(f"elements of {one.dtype}")
-        if isinstance(one, Tensor) and one.device.type not in ("cpu", "meta"):
+        if isinstance(one, Tensor) and one.device not in (HOST, _META):
             raise Unsupported(f"a tensor on {one.device}")
 
 

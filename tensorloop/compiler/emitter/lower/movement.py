@@ -9,6 +9,7 @@ from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.lower.lowering import Call
 from tensorloop.compiler.emitter.lower.pointwise import handles
 from tensorloop.compiler.operations import OPERATIONS, aten
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Unsupported
 
 
@@ -129,5 +130,5 @@ def full(call: Call, size: Sequence[int], value: Any, **kwargs: Any) -> Array:
 @handles("arange", "tril_indices", "triu_indices")
 def known(call: Call, *args: Any, **kwargs: Any) -> Array:
     """A constant, made by torch while the step is lowered."""
-    kwargs["device"] = "cpu"
+    kwargs["device"] = HOST
     return call.low.constant(call.node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]

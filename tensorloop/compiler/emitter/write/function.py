@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tensorloop.compiler.emitter.ir.arrays import Buffer, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write import in_order, members
@@ -79,7 +79,7 @@ class LoopWriter:
 
     gap = 0  # bytes left free behind each scratch buffer
 
-    def __init__(self, step: LoweredStep, target: Target, reverse: bool) -> None:
+    def __init__(self, step: LoweredStep, target: Machine, reverse: bool) -> None:
         self.step, self.target, self.reverse = step, target, reverse
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
         kept |= {step.going.buffer} if step.going is not None else set()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.kernels import Matmul
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write.fuse import Unit
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
@@ -68,12 +68,12 @@ def turn_product(kernel: Matmul) -> Matmul:
     return Matmul(swap(kernel.b), swap(kernel.a), swap(kernel.out), swap(kernel.addend) if kernel.addend else None)
 
 
-def lanes(kernel: Matmul, target: Target) -> int:
+def lanes(kernel: Matmul, target: Machine) -> int:
     """Columns in a vector."""
     return min(target.lanes({kernel.out.dtype}), 1 << (kernel.out.shape[-1] - 1).bit_length())
 
 
-def plan_panels(units: Sequence[Unit], target: Target) -> dict[Array, Panels]:
+def plan_panels(units: Sequence[Unit], target: Machine) -> dict[Array, Panels]:
     """The right operands that are packed: what stays the same over the loop, and what lies the wrong way round."""
     found: dict[Array, Panels] = {}
     for unit in units:
@@ -100,7 +100,7 @@ class Product:
         self.vectors = -(-self.n // self.width)
         self.tall, self.wide = self._tile(memory.target)
 
-    def _tile(self, target: Target) -> tuple[int, int]:
+    def _tile(self, target: Machine) -> tuple[int, int]:
         """Rows and vectors of a tile: as few instructions as registers allow, for these very sizes."""
         room, best = target.registers, (float("inf"), 0, 1, 1)
         rows = self.m

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels, lanes
@@ -61,7 +61,7 @@ class Planner:
     """Goes through a step's units and remembers what was touched since the threads last met."""
 
     def __init__(
-        self, packed: Mapping[Array, Panels], stored: set[Buffer], places: Mapping[Buffer, int], target: Target
+        self, packed: Mapping[Array, Panels], stored: set[Buffer], places: Mapping[Buffer, int], target: Machine
     ) -> None:
         self.packed, self.stored, self.places, self.target = packed, stored, places, target
         self.touched: list[Touch] = []

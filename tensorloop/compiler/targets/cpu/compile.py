@@ -4,14 +4,14 @@ import ctypes
 import hashlib
 from typing import Any
 
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.targets.cpu import cache
-from tensorloop.compiler.targets.cpu.machine import llvm
+from tensorloop.compiler.targets.cpu.host import llvm
 
 LEVEL = 3
 
 
-def machine_code(module: str, target: Target, folder: cache.Folder | None) -> bytes:
+def machine_code(module: str, target: Machine, folder: cache.Folder | None) -> bytes:
     """The object file for a module; taken from the folder where it is there."""
     binding = llvm()
     versions = ".".join(map(str, binding.llvm_version_info))
@@ -26,7 +26,7 @@ def machine_code(module: str, target: Target, folder: cache.Folder | None) -> by
     return found
 
 
-def compiled(module: str, target: Target) -> bytes:
+def compiled(module: str, target: Machine) -> bytes:
     """What LLVM makes of it."""
     binding = llvm()
     parsed = binding.parse_assembly(module)
@@ -34,7 +34,7 @@ def compiled(module: str, target: Target) -> bytes:
     return machine(target).emit_object(parsed)
 
 
-def machine(target: Target) -> Any:
+def machine(target: Machine) -> Any:
     """LLVM's generator of code for a target."""
     binding = llvm()
     if target.triple != binding.get_process_triple():
@@ -49,7 +49,7 @@ def machine(target: Target) -> Any:
 class Loaded:
     """Functions of an object file, in this process; they go when this goes."""
 
-    def __init__(self, code: bytes, target: Target) -> None:
+    def __init__(self, code: bytes, target: Machine) -> None:
         binding = llvm()
         empty = binding.parse_assembly(f'target triple = "{target.triple}"')
         self._engine = binding.create_mcjit_compiler(empty, machine(target))

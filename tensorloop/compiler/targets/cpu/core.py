@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tensorloop._torch.memory import is_symbolic
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
@@ -23,7 +23,7 @@ from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 
 LINE = 64
 CHECKED = 3  # calls of a core whose tensors are looked at
@@ -37,7 +37,7 @@ def lowered(step: Step) -> LoweredStep:
     return lower(in_core_operations(step), HANDLERS)
 
 
-def text_of(step: Step, target: Target) -> tuple[LoweredStep, LoopText]:
+def text_of(step: Step, target: Machine) -> tuple[LoweredStep, LoopText]:
     """Returns the step's kernels, and the module's text."""
     kernels = lowered(step)
     return kernels, LoopWriter(kernels, target, step.reverse).text()
@@ -51,7 +51,7 @@ def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
     return rows.do_rows_meet(kernels, made.units, count, [array for n, array in read if n in own])
 
 
-def emit(step: Step, *, folder: cache.Folder | None = None, target: Target | None = None) -> "NativeCore":
+def emit(step: Step, *, folder: cache.Folder | None = None, target: Machine | None = None) -> "NativeCore":
     """Returns one native function for a step; Unsupported where an operation or this machine is not known."""
     if instead:
         return instead[-1](step, folder=folder, target=target)

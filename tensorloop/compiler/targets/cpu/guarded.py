@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.arrays import Buffer
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import actual
 from tensorloop.compiler.step import Step
@@ -26,7 +26,7 @@ from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.core import NativeCall, NativeCore, instead, lowered
 from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, Block, Piece
-from tensorloop.compiler.targets.cpu.machine import host
+from tensorloop.compiler.targets.cpu.host import host
 
 violations: list[str] = []  # all that were noticed: an exception may not reach who looks for it
 _SAID = {"array": "array of the carry", "prefix": "array of the sequences", "last": "last carry"}
@@ -46,7 +46,7 @@ def on() -> Iterator[None]:
         instead.remove(emitted)
 
 
-def emitted(step: Step, *, folder: cache.Folder | None, target: Target | None) -> NativeCore:
+def emitted(step: Step, *, folder: cache.Folder | None, target: Machine | None) -> NativeCore:
     """Makes a core that checks each access to memory; takes what `emit` takes."""
     target = target or host()
     function = Apart(lowered(step), target, step.reverse)
@@ -70,7 +70,7 @@ class Apart(LoopWriter):
 
 
 class _Loaded(Loaded):
-    def __init__(self, code: bytes, target: Target) -> None:
+    def __init__(self, code: bytes, target: Machine) -> None:
         super().__init__(code, target)
         self.guard = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._engine.get_function_address("guard"))
 

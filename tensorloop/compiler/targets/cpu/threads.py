@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir import target
+from tensorloop.compiler.emitter.ir import machine
 
 LEAST = 100_000_000  # operations that a thread should have, some milliseconds: below, waking it costs more than it does
 LINE = 64
@@ -63,7 +63,7 @@ def parts(rows: int, work: int) -> int:
 
 def together(shared: int, barriers: int, steps: int) -> int:
     """How many threads do steps together."""
-    return parts(shared // (barriers * target.BARRIER), steps * shared)
+    return parts(shared // (barriers * machine.BARRIER), steps * shared)
 
 
 def run_together(member: int, table: int, steps: int, scratch: int, count: int) -> None:

@@ -23,12 +23,15 @@ from tensorloop._torch.dynamo import (
     undisturbed,
 )
 from tensorloop._torch.fake import fake_tensors
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import NATIVE, Refused
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.compiler.trace import Ref, Trace
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.in_graphs.changing_floats import use_as_tensors
 from tensorloop.loop.compiled.in_graphs.operators import LOOP, prepared_loop
 from tensorloop.loop.compiled.in_graphs.step_text import StepText, to_text
+from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.outputs import place
 from tensorloop.packed.base import is_packed
@@ -107,9 +110,8 @@ class _FakeLog(OperationLog):
 def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise Refused("no tensor goes in", "give the loop a tensor to carry")
-    if any(x.device.type != "cpu" for x in tensors):
-        raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
-    if torch.is_autocast_enabled("cpu"):
+    find_place(x.device for x in tensors)
+    if autocast.state() is not None:
         raise Refused("autocast is on", "leave autocast before the loop, or compile no graph around it")
     if transforms.maybe_level() is not None or transforms.forward_mode():
         raise Refused("a transform is around", "call the transform inside of the loop, or outside of torch.compile")
@@ -122,7 +124,7 @@ def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
 def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> StepText:
     """One step, written down on tensors without numbers: n tensors of the carry, m of the carry and xs."""
     with fake_tensors():
-        values = [torch.empty(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, _Like) else x for x in inputs]
+        values = [torch.empty(x.shape, dtype=x.dtype, device=HOST) if isinstance(x, _Like) else x for x in inputs]
         tensors = [x for x in values if isinstance(x, Tensor)]
         log = _FakeLog(tensors, lines=True)
         with log:
@@ -213,7 +215,7 @@ def fori_loop(plain: Callable[..., Any], lower: Any, upper: Any, body_fn: Any, i
     given = _asked(_ALWAYS, options)
     if given is None or isinstance(lower, Tensor) or isinstance(upper, Tensor) or not _tensors(carry) or upper <= lower:
         return plain(lower, upper, body_fn, init, **options)
-    numbers: Tensor = torch.arange(lower, upper, device="cpu")  # pyright: ignore[reportCallIssue, reportArgumentType]
+    numbers: Tensor = torch.arange(lower, upper, device=HOST)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def step(*flat: Tensor) -> Any:
         return _leaves(plain, body_fn(flat[-1], tree_unflatten(flat[:-1], tree)), tree), None

@@ -18,6 +18,8 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import blind_modes
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.operations import value_of
+from tensorloop.compiler.place import HOST, Place
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.in_graphs.step_text import StepText, from_text
 from tensorloop.loop.compiled.run.blocks import RunInBlocks, blocks_of
@@ -68,11 +70,11 @@ class PreparedLoop:
     def outputs(self, steps: Any) -> list[Tensor]:
         """Tensors like those that a loop gives, without numbers."""
         t = self.plan.step
-        return [*(_like(n) for n in t.carry), *(_like(n, steps) for n in t.outs)]
+        return [*(_like(n, t.place) for n in t.carry), *(_like(n, t.place, steps) for n in t.outs)]
 
     def kept(self, steps: Any) -> list[Tensor]:
         """Tensors like those that a run keeps beside ys."""
-        return [_like(n, steps) for n in self.own]
+        return [_like(n, self.plan.step.place, steps) for n in self.own]
 
     def saved(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
         """What the plan's backward gets, out of the ys that it needs and what was kept."""
@@ -94,9 +96,9 @@ class PreparedLoop:
         return [*carry, *(n + k for k in sorted(reached.sequences)), *(n + m + k for k in sorted(reached.invariants))]
 
 
-def _like(node: fx.Node, *steps: Any) -> Tensor:
+def _like(node: fx.Node, place: Place, *steps: Any) -> Tensor:
     value = value_of(node)
-    return torch.empty((*steps, *value.shape), dtype=value.dtype, device="cpu")
+    return torch.empty((*steps, *value.shape), dtype=value.dtype, device=place.device)
 
 
 def prepared_loop(text: str, wants: Sequence[bool]) -> PreparedLoop:
@@ -107,9 +109,11 @@ def prepared_loop(text: str, wants: Sequence[bool]) -> PreparedLoop:
 def _prepare(text: str, wants: Sequence[bool]) -> PreparedLoop:
     content = from_text(text)
     # Operations run on these while they are written down: 0 is an index, too.
-    examples = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in content.inputs] + content.constants
+    examples = [torch.zeros(shape, dtype=dtype, device=HOST) for shape, dtype in content.inputs] + content.constants
     wants = [*wants, *(False for _ in content.constants)]
-    return PreparedLoop(Plan(content.step, examples, wants, grad=any(wants), reverse=content.reverse), content)
+    place = find_place([HOST])
+    plan = Plan(content.step, examples, wants, grad=any(wants), reverse=content.reverse, place=place)
+    return PreparedLoop(plan, content)
 
 
 # -- the operations

@@ -1,21 +1,38 @@
 """Autocast around a loop: its casts are operations of the step, which a plan then has, and no others are made."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
+from tensorloop.compiler.targets.choose import AUTOCAST
 
-def state() -> torch.dtype | None:
-    """What autocast casts to now."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+def state() -> tuple[tuple[str, torch.dtype], ...] | None:
+    """What autocast casts to now, by the type of the device; None where it is off."""
+    kinds = _on()
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds) if kinds else None
 
 
 def without_autocast() -> AbstractContextManager[object]:
     """A block in which operations run in the dtypes that they are given."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+    kinds = _on()
+    return _all(torch.autocast(kind, enabled=False) for kind in kinds) if kinds else nullcontext()
 
 
 def without_kept_casts() -> AbstractContextManager[object]:
     """A block in which every cast is an operation: casts of weights that autocast keeps would be seen at one step."""
-    dtype = state()
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype, cache_enabled=False)
+    casts = state()
+    return nullcontext() if casts is None else _all(torch.autocast(*pair, cache_enabled=False) for pair in casts)
+
+
+def _on() -> list[str]:
+    return [kind for kind in AUTOCAST if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def _all(blocks: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield

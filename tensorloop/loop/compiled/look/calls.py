@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._common.user_line import Place, is_ours, user_place
+from tensorloop._common.user_line import UserLine, is_ours, user_place
 from tensorloop._torch import transforms
 from tensorloop.compiler.refused import VALUES, Refused
 
@@ -135,7 +135,7 @@ def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(now) and given.get("running_mean") is not None
 
 
-def custom_function() -> tuple[str, Place | None] | None:
+def custom_function() -> tuple[str, UserLine | None] | None:
     """The name of the `torch.autograd.Function` whose forward runs here, and the user's line that calls it.
 
     It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14). A forward may call that

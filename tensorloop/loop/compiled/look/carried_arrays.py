@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.operations import aten
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look.calls import refusal
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.tensor_array.array import TensorArray
@@ -40,8 +42,8 @@ class Arrays:
             if has_holes(array):
                 raise Refused("an array in the carry has holes", "write its slots in order, or begin with zeros")
             shape, dtype, device = kind_of(array)
-            if device is not None and device.type != "cpu":
-                raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
+            if device is not None:
+                find_place([device])
             if shape is not None:
                 self.kinds[i] = shape, dtype
 
@@ -93,7 +95,7 @@ class Arrays:
     def given(self, i: int) -> Tensor:
         """The slots that an array has before the loop, with their gradient."""
         array, (shape, dtype) = self.first[i], self.kinds[i]
-        return array.stack() if len(array) else torch.empty((0, *shape), dtype=dtype, device="cpu")
+        return array.stack() if len(array) else torch.empty((0, *shape), dtype=dtype, device=HOST)
 
     def growth(self, after: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
         """How many slots a step adds to the arrays of each group; `after` are their places and what they became."""
@@ -138,7 +140,7 @@ class StandIn(Store):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return torch.device("cpu")
+        return HOST
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -215,7 +217,7 @@ class StandIn(Store):
         if isinstance(index, torch.SymInt):
             number, scale, shift = self.log.number, index.node.scale, index.node.shift
             return None if number is None else number * scale + shift
-        fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device.type == "cpu"
+        fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device == HOST
         return index.to(torch.int64) if fits else None
 
     def fork(self) -> "StandIn":

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from tensorloop.compiler.place import HOST
+
 _aten = torch.ops.aten
 # Of these only shapes, dtypes and layouts of tensor arguments matter.
 _FRESH = {
@@ -88,7 +90,7 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
 
 
 def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return torch.empty_strided(shape, strides, dtype=dtype, device=HOST)
 
 
 class Generators:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.carried_arrays import Arrays
 from tensorloop.loop.compiled.look.known_calls import CallTrail
@@ -91,11 +93,12 @@ class Frame:
             self.rows.mask_at(0)
             self.rows.active = first
             lasts = make_first_inputs(self.rows, loop.init)
-            taken = torch.zeros(first.shape, dtype=torch.int64, device="cpu")
+            taken = torch.zeros(first.shape, dtype=torch.int64, device=first.device)
             self.carry += [*(lasts[i] for i in self.held), first, taken]
         if isinstance(loop, PaddedLoop):
             self.carry += [loop.lasts[i].detach() for i in self.held]
         self.xs = sequences(loop)
+        self.place = find_place([*(x.device for x in self.carry[:1])])
         self.root = self._root()
 
     def _held(self) -> list[int]:
@@ -112,7 +115,7 @@ class Frame:
         xs = tuple((x.shape[1:], x.dtype, x.requires_grad, kind_of_layout(x, 1)) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
         asks = loop.cond is None, loop.until is None
-        settings = torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
+        settings = self.place, torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
         return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
 
     def again(self, arrays: Arrays | None = None) -> "Frame":
@@ -302,10 +305,10 @@ def sequences(loop: Loop) -> list[Tensor]:
     xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
     if loop.name == "fori_loop":
         assert loop.length is not None
-        xs.append(torch.arange(loop.lower, loop.lower + loop.length, device="cpu"))
+        xs.append(torch.arange(loop.lower, loop.lower + loop.length, device=HOST))
     elif is_numbered(loop):
         assert loop.length is not None
-        xs.append(torch.arange(loop.length, device="cpu"))
+        xs.append(torch.arange(loop.length, device=HOST))
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
         xs.append(loop.entries.active)
     return xs

@@ -16,6 +16,7 @@ from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
 from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
@@ -196,8 +197,7 @@ def _check_arguments(loop: Loop, first: Tensor | None) -> None:
             raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}", "give tensors as context")
     tensors = [x for x in loop.init if isinstance(x, Tensor)]
     tensors += [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
-    if any(x.device.type != "cpu" for x in tensors):
-        raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
+    find_place(x.device for x in tensors)
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs", "give plain tensors")
 

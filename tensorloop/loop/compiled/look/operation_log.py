@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function, refusal
@@ -196,7 +197,7 @@ class OperationLog(OperationMode):
         draw = draw_op(func, args, kwargs, out, len(self._tensors))
         fresh = id(out) not in self._numbers
         if not fresh or draw.made is not None:
-            draw.example = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            draw.example = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self._tensors.append(draw.example)
             self._made(out)
             if self.lines:
@@ -418,7 +419,7 @@ def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
 
 def _check_device(x: Tensor) -> None:
     """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
-    if not x.is_cpu:
+    if x.device != HOST:
         raise refusal(
             f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
             "compile=False says that this is meant",

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.packed_scan import PackedOutputs, PackedSlices
 from tensorloop.loop.slices import Slices
@@ -106,8 +106,7 @@ class PaddedScan:
     def __init__(self, loop: Loop, packed: PackedSlices) -> None:
         self.loop, self.packed, self.counts = loop, packed, packed.counts
         self.lens = packed.ragged._lens
-        if self.lens.device.type != "cpu":
-            raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
+        find_place([self.lens.device])
         self.stretches = [Stretch(0, len(self.counts), self.lens.nonzero().squeeze(1))]
         self.masked = self.counts[-1] < self.counts[0]
         self.outputs = _Outputs(packed, self.counts[0])
@@ -118,7 +117,7 @@ class PaddedScan:
         """The first stretch, of which only the first step is there, to be looked at."""
         rows = self.counts[0]
         leaves = [None if x is None else x[:rows].unsqueeze(0) for x, _ in self.packed.tensors]
-        active = torch.ones(1, rows, dtype=torch.bool, device="cpu")
+        active = torch.ones(1, rows, dtype=torch.bool, device=self.lens.device)
         entries = Entries(self.packed, leaves, active, masked=self.masked)
         ids = None if rows == len(self.lens) else self.stretches[0].ids
         init = self.loop.init if ids is None else select(self.loop.init, ids)
@@ -135,7 +134,7 @@ class PaddedScan:
                 self.stretches.append(Stretch(start, t, ids))
                 start, ids = t, self.lens.topk(half).indices.sort().values
         self.stretches.append(Stretch(start, end, ids))
-        steps = torch.arange(end, device="cpu").unsqueeze(1)
+        steps = torch.arange(end, device=self.lens.device).unsqueeze(1)
         active = [steps[s.start : s.stop] < self.lens[s.ids] for s in self.stretches]
         tensors = [x for x, _ in self.packed.tensors]
         if self.masked:
@@ -153,7 +152,7 @@ class PaddedScan:
     def _index(self, s: Stretch, steps: Tensor, earlier: Tensor) -> Tensor:
         """(T * rows,): where in time order the entry is that a row gets, its last one where it has no more."""
         t = torch.minimum(steps[s.start : s.stop], self.lens[s.ids] - 1)
-        return (torch.tensor(self.packed.starts, device="cpu")[t] + earlier[t, s.ids] - 1).flatten()
+        return (torch.tensor(self.packed.starts, device=self.lens.device)[t] + earlier[t, s.ids] - 1).flatten()
 
     def begin(self) -> PaddedLoop:
         """The first stretch, as it was cut."""
@@ -193,7 +192,7 @@ class SomeRows:
 
     def first(self) -> tuple[Loop, Tensor]:
         """The loop of those that begin, and that they do."""
-        return of_rows(self.loop, self.ids), torch.ones(len(self.ids), dtype=torch.bool, device="cpu")
+        return of_rows(self.loop, self.ids), torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
 
     def after(self, state: State, steps: Tensor) -> tuple[State, Tensor]:
         """(the carry of all rows, their steps)."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.slots import slots_of
-from tensorloop._common.user_line import Place
+from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.refused import Refused
 
 MOST_OBJECTS = 64
@@ -59,7 +59,7 @@ class PythonState:
         self._iterators: list[str] = []
         self._tensors: list[tuple[Tensor, int]] = []  # and how many hooks each has
         self._met: set[int] = set()
-        self._place: Place | None = None
+        self._place: UserLine | None = None
         for what, function, _ in self._functions:
             self._look(what, function, MOST_LEVELS)
 

@@ -111,7 +111,15 @@ def make_array_plan(
     grad = any(wants)
     with quiet_fakes():
         other = made(OTHER_MARKS)
-        plan = ArrayPlan(*made(LENGTH_MARKS), other, wants, grad=grad, reverse=reverse, growth=look.results.growth)
+        plan = ArrayPlan(
+            *made(LENGTH_MARKS),
+            other,
+            wants,
+            grad=grad,
+            reverse=reverse,
+            growth=look.results.growth,
+            place=look.frame.place,
+        )
     if plan.grad and (lack := plan.backward().lacking) is not None:
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()

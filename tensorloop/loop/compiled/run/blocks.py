@@ -250,7 +250,7 @@ class Shelf:
     def copied(self, state: list[Tensor]) -> list[Tensor]:
         """Copies these values into memory of the shelf."""
         if not self._free:
-            rooms = [torch.empty((self.slots, *x.shape), dtype=x.dtype, device="cpu").unbind() for x in state]
+            rooms = [torch.empty((self.slots, *x.shape), dtype=x.dtype, device=x.device).unbind() for x in state]
             self._free = [list(slot) for slot in zip(*rooms, strict=True)]
         slot = self._free.pop()
         for room, x in zip(slot, state, strict=True):
@@ -271,7 +271,8 @@ class _Outputs:
         self.parts: list[list[Tensor]] = [[] for _ in self.values]
         self.made: list[Tensor] = []
         if run.known:
-            self.made = [room_for(run.steps or 0, x) for x in self.values]
+            device = run.plan.step.place.device
+            self.made = [room_for(run.steps or 0, x, device) for x in self.values]
 
     def add(self, outs: list[Tensor], start: int, stop: int) -> None:
         """Takes the outs of some steps."""

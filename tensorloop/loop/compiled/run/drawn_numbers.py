@@ -39,7 +39,9 @@ class DrawnNumbers:
         again = self._states.setdefault(i, now) is not now
         if again:
             self._set(self._states[i])
-        found = [torch.empty((steps, *d.example.shape), dtype=d.example.dtype, device="cpu") for d in self.draws]
+        found = [
+            torch.empty((steps, *d.example.shape), dtype=d.example.dtype, device=d.example.device) for d in self.draws
+        ]
         rows = [x.unbind(0) for x in found]
         with random_numbers_allowed():  # in a batched backward too: the same for all its elements
             for t in reversed(range(steps)) if self.reverse else range(steps):

@@ -88,7 +88,9 @@ class GradientSums:
             return
         for k, g in sequences.items():
             if k not in self.sequences:
-                self.sequences[k] = room_for(self.steps, value_of(self.plan.step.sequences[k]), zeros=self.exact)
+                step = self.plan.step
+                value = value_of(step.sequences[k])
+                self.sequences[k] = room_for(self.steps, value, step.place.device, zeros=self.exact)
             self.sequences[k][part] = g
         fresh = [k for k in terms if k not in self.invariants]
         for k in terms.keys() & self.invariants.keys():
@@ -103,10 +105,10 @@ class GradientSums:
         return all(math.isfinite(x.sum(dtype=_WIDE.get(x.dtype)).item()) for x in every)
 
 
-def room_for(steps: int, value: Tensor, *, zeros: bool = False) -> Tensor:
+def room_for(steps: int, value: Tensor, device: torch.device, *, zeros: bool = False) -> Tensor:
     """Memory for a value of each step."""
     made = torch.zeros if zeros else torch.empty
-    return made((steps, *value.shape), dtype=value.dtype, device="cpu")
+    return made((steps, *value.shape), dtype=value.dtype, device=device)
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:

@@ -121,7 +121,7 @@ class RunAtOnce:
     def _zeros(self, node: fx.Node) -> Tensor:
         """Zeros like a carry after the last step."""
         shape = actual(shape_of(node), self._lengths(self.done - 1))
-        return torch.zeros(shape, dtype=value_of(node).dtype, device="cpu")
+        return torch.zeros(shape, dtype=value_of(node).dtype, device=self.plan.step.place.device)
 
     def _placed(self, total: GradientSums) -> list[Any]:
         plan, step = self.plan, self.plan.step

@@ -18,6 +18,7 @@ from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
 from tensorloop.compiler.graph.capture import StepWithGradients, functional, with_gradients
 from tensorloop.compiler.lengths import Size, grows, versions
 from tensorloop.compiler.operations import aten, bytes_of, with_parts
+from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Trace
@@ -59,11 +60,12 @@ class Plan:
         *,
         grad: bool,
         reverse: bool,
+        place: Place,
         growth: Sequence[int] = (),
     ) -> None:
         found = complex_pairs.to_pairs(trace, functional(trace, examples), examples, wants)
         self.trace, self.module, examples, wants = found
-        self.gradients = self._with_gradients(*found, grad=grad, reverse=reverse, growth=growth)
+        self.gradients = self._with_gradients(*found, grad=grad, place=place, reverse=reverse, growth=growth)
         self.step = step = self.gradients.step
         verify(step, examples)
         self.wants = tuple(wants)
@@ -84,7 +86,7 @@ class Plan:
         self._reached_in: dict[tuple[Missing, int], Reached] = {}
         self._lock = threading.Lock()
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
-        self.clock = Clock(getattr(self.forward.core, "work", 0))
+        self.clock = Clock(getattr(self.forward.core, "work", 0), place)
         self.writes: list[Write] = []  # where checkpoints want to take them back
 
     def _with_gradients(

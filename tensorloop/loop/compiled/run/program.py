@@ -13,7 +13,7 @@ from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, value_of
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, CoreCall, Step, Unsupported
-from tensorloop.compiler.targets.cores import make_core
+from tensorloop.compiler.targets.choose import make_core
 from tensorloop.compiler.verify import Promise, check_roles, check_values, promise
 from tensorloop.compiler.walks import needed_for
 
@@ -75,8 +75,12 @@ class Program:
         self._states = [s.outs.index(n) for n in s.states.values()]
         self._sums = [(value_of(n).shape, value_of(n).dtype) for n in s.sums]
         self._held = 0  # calls whose values were held against what was promised
-        self._promised_before = [promise(n, each=n in s.moving) for n in self._fed]
-        self._promised = [*(promise(n, each=True) for n in step.outs), *(promise(n, each=False) for n in step.sums)]
+        device = step.place.device
+        self._promised_before = [promise(n, device, each=n in s.moving) for n in self._fed]
+        self._promised = [
+            *(promise(n, device, each=True) for n in step.outs),
+            *(promise(n, device, each=False) for n in step.sums),
+        ]
         self.bytes_a_step = self._bytes_a_step(made)
 
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
@@ -141,7 +145,7 @@ class Program:
             return Ran([], steps, list(found[:count]), list(found[count:]), True)
         fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
         self._hold(fed, self._promised_before, steps)
-        sums = [torch.zeros(shape, dtype=dtype, device="cpu") for shape, dtype in self._sums]
+        sums = [torch.zeros(shape, dtype=dtype, device=self.step.place.device) for shape, dtype in self._sums]
         n, m = len(self.partition.loop_invariants), len(self.partition.loop_sequences)
         call = CoreCall(steps, fed[:n], fed[n : n + m], carry, (), sums, lengths)
         last, done, outs, going = self._loop(self.core, call, ask, pool)
@@ -219,11 +223,11 @@ class _Room:
         self.place = places[0] if places else None  # in the carry
         self.reverse = program.step.reverse
         self.shift = int(self.place is not None and not self.reverse)
-        self.shape, self.dtype = value.shape, value.dtype
+        self.shape, self.dtype, self.device = value.shape, value.dtype, program.step.place.device
 
     def made(self, room: int) -> Tensor:
         """For so many steps."""
-        return torch.empty((room + (self.place is not None), *self.shape), dtype=self.dtype, device="cpu")
+        return torch.empty((room + (self.place is not None), *self.shape), dtype=self.dtype, device=self.device)
 
     def begin(self, memory: Tensor, carry: Sequence[Tensor]) -> None:
         """Puts the state before the first step there."""

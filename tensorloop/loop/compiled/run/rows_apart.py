@@ -18,6 +18,7 @@ from tensorloop.compiler.lengths import Sized
 from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
+from tensorloop.compiler.targets.choose import target_of
 from tensorloop.compiler.trace import Operation, Ref
 from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.look.autocast import without_autocast
@@ -62,7 +63,7 @@ def check(look: Look, plan: Plan, rows: int, counts: Iterable[int], few: Callabl
         known = plan.apart[own] = Known(whole, set())
     for n in counts:
         if (values, n) not in known.counts:
-            _compare(look, plan, known.whole, rows, few(torch.arange(n, device="cpu")), n, own)
+            _compare(look, plan, known.whole, rows, few(torch.arange(n, device=plan.step.place.device)), n, own)
             known.counts.add((values, n))
 
 
@@ -76,8 +77,6 @@ def _own_captures(look: Look) -> tuple[int, ...]:
 
 
 def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
-    from tensorloop.compiler.targets.cpu import rows_meet
-
     t = dataclasses.replace(plan.step, going=None)
     apart = [t.invariants[i] for i in own]
     order, given = list(t.graph.nodes), set(t.inputs)
@@ -95,7 +94,7 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
         for n in own_nodes:
             n.meta["val"] = value_of(n).contiguous()
         try:
-            return rows_meet(whole, rows, {*whole.sequences, *own_nodes})
+            return target_of(whole.place).rows_meet(whole, rows, {*whole.sequences, *own_nodes})
         except Unsupported as lack:
             raise Refused(
                 f"rows leave the batch, and nobody knows whether they stay apart: {lack.reason}",

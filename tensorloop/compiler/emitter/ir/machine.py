@@ -8,7 +8,7 @@ BARRIER = 100_000  # operations between two barriers that a thread should have, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Machine:
     """`bits` of a vector register, how many of them there are."""
 
     triple: str

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tensorloop.compiler.emitter.ir.target import Target
+from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.step import Unsupported
 
 OLDEST_LLVM = 17  # text with opaque pointers
@@ -23,7 +23,7 @@ def llvm() -> Any:
     return binding
 
 
-def host() -> Target:
+def host() -> Machine:
     """This machine."""
     binding = llvm()
     triple, features = binding.get_process_triple(), binding.get_host_cpu_features()
@@ -32,4 +32,4 @@ def host() -> Target:
         raise Unsupported("this processor has no fused multiply-add that is known here")
     wide = x86 and features.get("avx512f")
     bits = 512 if wide else 256 if x86 and features.get("avx2") else 128
-    return Target(triple, binding.get_host_cpu_name(), features.flatten(), bits, 32 if wide or arm else 16)
+    return Machine(triple, binding.get_host_cpu_name(), features.flatten(), bits, 32 if wide or arm else 16)

@@ -1,0 +1,39 @@
+"""Which target a step runs on."""
+
+from collections.abc import Iterable
+
+import torch
+
+from tensorloop.compiler.place import HOST, Place
+from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.step import Core, Step, Unsupported
+from tensorloop.compiler.targets.cpu.target import CpuTarget
+from tensorloop.compiler.targets.eager import EagerTarget
+from tensorloop.compiler.targets.target import Target
+
+EAGER: Target = EagerTarget()  # in the place of a target that lacks something
+TARGETS: dict[str, Target] = {"cpu": CpuTarget()}  # by the type of a device
+AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
+
+
+def find_place(devices: Iterable[torch.device]) -> Place:
+    """Returns the place of tensors on these devices, the host where there are none; raises `Refused`."""
+    first, *others = {*devices} or {HOST}
+    if others or first.type not in TARGETS:
+        raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
+    return TARGETS[first.type].place(first)
+
+
+def target_of(place: Place) -> Target:
+    """Returns the target that makes the cores of a place."""
+    return TARGETS[place.target]
+
+
+def make_core(step: Step) -> tuple[Core, Unsupported | None]:
+    """Returns a core, and why it is not one of the place's own target."""
+    try:
+        return target_of(step.place).make_core(step), None
+    except Unsupported as lack:
+        return EAGER.make_core(step), lack
+    except Exception as error:  # a compiler that fails costs speed, no result
+        return EAGER.make_core(step), Unsupported(f"the emitter failed, {type(error).__name__}: {error}")
