@@ -1,7 +1,7 @@
 """Loops whose rows meet, done by several threads together: values, gradients, checkpoints, unknown lengths, forks."""
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ HAD = {3} if threads._library(threads.os.getpid()) else set()  # without torch's
 
 
 @pytest.fixture
-def teams(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> list[int]:
+def teams(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Iterator[list[int]]:
     """However short a loop is, three threads do it; how many did, loop by loop."""
     ran: list[int] = []
     run = threads.run_together
@@ -24,7 +24,8 @@ def teams(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> list[int]:
     monkeypatch.setattr(machine, "BARRIER", 1)
     monkeypatch.setattr(threads, "LEAST", 1)
     monkeypatch.setattr(threads, "run_together", lambda *args: ran.append(args[-1]) or run(*args))
-    return ran
+    yield ran
+    torch.set_num_threads(1)  # OpenMP has been told three
 
 
 def normed(w: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -95,6 +96,7 @@ def test_a_loop_of_unknown_length(teams: list[int]) -> None:
 
 
 def _in_a_child(queue: Any, body: Callable[..., Any], init: Tensor, xs: Tensor) -> None:
+    torch.set_num_threads(1)  # torch's own operations would wait for the parent's threads
     queue.put(tl.scan(body, init, xs, compile="strict")[0].tolist())
 
 
