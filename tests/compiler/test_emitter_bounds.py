@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import TensorArray
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.compiler.emitter.write.bounds import all_hold, check_rows, find_bounds
 from tensorloop.compiler.lengths import Length
@@ -189,12 +189,12 @@ N: Any = Length(0, 1, 0)
 
 def copied(source: Array, out: Array | None = None) -> Point:
     """A kernel that reads all that an array looks at."""
-    made = Buffer("scratch", 0, 1 << 20, D) if out is None else out.buffer
+    made = Region("scratch", 0, 1 << 20, D) if out is None else out.buffer
     return Point("copy", lambda m, x: x, (source,), out or Array(made, source.shape, (1,) * len(source.shape)))
 
 
-def plain(kind: str, numel: int) -> Buffer:
-    return Buffer(kind, 0, numel, D)
+def plain(kind: str, numel: int) -> Region:
+    return Region(kind, 0, numel, D)
 
 
 OUTSIDE: dict[str, Kernel] = {

@@ -7,7 +7,7 @@ import torch
 
 from tensorloop.compiler.targets.cpu import guard_text, guarded
 from tensorloop.compiler.targets.cpu.compile import compiled
-from tensorloop.compiler.targets.cpu.guard_memory import GUARD, PATTERN, Arena, Block
+from tensorloop.compiler.targets.cpu.guard_memory import GUARD, PATTERN, Arena, GuardedBlock
 from tensorloop.compiler.targets.cpu.host import host
 
 VECTOR = "<4 x float> <float 1.0, float 2.0, float 3.0, float 4.0>"
@@ -60,7 +60,7 @@ def test_an_instruction_touches_what_it_touches(name: str) -> None:
         arena = Arena()
         piece = arena.add("it", allowed, may)
         arena.open()
-        block = Block(arena, 0)
+        block = GuardedBlock(arena, 0)
         loaded.guard(block.address)
         loaded.run(arena.address(piece) + at, 1, 0, 0, None, 0)
         return block.found(text.splitlines())

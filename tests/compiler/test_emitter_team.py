@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write import team
 from tensorloop.compiler.step import CoreCall, Step
@@ -130,7 +130,7 @@ def test_a_piece_has_elements_of_its_own_alone() -> None:
     for _ in range(4000):
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
         strides = [draw.choice([-4, 0, 1, 1, 2, 3, 4, 6, 12, 24]) for _ in shape]
-        array = Array(Buffer("scratch", 0, 1000, torch.float32), tuple(shape), tuple(strides), draw.randint(0, 30))
+        array = Array(Region("scratch", 0, 1000, torch.float32), tuple(shape), tuple(strides), draw.randint(0, 30))
         more = [(draw.randint(1, 3), draw.choice([1, 4, 12])) for _ in range(draw.randint(0, 1))]
         dim = draw.randrange(len(shape))
         piece = team._apart(array, dim, more, 1)

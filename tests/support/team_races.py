@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
 from tensorloop.compiler.emitter.write.function import LoopWriter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
@@ -31,7 +31,7 @@ def assert_no_race(rec: Step, count: int) -> None:
     _go(made, team, {}, count)
 
 
-def _go(made: LoopWriter, team: Team, places: Mapping[Buffer, int], count: int) -> None:
+def _go(made: LoopWriter, team: Team, places: Mapping[Region, int], count: int) -> None:
     step = made.step
     threads: list[Touched] = [({}, {}) for _ in range(count)]
     if step.going is not None:  # after the barrier at the end of the step before
@@ -57,7 +57,7 @@ def _go(made: LoopWriter, team: Team, places: Mapping[Buffer, int], count: int) 
     _check(threads)
 
 
-def _all(buffer: Buffer, writes: bool) -> Walked:
+def _all(buffer: Region, writes: bool) -> Walked:
     return Array(buffer, (buffer.numel,), (1,)), [range(buffer.numel)], (), writes
 
 
@@ -102,7 +102,7 @@ def _walked(unit: Unit, cut: DimShare | None, number: int, count: int) -> Iterat
         yield unit.out, own, (), True
 
 
-def _note(places: Mapping[Buffer, int], touched: Touched, walked: Iterable[Walked]) -> None:
+def _note(places: Mapping[Region, int], touched: Touched, walked: Iterable[Walked]) -> None:
     for array, ranges, more, writes in walked:
         buffer = array.buffer
         if not buffer.written:

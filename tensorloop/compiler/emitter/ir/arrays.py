@@ -12,7 +12,7 @@ from tensorloop.compiler.step import Unsupported
 
 
 @dataclasses.dataclass(eq=False)
-class Buffer:
+class Region:
     """Memory of one kind. `kind` says whose, `index` which of them:
 
     invariant, constant: the same at every step; sequence, out: one slice a step; carry: the state before the step;
@@ -28,7 +28,7 @@ class Buffer:
 
     @property
     def bytes(self) -> Size:
-        """What it takes."""
+        """The bytes of all elements."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -41,7 +41,7 @@ class Buffer:
 class Array:
     """A buffer's elements at offset + sum(index * stride)."""
 
-    buffer: Buffer
+    buffer: Region
     shape: tuple[Size, ...]
     strides: tuple[int, ...]
     offset: Size = 0
@@ -120,7 +120,7 @@ def dense(shape: Sequence[Size], strides: Sequence[Size] | None = None) -> tuple
     return tuple(made)
 
 
-def contiguous(buffer: Buffer, shape: Sequence[Size]) -> Array:
+def contiguous(buffer: Region, shape: Sequence[Size]) -> Array:
     """All of a buffer, in order."""
     return Array(buffer, tuple(shape), dense(shape))
 

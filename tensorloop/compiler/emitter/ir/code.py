@@ -218,7 +218,7 @@ class Code:
     # indices
 
     def add(self, *terms: Index) -> Index:
-        """Their sum, the known part folded."""
+        """Adds numbers; those that are known now are added now."""
         known: Index = sum(term for term in terms if not isinstance(term, str))
         total: Index | None = None
         for term in terms:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 
 
 class _ToOut:
@@ -16,7 +16,7 @@ class _ToOut:
     out: Array
 
     def writes(self) -> tuple[Array, ...]:
-        """What it writes."""
+        """The arrays that the kernel writes."""
         return (self.out,)
 
 
@@ -39,7 +39,7 @@ class Point(_ToOut):
         return self.out.shape
 
     def reads(self) -> tuple[Array, ...]:
-        """What it reads."""
+        """The arrays that the kernel reads."""
         return self.ins
 
 
@@ -61,7 +61,7 @@ class Gather(_ToOut):
         return self.out.shape
 
     def reads(self) -> tuple[Array, ...]:
-        """What it reads."""
+        """The arrays that the kernel reads."""
         return (self.source, *self.indices)
 
 
@@ -83,7 +83,7 @@ class Reduce(_ToOut):
         return self.array.shape
 
     def reads(self) -> tuple[Array, ...]:
-        """What it reads."""
+        """The arrays that the kernel reads."""
         return (self.array,)
 
 
@@ -95,10 +95,10 @@ class Matmul(_ToOut):
     b: Array
     out: Array
     addend: Array | None = None
-    packed: Buffer | None = None  # b as panels, where it was packed once a loop
+    packed: Region | None = None  # b as panels, where it was packed once a loop
 
     def reads(self) -> tuple[Array, ...]:
-        """What it reads."""
+        """The arrays that the kernel reads."""
         return (self.a, self.b, *(() if self.addend is None else (self.addend,)))
 
 
@@ -114,7 +114,7 @@ class Scatter(_ToOut):
     wraps: bool = False  # whether an index below 0 counts from the end
 
     def reads(self) -> tuple[Array, ...]:
-        """What it reads."""
+        """The arrays that the kernel reads."""
         return (self.index, self.source, self.out)
 
 
@@ -128,7 +128,7 @@ class Running(_ToOut):
     out: Array
 
     def reads(self) -> tuple[Array, ...]:
-        """What it reads."""
+        """The arrays that the kernel reads."""
         return (self.array,)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, broadcast, dense
+from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast, dense
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.ir.vector_math import Math
@@ -47,7 +47,7 @@ def scratch(shape: Sequence[Size], dtype: torch.dtype) -> Array:
     strides: list[Size] = [0] * len(shape)
     for d, stride in zip(order, inner, strict=True):
         strides[d] = stride
-    return Array(Buffer("scratch", 0, numel, dtype), tuple(shape), tuple(strides))
+    return Array(Region("scratch", 0, numel, dtype), tuple(shape), tuple(strides))
 
 
 def check_elements(dtype: torch.dtype) -> None:
@@ -115,7 +115,7 @@ def at_step(code: Code, growth: Sequence[int]) -> None:
         code.lengths.append(name)
 
 
-def line(code: Code, most: Sequence[str], buffer: Buffer) -> Index:
+def line(code: Code, most: Sequence[str], buffer: Region) -> Index:
     """The bytes of a buffer where arrays are as long as they get, in whole lines."""
     code.lengths = list(most)
     padded = code.add(code.sized(buffer.bytes), LINE - 1)

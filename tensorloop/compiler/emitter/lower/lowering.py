@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer, broadcast, contiguous, dense
+from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast, contiguous, dense
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.compiler.emitter.ir.vector_math import Math
@@ -49,11 +49,11 @@ class Lowering:
             raise Unsupported(f"elements of {dtype}")
         if grows(shape):
             return growing.scratch(shape, dtype)
-        return contiguous(Buffer("scratch", 0, math.prod(shape), dtype), shape)
+        return contiguous(Region("scratch", 0, math.prod(shape), dtype), shape)
 
     def number(self, value: Any, dtype: torch.dtype) -> Array:
         """One number, without memory."""
-        return Array(Buffer("value", 0, 1, dtype, value), (), ())
+        return Array(Region("value", 0, 1, dtype, value), (), ())
 
     def constant(self, tensor: Tensor) -> Array:
         """A tensor that is known now."""
@@ -62,7 +62,7 @@ class Lowering:
             return Array(one.buffer, tuple(tensor.shape), (0,) * tensor.dim())
         tensor = tensor.detach().contiguous()
         self.constants.append(tensor)
-        buffer = Buffer("constant", len(self.constants) - 1, tensor.numel(), tensor.dtype)
+        buffer = Region("constant", len(self.constants) - 1, tensor.numel(), tensor.dtype)
         return contiguous(buffer, tensor.shape)
 
     def array(self, value: Any, dtype: torch.dtype) -> Array:
@@ -309,7 +309,7 @@ def _placed(kind: str, index: int, node: fx.Node) -> Array:
     if grows(shape):
         growing.check_elements(value.dtype)
         kind = {"carry": "array", "sequence": "prefix"}[kind]
-    buffer = Buffer(kind, index, math.prod(shape), value.dtype)
+    buffer = Region(kind, index, math.prod(shape), value.dtype)
     strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)
     return Array(buffer, shape, strides)
 
@@ -341,7 +341,7 @@ class LoweredStep:
         if value.buffer.kind == "scratch" and value.whole:
             value.buffer.kind, value.buffer.index = "out", index
             return value
-        return low.copy(value, contiguous(Buffer("out", index, value.numel, value.dtype), value.shape))
+        return low.copy(value, contiguous(Region("out", index, value.numel, value.dtype), value.shape))
 
     def _next(self, low: Lowering, index: int, node: fx.Node) -> Array:
         """The next carry: an out that holds it already, or one of two buffers that take turns from step to step."""
@@ -352,11 +352,11 @@ class LoweredStep:
             value.buffer.kind, value.buffer.index = "next", index
         if (value.whole and value.buffer.kind == "out") or (value.buffer.kind, value.buffer.index) == ("next", index):
             return value
-        return low.copy(value, contiguous(Buffer("next", index, value.numel, value.dtype), value.shape))
+        return low.copy(value, contiguous(Region("next", index, value.numel, value.dtype), value.shape))
 
     def _sum(self, low: Lowering, index: int, node: fx.Node) -> Array:
         value = low.values[node]
-        total = contiguous(Buffer("sum", index, value.numel, value.dtype), value.shape)
+        total = contiguous(Region("sum", index, value.numel, value.dtype), value.shape)
         kind, inner = KINDS[value.dtype], KINDS[computed_in(value.dtype)]
 
         def add(math: Math, a: Value, b: Value) -> Value:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Buffer, contiguous
+from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
@@ -108,9 +108,9 @@ class LoopWriter:
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
 
-    def _lives(self) -> dict[Buffer, tuple[int, int]]:
+    def _lives(self) -> dict[Region, tuple[int, int]]:
         """The first and the last unit that each scratch buffer is there for."""
-        lives: dict[Buffer, tuple[int, int]] = {}
+        lives: dict[Region, tuple[int, int]] = {}
         for n, unit in enumerate(self.units):
             arrays = [*unit.reads(), *unit.writes()]
             moved = [self.packed[a].buffer for a in arrays if a in self.packed]
@@ -124,10 +124,10 @@ class LoopWriter:
             lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
         return lives
 
-    def _place(self) -> tuple[dict[Buffer, int], int]:
+    def _place(self) -> tuple[dict[Region, int], int]:
         """Offsets of scratch buffers: those that are not needed at one time share memory."""
         lives, end = self._lives(), sum(2 * self._room(self.step.next[n].buffer) for n in self.pairs)
-        places: dict[Buffer, int] = {}
+        places: dict[Region, int] = {}
         for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
             busy = sorted(
                 (places[other], places[other] + self._room(other))
@@ -143,7 +143,7 @@ class LoopWriter:
         total = max((place + self._room(buffer) for buffer, place in places.items()), default=end)
         return places, max(total, LINE)
 
-    def _room(self, buffer: Buffer) -> int:
+    def _room(self, buffer: Region) -> int:
         return _line(buffer.bytes) + self.gap
 
     # text
@@ -151,9 +151,9 @@ class LoopWriter:
     def text(self) -> LoopText:
         """The module."""
         step = self.step
-        tables: list[list[Buffer]] = [
+        tables: list[list[Region]] = [
             [array.buffer for array in step.invariants],
-            [Buffer("constant", n, one.numel(), one.dtype) for n, one in enumerate(step.constants)],
+            [Region("constant", n, one.numel(), one.dtype) for n, one in enumerate(step.constants)],
             [one.buffer for one in self.fixed],
         ]
         run, prepare = Code(), Code()
@@ -180,7 +180,7 @@ class LoopWriter:
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
         return LoopText(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
 
-    def _grows(self, buffer: Buffer) -> bool:
+    def _grows(self, buffer: Region) -> bool:
         """Whether a buffer is as long as an array in the carry."""
         return isinstance(buffer.numel, Length)
 
@@ -276,7 +276,7 @@ class LoopWriter:
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
         most = growing.at_start(code, place, len(self.step.source.growth))
-        self.scratch_pointers: dict[Buffer, str] = {}
+        self.scratch_pointers: dict[Region, str] = {}
         offset: Index = self.scratch
         for buffer in self.growing:
             self.scratch_pointers[buffer] = code.pointer("%scratch", offset)
@@ -363,7 +363,7 @@ class LoopWriter:
         """The last carry into the caller's memory."""
         shared: list[WalkGroup] = []
         for array, source, place in zip(self.step.carry, after, last, strict=True):
-            a, b = (Buffer("last", n, array.buffer.numel, array.dtype) for n in range(2))
+            a, b = (Region("last", n, array.buffer.numel, array.dtype) for n in range(2))
             memory.pointers[a], memory.pointers[b] = source, place
             if not array.numel or array.buffer.kind == "array":
                 continue
@@ -396,14 +396,14 @@ def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
     return {place: _read_address(code, n) for n, place in enumerate(places)}
 
 
-class _Pointers(dict[Buffer, str]):
+class _Pointers(dict[Region, str]):
     """Names by buffer: of those with a place of their own, else by kind and index."""
 
     def __init__(self, names: dict[tuple[str, int], str]) -> None:
         super().__init__()
         self.names = names
 
-    def __missing__(self, buffer: Buffer) -> str:
+    def __missing__(self, buffer: Region) -> str:
         if buffer.kind == "value":
             return "poison"
         return self.names[buffer.kind, buffer.index]

@@ -5,7 +5,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter, Walk
 from tensorloop.compiler.lengths import grows
 
@@ -19,19 +19,19 @@ class WalkGroup:
     over: tuple[int, ...] = ()
 
     def reads(self) -> list[Array]:
-        """What its members read."""
+        """The arrays that its members read."""
         return [array for walk in self.walks for array in walk.reads()]
 
     def writes(self) -> list[Array]:
-        """What its members write."""
+        """The arrays that its members write."""
         return [array for walk in self.walks for array in walk.writes()]
 
 
 Unit = WalkGroup | Matmul | Scatter | Running
 
 
-def drop_unread(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
-    """Those that something outside of the step's scratch comes from."""
+def drop_unread(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[Kernel]:
+    """The kernels whose results leave the step's scratch memory, or go into ones whose results do."""
     wanted, found = set(kept), []
     for kernel in reversed(kernels):
         buffer = kernel.writes()[0].buffer
@@ -41,7 +41,7 @@ def drop_unread(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kerne
     return found[::-1]
 
 
-def join_additions(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
+def join_additions(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[Kernel]:
     """a @ b + c where nobody else sees a @ b: the accumulators begin with c."""
     kernels, kept = list(kernels), set(kept)
     readers = Counter(array.buffer for kernel in kernels for array in kernel.reads())
@@ -64,7 +64,7 @@ def join_additions(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Ke
     return made
 
 
-def _addition(kernel: Point, products: dict[Buffer, Matmul]) -> tuple[Matmul, Array] | None:
+def _addition(kernel: Point, products: dict[Region, Matmul]) -> tuple[Matmul, Array] | None:
     for n, one in enumerate(kernel.ins):
         product, other = products.get(one.buffer), kernel.ins[1 - n]
         if product is None or other.buffer is one.buffer or kernel.out.dtype != product.out.dtype:
@@ -137,7 +137,7 @@ def _one_piece(kernel: Point, group: WalkGroup) -> bool:
     return kernel.piece is not None and all(isinstance(w, Point) and w.piece is kernel.piece for w in others)
 
 
-def find_stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
+def find_stored(units: Sequence[Unit], kept: Iterable[Region]) -> set[Region]:
     """Buffers that must lie in memory: read by another unit, or seen from outside."""
     found = set(kept)
     for unit in units:
@@ -161,10 +161,10 @@ def find_stored(units: Sequence[Unit], kept: Iterable[Buffer]) -> set[Buffer]:
     return found
 
 
-def split_by_readers(kernels: Sequence[Kernel], kept: Iterable[Buffer]) -> list[Kernel]:
+def split_by_readers(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[Kernel]:
     """A kernel that is only read in slices is made slice by slice, so that each joins its readers' nest."""
     kernels, kept = list(kernels), set(kept)
-    readers: dict[Buffer, list[Array]] = {}
+    readers: dict[Region, list[Array]] = {}
     writers = Counter(kernel.out.buffer for kernel in kernels)
     for kernel in kernels:
         for array in kernel.reads():

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.kernels import Matmul
 from tensorloop.compiler.emitter.ir.machine import Machine
@@ -22,7 +22,7 @@ class Panels:
     """b laid out once, or at every step where it changes: `buffer` holds (*batch, N / W, K, W)."""
 
     source: Array
-    buffer: Buffer
+    buffer: Region
     width: int
 
     @property
@@ -82,7 +82,7 @@ def plan_panels(units: Sequence[Unit], target: Machine) -> dict[Array, Panels]:
         width, b = lanes(unit, target), unit.b
         fixed = b.buffer.kind in ("invariant", "constant")
         if (b.strides[-1] != 1 and width > 1) or (fixed and unit.out.shape[-1] > width):
-            made = Panels(b, Buffer("packed" if fixed else "scratch", 0, 0, b.dtype), width)
+            made = Panels(b, Region("packed" if fixed else "scratch", 0, 0, b.dtype), width)
             made.buffer.numel = math.prod(made.batch) * made.panels * b.shape[-2] * width
             found.setdefault(b, made)
     return found

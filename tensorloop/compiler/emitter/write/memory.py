@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Code, Index, Value, llvm_type, suffix_of
 from tensorloop.compiler.emitter.ir.kernels import Gather
 from tensorloop.compiler.emitter.ir.machine import Machine
@@ -27,7 +27,7 @@ def walked(rows: RowRange | None, dim: int, size: Index) -> tuple[Index, Index]:
 class Memory:
     """Where buffers lie in this function, and reading and writing elements of them."""
 
-    def __init__(self, code: Code, target: Machine, pointers: dict[Buffer, str], error: str) -> None:
+    def __init__(self, code: Code, target: Machine, pointers: dict[Region, str], error: str) -> None:
         self.code, self.target, self.pointers, self.error = code, target, pointers, error
         self.math = Math(code)
 

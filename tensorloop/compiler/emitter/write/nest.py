@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Point, Reduce
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
@@ -23,7 +23,7 @@ def lanes_for(size: Size, most: int) -> int:
 class Nest:
     """Emits one group."""
 
-    def __init__(self, memory: Memory, group: WalkGroup, stored: set[Buffer], rows: RowRange | None) -> None:
+    def __init__(self, memory: Memory, group: WalkGroup, stored: set[Region], rows: RowRange | None) -> None:
         self.memory, self.code, self.math = memory, memory.code, memory.math
         self.walks, self.stored, self.rows = group.walks, stored, rows
         self.order = _order(group)

@@ -5,7 +5,7 @@ What is only read may be read across rows. It is enough to look at addresses, wh
 
 from collections.abc import Mapping, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Running, Scatter
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
@@ -24,7 +24,7 @@ class RowShare:
     """
 
     def __init__(
-        self, count: int, dims: dict[int, int | None], buffers: dict[Buffer, bool], apart: set[Buffer]
+        self, count: int, dims: dict[int, int | None], buffers: dict[Region, bool], apart: set[Region]
     ) -> None:
         self.count, self.dims, self.buffers, self.apart = count, dims, buffers, apart
 
@@ -61,13 +61,13 @@ class _RowSearch:
         units: Sequence[Unit],
         packed: Mapping[Array, Panels],
         count: int,
-        known: dict[Buffer, bool],
+        known: dict[Region, bool],
         *,
         parts: bool = False,
     ) -> None:
         self.step, self.units, self.packed, self.count, self.known = step, units, packed, count, known
         self.parts = parts  # whether a dim may walk rows in parts, as where heads of attention lie in the batch
-        self.apart: set[Buffer] = set()
+        self.apart: set[Region] = set()
 
     def run(self) -> RowShare:
         dims = {n: self._unit(unit) for n, unit in enumerate(self.units)}

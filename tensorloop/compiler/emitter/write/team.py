@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Buffer
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
@@ -37,7 +37,7 @@ class DimShare(NamedTuple):
 class Touch(NamedTuple):
     """A buffer touched: thread n its own piece of it; None where a thread may touch all of it."""
 
-    buffer: Buffer
+    buffer: Region
     piece: Piece | None
     writes: bool
 
@@ -61,7 +61,7 @@ class Planner:
     """Goes through a step's units and remembers what was touched since the threads last met."""
 
     def __init__(
-        self, packed: Mapping[Array, Panels], stored: set[Buffer], places: Mapping[Buffer, int], target: Machine
+        self, packed: Mapping[Array, Panels], stored: set[Region], places: Mapping[Region, int], target: Machine
     ) -> None:
         self.packed, self.stored, self.places, self.target = packed, stored, places, target
         self.touched: list[Touch] = []
@@ -156,7 +156,7 @@ def _packing(panels: Panels) -> Iterator[Touch]:
 
 
 def _panels(unit: Unit, packed: Mapping[Array, Panels]) -> Panels | None:
-    """Those that the unit packs at every step."""
+    """The panels that a product packs at every step; None where it packs none."""
     found = packed.get(unit.b) if isinstance(unit, Matmul) else None
     return found if found is not None and found.buffer.kind == "scratch" else None
 

@@ -83,7 +83,7 @@ class Arena:
         return f"over the {'begin' if low < one.at else 'end'} of {one.name}"
 
 
-class Block:
+class GuardedBlock:
     """The regions of an arena as a guarded text reads them, and what it noted."""
 
     def __init__(self, arena: Arena, job: int) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tensorloop.compiler.emitter.ir.arrays import Buffer
+from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import actual
@@ -25,7 +25,7 @@ from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.core import NativeCall, NativeCore, instead, lowered
-from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, Block, Piece
+from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, GuardedBlock, Piece
 from tensorloop.compiler.targets.cpu.host import host
 
 violations: list[str] = []  # all that were noticed: an exception may not reach who looks for it
@@ -65,7 +65,7 @@ class Apart(LoopWriter):
 
     gap = GUARD
 
-    def _lives(self) -> dict[Buffer, tuple[int, int]]:
+    def _lives(self) -> dict[Region, tuple[int, int]]:
         return dict.fromkeys(super()._lives(), (0, len(self.units)))
 
 
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
 
     kind: str
     number: int
-    buffer: Buffer | None
+    buffer: Region | None
 
 
 class Copy(NamedTuple):
@@ -128,7 +128,7 @@ class GuardedCore(NativeCore):
         ctypes.memset(arena.address(status), 0, 16)
         for one in copies:
             ctypes.memmove(arena.address(one.piece), one.tensor.data_ptr(), one.filled)
-        block = Block(arena, 8 * (22 if self.text.barriers else 7 + parts))
+        block = GuardedBlock(arena, 8 * (22 if self.text.barriers else 7 + parts))
         with self._lock:  # a text knows one block
             self._guard(block.address)
             if pack:

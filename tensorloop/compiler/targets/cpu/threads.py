@@ -27,7 +27,7 @@ here = _Here()
 
 @contextmanager
 def alone(users: bool = False) -> Iterator[None]:
-    """This thread does what a team would have done, and torch's operations have one thread too: here alone.
+    """A block in which this thread does what a team would have done, and torch's operations have one thread too.
 
     `torch.set_num_threads` would also tell Python threads that begin meanwhile how many they have, for ever. Where code
     of `users` runs inside it may have set that itself: to another number, which stays, or back to the one thread that

@@ -40,7 +40,7 @@ class Entries(Slices):
 
     def outputs(self) -> PackedOutputs:
         """What the ys of a stretch go into: those of all its rows."""
-        return _Outputs(self.packed, self.rows)
+        return _PaddedOutputs(self.packed, self.rows)
 
     def of_rows(self, ids: Tensor) -> "Entries":
         """The entries of some rows."""
@@ -49,7 +49,7 @@ class Entries(Slices):
         return Entries(self.packed, leaves, self.active.index_select(1, ids), masked=True)
 
 
-class _Outputs(PackedOutputs):
+class _PaddedOutputs(PackedOutputs):
     def __init__(self, packed: PackedSlices, rows: int) -> None:
         super().__init__(packed)
         self.rows = rows
@@ -109,7 +109,7 @@ class PaddedScan:
         find_place([self.lens.device])
         self.stretches = [Stretch(0, len(self.counts), self.lens.nonzero().squeeze(1))]
         self.masked = self.counts[-1] < self.counts[0]
-        self.outputs = _Outputs(packed, self.counts[0])
+        self.outputs = _PaddedOutputs(packed, self.counts[0])
         self.state: State = list(loop.init)  # of all rows
         self._ys: list[Sequence[Tensor]] = []
 

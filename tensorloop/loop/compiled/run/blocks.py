@@ -118,7 +118,7 @@ class RunInBlocks(RunAtOnce):
         state, limit = self.split(tensors)[0], self._limit()
         if self.known:
             self.arrays.make_room(state, int(limit))
-        outs = _Outputs(self)
+        outs = _OutsOfBlocks(self)
         for action in self.schedule.sweep(self._count(int(limit)) if self.known else None):
             if isinstance(action, schedule.Advance):
                 state, going = self._advance(min(action.stop * self.size, limit), tensors, state, outs)
@@ -136,7 +136,7 @@ class RunInBlocks(RunAtOnce):
         return min(bounds, default=math.inf)
 
     def _advance(
-        self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], outs: "_Outputs"
+        self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], outs: "_OutsOfBlocks"
     ) -> tuple[list[Tensor], bool]:
         """(the carry after the steps before `stop`, or fewer, whether the loop goes on)."""
         going = True
@@ -262,7 +262,7 @@ class Shelf:
         self._free.append(values)
 
 
-class _Outputs:
+class _OutsOfBlocks:
     """Outs on their way: in memory for all steps where their number is known, else block by block."""
 
     def __init__(self, run: RunInBlocks) -> None:
