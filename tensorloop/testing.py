@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop._torch.dispatch import keystr, tree_flatten_with_path, tree_leaves, tree_map
 from tensorloop._torch.versions import version_of
 from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
-from tensorloop.memory.counting.saved import must_be_function
+from tensorloop.memory.counting.saved import must_be_function as _must_be_function
 from tensorloop.packed.base import is_packed
 
 __all__ = [
@@ -59,7 +59,7 @@ def assert_saved_bytes(
     """
     if at_most is None and exactly is None:
         raise ValueError("assert_saved_bytes: no bound; give at_most= or exactly= (bytes)")
-    must_be_function(fn, "assert_saved_bytes")
+    _must_be_function(fn, "assert_saved_bytes")
     found = saved(fn, *args)
     for relation, bound, holds in (
         ("at most", at_most, at_most is None or found.bytes <= at_most),

@@ -35,15 +35,16 @@ class ArrayPlan(Plan):
         wants: Sequence[bool],
         **options: Any,
     ) -> None:
+        self._given = trace
         self._other = other  # the trace and its examples, with arrays as long as OTHER_MARKS say
         super().__init__(trace, examples, wants, **options)
-        del self._other
+        del self._given, self._other
 
     def _with_gradients(
         self, trace: Trace, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], **options: Any
     ) -> StepWithGradients:
         """Traces the step twice, and finds by that which numbers are lengths."""
-        if len(examples) != len(self._other[1]):  # their pairs would be no arguments of the step
+        if trace is not self._given:  # one in pairs: they would be no arguments of the other trace
             raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
         found = super()._with_gradients(trace, module, examples, wants, **options)
         trace, examples = self._other
