@@ -10,24 +10,22 @@ from tensorloop.compiler.targets.choose import AUTOCAST
 
 def state() -> tuple[tuple[str, torch.dtype], ...] | None:
     """What autocast casts to now, by the type of the device; None where it is off."""
-    kinds = _on()
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds) if kinds else None
+    for kind in AUTOCAST:  # asked at every call of a known step
+        if torch.is_autocast_enabled(kind):
+            return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
+    return None
 
 
 def without_autocast() -> AbstractContextManager[object]:
     """A block in which operations run in the dtypes that they are given."""
-    kinds = _on()
-    return _all(torch.autocast(kind, enabled=False) for kind in kinds) if kinds else nullcontext()
+    casts = state()
+    return nullcontext() if casts is None else _all(torch.autocast(kind, enabled=False) for kind, _ in casts)
 
 
 def without_kept_casts() -> AbstractContextManager[object]:
     """A block in which every cast is an operation: casts of weights that autocast keeps would be seen at one step."""
     casts = state()
     return nullcontext() if casts is None else _all(torch.autocast(*pair, cache_enabled=False) for pair in casts)
-
-
-def _on() -> list[str]:
-    return [kind for kind in AUTOCAST if torch.is_autocast_enabled(kind)]
 
 
 @contextmanager
