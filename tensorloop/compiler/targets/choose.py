@@ -1,5 +1,6 @@
 """Which target a step runs on."""
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +22,12 @@ def find_place(devices: Iterable[torch.device]) -> Place:
     first, *others = {*devices} or {HOST}
     if others or first.type not in TARGETS:
         raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
-    return TARGETS[first.type].place(first)
+    return _place(first)
+
+
+@functools.cache  # one object for each device: keys of plans are compared at every call
+def _place(device: torch.device) -> Place:
+    return TARGETS[device.type].place(device)
 
 
 def target_of(place: Place) -> Target:
