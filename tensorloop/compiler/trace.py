@@ -1,4 +1,4 @@
-"""What one step did, as data: its operations in order, and which of its tensors go in and come out."""
+"""The operations of one step as they were recorded; tensors are ids."""
 
 import dataclasses
 from collections.abc import Sequence

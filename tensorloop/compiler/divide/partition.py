@@ -94,7 +94,7 @@ def outside(found: Partition) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def seen_by_discontinuous(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What is rounded, each time perhaps otherwise, and goes into a comparison or the like, forward or backward."""
+    """Inexact values that go into a discontinuous operation: they must be computed in one place only."""
     behind = needed_for(n for n in nodes if is_discontinuous(n))
     return {n for n in behind if n.op == "call_function" and not is_exact(n)}
 

@@ -1,6 +1,6 @@
-"""Which values of a step its backward keeps: those of the least bytes from which the others follow cheaply.
+"""Chooses which values of a step its backward keeps: a minimum cut, in bytes.
 
-A minimum cut. A node costs its bytes to keep; views and cheap pointwise operations may be done again; everything else
+A node costs its bytes to keep; views and cheap pointwise operations may be done again; everything else
 is kept, or something after it. Among the cheapest cuts the latest is taken, so that least is done again. Comparisons
 and their like are computed once: the second time an argument may be rounded otherwise.
 """

@@ -18,7 +18,7 @@ _ADDED = (torch.float32, torch.float64)  # one after another; halves would lose 
 
 
 class Way(NamedTuple):
-    """How the sum of a node over all steps is found from other nodes.
+    """How the sum of a node over all steps is computed from other nodes.
 
     "linear": it is the node's operation on the sums of `nodes`. Of the others all steps' values are needed: "product",
     where both factors move, is one product over steps and rows; "scatter", where a node adds values to zeros in places,

@@ -1,4 +1,4 @@
-"""The step of a loop backward, out of a step with its gradients; and what is zero where gradients are missing."""
+"""Cuts the step backward out of a step with gradients, and drops what is zero where an output has none."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from tensorloop.compiler.walks import depends_on
 
 
 class Missing(NamedTuple):
-    """Outputs of a step that have no gradient: no zeros, for zero times infinity is none. By place.
+    """Outputs of a step that have no gradient, by place. They are not given zeros: zero times infinity is NaN.
 
     `carry` of the next carry: after the last step what the caller makes no use of, before it what a step does not use.
     """

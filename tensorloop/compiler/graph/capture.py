@@ -1,4 +1,4 @@
-"""Makes graphs without writes of what one step did: of the step, and of the step with its gradients."""
+"""Traces a step to a graph without writes, and to one with the gradients that autograd gives."""
 
 import dataclasses
 import warnings

@@ -1,4 +1,4 @@
-"""Operations put together from simpler ones before gradients are looked for, which then follow by themselves.
+"""Operations replaced before autograd, so that gradients are those of the simpler ones: norms, attention, pooling.
 
 Normalization, attention, pooling by small windows, transposed convolutions; `NotImplemented` leaves what is another
 thing.

@@ -1,7 +1,7 @@
-"""A step in core operations alone: what a target need not know is taken apart into what it does.
+"""Takes the loop part of a step apart into core operations, when a target lowers it.
 
-By our own decompositions or torch's. It is done to what runs in the loop only: torch's own kernels are faster for all
-steps at once.
+The decompositions are ours where there is one, else torch's. Only what runs in the loop is taken apart: for all steps at
+once torch's own kernels are faster.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Order among the elements of a row, by counting: for the few dozen that a step has.
+"""sort, topk and kthvalue of short rows, by comparing all pairs.
 
 `NotImplemented` leaves longer rows to torch.
 """

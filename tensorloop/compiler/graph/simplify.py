@@ -1,4 +1,4 @@
-"""A graph of one step with fewer kinds of operations, and none done twice."""
+"""Cleans a step's graph: no writes, fewer kinds of operations, nothing computed twice, no dead code."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is around a loop that asks to be compiled, and keeps it from that."""
+"""What around a loop prevents or changes its compilation: checkpointed loops, looks of others, inference mode."""
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whether a team of threads pays, noticed as a loop runs: on cores that others use too, it waits for whoever lost his.
+"""Times the calls of a loop, and decides whether several threads beat one.
 
 A run of a loop, forward or backward, is timed per step. Alone, one thread does the same pieces of the native loop one
 after the other, and torch's operations around it have one thread too: elementwise ones and products of matrices are

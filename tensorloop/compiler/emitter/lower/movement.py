@@ -1,4 +1,4 @@
-"""Operations that move elements: views, concatenation, padding, indexing."""
+"""Views, cat, flip, padding, writes of slices, and constants."""
 
 from collections.abc import Sequence
 from typing import Any

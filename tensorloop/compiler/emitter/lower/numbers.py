@@ -1,4 +1,4 @@
-"""Elementwise operations that have arguments of their own: quotients, powers, limits, choices, casts."""
+"""Elementwise operations with special cases: division, remainder, powers, clamp, where, casts."""
 
 from typing import Any
 

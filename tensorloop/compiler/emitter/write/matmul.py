@@ -89,7 +89,7 @@ def plan_panels(units: Sequence[Unit], target: Machine) -> dict[Array, Panels]:
 
 
 class Product:
-    """Emits one product."""
+    """Writes the code of one product of matrices."""
 
     def __init__(self, memory: Memory, kernel: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         self.memory, self.code, self.kernel, self.packed = memory, memory.code, kernel, packed

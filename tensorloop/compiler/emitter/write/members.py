@@ -1,4 +1,4 @@
-"""How threads enter a loop: each on rows of its own, or all together on every step."""
+"""The entry of each thread into a loop: on rows of its own, or with a team that meets at every step."""
 
 from collections.abc import Iterable
 

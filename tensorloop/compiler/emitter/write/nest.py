@@ -21,7 +21,7 @@ def lanes_for(size: Size, most: int) -> int:
 
 
 class Nest:
-    """Emits one group."""
+    """Writes the loops of kernels that walk the same elements."""
 
     def __init__(self, memory: Memory, group: WalkGroup, stored: set[Region], rows: RowRange | None) -> None:
         self.memory, self.code, self.math = memory, memory.code, memory.math

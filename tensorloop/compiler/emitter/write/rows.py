@@ -14,7 +14,7 @@ from tensorloop.compiler.lengths import Length
 
 
 class Mixed(Exception):
-    """Rows meet."""
+    """Raised where a kernel reads another row than the one that it writes."""
 
 
 class RowShare:

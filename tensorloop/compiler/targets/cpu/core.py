@@ -1,4 +1,4 @@
-"""A compiled loop as something to call."""
+"""Makes a native core of a step: lowers it, compiles its text, and calls the code."""
 
 import collections
 from array import array

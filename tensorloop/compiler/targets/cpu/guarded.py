@@ -1,4 +1,4 @@
-"""Cores that notice where they touch memory that is not theirs: for tests, slow, never made where nobody asks.
+"""Cores that notice an access out of bounds, for tests.
 
     with guarded.on():
         ...    # cores that are made here are such; plans from before hold others

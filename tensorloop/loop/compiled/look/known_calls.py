@@ -1,4 +1,4 @@
-"""What a body does in one step, seen from above: its calls of torch, by which a step is known again at little cost.
+"""Recognizes a known step by its calls of torch, without recording its operations.
 
 Below one call of torch lie the same operations whenever the call, the kinds of its tensors and its other arguments are
 the same. So the first look at a body, which writes down operations (`operation_log`), notes the calls around them too:

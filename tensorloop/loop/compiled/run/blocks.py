@@ -263,7 +263,7 @@ class Shelf:
 
 
 class _OutsOfBlocks:
-    """Outs on their way: in memory for all steps where their number is known, else block by block."""
+    """The outs of a loop that runs in blocks: in one memory where the number of steps is known."""
 
     def __init__(self, run: RunInBlocks) -> None:
         self.run = run

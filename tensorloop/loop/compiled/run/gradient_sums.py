@@ -1,4 +1,4 @@
-"""Gradients of a compiled loop on their way: its steps are reversed part by part, the last ones first."""
+"""Accumulates gradients while the steps of a loop are reversed block by block."""
 
 import math
 from collections.abc import Sequence
