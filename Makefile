@@ -51,7 +51,7 @@ bench: $(STAMP)
 
 # The documents are plain Markdown: every Python block in them is run and every link between them followed.
 docs: $(STAMP)
-	$(PY) -m pytest tests/house/test_docs.py
+	$(PYTEST) --all tests/house/test_docs.py tests/house/test_notebooks.py
 
 # docs/ with search and an API page for every public name, in build/site; warnings are errors. To read it:
 # python -m http.server -d build/site

@@ -26,6 +26,7 @@ from tensorloop.compiler.targets.cpu import guarded
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
 hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)
+hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("tensorloop"), max_examples=40)
 hypothesis.settings.load_profile("tensorloop")
 torch.set_num_threads(1)
 
@@ -56,6 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     config.addinivalue_line("markers", _EXTENDED)
+    if not config.getoption("--all"):
+        hypothesis.settings.load_profile("few")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -110,6 +110,7 @@ def setting(slots: int = 0) -> tuple[Attentive, Tensor, Any, list[Tensor]]:
 @in_every_way
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.extended("-0-")
 def test_each_hypothesis_attends_to_its_own_history(way: str, slots: int, keeping: dict[str, Any]):
     model, memory, prefix, wanted = setting(slots)
     hyps = model.search(memory, WAYS[way], prefix, **keeping)

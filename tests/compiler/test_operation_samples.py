@@ -57,7 +57,7 @@ def finds(name: str, dtype: torch.dtype, extras: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.extended("linalg", "nets", "products")
+@pytest.mark.extended
 def test_floats(group: str):
     assert [find for name in GROUPS[group] for find in finds(name, torch.float64, True)] == []
 

@@ -151,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.extended("fsdp2")
+@pytest.mark.extended
 def test_two_processes_have_the_losses_of_one(folder: Path, kind: str):
     model = _model()
     expected = _train(model, _batches())

@@ -61,7 +61,7 @@ def test_the_readme_shows_code_that_runs():
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
-@pytest.mark.extended("tutorials/search.md")
+@pytest.mark.extended
 def test_examples_run_and_print_what_is_shown(path: Path):
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     ran = run(text, name)

@@ -44,7 +44,7 @@ def test_outputs_of_the_page_are_in_no_cell():
     ("name", "wanted"),
     [("decoder", ("torch.cat", "cell 1:", "<b>TensorArray</b>")), ("search", ("<b>PackedTensor</b>", "coverage"))],
 )
-@pytest.mark.extended("decoder")
+@pytest.mark.extended
 def test_a_notebook_runs_and_shows(name: str, wanted: tuple[str, ...]):
     page = shown(run(notebook(name)))
     for text in wanted:

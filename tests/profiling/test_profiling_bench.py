@@ -28,6 +28,7 @@ out.write_text(json.dumps({{"about": about, "entries": entries, "targets": targe
 """
 
 
+@pytest.mark.extended
 def test_bench_goes_on_after_a_script_that_fails(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

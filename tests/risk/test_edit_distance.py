@@ -71,6 +71,7 @@ def test_unit_costs(a: list[list[int]], b: list[list[int]], each: int) -> None:
 # A word has 64 bits: what is carried from one to the next shows at these lengths.
 @pytest.mark.parametrize("size", [1, 2, 62, 63, 64, 65, 66, 127, 128, 129, 191, 192, 193])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 100])
+@pytest.mark.extended("1-1", "5-", "100-62", "100-66", "100-19")
 def test_lengths_about_a_word(size: int, tokens: int) -> None:
     a, b = drawn([size] * 5, tokens), drawn([size, size // 2, 2 * size, 0, size + 1], tokens)
     b[0] = a[0][1:] + a[0][:1]

@@ -1,7 +1,7 @@
 """Takes the loop part of a step apart into core operations, when a target lowers it.
 
-The decompositions are ours where there is one, else torch's. Only what runs in the loop is taken apart: for all steps at
-once torch's own kernels are faster.
+The decompositions are ours where there is one, else torch's. Only what runs in the loop is taken apart: for all steps
+at once torch's own kernels are faster.
 """
 
 import dataclasses
