@@ -57,9 +57,10 @@ def check_roles(step: Step, *, alone: bool = False) -> None:
     if len(step.carry) != len(step.next_carry):
         raise Broken(f"a carry of {len(step.carry)} tensors becomes one of {len(step.next_carry)}")
     for c, new in zip(step.carry, step.next_carry, strict=True):
-        before, after, more = value_of(c), value_of(new), growth_of(c, step.growth)
-        first, *rest = (*shape_of(c), None) if more is None else (shape_of(c)[0] + more, *shape_of(c)[1:], None)
-        if (*shape_of(new), None) != (first, *rest) or after.dtype is not before.dtype:
+        before, after, shape = value_of(c), value_of(new), shape_of(c)
+        if (more := growth_of(c, step.growth)) is not None:
+            shape = shape[0] + more, *shape[1:]
+        if shape_of(new) != shape or after.dtype is not before.dtype:
             raise Broken(f"{new.name}, {_words(after)}, is the next of a carry that is {_words(before)}")
     if step.going is not None and (value_of(step.going).dtype is not torch.bool or value_of(step.going).numel() != 1):
         raise Broken(f"whether a loop goes on is said by {_words(value_of(step.going))}")

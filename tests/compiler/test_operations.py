@@ -17,13 +17,15 @@ import tensorloop as tl
 from tensorloop.compiler.divide import all_steps
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.operations import CORE, OPERATIONS
-from tensorloop.compiler.place import HOST, Place
-from tensorloop.compiler.targets.choose import EAGER, TARGETS
+from tensorloop.compiler.place import HOST
+from tensorloop.compiler.step import CoreCall
+from tensorloop.compiler.targets.choose import EAGER, TARGETS, make_core, target_of
 from tensorloop.compiler.targets.cpu import core
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.target import Target
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.operation_bodies import BODIES, ROWS
+from tests.support.recurrences import recurrence
 
 aten = torch.ops.aten
 STEPS = 3
@@ -115,7 +117,19 @@ def test_the_table_is_what_the_machine_knows_and_what_is_tried_here() -> None:
 def test_what_a_target_lacks_is_named_in_the_table(target: Target) -> None:
     assert target.lacks <= {name for name, row in OPERATIONS.items() if row.kind in CORE}
     assert target.lacks == set() or target.name not in ("cpu", "eager")
-    assert target.place(HOST) == Place(HOST, target.name, *dataclasses.astuple(target.place(HOST))[2:])
+    place = target.place(HOST)
+    assert (place.device, target_of(place)) == (HOST, target)
+
+
+def test_a_step_runs_on_the_target_of_its_place() -> None:
+    step = recurrence(
+        lambda w, x, h: {"carry": [h[0] * w[0] + x[0]]}, [torch.ones(2)], [torch.ones(3, 2)], [torch.ones(2)]
+    )
+    for target, kind in ((EAGER, EagerCore), (TARGETS["cpu"], core.NativeCore)):
+        made, lacking = make_core(dataclasses.replace(step, place=target.place(HOST)))
+        assert (type(made), lacking) == (kind, None)
+        last, done = made(CoreCall(3, [torch.full((2,), 2.0)], [torch.ones(3, 2)], [torch.ones(2)], [], []))
+        assert (last[0].tolist(), done) == ([15.0, 15.0], 3)
 
 
 def test_rows_say_of_aten_what_is_so() -> None:

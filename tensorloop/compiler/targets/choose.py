@@ -14,6 +14,7 @@ from tensorloop.compiler.targets.target import Target
 
 EAGER: Target = EagerTarget()  # in the place of a target that lacks something
 TARGETS: dict[str, Target] = {"cpu": CpuTarget()}  # by the type of a device
+_BY_NAME = {target.name: target for target in (EAGER, *TARGETS.values())}
 AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
 
 
@@ -32,7 +33,7 @@ def _place(device: torch.device) -> Place:
 
 def target_of(place: Place) -> Target:
     """Returns the target that makes the cores of a place."""
-    return TARGETS[place.target]
+    return _BY_NAME[place.target]
 
 
 def make_core(step: Step) -> tuple[Core, Unsupported | None]:
