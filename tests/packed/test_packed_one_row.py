@@ -128,7 +128,7 @@ def test_every_function_of_the_tables_has_a_case_or_a_reason() -> None:
 
 
 each_lens = pytest.mark.parametrize("lens", LENS, ids=str)
-# The kernels of float64 are those of float32.
+# float32 goes through kernels, bfloat16 through torch's operations, float64 through some of both.
 each_dtype = pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.extended)],
@@ -224,11 +224,12 @@ def find_case(name: str) -> Callable[[Any], Any] | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pointwise_functions(name: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.extended)], ids=str)
+def test_pointwise_functions(name: str, dtype: torch.dtype) -> None:
     case = find_case(name)
     assert case is not None or name in cases.POINTWISE_ELSEWHERE
     if case is not None:
-        assert_rows_apart(case, packed, LENS[0], torch.float32, name)
+        assert_rows_apart(case, packed, LENS[0], dtype, name)
 
 
 # -- what is not rows
