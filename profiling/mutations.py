@@ -81,6 +81,43 @@ ROOMS = {
         },
         ("tests/compiled",),
     ),
+    "divide": Room(
+        {
+            "compiler/divide/saving.py": (
+                "tests/compiled/test_compiled_discontinuous.py",
+                "tests/compiled/test_compiled_explain.py",
+            ),
+            "compiler/divide/sums.py": (
+                "tests/compiled/test_compiled_sums.py",
+                "tests/compiled/test_compiled_values.py",
+            ),
+            "compiler/divide/all_steps.py": (
+                "tests/compiled/test_compiled_values.py",
+                "tests/compiler/test_operations.py",
+            ),
+        },
+        ("tests/compiled",),
+    ),
+    "graph": Room(
+        _each(
+            ("compiler/graph/simplify.py", "compiler/graph/backward.py", "compiler/graph/capture.py"),
+            "tests/compiled/test_compiled_values.py",
+            "tests/compiled/test_compiled_missing.py",
+            "tests/compiled/test_compiled_inputs.py",
+        ),
+        ("tests/compiled",),
+    ),
+    "emitter": Room(
+        _each(
+            (
+                *("compiler/emitter/lower/movement.py", "compiler/emitter/lower/indexing.py"),
+                *("compiler/emitter/write/fuse.py", "compiler/emitter/write/nest.py", "compiler/emitter/write/rows.py"),
+            ),
+            "tests/compiler/test_operations.py",
+            "tests/compiler/test_emitter_loops.py",
+        ),
+        ("tests/compiler", "tests/compiled"),
+    ),
     "loops": Room(
         {
             "loop/rows_scan.py": ("tests/loop/test_loop_rows_ys.py",),
