@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorloop as tl
 from tensorloop.loop.compiled.run.plan import Plan, plans
@@ -81,3 +82,30 @@ def test_what_a_loop_adds_up_is_held_for_no_step():
 def test_halves_are_added_up_by_torch_which_does_so_in_more_bits():
     run(halves, T, "strict")
     assert all(n.meta["val"].dtype is D for n in made().backward().partition.sums)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            self.elements = max(self.elements, x.numel() if isinstance(x, Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("reads_a_table", [False, True], ids=["product", "table"])
+def test_the_gradient_of_a_weight_takes_memory_for_no_step(reads_a_table: bool):
+    steps, rows, size = 20, 2, 32
+    weight = torch.randn(size, size, dtype=D).requires_grad_()
+    xs = torch.randint(size, (steps, rows)) if reads_a_table else torch.randn(steps, rows, size, dtype=D)
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return torch.tanh(h.flip(-1) + (weight[x] if reads_a_table else x @ weight)), None
+
+    h, _ = tl.scan(body, torch.zeros(rows, size, dtype=D), xs, compile="strict")
+    with Largest() as largest:
+        h.sum().backward()
+    assert largest.elements <= max(size * size, steps * rows * size)  # and not steps times the weight
