@@ -96,14 +96,19 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("reads_a_table", [False, True], ids=["product", "table"])
-def test_the_gradient_of_a_weight_takes_memory_for_no_step(reads_a_table: bool):
+@pytest.mark.parametrize("way", ["product", "table", "kernel"])
+def test_the_gradient_of_a_weight_takes_memory_for_no_step(way: str):
     steps, rows, size = 20, 2, 32
-    weight = torch.randn(size, size, dtype=D).requires_grad_()
-    xs = torch.randint(size, (steps, rows)) if reads_a_table else torch.randn(steps, rows, size, dtype=D)
+    weight = torch.randn(*((size, size, 1) if way == "kernel" else (size, size)), dtype=D).requires_grad_()
+    xs = torch.randint(size, (steps, rows)) if way == "table" else torch.randn(steps, rows, size, dtype=D)
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "product": lambda x: x @ weight,
+        "table": lambda x: weight[x],
+        "kernel": lambda x: torch.conv1d(x[:, :, None], weight)[:, :, 0],
+    }
 
     def body(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
-        return torch.tanh(h.flip(-1) + (weight[x] if reads_a_table else x @ weight)), None
+        return torch.tanh(h.flip(-1) + ways[way](x)), None
 
     h, _ = tl.scan(body, torch.zeros(rows, size, dtype=D), xs, compile="strict")
     with Largest() as largest:
