@@ -23,6 +23,14 @@ class Unsupported(Exception):
         self.reason, self.node = reason, node
 
 
+class StepFailed(Exception):
+    """What a step of a user's operations raised, an interrupt among that, and how many steps were done before it."""
+
+    def __init__(self, error: BaseException, done: int) -> None:
+        super().__init__(f"step {done} raised {type(error).__name__}")
+        self.error, self.done = error, done
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
     """The part of a graph between some inputs and some outputs, each with its role.

@@ -6,6 +6,7 @@ at once torch's own kernels are faster.
 
 import dataclasses
 import operator
+from collections.abc import Container
 from functools import cache
 from typing import Any
 
@@ -22,15 +23,18 @@ from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step
 
 
-def in_core_operations(step: Step) -> Step:
-    """The step with its operations taken apart as far as that goes: itself where there is nothing to take apart."""
+def in_core_operations(step: Step, whole: Container[fx.Node] = ()) -> Step:
+    """The step with its operations taken apart as far as that goes: itself where there is nothing to take apart.
+
+    Those in `whole` are not taken apart, and their copies say that they are `called`.
+    """
     nodes = step.graph.nodes
     if not any(_may_be_apart(n) for n in nodes):
         return step
     graph, new = fx.Graph(), dict[fx.Node, Any]()
     for n in nodes:
         if n.op != "output":
-            new[n] = _put(graph, n, new, ())
+            new[n] = _put(graph, n, new, (), whole)
     names = ("invariants", "sequences", "carry", "next_carry", "outs", "sums")
     roles: Any = {name: tuple(new[n] for n in getattr(step, name)) for name in names}
     going = None if step.going is None else new[step.going]
@@ -52,14 +56,16 @@ def _may_be_apart(n: fx.Node) -> bool:
     )
 
 
-def _put(graph: fx.Graph, n: fx.Node, new: dict[fx.Node, Any], inside: tuple[Any, ...]) -> Any:
+def _put(
+    graph: fx.Graph, n: fx.Node, new: dict[fx.Node, Any], inside: tuple[Any, ...], whole: Container[fx.Node]
+) -> Any:
     """A node in the new graph, or the nodes of its parts; `inside` are the operations that it is a part of."""
     if n.target is operator.getitem and isinstance(new[n.args[0]], tuple):  # pyright: ignore[reportArgumentType]
         return new[n.args[0]][n.args[1]]  # pyright: ignore[reportArgumentType]
-    module = None if not _may_be_apart(n) or n.target in inside else _apart(n)
+    module = None if not _may_be_apart(n) or n.target in inside or n in whole else _apart(n)
     if module is None:
         copy = graph.node_copy(n, lambda a: new[a])
-        copy.meta = dict(n.meta)
+        copy.meta = {**n.meta, "called": n in whole}
         return copy
     given = iter(n.all_input_nodes)
     inner = dict[fx.Node, Any]()
@@ -69,7 +75,7 @@ def _put(graph: fx.Graph, n: fx.Node, new: dict[fx.Node, Any], inside: tuple[Any
         if one.op == "placeholder":
             inner[one] = new[next(given)]
         elif one.op == "call_function":
-            inner[one] = _put(graph, one, inner, (*inside, n.target))
+            inner[one] = _put(graph, one, inner, (*inside, n.target), whole)
     outputs: Any = module.output_node().args[0]
     if isinstance(n.meta["val"], Tensor):
         return inner[outputs[0]]

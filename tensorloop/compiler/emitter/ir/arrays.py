@@ -25,6 +25,7 @@ class Region:
     numel: Size
     dtype: torch.dtype
     value: Any = None
+    stays: bool = False  # whether it is scratch that torch looks at, which must be at one place at every step
 
     @property
     def bytes(self) -> Size:

@@ -7,6 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import fx
+
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 
 
@@ -132,5 +135,42 @@ class Running(_ToOut):
         return (self.array,)
 
 
-Kernel = Point | Gather | Reduce | Matmul | Scatter | Running
+@dataclasses.dataclass(eq=False)
+class Operand:
+    """A tensor of a called operation: where it lies, which never changes during a run, and what it is to torch.
+
+    Of complex numbers the array has pairs of real ones, in a last dim of two.
+    """
+
+    array: Array
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(eq=False)
+class CallOut:
+    """An operation that torch does: target(*args, **kwargs), in which each fx node stands for the operand of its name.
+
+    `outs` has None where the operation gives None; `single` is whether it gives a tensor, and no tuple of them.
+    """
+
+    node: fx.Node
+    ins: dict[fx.Node, Operand]
+    outs: list[Operand | None]
+    single: bool
+
+    def reads(self) -> tuple[Array, ...]:
+        """The arrays that torch reads."""
+        return tuple(one.array for one in self.ins.values())
+
+    def writes(self) -> tuple[Array, ...]:
+        """The arrays that its results are copied to."""
+        return tuple(one.array for one in self.outs if one is not None)
+
+    @property
+    def out(self) -> Array:
+        """The first of them."""
+        return self.writes()[0]
+
+
+Kernel = Point | Gather | Reduce | Matmul | Scatter | Running | CallOut
 Walk = Point | Gather | Reduce  # those that share a nest of loops where their spaces are the same

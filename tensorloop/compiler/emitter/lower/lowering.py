@@ -11,8 +11,9 @@ from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast, cont
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
 from tensorloop.compiler.emitter.ir.vector_math import Math
-from tensorloop.compiler.emitter.lower import growing
+from tensorloop.compiler.emitter.lower import calling, growing
 from tensorloop.compiler.lengths import Length, Size, grows, meets_growing, shape_of
+from tensorloop.compiler.operations import is_part
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step, Unsupported
 
@@ -38,6 +39,7 @@ class Lowering:
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.constants: list[Tensor] = []
+        self.called: list[fx.Node] = []  # what torch does
         self.values: dict[fx.Node, Any] = {}
         self.written: set[fx.Node] = set()  # nodes that are an array of the carry, changed in place
 
@@ -226,19 +228,31 @@ class Lowering:
             if node.op != "call_function":
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: self.values[one])  # pyright: ignore
-            name = _name(node)
+            name, made = _name(node), len(self.kernels)
             try:
-                _known_elements(node)
-                if meets_growing(node):
-                    made = growing.lower(Call(self, node, name), handlers, args, kwargs)
-                    self.values[node] = growing.apart(self, made)
-                elif name in handlers:
-                    self.values[node] = handlers[name](Call(self, node, name), *args, **kwargs)
-                else:
-                    raise Unsupported("not known, and torch does not take it apart")
+                self.values[node] = self._lowered(node, name, handlers, args, kwargs)
             except Unsupported as refusal:
+                if calling.may_call(node):
+                    del self.kernels[made:]  # what it had begun
+                    self.values[node] = calling.call_out(self, node)
+                    continue
                 whole = node.meta.get("part_of", node)
                 raise Unsupported(f"{name}: {refusal.reason}", refusal.node or whole) from None
+
+    def _lowered(self, node: fx.Node, name: str, handlers: dict[str, Handler], args: Any, kwargs: Any) -> Any:
+        """What a call gives: an array, or several."""
+        if node.meta.get("called"):
+            return calling.call_out(self, node)
+        if is_part(node):
+            return args[0][args[1]]
+        if calling.is_foreign(node) and calling.may_call(node):
+            return calling.between_calls(self, node, name, args)
+        _known_elements(node)
+        if meets_growing(node):
+            return growing.apart(self, growing.lower(Call(self, node, name), handlers, args, kwargs))
+        if name not in handlers:
+            raise Unsupported("not known, and torch does not take it apart")
+        return handlers[name](Call(self, node, name), *args, **kwargs)
 
 
 class Call:
@@ -301,29 +315,29 @@ def lower(step: Step, handlers: dict[str, Handler]) -> "LoweredStep":
 
 def _placed(kind: str, index: int, node: fx.Node) -> Array:
     value = node.meta["val"]
-    try:
-        _known_elements(node)
-    except Unsupported as refusal:
-        raise Unsupported(refusal.reason, node) from None
+    if value.device not in (HOST, _META):
+        raise Unsupported(f"a tensor on {value.device}", node)
     shape = shape_of(node)
     if grows(shape):
         growing.check_elements(value.dtype)
         kind = {"carry": "array", "sequence": "prefix"}[kind]
-    buffer = Region(kind, index, math.prod(shape), value.dtype)
-    strides = tuple(value.stride()) if kind == "invariant" and value.numel() == _span(value) else dense(shape)
-    return Array(buffer, shape, strides)
+    dtype, count = calling.in_memory_as(value.dtype)
+    buffer = Region(kind, index, math.prod(shape) * count, dtype)
+    if kind == "invariant":
+        return calling.laid_out(buffer, value)
+    return contiguous(buffer, shape if count == 1 else (*shape, count))
 
 
-def _span(value: Tensor) -> int:
-    """Elements from the first to the last: as many as there are where a tensor is dense in some order."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+def _may_move(array: Array) -> bool:
+    """Whether an array may lie in another place at each step: it is scratch that nobody else looks at."""
+    return array.buffer.kind == "scratch" and array.whole and not array.buffer.stays
 
 
 class LoweredStep:
     """A step as kernels: the array that each role of `source` has, its constants, where the next carry will lie."""
 
     def __init__(self, low: Lowering, step: Step) -> None:
-        self.source, self.kernels, self.constants = step, low.kernels, low.constants
+        self.source, self.kernels, self.constants, self.called = step, low.kernels, low.constants, low.called
         self.invariants = [low.values[node] for node in step.invariants]
         self.carry = [low.values[node] for node in step.carry]
         self.sequences = [low.values[node] for node in step.sequences]
@@ -338,7 +352,7 @@ class LoweredStep:
 
     def _out(self, low: Lowering, index: int, node: fx.Node) -> Array:
         value = low.values[node]
-        if value.buffer.kind == "scratch" and value.whole:
+        if _may_move(value):
             value.buffer.kind, value.buffer.index = "out", index
             return value
         return low.copy(value, contiguous(Region("out", index, value.numel, value.dtype), value.shape))
@@ -348,7 +362,7 @@ class LoweredStep:
         value = low.values[node]
         if self.carry[index].buffer.kind == "array":
             return growing.following(value, self.carry[index], node)
-        if value.buffer.kind == "scratch" and value.whole:
+        if _may_move(value):
             value.buffer.kind, value.buffer.index = "next", index
         if (value.whole and value.buffer.kind == "out") or (value.buffer.kind, value.buffer.index) == ("next", index):
             return value

@@ -24,12 +24,6 @@ def view(call: Call, x: Array, *args: Any, **kwargs: Any) -> Any:
     return call.low.view(x, target, *args, **kwargs)
 
 
-@handles("getitem")
-def getitem(call: Call, values: Sequence[Any], index: int) -> Any:
-    """One of the tensors that an operation gives together."""
-    return values[index]
-
-
 @handles("cat")
 def cat(call: Call, tensors: Sequence[Array], dim: int = 0) -> Array:
     """Writes each tensor into its part of the result."""

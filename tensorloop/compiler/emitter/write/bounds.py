@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from tensorloop.compiler.emitter.ir.arrays import Array
-from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length, Size, grows, shape_of
 from tensorloop.compiler.operations import aten
@@ -115,6 +115,8 @@ def _boxes(kernel: Kernel) -> list[Array]:
         shape = list(kernel.index.shape)
         at = [*shape[: kernel.dim], kernel.out.shape[kernel.dim], *shape[kernel.dim + 1 :]]
         return [kernel.index, _walked(kernel.source, shape), _walked(kernel.out, at)]
+    if isinstance(kernel, CallOut):
+        return [*kernel.reads(), *kernel.writes()]
     if isinstance(kernel, Gather):
         return [_walked(array, kernel.space) for array in (*kernel.indices, kernel.out)]
     space = kernel.array.shape if isinstance(kernel, Running) else kernel.space

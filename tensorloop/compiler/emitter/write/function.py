@@ -13,16 +13,16 @@ the lengths of arrays before the first step, and the greatest that they have bef
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
-from tensorloop.compiler.emitter.ir.kernels import Matmul, Point, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Point, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
-from tensorloop.compiler.emitter.write import in_order, members
+from tensorloop.compiler.emitter.write import calling, in_order, members
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
 from tensorloop.compiler.emitter.write.fuse import (
     Unit,
@@ -46,6 +46,14 @@ RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """An operation that torch does in a step, and where in scratch memory its operands begin."""
+
+    kernel: CallOut
+    places: Mapping[Region, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class LoopText:
     """A module, and what a caller must know of it."""
 
@@ -59,6 +67,7 @@ class LoopText:
     barriers: int = 0  # of a step whose rows meet, where threads do it together
     shared: int = 0  # operations of such a step that they share out, roughly
     bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
+    calls: tuple[Call, ...] = ()  # of torch, in the order of a step
 
 
 class AddressTable(NamedTuple):
@@ -92,14 +101,16 @@ class LoopWriter:
         self.packed = plan_panels(self.units, target)
         work = [_operations(unit) for unit in self.units]
         self.work = sum(work)
-        self.split: RowShare | None = share_rows(step, self.units, self.packed)
+        # One thread does a step that calls torch, whose operations have threads of their own.
+        self.calls = any(isinstance(unit, CallOut) for unit in self.units)
+        self.split: RowShare | None = None if self.calls else share_rows(step, self.units, self.packed)
         if self.split is not None:
             check_rows(self.units, self.split.dims, self.split.count)
         self.fixed = [one for one in self.packed.values() if one.buffer.kind == "packed"]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.offsets, self.scratch = self._place()
         self.team: Team | None = None
-        if self.split is None:
+        if self.split is None and not self.calls:
             found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
             self.team = found if found is not None and target.worth_sharing(found.shared, found.barriers) else None
         buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
@@ -178,7 +189,8 @@ class LoopWriter:
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
-        return LoopText(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held)
+        calls = tuple(Call(unit, self.offsets) for unit in self.units if isinstance(unit, CallOut))
+        return LoopText(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held, calls)
 
     def _grows(self, buffer: Region) -> bool:
         """Whether a buffer is as long as an array in the carry."""
@@ -203,6 +215,7 @@ class LoopWriter:
         self._lengths(code, table.end)
         shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
+        self.entry = calling.read_entry(code, table.status) if self.calls else ""
         pairs = self._pairs(code)
         names = dict(table.fixed)
         for n, (name, array) in enumerate(zip(table.sums, step.sums, strict=True)):
@@ -244,6 +257,8 @@ class LoopWriter:
         code.label("finish")
         count = f"store i64 {done}, ptr {table.status}, align 8"
         self._finish(memory, after, table.last, leading, lambda: code.line(count))
+        if self.calls:
+            calling.write_end(code, table.status)
 
     def _table(self, code: Code, sizes: list[int]) -> "AddressTable":
         """Reads all addresses."""
@@ -328,6 +343,8 @@ class LoopWriter:
                 Nest(memory, unit, self.stored, rows).emit()
             elif isinstance(unit, Matmul):
                 self._product(memory, unit, packed, rows)
+            elif isinstance(unit, CallOut):
+                calling.write_call(code, self.entry)
             elif isinstance(unit, Scatter):
                 in_order.write_scatter(memory, unit, rows)
             else:
@@ -419,4 +436,6 @@ def _operations(unit: Unit) -> int:
     if isinstance(unit, WalkGroup):
         size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)
+    if isinstance(unit, CallOut):
+        return 0
     return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel

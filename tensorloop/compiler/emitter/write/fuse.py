@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter, Walk
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Point, Reduce, Running, Scatter, Walk
 from tensorloop.compiler.lengths import grows
 
 
@@ -27,15 +27,15 @@ class WalkGroup:
         return [array for walk in self.walks for array in walk.writes()]
 
 
-Unit = WalkGroup | Matmul | Scatter | Running
+Unit = WalkGroup | Matmul | Scatter | Running | CallOut
 
 
 def drop_unread(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[Kernel]:
     """The kernels whose results leave the step's scratch memory, or go into ones whose results do."""
     wanted, found = set(kept), []
     for kernel in reversed(kernels):
-        buffer = kernel.writes()[0].buffer
-        if buffer.kind != "scratch" or buffer in wanted:
+        buffers = [array.buffer for array in kernel.writes()]
+        if any(buffer.kind != "scratch" or buffer in wanted for buffer in buffers):
             wanted.update(array.buffer for array in kernel.reads())
             found.append(kernel)
     return found[::-1]

@@ -6,11 +6,12 @@ What is only read may be read across rows. It is enough to look at addresses, wh
 from collections.abc import Mapping, Sequence
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Running, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Running, Scatter
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels
 from tensorloop.compiler.lengths import Length
+from tensorloop.compiler.step import Unsupported
 
 
 class Mixed(Exception):
@@ -46,6 +47,8 @@ def share_rows(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, 
 
 def do_rows_meet(step: LoweredStep, units: Sequence[Unit], count: int, own: Sequence[Array]) -> bool:
     """Whether rows meet, where `own` of what is read, and the carry, have rows of their own."""
+    if any(isinstance(unit, CallOut) for unit in units):
+        raise Unsupported("torch's operations do not say which rows they read")
     known = {array.buffer: bool(array.shape) for array in step.carry} | {array.buffer: True for array in own}
     try:
         found = _RowSearch(step, units, {}, count, known, parts=True).run()

@@ -1,6 +1,7 @@
 """Makes a native core of a step: lowers it, compiles its text, and calls the code."""
 
 import collections
+import ctypes
 from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
@@ -11,21 +12,27 @@ from torch import Tensor, fx
 from tensorloop._torch.memory import is_symbolic
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
+from tensorloop.compiler.emitter.lower.calling import in_memory_as, may_call
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.operations import values_of
+from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads
+from tensorloop.compiler.targets.cpu.called import CalledOperations
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.verify import Broken
 
 LINE = 64
+STATUS = 3  # words: steps done, whether an index was wrong, the function that calls torch
 CHECKED = 3  # calls of a core whose tensors are looked at
 NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
@@ -33,8 +40,14 @@ _HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each put
 
 
 def lowered(step: Step) -> LoweredStep:
-    """Returns the step's kernels."""
-    return lower(in_core_operations(step), HANDLERS)
+    """Returns the step's kernels. What torch does of an operation that is taken apart, it does of the whole of it."""
+    whole = set[fx.Node]()
+    while True:
+        found = lower(in_core_operations(step, whole), HANDLERS)
+        more = {n for part in found.called if (n := part.meta.get("part_of")) is not None and may_call(n)} - whole
+        if not more:
+            return found
+        whole |= more
 
 
 def text_of(step: Step, target: Machine) -> tuple[LoweredStep, LoopText]:
@@ -71,6 +84,7 @@ class NativeCall(NamedTuple):
     scratch: int
     lengths: Sequence[int]  # of arrays before the first step
     pack: bool  # whether panels are to be packed
+    called: list[CalledOperations]  # of a run before in the same memory, or none yet
 
 
 class NativeCore:
@@ -85,10 +99,14 @@ class NativeCore:
         given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
         self._needed = [[_needed(one) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"
+        self.called = [call.kernel.node for call in text.calls]
+        self._places = len(step.invariants), len(step.constants)
+        self._foreign = any(x.dtype not in KINDS for n in step.source.graph.nodes for x in values_of(n))
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs at most so many steps: (the last carry, how many were done)."""
+        call = self._as_numbers(call)
         steps, last = call.steps, self._new(call.carry)
         if steps <= 0:
             pairs = zip(last, call.carry, strict=True)
@@ -100,16 +118,17 @@ class NativeCore:
         else:
             parts = apart = threads.parts(text.rows, steps * text.work)
         memory = self._take(apart, self._growing(steps, call.lengths))
-        done = self._run(call, last, self._laid(call.invariants), parts, memory)
+        done = self._run(call, last, self._laid(call.invariants), parts, memory, [])
         self._idle.append(memory)
         return last, done
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
         """Returns a core for many calls of few steps, from one thread: invariants are laid out and packed once."""
-        laid = self._laid(invariants)
-        held: list[list] = []
+        laid = self._laid([_as_numbers(x) for x in invariants])
+        held, called = list[list](), list[CalledOperations]()
 
         def run(call: CoreCall) -> tuple[list[Tensor], int]:
+            call = self._as_numbers(call)
             last, more, begun = self._new(call.carry), self._growing(call.steps, call.lengths), bool(held)
             if not begun:
                 self._check(call)
@@ -119,7 +138,7 @@ class NativeCore:
                 held.append(self._take(1, more))
             elif held[0][0].numel() < self.text.scratch + more:
                 held[0][0] = _aligned(self.text.scratch + 2 * more)
-            return last, self._run(call, last, laid, 1, held[0], packed=begun)
+            return last, self._run(call, last, laid, 1, held[0], called, packed=begun)
 
         return run
 
@@ -147,6 +166,13 @@ class NativeCore:
                 if not enough or x.dtype is not dtype or not x.is_cpu or is_symbolic(x):
                     raise AssertionError(f"a compiled loop was given {x.dtype} of shape {tuple(x.shape)} on {x.device}")
 
+    def _as_numbers(self, call: CoreCall) -> CoreCall:
+        """A call with what machine code has no numbers of as what that lies in memory as."""
+        if not self._foreign:
+            return call
+        invariants, sequences, outs = (list(map(_as_numbers, xs)) for xs in (call.invariants, call.sequences, call.outs))
+        return call._replace(invariants=invariants, sequences=sequences, outs=outs)
+
     def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
         return [
             x if stays else torch.empty(shape, dtype=dtype, device="cpu")
@@ -167,12 +193,20 @@ class NativeCore:
         return sum(_line(size.at(longest)) for size in self.text.growing)
 
     def _run(
-        self, call: CoreCall, last: list[Tensor], laid: list[Tensor], parts: int, memory: list, *, packed: bool = False
+        self,
+        call: CoreCall,
+        last: list[Tensor],
+        laid: list[Tensor],
+        parts: int,
+        memory: list,
+        called: list[CalledOperations],
+        *,
+        packed: bool = False,
     ) -> int:
         """Runs the steps and returns how many were done; with `packed` the panels are there from the call before."""
         steps, _, sequences, carry, outs, sums, lengths = call
         scratch, panels = memory
-        status, totals = array("q", (0, 0)), list(sums)
+        status, totals = array("q", [0] * STATUS), list(sums)
         if parts > 1:
             for n in self.text.apart:
                 totals[n] = torch.zeros((parts, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
@@ -181,7 +215,10 @@ class NativeCore:
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))
         first = bool(panels) and not packed
-        self._enter(NativeCall(table.buffer_info()[0], tensors, steps, parts, scratch.data_ptr(), lengths, first))
+        address = table.buffer_info()[0]
+        self._enter(NativeCall(address, tensors, steps, parts, scratch.data_ptr(), lengths, first, called))
+        if called and (error := called[0].error) is not None:
+            raise error if isinstance(error, Broken) else StepFailed(error, status[0])
         if parts > 1:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
@@ -193,7 +230,14 @@ class NativeCore:
 
     def _enter(self, call: "NativeCall") -> None:
         """Calls the native function."""
-        table, _, steps, parts, scratch, lengths, pack = call
+        table, tensors, steps, parts, scratch, lengths, pack, called = call
+        if self.text.calls:
+            n, m = self._places
+            if not called or called[0].scratch != scratch:
+                fixed = {"invariant": tensors[:n], "constant": tensors[n : n + m]}
+                called[:] = [CalledOperations(self.text.calls, scratch, fixed)]
+            status = ctypes.c_int64.from_address(table + 8 * len(tensors)).value
+            ctypes.c_int64.from_address(status + 16).value = called[0].address or 0
         team = threads.here.team  # else this thread does the parts, one after the other: the same bits
         if pack:
             self._loaded.prepare(table)
@@ -223,6 +267,13 @@ def _needed(array: Array) -> tuple[int | None, torch.dtype]:
     """Elements of one step; None for what is as long as an array in the carry."""
     numel = array.buffer.numel
     return None if isinstance(numel, Length) else numel, array.dtype
+
+
+def _as_numbers(x: Tensor) -> Tensor:
+    """A tensor as what it lies in memory as."""
+    if x.is_complex():
+        return torch.view_as_real(x.detach())
+    return x if x.dtype in KINDS else x.detach().view(in_memory_as(x.dtype)[0])
 
 
 def _by_whom(text: LoopText) -> str:

@@ -24,7 +24,7 @@ from tensorloop.compiler.lengths import actual
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import cache, guard_text
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
-from tensorloop.compiler.targets.cpu.core import NativeCall, NativeCore, instead, lowered
+from tensorloop.compiler.targets.cpu.core import STATUS, NativeCall, NativeCore, instead, lowered
 from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, GuardedBlock, Piece
 from tensorloop.compiler.targets.cpu.host import host
 
@@ -115,11 +115,11 @@ class GuardedCore(NativeCore):
         return super()._growing(steps, lengths) + self._function.gap * len(self._function.growing)
 
     def _enter(self, call: NativeCall) -> None:
-        table, tensors, steps, parts, _, lengths, pack = call
+        table, tensors, steps, parts, _, lengths, pack, _ = call
         arena = Arena()
         copies = self._copies(arena, tensors, steps, lengths, pack)
         words = list((ctypes.c_int64 * (len(tensors) + 1 + 2 * len(lengths))).from_address(table))
-        own, status = arena.add("the table", 8 * len(words), False), arena.add("the status", 16, True)
+        own, status = arena.add("the table", 8 * len(words), False), arena.add("the status", 8 * STATUS, True)
         place = self._scratch(arena, steps, parts, lengths)
         arena.open()
         given = array("q", [*(arena.address(one.piece) for one in copies), arena.address(status)])

@@ -12,11 +12,11 @@ from tensorloop.compiler.targets import cpu
 
 
 class CpuTarget:
-    """Knows every core operation; torch's operations run before the loop or after it, never in a step."""
+    """Knows every core operation; others torch does, between native pieces of a step."""
 
     name = "cpu"
     lacks = frozenset[str]()
-    calls_torch = False
+    calls_torch = True
 
     def place(self, device: torch.device) -> Place:
         """Returns the place of the CPU: matrices of 64 KiB stay in the second cache, beside what else a step reads."""

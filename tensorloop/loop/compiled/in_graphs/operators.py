@@ -136,8 +136,9 @@ def _forward(loop: PreparedLoop, tensors: list[Tensor], steps: int) -> tuple[lis
     if not steps:
         carry = [x.clone() for x in inputs[: len(loop.plan.step.carry)]]
         return [*carry, *loop.outputs(0)[len(carry) :]], loop.kept(0)
-    with unseen():
-        last, ys, saved = loop.run(steps).forward(inputs)
+    run = loop.run(steps)
+    with unseen(), run.naming("step"):
+        last, ys, saved = run.forward(inputs)
     values = dict(zip(loop.plan.saved, saved, strict=True))
     outputs = apart([*last, *ys, *(values[n] for n in loop.own)], tensors)
     n = len(last) + len(ys)
@@ -158,7 +159,7 @@ def _loop_backward(
         zeros = [torch.zeros_like(tensors[i]) for i in loop.targets(grads)]
         return [x if i >= len(grads) or (g := grads[i]) is None else g.clone() for i, x in enumerate(zeros)]
     run = loop.run(steps)
-    with unseen():
+    with unseen(), run.naming("the backward of step"):
         if isinstance(run, RunInBlocks):  # its carries do not stand in a graph: they are found again
             run.forward(inputs)
             saved = []

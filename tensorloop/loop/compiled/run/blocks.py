@@ -94,7 +94,8 @@ class RunInBlocks(RunAtOnce):
         """What a program gives for these steps."""
         invariants, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
         self.arrays.seek(start)
-        found = program(stop - start, invariants, rows, state, self._lengths(start), **options)
+        with self.after(start):
+            found = program(stop - start, invariants, rows, state, self._lengths(start), **options)
         self.arrays.at = start + found.done
         return found
 

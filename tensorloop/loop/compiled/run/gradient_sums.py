@@ -10,6 +10,7 @@ from torch import Tensor
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import value_of
+from tensorloop.compiler.step import StepFailed
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Pool
 
@@ -80,7 +81,12 @@ class GradientSums:
         whole = count == self.steps
         given = [*saved, *(g if whole else g[part] for g in self.coming.outs)]
         pool = None if whole else self.pool
-        self.carry, _, outs, sums, _ = program(count, invariants, given, self.carry, lengths, pool=pool)
+        try:
+            self.carry, _, outs, sums, _ = program(count, invariants, given, self.carry, lengths, pool=pool)
+        except StepFailed as failed:  # of a reversed loop the last step is at index 0
+            turned = self.plan.step.reverse
+            failed.done = (self.steps - part.start if turned else part.stop) - 1 - failed.done
+            raise
         sequences = dict(zip(sorted(reached.sequences), outs, strict=True))
         terms = dict(zip(sorted(reached.invariants), sums, strict=True))
         if whole:

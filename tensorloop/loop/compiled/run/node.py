@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import Sized, actual, shape_of
 from tensorloop.compiler.operations import value_of
+from tensorloop.compiler.step import StepFailed
 from tensorloop.compiler.verify import Broken
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory
@@ -36,6 +38,8 @@ class RunAtOnce:
     draws: DrawnNumbers | None = None  # whose numbers are the last sequences
     lengths: Sequence[int] = ()  # of arrays before the loop, by symbol
     ask: PythonCondition | None = None  # where a condition is asked in Python
+    title: str = dataclasses.field(default="scan", kw_only=True)  # what the user called
+    first: int = dataclasses.field(default=0, kw_only=True)  # steps of the loop before this run
 
     @property
     def drawn(self) -> int:
@@ -59,13 +63,35 @@ class RunAtOnce:
             sequences = [x[part] for x in sequences]
         return last, apart(plan.outs_of(outs), tensors), plan.saved_of(outs, sequences, last)
 
+    @contextmanager
+    def after(self, steps: int) -> Iterator[None]:
+        """A block that runs the steps behind so many."""
+        try:
+            yield
+        except StepFailed as failed:
+            failed.done += steps
+            raise
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Lets an error in an operation of the user's out as it is, with its step."""
+        try:
+            yield
+            return
+        except StepFailed as failed:
+            error, step = failed.error, self.first + failed.done
+        error.add_note(f"raised in {what} {step} of {self.title}")
+        raise error
+
     def timed(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Runs the loop forward, by a team of threads where that pays."""
-        return self._by_clock("forward", self.steps, lambda: self.forward(tensors))
+        with self.naming("step"):
+            return self._by_clock("forward", self.steps, lambda: self.forward(tensors))
 
     def timed_backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, by a team of threads where that pays."""
-        return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
+        with self.naming("the backward of step"):
+            return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
 
     def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
         """Runs of about as many steps, of arrays about as long, have a clock of their own."""

@@ -34,7 +34,9 @@ class RunInParts(RunAtOnce):
             size = max(FEW_STEPS, FEW_BYTES // each, min(self.done, max(SPARE // each, 2 * FEW_STEPS)), self.done // 32)
             size = size if self.most is None else min(size, self.most - self.done)
             arrays.make_room(state, size)
-            state, done, outs, _, going = plan.forward(size, invariants, [], state, self._lengths(self.done), self.ask)
+            with self.after(self.done):
+                found = plan.forward(size, invariants, [], state, self._lengths(self.done), self.ask)
+            state, done, outs, _, going = found
             self.done = arrays.at = self.done + done
             self.counts.append(done)
             parts.append(plan.outs_of(outs))

@@ -12,7 +12,7 @@ from tensorloop.compiler.divide.sums import Sums
 from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, value_of
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.step import Core, CoreCall, Step, Unsupported
+from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
 from tensorloop.compiler.targets.choose import make_core
 from tensorloop.compiler.verify import Promise, check_roles, check_values, promise
 from tensorloop.compiler.walks import needed_for
@@ -189,7 +189,11 @@ class Program:
                 at = steps - 1 - done if reverse else done
                 now = [n + more * done for n, more in zip(lengths, self.step.growth, strict=True)]
                 rows = [x if whole else x[at : at + 1] for x, whole in zip(sequences, self._grown, strict=True)]
-                last, _ = run(CoreCall(1, invariants, rows, last, [x[at : at + 1] for x in outs], sums, now))
+                try:
+                    last, _ = run(CoreCall(1, invariants, rows, last, [x[at : at + 1] for x in outs], sums, now))
+                except StepFailed as failed:
+                    failed.done += done
+                    raise
                 done += 1
                 going = ask(self._filled(last, carry, done))
         first = steps - done if reverse else 0

@@ -64,7 +64,7 @@ def run_stretches(
     look.frame.continue_with(scan.begin())
     for k in range(len(scan.stretches)):
         frame = look.frame
-        _, outputs = _results(look, plan, frame.loop.length, checkpoints, None)
+        _, outputs = _results(look, plan, frame.loop.length, checkpoints, None, scan.stretches[k].start)
         lasts = list(scan.loop.init)
         for i, x in zip(frame.held, outputs[len(frame.places) :], strict=False):
             lasts[i] = x
@@ -79,12 +79,18 @@ def run_stretches(
 
 
 def _results(
-    look: Look, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: PythonCondition | None
+    look: Look,
+    plan: Plan,
+    steps: int | None,
+    checkpoints: CheckpointsArg,
+    ask: PythonCondition | None,
+    first: int = 0,
 ) -> tuple[int, list[Tensor]]:
-    """(steps done, the last carry and ys)."""
+    """(steps done, the last carry and ys); `first` steps of the loop are done before."""
     given = look.frame.given()
     carried = [in_memory(x).contiguous() for x in complex_pairs.split_pairs(given)]
     run = _planned(look, plan, steps, checkpoints, ask)
+    run.title, run.first = look.frame.loop.title, first
     drawn = [torch.empty(0)] * run.drawn
     if run.draws is not None and not isinstance(run, RunInBlocks):
         with torch.no_grad(), unseen(), without_autocast():

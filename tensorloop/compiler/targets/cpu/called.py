@@ -1,0 +1,100 @@
+"""The operations that torch does in the middle of a native step, made ready for a run.
+
+What each reads and writes is at one place during a run, so its tensors are made once. The native function calls back
+without arguments, as often as there are operations in all steps: a generator does the next one each time. A generator
+and no function, because Python raises an interrupt (Ctrl-C) where a call begins, before any `try` of a function's; the
+generator goes on inside of one.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.compiler.emitter.ir.kernels import Operand
+from tensorloop.compiler.emitter.write.function import Call
+from tensorloop.compiler.verify import Broken
+
+_ENTRY = ctypes.CFUNCTYPE(ctypes.c_int)  # which takes the interpreter's lock, and lets it go
+
+
+class CalledOperations:
+    """One run's. `fixed` are the tensors of invariants and constants, by kind; scratch memory begins at `scratch`."""
+
+    def __init__(self, calls: Sequence[Call], scratch: int, fixed: dict[str, Sequence[Tensor]]) -> None:
+        self.scratch, self.error = scratch, None  # what one raised
+        self._each = [_ready(call, scratch, fixed) for call in calls]
+        turns = self._turns()
+        next(turns)
+        self._entry = _ENTRY(turns.__next__)
+        self.address = ctypes.cast(self._entry, ctypes.c_void_p).value
+
+    def _turns(self) -> Iterator[int]:
+        operations, good = cycle(self._each), 1
+        while good:
+            try:
+                yield good
+                next(operations)()
+            except GeneratorExit:
+                return
+            except BaseException as error:
+                self.error, good = error, 0
+        yield 0
+
+
+def _ready(call: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Callable[[], None]:
+    """The operation on its tensors."""
+    kernel = call.kernel
+
+    def tensor(one: Operand) -> Tensor:
+        array, buffer = one.array, one.array.buffer
+        if buffer.kind == "scratch":
+            whole = _at(scratch + call.places[buffer], buffer.numel, array.dtype)
+        else:
+            whole = fixed[buffer.kind][buffer.index].detach()
+        found = whole.as_strided(array.shape, array.strides, whole.storage_offset() + array.offset)
+        return torch.view_as_complex(found) if one.dtype.is_complex else found.view(one.dtype)
+
+    given = {n: tensor(one) for n, one in kernel.ins.items()}
+    args, kwargs = fx.map_arg((kernel.node.args, kernel.node.kwargs), given.__getitem__)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    outs = [None if one is None else tensor(one) for one in kernel.outs]
+    operation: Any = kernel.node.target
+    (out, *more) = outs
+    if kernel.single and out is not None:
+        shape, dtype = out.shape, out.dtype
+
+        def do() -> None:
+            found = operation(*args, **kwargs)
+            if found.shape != shape or found.dtype is not dtype or not found.is_cpu:
+                raise _other(operation, found, out)
+            out.copy_(found)
+
+        return do
+
+    def do_all() -> None:
+        results = operation(*args, **kwargs)
+        if len(results) != len(outs):
+            raise Broken(f"{operation} gives {len(results)} tensors, where its graph has {len(outs)}")
+        for found, out in zip(results, outs, strict=True):
+            if out is not None:
+                if found is None or found.shape != out.shape or found.dtype is not out.dtype or not found.is_cpu:
+                    raise _other(operation, found, out)
+                out.copy_(found)
+
+    return do_all
+
+
+def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """The tensor of so many elements from an address on; who makes it sees to it that they stay there."""
+    if not numel:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    size = numel * dtype.itemsize
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8).view(dtype)
+
+
+def _other(operation: Any, found: Any, said: Tensor) -> Broken:
+    what = f"{found.dtype} of shape {tuple(found.shape)} on {found.device}" if isinstance(found, Tensor) else "None"
+    return Broken(f"{operation} gives {what}, where its graph has {said.dtype} of shape {tuple(said.shape)}")
