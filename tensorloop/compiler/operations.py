@@ -3,15 +3,19 @@
 One table, a row for each of aten's names; a row for one overload (`div.Tensor_mode`) goes before that of its name. Rows
 of the kinds in `CORE` are what every target is asked to know. `ordered` ones are taken apart before a target sees them
 (`graph/core_operations`); of `other` ones, which torch computes outside of the loop, a row says what its result depends
-on. An operation without a row has none of these properties.
+on. An operation without a row that torch takes apart has none of these properties; of any other one nobody knows what it
+is (`is_opaque`): its value may jump, and it is computed once.
 """
 
 import operator
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from tensorloop._torch.tracing import decompositions
 
 aten = torch.ops.aten
 
@@ -126,7 +130,18 @@ def is_discontinuous(node: fx.Node) -> bool:
     if not any(x.is_floating_point() or x.is_complex() for x in given):
         return False
     casts = any(not (x.is_floating_point() or x.is_complex()) for x in values_of(node))
-    return traits(node).discontinuous or casts
+    return traits(node).discontinuous or casts or is_opaque(node)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether nobody knows more of a node than that torch computes it."""
+    return isinstance(node.target, torch._ops.OpOverload) and traits(node) is _NOTHING and _is_whole(node.target)
+
+
+@cache
+def _is_whole(operation: Any) -> bool:
+    """Whether torch takes an operation apart nowhere."""
+    return not decompositions([operation])
 
 
 def asks_for_infinity(node: fx.Node) -> bool:
@@ -142,7 +157,7 @@ def is_exact(node: fx.Node) -> bool:
     """Whether a node's value, of the same arguments, is the same to the last bit in torch and in machine code."""
     if node.op != "call_function":
         return False
-    if is_view(node) or is_discontinuous(node) or is_constant(node):
+    if is_view(node) or (is_discontinuous(node) and not is_opaque(node)) or is_constant(node):
         return True
     values = values_of(node)
     if values and not any(x.is_floating_point() or x.is_complex() for x in values):
@@ -173,7 +188,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_expensive(node: fx.Node) -> bool:
     """Whether a node's value is better kept than computed again."""
-    return traits(node).expensive
+    return traits(node).expensive or is_opaque(node)
 
 
 def is_part(node: fx.Node) -> bool:

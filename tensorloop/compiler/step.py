@@ -91,9 +91,14 @@ class CoreCall(NamedTuple):
 
 
 class Core(Protocol):
-    """A step made runnable. It may be called from several threads at once. `way` says how it runs, in words."""
+    """A step made runnable. It may be called from several threads at once.
+
+    `way` says how it runs, in words; `called` are operations that torch does in its middle. What one of them raises
+    comes as a `StepFailed`.
+    """
 
     way: str
+    called: Sequence[fx.Node]
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps: (the last carry in new memory, how many steps were done).

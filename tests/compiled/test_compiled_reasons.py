@@ -106,10 +106,6 @@ def takes_what_is_positive(h: Tensor, x: Tensor) -> Any:
     return h + x[x > 0].sum(), None
 
 
-def decomposes(h: Tensor, x: Tensor) -> Any:
-    return h + torch.linalg.svdvals(x[None] * h[:, None]).sum(), None
-
-
 def normalises(h: Tensor, x: Tensor) -> Any:
     return h + functional.batch_norm(x[:, None], MEANS, MEANS + 1, training=True).sum(1), None
 
@@ -143,7 +139,6 @@ REASONS = [
     (without_gradients, r"mul\(\) runs under another grad mode than the loop"),
     (draws, r"multinomial\(\) draws random numbers"),
     (takes_what_is_positive, r"index by a mask has a result whose shape depends on values"),
-    (decomposes, r"the loop's core lacks a native form, _linalg_svd"),
 ]
 
 

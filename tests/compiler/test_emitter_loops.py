@@ -238,16 +238,28 @@ def test_what_is_lacking_is_refused_with_the_node(folder: Folder) -> None:
     def random(invariants, slices, carry):
         return {"carry": [carry[0] + torch.rand_like(carry[0])]}
 
+    with pytest.raises(Unsupported, match="rand") as refusal:
+        emit(recurrence(random, (), (), [torch.randn(3)]), folder=folder)
+    assert refusal.value.node is not None
+
+
+def test_what_machine_code_has_no_form_of_is_called_as_torchs_own(folder: Folder) -> None:
     def bessel(invariants, slices, carry):
         return {"carry": [torch.special.bessel_j0(carry[0])]}
 
     def complex_numbers(invariants, slices, carry):
-        return {"carry": [carry[0] * 1j]}
+        return {"carry": [torch.view_as_real(torch.fft.fft(carry[0]) * 1j).sum(-1)]}
 
-    for step, words in ((random, "rand"), (bessel, "bessel"), (complex_numbers, "complex")):
-        with pytest.raises(Unsupported, match=words) as refusal:
-            emit(recurrence(step, (), (), [torch.randn(3)]), folder=folder)
-        assert refusal.value.node is not None
+    for step in (bessel, complex_numbers):
+        rec = recurrence(step, (), (), [torch.randn(3)])
+        core = emit(rec, folder=folder)
+        assert core.called
+        start = torch.randn(3)
+        (last,), done = core(CoreCall(4, (), (), [start], (), ()))
+        for _ in range(4):
+            start = step((), (), [start])["carry"][0]
+        assert done == 4
+        torch.testing.assert_close(last, start)
 
 
 def test_a_default_device_and_gradients_do_not_matter(folder: Folder) -> None:

@@ -145,7 +145,7 @@ INNER_DOORS = {
     *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "machine", "vector_math")),
     *(
         f"compiler.emitter.lower.{name}"
-        for name in ("convolution", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
+        for name in ("calling", "convolution", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
     ),
     "compiler.emitter.lower.reductions",
     "compiler.targets.cpu.target",

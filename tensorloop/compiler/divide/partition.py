@@ -20,6 +20,7 @@ from tensorloop.compiler.operations import (
     is_constant,
     is_discontinuous,
     is_exact,
+    is_opaque,
     is_pointwise,
     is_view,
     value_of,
@@ -132,7 +133,8 @@ class _Pulled:
             return False
         if is_constant(n) or is_view(n):
             return True
-        return n in self.moving and (is_pointwise(n) or is_small_product(n, self.moving, self.step.place))
+        cheap = is_pointwise(n) and not is_opaque(n)
+        return n in self.moving and (cheap or is_small_product(n, self.moving, self.step.place))
 
 
 def is_small_product(n: fx.Node, moving: set[fx.Node], place: Place) -> bool:
@@ -206,7 +208,7 @@ def _ready(
     found = set[fx.Node]()
     for n in outside:
         there = all(a in inner or a in found or a in step.carry for a in n.all_input_nodes if a in carried)
-        cheap = is_pointwise(n) or is_view(n) or is_small_product(n, moving, step.place)
+        cheap = (is_pointwise(n) and not is_opaque(n)) or is_view(n) or is_small_product(n, moving, step.place)
         if there and cheap and n.target not in hoisted:
             found.add(n)
     return found

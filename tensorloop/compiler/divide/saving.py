@@ -6,7 +6,7 @@ and their like are computed once: the second time an argument may be rounded oth
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain
 
 from torch import Tensor, fx
@@ -33,15 +33,16 @@ def kept(
     forward: set[fx.Node],
     uses: Iterable[fx.Node],
     price: Mapping[fx.Node, int],
+    alike: Container[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
+    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had, those in `alike` bit for bit.
 
     What is not computed `forward` has to be computed backward anyway, but for what is discontinuous. A node with a
     `price` is there in some way already: an input, an output that the caller gets. What grows with the steps is made
     again, whatever it costs: kept, it would be quadratic.
     """
     uses = [n for n in uses if n in moving]
-    again = _done_again(order, moving, forward)
+    again = _done_again(order, moving, forward, alike)
     wanted = needed_for(uses, moving - again) & moving
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
@@ -59,7 +60,9 @@ def kept(
     return [n for n, i in place.items() if i not in late and i + 1 in late]
 
 
-def _done_again(order: Sequence[fx.Node], moving: set[fx.Node], forward: set[fx.Node]) -> set[fx.Node]:
+def _done_again(
+    order: Sequence[fx.Node], moving: set[fx.Node], forward: set[fx.Node], bits: Container[fx.Node]
+) -> set[fx.Node]:
     """The nodes that may be computed a second time, for the backward.
 
     A discontinuous one only where that gives the bits that it gave forward. By induction: `same` has the nodes whose
@@ -73,6 +76,7 @@ def _done_again(order: Sequence[fx.Node], moving: set[fx.Node], forward: set[fx.
         alike = all(a in same for a in n.all_input_nodes if a in moving)
         if _again(n) or n not in forward or meets_growing(n):
             jumps = is_discontinuous(n) and not (meets_growing(n) and asks_for_infinity(n))
+            jumps |= n in bits and not meets_growing(n)
             if jumps and not alike:
                 if meets_growing(n):
                     raise Refused(

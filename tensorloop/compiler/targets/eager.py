@@ -9,13 +9,14 @@ from torch import Tensor, fx
 from tensorloop.compiler.lengths import Length, Sized, shape_of
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.place import Place
-from tensorloop.compiler.step import Core, CoreCall, Step, Unsupported
+from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
 
 
 class EagerCore:
     """The core that any step has."""
 
     way = "torch, step by step"
+    called: Sequence[fx.Node] = ()
 
     def __init__(self, step: Step) -> None:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -48,7 +49,10 @@ class EagerCore:
                     step = Sized(self._module, now).run
                 pairs = zip(sequences, of_sequences, strict=True)
                 rows = [x[t] if size is None else x[: size.at(now)] for x, size in pairs]
-                found = step(*invariants, *rows, *state)
+                try:
+                    found = step(*invariants, *rows, *state)
+                except BaseException as error:
+                    raise StepFailed(error, done) from None
                 state = list(found[:n])
                 for out, x in zip(outs, found[n : n + m], strict=True):
                     out[t] = x

@@ -75,6 +75,9 @@ def _program(name: str, program: Program) -> list[str]:
     ):
         if nodes:
             lines += [f"  {what}:", _wrapped(_counted(nodes))]
+    if program.core is not None and program.core.called:
+        lines += ["  of these by torch, between native pieces of each step:", _wrapped(_counted(program.core.called))]
+        lines.append("    each costs what it costs in an eager loop, and some 5 us more")
     if program.lacking is not None:
         lines.append(f"  not native: {program.lacking.reason}")
     return lines

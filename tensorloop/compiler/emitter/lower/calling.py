@@ -4,7 +4,7 @@ Numbers of dtypes that machine code has none of (complex ones, floats of one byt
 They lie in memory as what they stand for: a complex number as two floats.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,9 +15,6 @@ from tensorloop.compiler.emitter.ir.kernels import CallOut, Operand
 from tensorloop.compiler.lengths import meets_growing
 from tensorloop.compiler.operations import is_part, values_of
 from tensorloop.compiler.place import HOST
-
-if TYPE_CHECKING:
-    from tensorloop.compiler.emitter.lower.lowering import Lowering
 
 _STAYS = ("scratch", "invariant", "constant")  # memory that is at one place during a run
 _TAGS = (
@@ -34,6 +31,8 @@ def may_call(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or meets_growing(node):
         return False
     if any(tag in target.tags for tag in _TAGS) or target._opname.startswith(_BY_MEMORY):
+        return False
+    if any(a.name == "check_errors" for a in target._schema.arguments):  # the check behind it is in no graph
         return False
     tensors = [x for n in (node, *node.all_input_nodes) for x in values_of(n)]
     users = isinstance(node.meta["val"], Tensor) or all(is_part(n) for n in node.users)
@@ -80,15 +79,13 @@ def _place(value: Tensor) -> Array:
     return laid_out(Region("scratch", 0, value.numel() * count, dtype, stays=True), value)
 
 
-def call_out(low: "Lowering", node: fx.Node) -> Any:
+def call_out(low: Any, node: fx.Node) -> Any:
     """Has torch do a node; gives the arrays of its results."""
     value = node.meta["val"]
     single = isinstance(value, Tensor)
     read = {0} if single else {n.args[1] for n in node.users}
     values = [value] if single else value
-    outs = [
-        Operand(_place(x), x.dtype) if isinstance(x, Tensor) and i in read else None for i, x in enumerate(values)
-    ]
+    outs = [Operand(_place(x), x.dtype) if isinstance(x, Tensor) and i in read else None for i, x in enumerate(values)]
     ins = {a: Operand(_given(low, a), a.meta["val"].dtype) for a in node.all_input_nodes}
     low.kernels.append(CallOut(node, ins, outs, single))
     low.called.append(node)
@@ -96,7 +93,7 @@ def call_out(low: "Lowering", node: fx.Node) -> Any:
     return arrays[0] if single else arrays
 
 
-def _given(low: "Lowering", node: fx.Node) -> Array:
+def _given(low: Any, node: fx.Node) -> Array:
     """What an operation is given: in memory that stays, and in the order in which torch had it in the trace."""
     array, value = low.values[node], node.meta["val"]
     wanted = _place(value)
@@ -107,7 +104,7 @@ def _given(low: "Lowering", node: fx.Node) -> Array:
     return low.copy(array, wanted)
 
 
-def between_calls(low: "Lowering", node: fx.Node, name: str, args: Any) -> Any:
+def between_calls(low: Any, node: fx.Node, name: str, args: Any) -> Any:
     """An operation on numbers that machine code has not: what strides say, or what torch does."""
     if name in ("view_as_real", "view_as_complex"):  # the same pairs
         return args[0]

@@ -1,6 +1,6 @@
 """The places in a step where torch does an operation.
 
-The caller's status has the address of a function behind its two words. It is called without arguments, does the next
+The caller's status has the address of a function as its fourth word. It is called without arguments, does the next
 one of the step's operations, and gives 0 where that failed: then the loop ends at once, and no last carry is written.
 """
 
@@ -9,7 +9,7 @@ from tensorloop.compiler.emitter.ir.code import Code
 
 def read_entry(code: Code, status: str) -> str:
     """The function's address."""
-    return code.op(f"load ptr, ptr {code.pointer(status, 16)}, align 8", "ptr").text
+    return code.op(f"load ptr, ptr {code.pointer(status, 24)}, align 8", "ptr").text
 
 
 def write_call(code: Code, entry: str) -> None:

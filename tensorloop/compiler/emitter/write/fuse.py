@@ -6,7 +6,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Point, Reduce, Running, Scatter, Walk
+from tensorloop.compiler.emitter.ir.kernels import (
+    CallOut,
+    Gather,
+    Kernel,
+    Matmul,
+    Point,
+    Reduce,
+    Running,
+    Scatter,
+    Walk,
+)
 from tensorloop.compiler.lengths import grows
 
 

@@ -32,7 +32,7 @@ from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.verify import Broken
 
 LINE = 64
-STATUS = 3  # words: steps done, whether an index was wrong, the function that calls torch
+STATUS = 4  # words: steps done, whether an index was wrong, one that is free, the function that calls torch
 CHECKED = 3  # calls of a core whose tensors are looked at
 NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
@@ -170,7 +170,9 @@ class NativeCore:
         """A call with what machine code has no numbers of as what that lies in memory as."""
         if not self._foreign:
             return call
-        invariants, sequences, outs = (list(map(_as_numbers, xs)) for xs in (call.invariants, call.sequences, call.outs))
+        invariants, sequences, outs = (
+            list(map(_as_numbers, xs)) for xs in (call.invariants, call.sequences, call.outs)
+        )
         return call._replace(invariants=invariants, sequences=sequences, outs=outs)
 
     def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
@@ -237,7 +239,7 @@ class NativeCore:
                 fixed = {"invariant": tensors[:n], "constant": tensors[n : n + m]}
                 called[:] = [CalledOperations(self.text.calls, scratch, fixed)]
             status = ctypes.c_int64.from_address(table + 8 * len(tensors)).value
-            ctypes.c_int64.from_address(status + 16).value = called[0].address or 0
+            ctypes.c_int64.from_address(status + 24).value = called[0].address or 0
         team = threads.here.team  # else this thread does the parts, one after the other: the same bits
         if pack:
             self._loaded.prepare(table)

@@ -17,7 +17,7 @@ from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
 from tensorloop.compiler.graph.capture import StepWithGradients, functional, with_gradients
 from tensorloop.compiler.lengths import Size, grows, versions
-from tensorloop.compiler.operations import aten, bytes_of, with_parts
+from tensorloop.compiler.operations import aten, bytes_of, is_opaque, with_parts
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
@@ -211,13 +211,15 @@ class Plan:
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear]
         uses += [g for g in t.found.nodes if g in moving]
         forward = with_parts(needed_for([*s.next_carry, *s.outs]))
+        # Of an operation that nobody knows, even its gradient may jump, such as that of a table read between its places.
+        alike = {a for n in needed if is_opaque(n) for a in n.all_input_nodes}
         price = dict.fromkeys(s.sequences, 1) | dict.fromkeys(s.outs, 2) | dict.fromkeys(self.versions, 1)
         pairs = [(c, new) for c, new in zip(s.carry, s.next_carry, strict=True) if new not in s.carry and not grows(c)]
         price |= {c: 3 for c, new in pairs if new in s.outs}
-        first = set(kept(order, moving, forward, uses, price))
+        first = set(kept(order, moving, forward, uses, price, alike))
         # States before the steps and after them are one memory: who keeps the ones has the others.
         price |= {n: 3 for pair in pairs for n in pair if first & {*pair}}
-        return kept(order, moving, forward, uses, price)
+        return kept(order, moving, forward, uses, price, alike)
 
     def bytes_a_step(self) -> int:
         """What a backward keeps of each step, beside sequences and outs, which are there anyway."""

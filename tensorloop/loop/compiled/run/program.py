@@ -92,6 +92,7 @@ class Program:
     def _compiled(self) -> tuple[Partition, Core | None]:
         """The partition whose loop a back end takes: what it lacks is kept out of the loop, as far as that goes.
 
+        So is what torch does in the middle of a step, which costs less for all steps at once.
         So is what a comparison sees and torch computes too: rounded in two ways, a number is no equal of itself. What
         torch computes before the loop and needs after it is handed on for the same reason.
         """
@@ -108,14 +109,13 @@ class Program:
             if found.loop is None:
                 return found, None
             core, lacking = make_core(found.loop)
-            if lacking is None:
-                return found, core
-            target = None if lacking.node is None else lacking.node.target
-            free = target is not None and target not in hoisted and self._may_leave(found, target)
+            lacks = [lacking.node] if lacking is not None and lacking.node is not None else core.called
+            targets = dict.fromkeys(n.target for n in lacks if n.target not in hoisted)
+            free = [target for target in targets if self._may_leave(found, target)]
             if not free:
                 self.lacking = lacking
                 return found, core
-            hoisted.add(target)
+            hoisted.update(free)
 
     def _may_leave(self, found: Partition, target: Any) -> bool:
         """Whether a loop without this operation is a smaller one."""
