@@ -83,7 +83,7 @@ def call_out(low: Any, node: fx.Node) -> Any:
     """Has torch do a node; gives the arrays of its results."""
     value = node.meta["val"]
     single = isinstance(value, Tensor)
-    read = {0} if single else {n.args[1] for n in node.users}
+    read = [0] if single else [n.args[1] for n in node.users]
     values = [value] if single else value
     outs = [Operand(_place(x), x.dtype) if isinstance(x, Tensor) and i in read else None for i, x in enumerate(values)]
     ins = {a: Operand(_given(low, a), a.meta["val"].dtype) for a in node.all_input_nodes}

@@ -15,8 +15,8 @@ from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
-from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.calling import in_memory_as, may_call
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import all_hold
@@ -99,7 +99,7 @@ class NativeCore:
         given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
         self._needed = [[_needed(one) for one in arrays] for arrays in given]
         self.way = f"one native function, {_by_whom(text)}"
-        self.called = [call.kernel.node for call in text.calls]
+        self.called: Sequence[fx.Node] = [call.kernel.node for call in text.calls]
         self._places = len(step.invariants), len(step.constants)
         self._foreign = any(x.dtype not in KINDS for n in step.source.graph.nodes for x in values_of(n))
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
