@@ -3,8 +3,8 @@
 One table, a row for each of aten's names; a row for one overload (`div.Tensor_mode`) goes before that of its name. Rows
 of the kinds in `CORE` are what every target is asked to know. `ordered` ones are taken apart before a target sees them
 (`graph/core_operations`); of `other` ones, which torch computes outside of the loop, a row says what its result depends
-on. An operation without a row that torch takes apart has none of these properties; of any other one nobody knows what it
-is (`is_opaque`): its value may jump, and it is computed once.
+on. An operation without a row has none of these properties where torch takes it apart. Of any other one nobody knows
+what it is (`is_opaque`): its value may jump, and it is computed once.
 """
 
 import operator

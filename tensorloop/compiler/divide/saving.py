@@ -35,11 +35,11 @@ def kept(
     price: Mapping[fx.Node, int],
     alike: Container[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had, those in `alike` bit for bit.
+    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
-    What is not computed `forward` has to be computed backward anyway, but for what is discontinuous. A node with a
-    `price` is there in some way already: an input, an output that the caller gets. What grows with the steps is made
-    again, whatever it costs: kept, it would be quadratic.
+    Those in `alike` are had bit for bit. What is not computed `forward` has to be computed backward anyway, but for
+    what is discontinuous. A node with a `price` is there in some way already: an input, an output that the caller gets.
+    What grows with the steps is made again, whatever it costs: kept, it would be quadratic.
     """
     uses = [n for n in uses if n in moving]
     again = _done_again(order, moving, forward, alike)

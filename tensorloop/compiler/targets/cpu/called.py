@@ -62,29 +62,17 @@ def _ready(call: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Call
     args, kwargs = fx.map_arg((kernel.node.args, kernel.node.kwargs), given.__getitem__)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     outs = [None if one is None else tensor(one) for one in kernel.outs]
     operation: Any = kernel.node.target
-    (out, *more) = outs
-    if kernel.single and out is not None:
-        shape, dtype = out.shape, out.dtype
+    single = kernel.single
 
-        def do() -> None:
-            found = operation(*args, **kwargs)
-            if found.shape != shape or found.dtype is not dtype or not found.is_cpu:
-                raise _other(operation, found, out)
-            out.copy_(found)
-
-        return do
-
-    def do_all() -> None:
-        results = operation(*args, **kwargs)
-        if len(results) != len(outs):
-            raise Broken(f"{operation} gives {len(results)} tensors, where its graph has {len(outs)}")
-        for found, out in zip(results, outs, strict=True):
+    def do() -> None:
+        found = operation(*args, **kwargs)
+        for x, out in zip((found,) if single else found, outs, strict=True):
             if out is not None:
-                if found is None or found.shape != out.shape or found.dtype is not out.dtype or not found.is_cpu:
-                    raise _other(operation, found, out)
-                out.copy_(found)
+                if x is None or x.shape != out.shape or x.dtype is not out.dtype or not x.is_cpu:
+                    raise _other(operation, x, out)
+                out.copy_(x)
 
-    return do_all
+    return do
 
 
 def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:

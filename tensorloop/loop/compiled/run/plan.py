@@ -211,7 +211,7 @@ class Plan:
         uses = [a for n in needed for a in n.all_input_nodes if a not in linear]
         uses += [g for g in t.found.nodes if g in moving]
         forward = with_parts(needed_for([*s.next_carry, *s.outs]))
-        # Of an operation that nobody knows, the gradient may jump, too, as that of a table read between its places does.
+        # Of an operation that nobody knows, the gradient may jump too: that of a table read between its places does.
         alike = {a for n in needed if is_opaque(n) for a in n.all_input_nodes}
         price = dict.fromkeys(s.sequences, 1) | dict.fromkeys(s.outs, 2) | dict.fromkeys(self.versions, 1)
         pairs = [(c, new) for c, new in zip(s.carry, s.next_carry, strict=True) if new not in s.carry and not grows(c)]
