@@ -40,8 +40,20 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Answer:
+    """A bool that Python was told: its tensor, of one element, after so many operations, and what it was."""
+
+    number: int
+    before: int
+    value: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one step did, its tensors as numbers: each role of a `Step`, and whether it writes to tensors in place."""
+    """What one step did, its tensors as numbers: each role of a `Step`, and whether it writes to tensors in place.
+
+    It is a step with these `answers`; with others it may be another one.
+    """
 
     operations: Sequence[Operation]
     carry: Sequence[int]
@@ -51,6 +63,7 @@ class Trace:
     outs: Sequence[int]
     going: int | None
     writes: bool
+    answers: Sequence[Answer] = ()
 
     @property
     def inputs(self) -> list[int]:

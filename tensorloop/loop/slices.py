@@ -57,12 +57,13 @@ class Slices:
     def parted(self) -> tuple["Slices", "Slices"]:
         """What the first step gets, of at least one, and what the others get. Before `begin`."""
         if self.length is None:
-            return self._between(0, 1), self._between(0, None)
+            return self.between(0, 1), self.between(0, None)
         cut = self.length - 1 if self.reverse else 1
-        low, high = self._between(0, cut), self._between(cut, self.length)
+        low, high = self.between(0, cut), self.between(cut, self.length)
         return (high, low) if self.reverse else (low, high)
 
-    def _between(self, start: int, stop: int | None) -> "Slices":
+    def between(self, start: int, stop: int | None) -> "Slices":
+        """Some of the slices, by their place in xs. Before `begin`."""
         part = copy.copy(self)
         part.length = None if stop is None else stop - start
         part.tensors = [(None if x is None else x.narrow(d, start, part.length or 0), d) for x, d in self.tensors]

@@ -40,8 +40,8 @@ def reads_an_item(h: Tensor, x: Tensor) -> Any:
     return h * x.sum().item(), h
 
 
-def branches_on_a_value(h: Tensor, x: Tensor) -> Any:
-    return (h + x if x.sum() > 0 else h - x), h
+def counts_by_a_value(h: Tensor, x: Tensor) -> Any:
+    return sum([h * 0.5] * int(x.abs().sum()), x), h
 
 
 def prints(h: Tensor, x: Tensor) -> Any:
@@ -142,7 +142,7 @@ def has_a_fixed_point(h: Tensor, x: Tensor) -> Any:
 TOTAL = torch.zeros(3)
 BODIES: list[tuple[Callable[..., Any], str]] = [
     (reads_an_item, r"\.item\(\) reads a value in Python"),
-    (branches_on_a_value, "a tensor as a condition .* reads a value in Python"),
+    (counts_by_a_value, r"int\(\) of a tensor reads a value in Python"),
     (prints, "the body prints a tensor"),
     (turns_to_numpy, "the body turns a tensor into an array"),
     (lists, "the body turns a tensor into a list"),

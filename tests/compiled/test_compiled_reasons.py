@@ -60,10 +60,6 @@ def makes_a_float(h: Tensor, x: Tensor) -> Any:
     return h * float(h.detach().sum()) + x, None
 
 
-def branches(h: Tensor, x: Tensor) -> Any:
-    return (h + x if h.sum() > 0 else h), None
-
-
 def compares(h: Tensor, x: Tensor) -> Any:
     return h + float(torch.equal(h, x)), None
 
@@ -128,7 +124,6 @@ REASONS = [
     (normalises_each, r"instance_norm\(\) updates its running statistics"),
     (reads, r"\.item\(\) reads a value in Python"),
     (makes_a_float, r"float\(\) of a tensor reads a value in Python"),
-    (branches, r"a tensor as a condition \(if, while, and, bool\(\)\) reads a value in Python"),
     (compares, r"equal\(\) reads a value in Python"),
     (nearly_compares, r"allclose\(\) reads a value in Python"),
     (checkpointed_inside, r"the body runs a loop with checkpoints"),

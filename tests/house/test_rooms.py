@@ -136,11 +136,12 @@ INNER_DOORS = {
         f"loop.compiled.look.{name}"
         for name in ("autocast", "carried_arrays", "draws", "frame", "look", "operation_log", "padded_rows", "template")
     ),
-    *("loop.compiled.look.python_state", "loop.compiled.look.second_look"),
+    *(f"loop.compiled.look.{name}" for name in ("python_state", "second_look", "values_read")),
     *(
         f"loop.compiled.run.{name}"
         for name in ("array_plan", "blocks", "node", "plan", "program", "python_condition", "results", "rows_apart")
     ),
+    "loop.compiled.run.stretches",
     "compiler.graph.core_operations",
     *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "machine", "vector_math")),
     *(

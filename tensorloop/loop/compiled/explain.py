@@ -41,7 +41,7 @@ NO_STEP = Explanation("not compiled: there is no step to do", False)
 
 def explain_plan(name: str, plan: Plan, rows: str) -> Explanation:
     """The explanation of a compiled loop; `rows` says what becomes of those that stop."""
-    lines = [f"{name}: compiled", *([rows] if rows else []), *_program("forward", plan.forward)]
+    lines = [f"{name}: compiled", *([rows] if rows else []), *_answers(plan), *_program("forward", plan.forward)]
     if plan.grad:
         lines += _program("backward", plan.backward())
         kept = [_named(n) for n in plan.saved if n not in plan.step.sequences and n not in plan.versions]
@@ -56,6 +56,14 @@ def explain_refusal(name: str, refusal: Refused) -> Explanation:
     file, line = refusal.place or ("", 0)
     where = f"\n  at {cell_name(file) or file}:{line}" if refusal.place else ""
     return Explanation(f"{name}: not compiled: {refusal.reason}{where}\n  cure: {refusal.cure}", False)
+
+
+def _answers(plan: Plan) -> list[str]:
+    """What is said of a step that is chosen by what the body reads in Python."""
+    if not plan.answers:
+        return []
+    told = ", ".join(map(str, plan.answers))
+    return [f"a step whose body is told {told} by what it reads in Python; other answers have other plans"]
 
 
 def _program(name: str, program: Program) -> list[str]:

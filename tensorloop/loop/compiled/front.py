@@ -28,12 +28,14 @@ from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
 from tensorloop.loop.compiled.look.python_state import PythonState
 from tensorloop.loop.compiled.look.second_look import compare_flags, look_twice
+from tensorloop.loop.compiled.look.values_read import with_going
 from tensorloop.loop.compiled.pays import remember
 from tensorloop.loop.compiled.run import python_condition, rows_apart
 from tensorloop.loop.compiled.run.array_plan import ArrayPlan, Looks, look_at_lengths, make_array_plan, try_lengths
 from tensorloop.loop.compiled.run.plan import Plan, plans
 from tensorloop.loop.compiled.run.python_condition import PythonCondition
 from tensorloop.loop.compiled.run.results import CheckpointsArg, run_plan, run_stretches
+from tensorloop.loop.compiled.run.stretches import run_by_answers
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
@@ -175,6 +177,11 @@ def _look_and_plan(loop: Loop, before: PythonState) -> Ready | None:
         one, first = (loop, answer.tensor) if whole is None else whole.first()
         seen, plan = _look_at(one, first, lambda _: before.check(), before)
     steps = loop.length if loop.cond is None else None
+    if condition is not None and plan.answers:
+        raise Refused(
+            "the condition is asked in Python, and the body reads a value in Python, too",
+            "let the condition give a tensor",
+        )
     if isinstance(plan, ArrayPlan):
         if condition is not None and seen.frame.arrays.uses.spans:
             raise Refused(
@@ -190,7 +197,11 @@ def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonSt
     """(the loop as it ended, its carry)."""
     seen, plan, condition, whole, steps = ready
     try:
-        if isinstance(whole, PaddedScan):
+        if plan.answers:
+            look_at = partial(_look_at, first=None, check=lambda _: before.check(), before=before)
+            with _left_to_eager(loop):
+                ended, state = run_by_answers(seen, plan, checkpoints, look_at)
+        elif isinstance(whole, PaddedScan):
             look_at = partial(_look_at, first=None, check=lambda _: before.check(), before=before)
             ended, state = run_stretches(whole, seen, plan, checkpoints, look_at)
         else:
@@ -305,6 +316,8 @@ def plan_of(seen: Look) -> tuple[Look, Plan | Refused]:
         seen = look_closely(seen.frame)
     plan = plans.find(seen.key)
     if plan is None:
+        assert seen.record is not None
+        seen.record.values.check(seen.frame.root, seen.record.log.key)
         try:  # no lock is held here: the body runs, and may wait for other threads
             with without_modes():
                 trace = look_twice(seen)
@@ -321,10 +334,12 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     loop, grad = seen.frame.loop, torch.is_grad_enabled()
     assert seen.record is not None
     drawn = [draw.example for draw in seen.draws]
-    inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *seen.captures]
+    trace, ahead = with_going(trace) if trace.answers else (trace, [])
+    next_rows = [seen.record.given[len(seen.frame.carry) + k].detach() for k in ahead]
+    inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *next_rows, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [in_memory(x) for x in (*seen.record.given, *drawn, *seen.captures)]
+    examples = [in_memory(x) for x in (*seen.record.given, *drawn, *next_rows, *seen.captures)]
     try:
         with unseen(), without_autocast(), without_modes():
             if looks is None:
@@ -340,4 +355,5 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
         node = plan.lacking.node
         place = None if node is None else place_of(node)
         return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", NATIVE, place)
+    plan.answers, plan.ahead, plan.asked = [a.value for a in trace.answers], ahead, seen.record.values.asked
     return plan

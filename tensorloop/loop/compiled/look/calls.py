@@ -6,6 +6,7 @@ of the loop: a body may register a hook today and none tomorrow, and its operati
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import (
     BuiltinFunctionType,
     FrameType,
@@ -59,6 +60,9 @@ _SAID = {"item": ".item()", "__bool__": "a tensor as a condition (if, while, and
 _SAID |= {f"__{kind}__": f"{kind}() of a tensor" for kind in ("float", "int", "complex")}
 _SAID |= {"__getitem__": "indexing by a tensor of no dims", "__setitem__": "indexing by a tensor of no dims"}
 _SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a tensor", "tolist": ".tolist()"}
+# Calls that give what they read, and nothing else.
+READING = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist})
+READING |= {Tensor.__complex__, Tensor.is_nonzero, torch.is_nonzero, Tensor.allclose, torch.allclose}
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 # Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
 _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
@@ -78,6 +82,7 @@ class CallWatch(TorchFunctionMode):
     grad = True  # what it is made under
     asked_layout = False  # whether the body asked how a tensor lies in memory
     asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
+    may_list: Callable[[Tensor], bool] | None = None  # says whether Python may be told all numbers of a tensor
     tells_all = True  # whether the calls tell everything that the step does, as far as was seen
 
     def __enter__(self) -> Self:
@@ -97,7 +102,9 @@ class CallWatch(TorchFunctionMode):
         """A call during which operations are no surprise."""
         self.asked_layout |= func in LAYOUT
         reason = _REFUSED.get(func)
-        if reason is None and type(func) is MethodWrapperType:
+        if func is Tensor.tolist and self.may_list is not None and self.may_list(args[0]):
+            reason = None
+        elif reason is None and type(func) is MethodWrapperType:
             name = getattr(func.__self__, "__name__", "")
             reason = _ATTRIBUTES.get(name)
             self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")

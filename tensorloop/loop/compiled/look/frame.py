@@ -100,6 +100,7 @@ class Frame:
         self.xs = sequences(loop)
         self.place = find_place([*(x.device for x in self.carry[:1])])
         self.root = self._root()
+        self.answers: Sequence[bool] = ()  # what the body is told where it reads a bool in Python; of one that ran, was
 
     def _held(self) -> list[int]:
         """Places in the carry of what has rows, where some stop before others."""
@@ -120,7 +121,9 @@ class Frame:
 
     def again(self, arrays: Arrays | None = None) -> "Frame":
         """A frame for another run of the same step, by default with arrays of which nothing is known yet."""
-        return Frame(self.loop, self.first, arrays)
+        other = Frame(self.loop, self.first, arrays)
+        other.answers = self.answers
+        return other
 
     def continue_with(self, loop: Loop) -> None:
         """Takes a loop of the same step in the place of this one: its carry is alike, and it has all steps of xs."""
@@ -209,7 +212,7 @@ class Frame:
         active, taken = carry[n + k], carry[n + k + 1]
         leaves, lasts, _ = self._run_frozen(watch, state, carry[n : n + k], active, [])
         with watch, torch.no_grad():
-            watch.grad = False
+            watch.grad, watch.values = False, None
             asked = self._answer(leaves)
             if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
                 raise Refused("the condition changes its shape", "give a bool for each row at every step")
@@ -270,7 +273,7 @@ class Frame:
         if loop.cond is None and loop.until is None:
             return None
         with torch.no_grad(), watch:
-            watch.grad, watch.may_read = False, loop.until is not None
+            watch.grad, watch.may_read, watch.values = False, loop.until is not None, None
             answer = self._answer(leaves)
             if loop.until is not None and (isinstance(answer, bool) or watch.reads):
                 raise AnswersInPython

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, is_torchs
+from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, is_torchs
 
 MOST_PATHS = 512
 # What says something about a tensor and makes none. What Python makes of it shows in the calls that follow.
@@ -49,7 +49,8 @@ class CallTrail(CallWatch):
         super().__init__()
         self.path: list[tuple[Any, ...]] = []
         self.captures: list[Tensor] = []
-        self.may_read = self.reads = False  # values in Python: no known call does
+        self.may_read = self.reads = False  # values in Python: no known call of a condition does
+        self.values = None
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
@@ -78,6 +79,8 @@ class CallTrail(CallWatch):
             out = self._seen(func, args, kwargs)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
+        if func in READING:
+            self._step([repr(out)])
         if type(out) is Tensor:
             if id(out) not in numbers:  # a call in place gives its argument
                 numbers[id(out)] = len(self._held)

@@ -26,6 +26,7 @@ from tensorloop.loop.compiled.look.frame import NUMBERS, Frame, Key, Layout, Ste
 from tensorloop.loop.compiled.look.known_calls import CallTrail, UnknownCall, known_calls
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
+from tensorloop.loop.compiled.look.values_read import ValuesRead
 from tensorloop.loop.compiled.pays import as_before
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
@@ -45,6 +46,7 @@ class Record:
     before: list[Tensor]  # copies of these from before the step, where they were changed for it
     told: list[str]  # what the body's Python was told of tensors, where there are arrays
     trail: CallTrail | None  # its calls, where it may be known by them later
+    values: ValuesRead
 
     def key(self) -> Key:
         """All that a plan depends on."""
@@ -138,10 +140,12 @@ def record(
         given = [*carry, *row]
         trail = CallTrail(given) if learns else None
         log = OperationLog(given, lines=lines, trail=trail)
+        log.values = values = _values_of(frame)
         log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
         try:
             with without_hooks(), autocast.without_kept_casts(), told or nullcontext():
                 results = frame.run(log, carry, row)
+            frame.answers = [a.value for a in values.answers]
             _check_draws(frame, log, results)
         finally:
             log.generators.restore()
@@ -153,9 +157,9 @@ def record(
     n, last = len(carry), len(numbers) - (results.answer is not None)
     xs = [*range(n, len(given)), *(draw.number for draw in log.draws)]
     ends = numbers[:n], numbers[n:last], None if results.answer is None else numbers[-1]
-    trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, log.writes)
+    trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, log.writes, values.answers)
     captures = list(log.captures.values())
-    return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail)
+    return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail, values)
 
 
 def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:
@@ -164,12 +168,26 @@ def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:
         raise Refused("the body sets the state of a generator", "seed before the loop")
     if not log.draws:
         return
+    if frame.answers:
+        raise Refused(
+            "the body draws random numbers and reads a value of the carry or x in Python",
+            "draw before the loop and give them as xs",
+        )
     tensors = [*frame.carry, *results.carry, *(x[0] for x in frame.xs)]
     if not all(torch.empty_like(x).is_contiguous() for x in tensors):
         raise Refused(
             "the body draws random numbers, and a tensor in the carry or xs is transposed in memory",
             "call contiguous() on init and xs",
         )
+
+
+def _values_of(frame: Frame) -> ValuesRead:
+    """What a body may read in Python: values of the carry and xs where all rows run, and no array grows."""
+    if frame.arrays.places:
+        return ValuesRead((), False, "keep values in tensors, or carry no TensorArray")
+    if frame.rows is not None or frame.active is not None:
+        return ValuesRead((), False, "keep values in tensors, or let all rows stop at once")
+    return ValuesRead(frame.answers, True)
 
 
 def _live(x: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ Python, another weight under the same name need no rule: what the step did is th
 neither an argument nor a result of the step is a capture, whatever way it came.
 
 What makes a step more than its operations is refused (`Refused`), and the loop runs as an eager one: values read in
-Python, writes to tensors from outside, random numbers, blocks under another grad mode (a custom Function's among them).
+Python (but for those of `values_read`), writes to tensors from outside, random numbers, blocks under another grad mode
+(a custom Function's among them).
 """
 
 import dataclasses
@@ -23,8 +24,9 @@ from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
-from tensorloop.loop.compiled.look.calls import PLAIN, CallWatch, custom_function, refusal
+from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, custom_function, refusal
 from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, may_draw_ahead, never_draws
+from tensorloop.loop.compiled.look.values_read import MOST_NUMBERS, ValuesRead
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -90,6 +92,7 @@ class OperationLog(OperationMode):
         self.may_draw = True
         self.may_read = False  # values in Python; `reads` then says whether that was done
         self.reads = False
+        self.values: ValuesRead | None = None  # what the body has read, where it may
         self.draws: list[DrawOp] = []
         self.generators = Generators(watched=lines)
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
@@ -98,16 +101,21 @@ class OperationLog(OperationMode):
         self._foreign: set[int] = set()  # the memory of captures
         self._cut: set[int] = set()  # what detach() gave, and views of it
         self._empty: set[int] = set()  # memory that empty() gave
+        self._moving = set(range(self._given))  # what may be another at each step: arguments, and what is made of them
+        self._moving_memory: set[int] = set()  # memory to which such was written
+        self._moves = False  # whether the operation at hand is given such
         self._instead: Tensor | None = None
         self._unread = False  # whether the operation at hand fills what was empty, or gives a part of it to be filled
 
     def __enter__(self) -> Self:
         """Begins to look, at calls of torch too."""
         self.watch.__enter__()
+        self.watch.may_list = self._may_list
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
+        self.watch.may_list = None
         self.watch.__exit__(*raised)
 
     def __torch_dispatch__(
@@ -115,6 +123,8 @@ class OperationLog(OperationMode):
     ) -> Any:
         """Runs one operation and writes it down."""
         traits = _TRAITS.get(id(func)) or _traits(func)
+        if traits.reason == _READS and self.values is not None and not self.may_read:
+            return self._read(self.values, func, args, kwargs or {})
         if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == _READS):
                 raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason])
@@ -125,7 +135,7 @@ class OperationLog(OperationMode):
             self._without_a_call(func, args)
         self.functions.append(func)
         self.starts.append(len(self.key))
-        self._unread = traits.fills or traits.view
+        self._unread, self._moves = traits.fills or traits.view, False
         key, note = self.key, self._note
         key.append(id(func))  # what hashes quickly
         for x in args:
@@ -148,6 +158,8 @@ class OperationLog(OperationMode):
             args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
         out = func(*args, **kwargs) if kwargs else func(*args)
         self._made(out)
+        if self._moves:
+            self._mark(out)
         if traits.empty:
             self._empty.add(_storage(out))
         if self.lines:
@@ -161,6 +173,42 @@ class OperationLog(OperationMode):
                 f"a step has more than {MOST_OPERATIONS} operations", "make it a loop of its own inside the step"
             )
         return out
+
+    def _read(self, values: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
+        """Tells Python a value: of what no step changes, or a bool."""
+        x, said, called = args[0], self.watch.said("item"), getattr(self.watch.call, "__name__", "")
+        if not (self.watch.inside and self.watch.call in READING):
+            self.watch.tells_all = False
+        if not self._is_moving(args):
+            value = func(*args, **kwargs)
+            self.key.append(values.guard(len(self.key), value, said))
+            return value
+        one = func is _aten._local_scalar_dense.default and values.may_answer
+        if not one or (x.dtype is not torch.bool and called not in ("__bool__", "is_nonzero")):
+            raise refusal(f"{said} {_READS}", values.cure or VALUES)
+        flag = x if x.dtype is torch.bool else self.__torch_dispatch__(_aten.ne.Scalar, (), (x, 0))
+        self.key.append(values.answer(self._numbers[id(flag)], len(self.operations), bool(func(flag)), said))
+        return values.answers[-1].value
+
+    def _is_moving(self, x: Any) -> bool:
+        self._moves = False
+        self._note(x)
+        return self._moves
+
+    def _may_list(self, x: Tensor) -> bool:
+        """Whether Python may be told all numbers of a tensor."""
+        if self.values is None or self._is_moving(x) or x.numel() > MOST_NUMBERS:
+            return False
+        self.key.append(self.values.guard(len(self.key), x.detach().clone().tolist(), ".tolist()"))
+        return True
+
+    def _mark(self, out: Any) -> None:
+        """Notes what an operation made of what moves."""
+        if isinstance(out, Tensor):
+            self._moving.add(self._numbers[id(out)])
+        elif isinstance(out, (list, tuple)):
+            for x in out:
+                self._mark(x)
 
     def _other_grad_mode(self, name: str) -> None:
         """Refuses what a graph of operations does not show: gradients that are not those of the operations."""
@@ -194,6 +242,7 @@ class OperationLog(OperationMode):
             raise refusal("the body sets the state of a generator", "seed before the loop")
         out = func(*args, **kwargs)
         self.generators.drew(k)
+        self._moves = True
         draw = draw_op(func, args, kwargs, out, len(self._tensors))
         fresh = id(out) not in self._numbers
         if not fresh or draw.made is not None:
@@ -207,6 +256,7 @@ class OperationLog(OperationMode):
                 self.operations.append(Operation(made, given, {}, result, user_place()))
         else:
             self._made(out)
+        self._mark(out)
         self.draws.append(draw)
         return out
 
@@ -273,6 +323,10 @@ class OperationLog(OperationMode):
         key = self.key
         if isinstance(x, Tensor):
             number = self._numbers.get(id(x))
+            if number is not None and not self._moves:
+                self._moves = number in self._moving or (
+                    bool(self._moving_memory) and _storage(x) in self._moving_memory
+                )
             if number is None:
                 number = self._capture(x)
             elif self._empty and not self._unread and _storage(x) in self._empty:
@@ -286,6 +340,7 @@ class OperationLog(OperationMode):
                 self._note(y)
         elif isinstance(x, torch.SymInt):
             assert self.number is not None
+            self._moves = True
             key.append((self._numbers[id(self.number)], x.node.scale, x.node.shift))
         elif isinstance(x, torch.Generator):
             key.append(self.generators.index(x))
@@ -360,6 +415,8 @@ class OperationLog(OperationMode):
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
                     self.writes = True
+                    if self._moves:
+                        self._moving_memory.add(_storage(y))
                     if _storage(y) in self._foreign:
                         raise refusal(
                             f"{traits.name} writes to a tensor from outside of the body",

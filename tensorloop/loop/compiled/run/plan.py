@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.divide.saving import kept
 from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
@@ -88,6 +89,11 @@ class Plan:
         self.apart: dict[Any, Any] = {}  # what `rows_apart` knows of the step
         self.clock = Clock(getattr(self.forward.core, "work", 0), place)
         self.writes: list[Write] = []  # where checkpoints want to take them back
+        self.answers: Sequence[bool] = ()  # bools that the body was told: it is the plan of steps with these
+        self.asked: tuple[str, UserLine | None] = "", None  # the call and line that asked for the first of them
+        self.ahead: Sequence[int] = ()  # places of xs whose slices of the next step are sequences, too
+        self.longest = 0  # of the stretches of steps that it has run
+        self.restless = ""  # why loops that begin with it run no more in stretches
 
     def _with_gradients(
         self, trace: Trace, module: fx.GraphModule, examples: Sequence[Tensor], wants: Sequence[bool], **options: Any

@@ -37,15 +37,12 @@ def run_plan(
 ) -> tuple[Loop, list[Any]]:
     """(the loop as it ended, the leaves of its carry)."""
     loop, rows = look.frame.loop, look.frame.rows
-    loop.taken, outputs = _results(look, plan, steps, checkpoints, ask)
-    n = len(look.frame.carry)
-    carry = _carry_of(look, outputs)
+    loop.taken, outputs = results_of(look, plan, steps, checkpoints, ask)
+    carry = carry_of(look, outputs)
     if rows is not None:
-        rows.steps = outputs[n - 1]
+        rows.steps = outputs[len(look.frame.carry) - 1]
         loop = RowsLoop(loop, rows, None)
-    if loop.outputs is not None:
-        left = iter(outputs[n:])
-        loop.outputs.stacked = [_column(y, left, loop) for y in look.results.ys]
+    put_columns(loop, look, columns_of(look, outputs, loop.taken))
     return loop, carry
 
 
@@ -64,21 +61,21 @@ def run_stretches(
     look.frame.continue_with(scan.begin())
     for k in range(len(scan.stretches)):
         frame = look.frame
-        _, outputs = _results(look, plan, frame.loop.length, checkpoints, None, scan.stretches[k].start)
+        _, outputs = results_of(look, plan, frame.loop.length, checkpoints, None, scan.stretches[k].start)
         lasts = list(scan.loop.init)
         for i, x in zip(frame.held, outputs[len(frame.places) :], strict=False):
             lasts[i] = x
-        following = scan.take(k, _carry_of(look, outputs), lasts, outputs[len(frame.carry) :])
+        following = scan.take(k, carry_of(look, outputs), lasts, outputs[len(frame.carry) :])
         if following is not None:
             look, plan = look_at(following)
     loop = scan.loop
     loop.taken, loop.outputs = len(scan.counts), scan.outputs
     left = iter(scan.ys())
-    scan.outputs.stacked = [next(left) if isinstance(y, Tensor) else _column(y, left, loop) for y in look.results.ys]
+    scan.outputs.stacked = [next(left) if isinstance(y, Tensor) else _number(y, loop.taken) for y in look.results.ys]
     return loop, scan.state
 
 
-def _results(
+def results_of(
     look: Look,
     plan: Plan,
     steps: int | None,
@@ -95,7 +92,10 @@ def _results(
     if run.draws is not None and not isinstance(run, RunInBlocks):
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
-    xs, captures = ([in_memory(x) for x in complex_pairs.split_pairs(some)] for some in (look.frame.xs, look.captures))
+    ahead = [_next_rows(look.frame.xs[k], plan.step.reverse) for k in plan.ahead]
+    xs, captures = (
+        [in_memory(x) for x in complex_pairs.split_pairs(some)] for some in ([*look.frame.xs, *ahead], look.captures)
+    )
     tensors = [*carried, *xs, *drawn, *captures]
     if plan.grad:  # autograd keeps none that was made under inference mode
         tensors = [x.clone() if x.is_inference() else x for x in tensors]
@@ -105,7 +105,7 @@ def _results(
     return run.done, outputs
 
 
-def _carry_of(look: Look, outputs: Sequence[Tensor]) -> list[Any]:
+def carry_of(look: Look, outputs: Sequence[Tensor]) -> list[Any]:
     """The leaves of the carry after the loop."""
     carry = list(look.frame.loop.init)
     for i, x in zip(look.frame.places, outputs, strict=False):
@@ -146,9 +146,28 @@ def _planned(
     return RunInBlocks(plan, steps, 0, draws, lengths, ask, most=loop.length, blocks=blocks, name=loop.name)
 
 
-def _column(y: Any, left: Any, loop: Loop) -> Tensor | None:
-    """One of the ys of all steps: steps go where the eager loop stacks them."""
-    if isinstance(y, Tensor):
-        assert loop.outputs is not None
-        return next(left).movedim(0, place(loop.outputs.dim, y.dim()))
-    return None if y is None else torch.full((loop.taken,), y, dtype=dtype_of_number(y))
+def columns_of(look: Look, outputs: Sequence[Tensor], taken: int) -> list[Tensor | None]:
+    """The ys of so many steps, the steps first; `outputs` are the last carry and those that are tensors."""
+    left = iter(outputs[len(look.frame.carry) :])
+    return [next(left) if isinstance(y, Tensor) else _number(y, taken) for y in look.results.ys]
+
+
+def put_columns(loop: Loop, look: Look, columns: Sequence[Tensor | None]) -> None:
+    """Gives a loop its ys: steps go where the eager loop stacks them."""
+    outputs = loop.outputs
+    if outputs is not None:
+        pairs = zip(columns, look.results.ys, strict=True)
+        outputs.stacked = [
+            x if x is None or not isinstance(y, Tensor) else x.movedim(0, place(outputs.dim, y.dim())) for x, y in pairs
+        ]
+
+
+def _number(y: Any, taken: int) -> Tensor | None:
+    """One of the ys of so many steps that is no tensor."""
+    return None if y is None else torch.full((taken,), y, dtype=dtype_of_number(y))
+
+
+def _next_rows(x: Tensor, reverse: bool) -> Tensor:
+    """What each step's next one gets of x; of the last step, which has none, its own."""
+    x = x.detach()
+    return torch.cat([x[:1], x[:-1]] if reverse else [x[1:], x[-1:]])

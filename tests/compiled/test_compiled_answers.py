@@ -1,0 +1,235 @@
+"""Values that a body reads in Python: of captures, which choose a call's plan, and bools, which choose a step's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop.loop.compiled.front import NotCompiledWarning
+from tensorloop.loop.compiled.run import stretches
+from tensorloop.loop.compiled.run.plan import plans
+from tests.support.both_ways import check_both
+
+D = torch.float64
+pytestmark = pytest.mark.usefixtures("fresh_plans")
+W = torch.linalg.qr(torch.randn(3, 3, dtype=D, generator=torch.Generator().manual_seed(0)))[0]
+INIT = torch.tensor([[0.4, -0.7, 1.1], [0.2, 0.3, -0.5]], dtype=D)
+# Of five steps each the first numbers are below 0, above 0, ...
+XS = torch.sin(torch.arange(150.0, dtype=D)).view(25, 2, 3) * 0.2
+XS[:, 0, 0] = torch.tensor([-1.0, 1.0], dtype=D).repeat_interleave(5).repeat(3)[:25]
+
+
+def of_x(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    h = torch.sin(h @ w) + x if x[0, 0] > 0 else torch.cos(h @ w) * x
+    return h, (h * 2, 1.0 if x[0, 0] > 0 else 2.0)
+
+
+def of_the_carry(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    h = torch.sin(h @ w) + x
+    if torch.all(h.abs() > 0.1):
+        h = h * 1.1
+    return h, (h.sum(), None)
+
+
+def of_both_in_two_ways(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    if x[0, 0] > 0:
+        if not (h.sum() * 0 + x[0, 0] < 0):
+            h = h @ w + x
+        return h, h
+    return torch.tanh(h) - x, h * 2
+
+
+def of_what_is_written_later(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    y = x.clone()
+    positive = y[0, 0] > 0
+    y.add_(1.0)
+    if positive:
+        y.sub_(h)
+    positive.fill_(True)
+    h.mul_(0.5).add_(0.1)
+    return torch.sin(h @ w) + y, y
+
+
+def of_a_float(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    return (torch.sin(h @ w) + x if x[0, 0].relu() and (x[0, 1] < 2).item() else h + x), h
+
+
+BODIES = [of_x, of_the_carry, of_both_in_two_ways, of_what_is_written_later, of_a_float]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reverse": True},
+    {"checkpoints": 3},
+    {"until": lambda h: h[0, 0] > 1.3, "checkpoints": 2},
+    {"until": lambda h: h[0, 0] > 1.3},
+    {"reverse": True, "dim": 1},
+]
+
+
+def scanned(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A run of a scan, whose body closes over a weight."""
+
+    def run(compile: Any, h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        xs = xs.movedim(0, options.get("dim", 0))
+        return tl.scan(lambda h, x: body(h, x, w), h, xs, compile=compile, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=[" ".join(x) or "plain" for x in OPTIONS])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_bool_chooses_the_plan_of_a_step(body: Callable[..., Any], options: dict[str, Any]):
+    check_both(scanned(body, **options), INIT, XS, W, second=not options)
+
+
+@pytest.mark.parametrize("body", [of_x, of_the_carry])
+def test_in_loops_of_unknown_length_and_of_numbers(body: Callable[..., Any]):
+    def run(compile: Any, h: Tensor, w: Tensor) -> Any:
+        def step(carry: Any) -> Any:
+            h, t = carry
+            return body(h, torch.sin(h.detach() * 0 + t / 3), w)[0], t + 1
+
+        init = h, torch.tensor(0.0, dtype=D)
+        some = tl.while_loop(lambda c: c[1] < 23, step, init, return_steps=True, compile=compile)
+        less = tl.while_loop(lambda c: c[1] < 23, step, init, max_steps=9, checkpoints=2, compile=compile)
+        return some, less, tl.fori_loop(2, 20, lambda i, h: body(h, torch.sin(h * 0 + i), w)[0], h, compile=compile)
+
+    check_both(run, INIT, W)
+
+
+def test_vanilla_slstm_runs_in_two_stretches_by_two_plans(monkeypatch: pytest.MonkeyPatch):
+    def cell(state: Any, x: Tensor) -> Any:
+        y, c, n, m = state
+        i, f, z, o = (x + (y @ weight).repeat(1, 4)).chunk(4, -1)
+        later = m + torch.nn.functional.logsigmoid(f)
+        m = i if torch.all(n == 0.0) else torch.maximum(i, later)
+        i, f = torch.exp(i - m), torch.exp(later - m)
+        c, n = f * c + i * torch.tanh(z), f * n + i
+        y = torch.sigmoid(o) * c / n
+        return (y, c, n, m), y
+
+    def run(compile: Any, weight_: Tensor, xs: Tensor) -> Any:
+        nonlocal weight
+        weight = weight_
+        zero = xs.new_zeros(2, 3)
+        return tl.scan(cell, (zero,) * 4, xs, compile=compile)
+
+    weight, xs = W, torch.sin(torch.arange(600.0, dtype=D)).view(25, 2, 12)
+    check_both(run, W, xs)
+    assert plans.made == 2
+    ran, run_one = [], stretches.results_of
+
+    def counted(*args: Any) -> Any:
+        ran.append(run_one(*args))
+        return ran[-1]
+
+    monkeypatch.setattr(stretches, "results_of", counted)
+    run("strict", W.clone().requires_grad_(), xs.clone().requires_grad_())
+    assert plans.made == 2
+    assert [steps for steps, _ in ran] == [1, 24]
+
+
+def test_a_bool_that_an_assertion_reads_raises_the_eager_error():
+    def body(h: Tensor, x: Tensor) -> Any:
+        assert torch.isfinite(h).all(), "no number"
+        return h / x, h
+
+    xs = torch.ones(9, 3)
+    check_both(lambda compile, h, xs: tl.scan(body, h, xs, compile=compile), torch.ones(3), xs)
+    xs[4] = 0.0
+    with pytest.raises(AssertionError, match="no number") as told:
+        tl.scan(body, torch.ones(3), xs, compile=True)
+    assert "step 5" in str(told.value.__notes__)
+
+
+def test_what_changes_too_often_or_leads_too_far_is_refused():
+    def often(h: Tensor, x: Tensor) -> Any:
+        return (h + x if x > 0 else h - x), h
+
+    signs = torch.tensor([1.0, -1.0]).repeat(30)
+    for _ in range(2):  # the second time before anything has run
+        with pytest.raises(RuntimeError, match=r"a tensor as a condition .* is another one after every few steps"):
+            tl.scan(often, torch.tensor(0.0), signs, compile="strict")
+
+    def far(h: Tensor, x: Tensor) -> Any:
+        k = 0
+        while k < x:
+            k += 1
+        return h + k, h
+
+    with pytest.raises(RuntimeError, match=r"lead to more than 4 courses \(.*test_compiled_answers"):
+        tl.scan(far, torch.tensor(0.0), torch.arange(6.0), compile="strict")
+
+
+@pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.NotCompiledWarning")
+def test_where_bools_are_not_read_the_loop_is_eager():
+    def draws(h: Tensor, x: Tensor) -> Any:
+        return (h + torch.rand(()) if x > 0 else h), h
+
+    def appends(carry: Any, x: Tensor) -> Any:
+        h, array = carry
+        return (h + x if x > 0 else h - x, array.append(h)), h
+
+    xs = torch.tensor([1.0, 1.0, -1.0])
+    cases: list[tuple[Any, Any]] = [(draws, xs[0]), (appends, (xs[0], tl.TensorArray()))]
+    for body, init in cases:
+        check_both(lambda compile, xs, b=body, i=init: tl.scan(b, i, xs, compile=compile), xs, compile=True)
+        with pytest.raises(RuntimeError, match="reads a value"):
+            tl.scan(body, init, xs, compile="strict")
+
+    def rows(h: Tensor) -> Tensor:
+        return h * 2 if h.sum() < 9 else h + 1
+
+    check_both(
+        lambda compile, h: tl.while_loop(lambda h: h < 20, rows, h, compile=compile), torch.ones(3), compile=True
+    )
+
+
+class Read:
+    now: Any = None
+
+
+GUARDS: list[tuple[Callable[[Tensor, Tensor], Tensor], list[Any]]] = [
+    (lambda h, x: h * Read.now.item() + x, [torch.tensor(x) for x in (0.5, 0.25, 0.5, float("nan"))]),
+    (lambda h, x: h + x if Read.now * 2 > 1 else h - x, [torch.tensor(x) for x in (0.0, 1.0, 2.0)]),
+    (lambda h, x: h + sum([x] * int(Read.now)), [torch.tensor(x) for x in (2, 3, 2)]),
+    (lambda h, x: h + x[Read.now], [torch.tensor(x) for x in (0, 2, 1)]),
+    (lambda h, x: h + x[Read.now.tolist()], [torch.tensor(x) for x in ([0, 1, 2], [2, 1, 0])]),
+    (lambda h, x: h + float(torch.equal(Read.now, TABLE)) * x, [torch.zeros(3), torch.ones(3)]),
+]
+TABLE = torch.ones(3)
+
+
+@pytest.mark.parametrize("k", range(len(GUARDS)))
+def test_the_value_of_a_capture_chooses_the_plan_of_a_call(k: int):
+    body, values = GUARDS[k]
+    for value in values + values:
+        Read.now = value
+        run = lambda compile, h, xs: tl.scan(lambda h, x: (body(h, x), h), h, xs, compile=compile)  # noqa: E731
+        check_both(run, INIT[0], XS[:, 0])
+
+
+def test_a_capture_that_is_another_one_at_each_call_is_refused():
+    def body(h: Tensor, x: Tensor) -> Any:
+        return h * Read.now.item() + x, h
+
+    for value in (1.0, 2.0, 3.0, 4.0, 2.0):
+        Read.now = torch.tensor(value)
+        tl.scan(body, torch.tensor(0.0), torch.ones(3), compile="strict")
+    Read.now = torch.tensor(5.0)
+    with pytest.warns(NotCompiledWarning, match=r"\.item\(\) .* another one in each of 4 calls .* as in h \* scale"):
+        last, _ = tl.scan(body, torch.tensor(0.0), torch.ones(3), compile=True)
+    assert last == 31.0
+
+
+def test_a_value_that_was_made_of_the_carry_is_no_guard():
+    def body(h: Tensor, x: Tensor) -> Any:
+        y = torch.zeros(3, dtype=D)
+        view = y[1:]
+        view.add_(h[0])
+        return h + y[1].item() + x, h
+
+    with pytest.raises(RuntimeError, match=r"\.item\(\) reads a value in Python"):
+        tl.scan(body, INIT[0], XS[:, 0], compile="strict")
