@@ -195,9 +195,9 @@ def attention(
     if out is None:
         if inputs.rows is not None:
             of_q, of_k = inputs.rows
-            offsets = of_q._offsets.tolist()
+            offsets = of_q._host_offsets.tolist()
             same = of_q.same(of_k)
-            task = task._replace(q_offsets=offsets, k_offsets=offsets if same else of_k._offsets.tolist())
+            task = task._replace(q_offsets=offsets, k_offsets=offsets if same else of_k._host_offsets.tolist())
         out = engine.attend(*parts, task)
     return inputs.give(out)
 

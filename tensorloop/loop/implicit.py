@@ -129,9 +129,10 @@ def fixed_point(
 
     with torch.no_grad():
         found, steps, ratios = _search(fn, carry, init, context, search, compact, functions)
-    if not bool((transforms.numbers(ratios) <= search.tol).all()):
+    ratios = transforms.numbers(ratios).cpu()
+    if not bool((ratios <= search.tol).all()):
         taken = steps if isinstance(steps, int) else int(transforms.numbers(steps).max())
-        search.fail("z", taken, transforms.numbers(ratios))
+        search.fail("z", taken, ratios)
     z = _with_gradient(fn, found, steps, context, search, functions)
     return (z, steps) if return_steps else z
 

@@ -44,8 +44,8 @@ class PackedSlices(Slices):
         in_time = pytree.mapped(
             lambda x: None if x is None else segments.permute(x.values, order, inverse), xs, is_packed
         )
-        self.counts = turned._lens.tolist()
-        self.starts = turned._offsets.tolist()
+        self.counts = turned._host_lens.tolist()
+        self.starts = turned._host_offsets.tolist()
         super().__init__(in_time, None, 0, False)
         if length is not None and length != ragged.max_len:
             raise WrongValue(f"length is {length}, but the longest row of packed xs has {ragged.max_len}")
@@ -73,7 +73,7 @@ class PackedSlices(Slices):
 
     def rows(self) -> ActiveRows:
         """Which rows run at which step."""
-        return ActiveRows.known(self.ragged._lens)
+        return ActiveRows.known(self.ragged)
 
     def outputs(self) -> "PackedOutputs":
         """What the ys of this scan go into."""

@@ -153,7 +153,7 @@ class RowsLoop(Loop):
         if self.cuts_met != (cuts := rows.cuts_until(t)):
             self.carry.expect(carry)
             self.cuts_met = cuts
-        _, all_active = rows.mask_at(t)
+        all_active = rows.all_run_at(t)
         lengths = [] if all_active else stopped_rows.count_slots(carry)
         given = stopped_rows.make_inputs(rows, t, carry, last)
         as_it_came = all_active and cut is None and state is self.last_tree[0]
@@ -198,14 +198,13 @@ class RowsLoop(Loop):
         return any(new[i] is not old[i] and store_of(new[i]) is not store_of(old[i]) for i in self.carry.arrays)
 
     def _without_ended(self, cut: stopped_rows.RowCut, carry: State, last: State, t: int) -> tuple[State, State]:
-        ids = self.rows.ids_at(t - 1)
-        ended = cut.ended if ids is None else ids[cut.ended]
         if self.copies:
-            self.departed_rows.append((ended, stopped_rows.select(carry, cut.ended)))
+            self.departed_rows.append((cut.ended_ids, stopped_rows.select(carry, cut.ended)))
             return stopped_rows.select(carry, cut.kept), stopped_rows.select(last, cut.kept)
         leaving = [None if isinstance(x, TensorArray) else stopped_rows.select([x], cut.ended)[0] for x in carry]
-        self.departed_rows.append((ended, leaving))
-        ids = torch.arange(len(cut.kept) + len(ended), device=ended.device) if ids is None else ids
+        self.departed_rows.append((cut.ended_ids, leaving))
+        if (ids := self.rows.ids_at(t - 1)) is None:
+            ids = torch.arange(len(cut.kept) + len(cut.ended), device=cut.kept.device)
         return stopped_rows.shrink_carry(carry, cut, ids), stopped_rows.select(last, cut.kept)
 
     # -- what the functions get, and the result

@@ -110,7 +110,7 @@ class RowsScan(RowsLoop):
         self.cut_context = loop.cut_context
         assert loop.outputs is not None
         self.outputs = RowsOutputs(loop.outputs, rows, loop.slices is not None and loop.slices.reverse)
-        self._chosen: tuple[Tensor | None, Tensor | None] = (None, None)  # a mask, and the rows in it
+        self._chosen: tuple[Any, Tensor | None] = (None, None)  # a step, and the places of the rows that run at it
         self._take(self.taken, stopped, after)
 
     def ask_until(self, t: int, state: State) -> None:
@@ -128,14 +128,13 @@ class RowsScan(RowsLoop):
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """As of every loop; y has the rows that run."""
         state, y = super().step(t, state, self._slices_of(t, row))
-        mask, all_active = self.rows.mask_at(t)
         if self.note is not None:  # what follows is no function of the body
             self.note(pytree.leaves(y))
-        if all_active:
+        if self.rows.all_run_at(t):
             return state, y
-        if self._chosen[0] is not mask:
-            self._chosen = mask, mask.nonzero().squeeze(1)
-        chosen, count = self._chosen[1], len(mask)
+        if self._chosen[0] != (asked := (t, len(self.rows.cuts))):
+            self._chosen = asked, self.rows.places_at(t)
+        chosen, count = self._chosen[1], len(self.rows.mask_at(t))
         return state, pytree.mapped(lambda x: _chosen_rows(x, chosen, count, t), y)
 
     def first_inputs(self, t: int, state: State) -> State:
@@ -144,7 +143,7 @@ class RowsScan(RowsLoop):
 
     def _slices_of(self, t: int, row: list[Any]) -> list[Any]:
         """The slices of the rows in the batch: for a stopped row those of its last step."""
-        ids, (mask, all_active) = self.rows.ids_at(t), self.rows.mask_at(t)
+        ids, all_active = self.rows.ids_at(t), self.rows.all_run_at(t)
         if ids is None and all_active:
             return row
         assert self.slices is not None
@@ -153,7 +152,7 @@ class RowsScan(RowsLoop):
             if whole is not None and x.dim():
                 x = x if ids is None else x.index_select(0, ids)
                 if not all_active:
-                    x = torch.where(spread(mask, x), x, self._last_slices(t, whole, dim, ids))
+                    x = torch.where(spread(self.rows.mask_at(t), x), x, self._last_slices(t, whole, dim, ids))
             out.append(x)
         return out
 
@@ -196,7 +195,7 @@ class RowsOutputs(PackedOutputs):
     def in_time(self) -> tuple[Dim, Tensor, Tensor]:
         """As of packed outputs."""
         taken = len(self.counts) - (len(self.counts) > 1 and not self.counts[-1])
-        ragged = Dim(None, transforms.numbers(self.rows.steps).clamp(max=taken))
+        ragged = Dim(None, self.rows.host_steps.clamp(max=taken)).to(self.rows.steps.device)
         _, order, inverse = in_time_order(ragged, self.reverse)
         return ragged, order, inverse
 

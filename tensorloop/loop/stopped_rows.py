@@ -4,6 +4,9 @@ A stopped row keeps its carry exactly. The body still gets an input for it, as t
 that row's last real step, cut from the graph. So what the body computes there is finite where the row's own steps were,
 its gradient is zero times something finite, and `torch.where` saves a bool a row and not a value.
 
+A question waits for a device once: what it gave is read, and what follows from that (which rows run, who leaves) is
+worked out on the CPU and kept there. A replay finds it and waits for nothing.
+
 The state of such a loop is its carry followed by those inputs (`last`), in the same order. With `compact=True` the rows
 that have stopped leave the batch: a *cut*, made before a step, as soon as they are a quarter of the batch, or at once
 where that copies little. Rows still in the batch have *ids*, their places in the full batch.
@@ -18,9 +21,11 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop._common.scope import here, unrecorded
+from tensorloop._common.uploads import upload, upload_together
 from tensorloop._torch import transforms
 from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, unify_store
 from tensorloop.packed.base import is_packed
+from tensorloop.packed.dim import Dim
 from tensorloop.packed.index import select_rows
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import mask_rows, replace, store_of, with_rows
@@ -35,6 +40,17 @@ class RowCut(NamedTuple):
     kept: Tensor
     ended: Tensor
     ids: Tensor  # of the rows kept
+    ended_ids: Tensor
+    host_ids: Tensor  # `ids` on the CPU
+
+
+_Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _divide(runs: Tensor, ids: Tensor) -> _Parts:
+    """On the CPU: the places of the rows that run and of those that do not, then their `ids`."""
+    kept, ended = runs.nonzero().squeeze(1), (~runs).nonzero().squeeze(1)
+    return kept, ended, ids[kept], ids[ended]
 
 
 class ActiveRows:
@@ -44,56 +60,84 @@ class ActiveRows:
         self.compact = compact
         self.size = len(first) if first.dim() else None
         self.batched = transforms.is_batched(first)  # under vmap: the mask is only ever used by `where`
+        self.host_steps = torch.full(first.shape, RUNNING, dtype=torch.int64, device="cpu")  # not under vmap
         self.steps = torch.full_like(first, RUNNING, dtype=torch.int64)
+        self.leave_at_once = False  # whether no row that has stopped is ever in the batch, so that none is frozen
         self.cuts: list[RowCut] = []
         self._cut_steps: list[int] = []
-        # At step `_step`: the rows of the batch that run, and whether they all do.
-        self._step, self.active, self._all_active = -1, torch.ones_like(first), True
-        self.running = first.numel()  # how many rows the last `begin_step` found to go on
+        self._mixed: set[int] = set()  # the steps at which the batch has rows that have stopped
+        self._step, self.active = -1, torch.ones_like(first)  # a step, and the rows of the batch that run at it
+        self._seen: Tensor | None = None  # the latter on the CPU, as `begin_step` last found it; None where all run
+        self.running = first.numel()  # how many rows it found to go on
 
     @classmethod
-    def known(cls, lens: Tensor) -> "ActiveRows":
-        """Rows that take so many steps each, and leave the batch at once."""
-        rows = cls(lens > 0, True)
-        ids = torch.arange(len(lens), device=lens.device)
-        longest = int(lens.max()) if len(lens) else 0
-        for t in lens.unique().tolist():
-            if t < longest:
-                active = lens[ids] > t
-                kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
-                ids = ids[kept]
-                rows.cuts.append(RowCut(t, kept, ended, ids))
-                rows._cut_steps.append(t)
-        rows.steps = lens
+    def known(cls, dim: Dim) -> "ActiveRows":
+        """Rows that take as many steps as those of `dim` are long, and leave the batch at once."""
+        rows = cls(dim._lens > 0, True)
+        rows.steps, rows.host_steps, rows.leave_at_once = dim._lens, dim._host_lens, True
+        ids, parts, cut_steps = torch.arange(len(dim), device="cpu"), [], []
+        for t in dim._host_lens.unique().tolist():
+            if t < dim.max_len:
+                parts.append(_divide(dim._host_lens[ids] > t, ids))
+                cut_steps.append(t)
+                ids = parts[-1][2]
+        rows._add_cuts(cut_steps, parts)
         return rows
 
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
-        active = cond if self._all_active else cond & self.active
+        active = cond if self._seen is None else cond & self.active
         if not self.batched:
             self.batched = transforms.is_batched(active)
-        numbers = transforms.numbers(active)
-        if t and torch.equal(numbers, transforms.numbers(self.active)):
-            self._step = t
+        seen = transforms.numbers(active).cpu()
+        if t and (bool(seen.all()) if self._seen is None else torch.equal(seen, self._seen)):
+            self._begin(t, self.active)
             return True
-        ids = self.ids_at(t)
-        stopped = self.active & ~active
-        if ids is not None:
-            stopped = torch.zeros_like(self.steps, dtype=torch.bool).index_copy(0, ids, stopped)
-        self.steps = torch.where(stopped, t, self.steps)
-        self.running = running = int(numbers.sum())
-        self._step, self.active, self._all_active = t, active, running == numbers.numel()
-        if not running:
-            return False
-        if self.compact and not self.batched and not self._all_active and (4 * running <= 3 * len(active) or cheap()):
-            self._cut(t, active, ids)
+        if active is cond:  # whose tensor the loop may go on to change
+            active, seen = cond.clone(), seen.clone()
+        self._stop(t, active, seen)
+        self.running = int(seen.sum())
+        self._seen = seen if self.running < seen.numel() else None
+        self._begin(t, active)
+        if self._seen is None or not self.running:
+            return bool(self.running)
+        if self.compact and not self.batched and (4 * self.running <= 3 * len(active) or cheap()):
+            self._add_cuts([t], [_divide(seen, self._host_ids())])
+            self._mixed.discard(t)
+            self._seen, self.active = None, active.index_select(0, self.cuts[-1].kept)
         return True
 
-    def _cut(self, t: int, active: Tensor, ids: Tensor | None) -> None:
-        kept, ended = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
-        self.cuts.append(RowCut(t, kept, ended, kept if ids is None else ids[kept]))
-        self._cut_steps.append(t)
-        self.active, self._all_active = active[kept], True
+    def _begin(self, t: int, active: Tensor) -> None:
+        self._step, self.active = t, active
+        if self._seen is not None:
+            self._mixed.add(t)
+
+    def _stop(self, t: int, active: Tensor, seen: Tensor) -> None:
+        """Writes down the step of the rows that have stopped before step t."""
+        if self.batched:
+            stopped = self.active & ~active
+            if (ids := self.ids_at(t)) is not None:
+                stopped = torch.zeros_like(self.steps, dtype=torch.bool).index_copy(0, ids, stopped)
+            self.steps = torch.where(stopped, t, self.steps)
+            return
+        stopped = ~seen if self._seen is None else self._seen & ~seen
+        if self.cuts:
+            stopped = torch.zeros(self.host_steps.shape, dtype=torch.bool, device="cpu").index_copy(
+                0, self._host_ids(), stopped
+            )
+        self.host_steps = torch.where(stopped, t, self.host_steps)
+        self.steps = upload(self.host_steps, active.device)
+
+    def _add_cuts(self, steps: list[int], parts: list[_Parts]) -> None:
+        """Cuts before these steps: one copy to the device for all of them."""
+        there = iter(upload_together([x for four in parts for x in four], self.steps.device)) if parts else iter(())
+        for t, four in zip(steps, parts, strict=True):
+            self.cuts.append(RowCut(t, next(there), next(there), next(there), next(there), host_ids=four[2]))
+        self._cut_steps += steps
+
+    def _host_ids(self) -> Tensor:
+        """The rows in the batch after all cuts so far."""
+        return self.cuts[-1].host_ids if self.cuts else torch.arange(self.size or 0, device="cpu")
 
     def cut_at(self, t: int) -> RowCut | None:
         """The cut made before step t."""
@@ -110,26 +154,37 @@ class ActiveRows:
         number = self.cuts_until(t)
         return self.cuts[number - 1].ids if number else None
 
-    def mask_at(self, t: int) -> tuple[Tensor, bool]:
-        """The rows of the batch that run at step t, and whether they all do."""
+    def all_run_at(self, t: int) -> bool:
+        """Whether all rows of the batch run at step t."""
+        return t not in self._mixed
+
+    def mask_at(self, t: int) -> Tensor:
+        """The rows of the batch that run at step t."""
         if self._step != t:
             ids = self.ids_at(t)
-            self.active = (self.steps if ids is None else self.steps[ids]) > t
-            self._step, self._all_active = t, bool(transforms.numbers(self.active).all())
-        return self.active, self._all_active
+            self._step, self.active = t, (self.steps if ids is None else self.steps.index_select(0, ids)) > t
+        return self.active
+
+    def places_at(self, t: int) -> Tensor:
+        """Where in the batch the rows are that run at step t; not under vmap."""
+        number = self.cuts_until(t)
+        steps = self.host_steps[self.cuts[number - 1].host_ids] if number else self.host_steps
+        return upload((steps > t).nonzero().squeeze(1), self.steps.device)
 
     def elements_at(self, t: int, around: Tensor | None) -> Tensor:
         """Under vmap: the elements that run at step t, here and in the loops around."""
-        mask, _ = self.mask_at(t)
+        mask = self.mask_at(t)
         mask = mask.any() if mask.dim() else mask
         return mask if around is None else mask & around
 
     def holds(self, leaf: Any) -> bool:
-        """Whether a leaf has rows: not a shared one, nor an array, which masks its own writes.
+        """Whether a leaf has rows that may be frozen: not a shared one, nor an array, which masks its own writes.
 
         Under vmap a shared one is frozen too, when all rows of its element have stopped.
         """
-        return isinstance(leaf, Tensor) and (self.size is None or self.batched or _has_dims(leaf))
+        if self.leave_at_once or not isinstance(leaf, Tensor):
+            return False
+        return self.size is None or self.batched or _has_dims(leaf)
 
 
 def _has_dims(x: Tensor) -> bool:
@@ -148,7 +203,7 @@ def spread(mask: Tensor, like: Tensor) -> Tensor:
 
 def make_first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
     """`last` before the first step: a running row's values, for rows that never run; under vmap each one's own."""
-    mask, _ = rows.mask_at(0)
+    mask = rows.mask_at(0)
     if rows.size is None or rows.batched:
         return [x.detach() if rows.holds(x) else None for x in carry]
     row = mask.to(torch.uint8).argmax()
@@ -157,9 +212,9 @@ def make_first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
 
 def make_inputs(rows: ActiveRows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
     """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
-    mask, all_active = rows.mask_at(t)
-    if all_active:
+    if rows.all_run_at(t):
         return carry
+    mask = rows.mask_at(t)
     for x in carry:
         if isinstance(x, TensorArray):
             mask_rows(x, mask)
@@ -184,9 +239,9 @@ def count_slots(carry: Sequence[Any]) -> list[int]:
 
 def freeze(rows: ActiveRows, t: int, old: Sequence[Any], new: list[Any], before: Sequence[int]) -> list[Any]:
     """The carry after step t: new in the rows that ran, old in the others. `before`: lengths of the old arrays."""
-    mask, all_active = rows.mask_at(t)
-    if all_active:
+    if rows.all_run_at(t):
         return new
+    mask = rows.mask_at(t)
     for x in (*old, *new):
         if isinstance(x, TensorArray):
             mask_rows(x, None)
@@ -210,10 +265,10 @@ def _mix(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> Tenso
     return replace(new, torch.where(mask.view(shape), values, held))
 
 
-def select(leaves: Sequence[Any], index: Tensor, rank: int = 1) -> list[Any]:
-    """These rows of every leaf that has them; tensors of rank below `rank` have none."""
+def select(leaves: Sequence[Any], index: Tensor, rank: int = 1, host: Tensor | None = None) -> list[Any]:
+    """These rows of every leaf that has them; tensors of rank below `rank` have none. `host`: the index on the CPU."""
     return [
-        select_rows(x, index) if is_packed(x) else _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank)
+        select_rows(x, index if host is None else host) if is_packed(x) else _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank)
         else x
         for x in leaves
     ]  # fmt: skip
@@ -227,7 +282,12 @@ def shrink_carry(carry: Sequence[Any], cut: RowCut, ids: Tensor) -> list[Any]:
 def pick_rows(context: Sequence[Any], cut: RowCut, before: Sequence[Any]) -> list[Any]:
     """The caller's context for the rows that a cut leaves; arrays are not copied."""
     pairs = zip(context, before, strict=True)
-    return [pick(x, cut.ids, y) if isinstance(x, TensorArray) else select([x], cut.ids)[0] for x, y in pairs]
+    return [pick(x, cut.ids, y) if isinstance(x, TensorArray) else select_kept([x], cut)[0] for x, y in pairs]
+
+
+def select_kept(context: Sequence[Any], cut: RowCut) -> list[Any]:
+    """Of leaves that have the rows of the full batch, those that a cut leaves."""
+    return select(context, cut.ids, host=cut.host_ids)
 
 
 def _has_rows(x: Any, rank: int) -> bool:
@@ -264,12 +324,12 @@ def make_arrays_whole(
 def join(departed: Sequence[tuple[Tensor, Sequence[Any]]]) -> list[Any]:
     """The carry of the full batch, from what left it, and at last stayed in it: (ids, leaves) of each piece."""
     all_ids = [ids for ids, _ in departed]
+    order = torch.cat(all_ids).argsort()
     columns = zip(*(leaves for _, leaves in departed), strict=True)
-    return [_join_column(column, all_ids) for column in columns]
+    return [_join_column(column, all_ids, order) for column in columns]
 
 
-def _join_column(column: Sequence[Any], all_ids: Sequence[Tensor]) -> Any:
-    order = torch.cat(list(all_ids)).argsort()
+def _join_column(column: Sequence[Any], all_ids: Sequence[Tensor], order: Tensor) -> Any:
     whole = column[-1]
     if isinstance(whole, TensorArray) and isinstance(store_of(whole), Shrunk):
         return restore_batch(whole, len(order))

@@ -75,7 +75,7 @@ class InAutograd(Packed):
 
     def tolist(self) -> list[Any]:
         """The rows, each as nested lists."""
-        return [row.tolist() for row in self.values.split(self._dim._lens.tolist())]
+        return [row.tolist() for row in self.values.split(self._dim._host_lens.tolist())]
 
     def ndimension(self) -> int:
         """The number of dims, batch and ragged dim included."""

@@ -1,6 +1,8 @@
 """A ragged dim: the lengths of the rows, everything that follows from them, and whether two are the same.
 
-What is derived (offsets, row ids, positions) is made when first asked for and kept; so is a copy for each device.
+What is derived (row ids, positions, the longest row) is made when first asked for and kept; so is a copy for each
+device. A dim on a device has its lengths on the CPU, too, once somebody has asked for a number: from then on, and from
+the beginning where the lengths came from there, nothing waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +13,13 @@ from torch import Tensor
 
 from tensorloop._common import arguments, scope
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.uploads import upload_together
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import lasting
 from tensorloop._torch.versions import read_version
+
+_HOST = ("_host_lens", "_host_offsets")  # what a dim on a device has on the CPU
 
 
 @runs_eagerly
@@ -55,14 +60,14 @@ class Dim(int):
         self._begin(name, lens, check)
 
     def _begin(self, name: str | None, lens: Any, check: bool | None) -> None:
-        self.name = name
-        # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so
-        # that who writes to it writes to nobody's rows.
         with lasting():
-            self._lens = _check_lengths(lens, check)
-            self._offsets = torch.cat([self._lens.new_zeros(1), self._lens.cumsum(0)])
-            self.lens = self._lens.clone()  # (B,)
-            self.offsets = self._offsets.clone()  # (B+1,): where rows begin among the values, and the last one's end
+            own = _check_lengths(lens, check)
+            self._take(name, own, _offsets_of(own))
+        if isinstance(lens, Dim):
+            self._cache |= {k: v for k, v in lens._cache.items() if k in _HOST}
+
+    def _take(self, name: str | None, lens: Tensor, offsets: Tensor) -> None:
+        self.name, self._lens, self._offsets = name, lens, offsets
         self._cache: dict[str, Any] = {}
         self._key = object()  # shared by dims that were found equal
         self._peers: dict[torch.device, Dim] = {}
@@ -83,15 +88,56 @@ class Dim(int):
                 self._cache[name] = make()
         return self._cache[name]
 
+    # What is named twice is had twice: kernels trust the one with an underscore, and the other is handed out, so that
+    # who writes to it writes to nobody's rows.
+
+    @property
+    def lens(self) -> Tensor:
+        """(B,) int64: the length of each row."""
+        return self._kept("lens", lambda: self._lens.clone())
+
+    @property
+    def offsets(self) -> Tensor:
+        """(B+1,) int64: where rows begin among the values, and the last one's end."""
+        return self._kept("offsets", lambda: self._offsets.clone())
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether the lengths are on the CPU, so that nothing waits."""
+        return self.device.type == "cpu" or "_host_lens" in self._cache
+
+    @property
+    def _host_lens(self) -> Tensor:
+        """The lengths on the CPU. On a device the first time waits for it, if they did not come from there."""
+        return self._lens if self.device.type == "cpu" else self._kept("_host_lens", lambda: self._lens.cpu())
+
+    @property
+    def _host_offsets(self) -> Tensor:
+        """The offsets on the CPU."""
+        if self.device.type == "cpu":
+            return self._offsets
+        return self._kept("_host_offsets", lambda: _offsets_of(self._host_lens))
+
+    def derive(self, change: Callable[[Tensor], Tensor]) -> "Dim":
+        """Gives a dim of the same name and device with other lengths, worked out on the CPU if these are there.
+
+        Args:
+            change: makes the new lengths of a (B,) tensor of the old ones.
+
+        Returns:
+            A `Dim`.
+        """
+        return Dim(self.name, change(self._host_lens if self._on_host else self._lens)).to(self.device)
+
     @property
     def total(self) -> int:
         """N, the sum of the lengths. On a device the first time waits for it, if no packed tensor has told it."""
-        return self._kept("total", lambda: int(self._offsets[-1]))
+        return self._kept("total", lambda: int(self._host_offsets[-1]))
 
     @property
     def max_len(self) -> int:
         """The longest row; 0 for no rows. On a device the first time waits for it."""
-        return self._kept("max_len", lambda: int(self._lens.max()) if len(self) else 0)
+        return self._kept("max_len", lambda: int(self._host_lens.max()) if len(self) else 0)
 
     @property
     def has_empty_rows(self) -> bool:
@@ -101,7 +147,7 @@ class Dim(int):
             >>> tl.Dim("time", [2, 0]).has_empty_rows, tl.Dim("time", [2, 0]).max_len, tl.Dim("time", [2, 0]).total
             (True, 2, 2)
         """
-        return self._kept("has_empty_rows", lambda: bool((self._lens == 0).any()))
+        return self._kept("has_empty_rows", lambda: bool((self._host_lens == 0).any()))
 
     @property
     def row_ids(self) -> Tensor:
@@ -143,7 +189,8 @@ class Dim(int):
         def make() -> tuple[Dim, Tensor, Tensor]:
             order = torch.argsort(self._positions, stable=True)
             inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
-            return Dim(None, torch.bincount(self._positions, minlength=self.max_len)), order, inverse
+            ended = torch.bincount(self._host_lens, minlength=self.max_len + 1).cumsum(0)  # before or at each t
+            return Dim(None, len(self) - ended[: self.max_len]).to(self.device), order, inverse
 
         return self._kept("by_time", make)
 
@@ -173,12 +220,13 @@ class Dim(int):
         if device == self.device:
             return self
         if device not in self._peers:
-            # `self.max_len` and the like would wait for a device; a CPU copy costs nothing to ask first.
-            if self.device.type == "cpu":
-                _ = self.total, self.max_len, self.has_empty_rows
+            other = Dim.__new__(Dim, self.name, None)
             with lasting(), scope.unrecorded():
-                other = Dim(self.name, self._lens.to(device))
-            other._cache |= {k: v for k, v in self._cache.items() if not isinstance(v, Tensor | tuple | Dim)}
+                lens, offsets = self._host_lens, self._host_offsets
+                other._take(self.name, *upload_together([lens, offsets], device))
+            if device.type != "cpu":
+                other._cache |= zip(_HOST, (lens, offsets), strict=True)
+            other._cache |= {k: v for k, v in self._cache.items() if type(v) in (int, bool)}
             other._key = self._key
             self._peers[device] = other
         return self._peers[device]
@@ -195,7 +243,11 @@ class Dim(int):
         if self._key is other._key:
             return True
         with scope.unrecorded():
-            if len(self) != len(other) or not torch.equal(self._lens, other._lens.to(self.device)):
+            if len(self) != len(other):
+                return False
+            there = self.device == other.device and not self._on_host and not other._on_host  # one wait, not two
+            pair = (self._lens, other._lens) if there else (self._host_lens, other._host_lens)
+            if not torch.equal(*pair):
                 return False
         other._key = self._key
         return True
@@ -214,7 +266,7 @@ class Dim(int):
 
     def __repr__(self) -> str:
         """The name and the lengths, or a few of them."""
-        few = self._lens[:6].tolist() if len(self) > 8 else self._lens.tolist()
+        few = self._host_lens[:6].tolist() if len(self) > 8 else self._host_lens.tolist()
         shown = ", ".join(map(str, few)) + (f", ... ({len(self)} rows)" if len(self) > 8 else "")
         return f"Dim({self.name!r}, [{shown}])"
 
@@ -229,6 +281,10 @@ class Dim(int):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its name and lengths."""
         return Dim, (self.name, self._lens)
+
+
+def _offsets_of(lens: Tensor) -> Tensor:
+    return torch.cat([lens.new_zeros(1), lens.cumsum(0)])
 
 
 def _check_lengths(lens: Any, check: bool | None) -> Tensor:
@@ -291,6 +347,6 @@ def describe_difference(a: Dim, b: Dim, what: str = "") -> WrongValue:
     what = f"{what}: packed tensors" if what else "packed tensors"
     if len(a) != len(b):
         return WrongValue(f"{what} of {len(a)} and {len(b)} rows")
-    pairs = zip(a._lens.tolist(), b._lens.tolist(), strict=True)
+    pairs = zip(a._host_lens.tolist(), b._host_lens.tolist(), strict=True)
     row, (m, n) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     return WrongValue(f"{what} of different lens; the first row that differs is {row}: {m} and {n}")

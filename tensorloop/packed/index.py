@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongIndex, WrongValue
+from tensorloop._common.uploads import upload
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
@@ -63,11 +64,14 @@ def _read_index(p: Packed, k: Any, what: str) -> Any:
     if isinstance(k, slice):
         return k
     if isinstance(k, (list, range)) or getattr(k, "ndim", 0):  # a tensor, or an array of NumPy's
-        k = torch.as_tensor(list(k) if isinstance(k, range) else k, device=p.values.device)
+        if not isinstance(k, Tensor):
+            k = torch.as_tensor(list(k) if isinstance(k, range) else k, device="cpu")
         if k.dtype is torch.bool:
             if what == "times" or k.shape != (len(p._dim),):
                 raise WrongIndex(f"a mask must be ({len(p._dim)},), one bool a row, got {tuple(k.shape)}")
-            return k.nonzero().squeeze(1)
+            return k.cpu().nonzero().squeeze(1)
+        if what == "times" or k.device.type != "cpu":  # rows of the CPU stay there: how many entries they have is known
+            k = upload(k, p.values.device) if k.device.type == "cpu" else k.to(p.values.device)
         if not k.numel():
             return k.to(torch.int64)
         return arguments.index_tensor(k, p.values.device, what)
@@ -96,7 +100,7 @@ def _find_row(p: Packed, b: int) -> int:
 def _index_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tensor:
     """p[b], p[b, t], p[b, a:c]: from one row, which has no ragged dim."""
     b = _find_row(p, b)
-    start, end = p._dim._offsets[b : b + 2].tolist()
+    start, end = p._dim._host_offsets[b : b + 2].tolist()
     if isinstance(times, int):
         if not start - end <= times < end - start:
             raise WrongIndex(f"t = {times} is out of range for row {b} of length {end - start}")
@@ -108,9 +112,8 @@ def _index_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tens
 
 def slice_rows(p: Packed, a: int, b: int) -> Packed:
     """Rows a to b: a view."""
-    lens = p._dim._lens[a:b]
-    start, end = (int(p._dim._offsets[i]) for i in (a, max(a, b)))
-    return p._with(p.values[start:end], Dim(p._dim.name, lens))
+    start, end = (int(p._dim._host_offsets[i]) for i in (a, max(a, b)))
+    return p._with(p.values[start:end], p._dim.derive(lambda lens: lens[a:b]))
 
 
 def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
@@ -140,7 +143,7 @@ def _select_rows(p: Packed, rows: Any) -> Packed:
         a, b, step = rows.indices(n)
         if step == 1:
             return slice_rows(p, a, max(a, b))
-        rows = torch.arange(n, device=p.values.device)[list(range(a, b, step))]
+        rows = torch.arange(n, device="cpu")[list(range(a, b, step))]
     if rows.dim() != 1:
         raise WrongIndex(f"rows must be (M,), got shape {tuple(rows.shape)}")
     if arguments.must_check(None, rows):
@@ -149,10 +152,15 @@ def _select_rows(p: Packed, rows: Any) -> Packed:
 
 
 def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
-    """Rows in another order, left out or repeated; `rows` (M,) is in range."""
+    """Rows in another order, left out or repeated; `rows` (M,) is in range. Rows on the CPU are not waited for."""
     offsets = p._dim._offsets
-    rows = rows.to(offsets.device)
-    dim = Dim(p._dim.name, p._dim._lens.index_select(0, rows))
+    known = rows.cpu() if p._dim._on_host else rows  # else the sum of their lengths is waited for, once as well
+    if known.device.type == "cpu":
+        lens = p._dim._host_lens
+        dim = p._dim.derive(lambda _: lens.index_select(0, known))
+        rows = upload(known, offsets.device) if rows is known else rows
+    else:
+        dim = Dim(p._dim.name, p._dim._lens.index_select(0, rows))
     index = offsets[:-1].index_select(0, rows).index_select(0, dim._row_ids) + dim._positions
     if not permutation:
         return p._with(segments.gather(p.values, index), dim)
@@ -162,8 +170,13 @@ def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
 
 def _index_times(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
     """p[:, t] (B, *F) and p[:, ts] (B, M, *F), and features of it: every row must be long enough."""
-    lens, offsets = p._dim._lens, p._dim._offsets
-    ts = times if isinstance(times, Tensor) else torch.tensor([times], device=lens.device)
+    dim = p._dim
+    if isinstance(times, Tensor):
+        lens, offsets, ts = dim._lens, dim._offsets, times
+    elif dim._on_host:
+        lens, offsets, ts = dim._host_lens, dim._host_offsets, torch.full((1,), times, device="cpu")
+    else:
+        lens, offsets, ts = dim._lens, dim._offsets, torch.full((1,), times, device=dim.device)
     if ts.dim() != 1:
         raise WrongIndex(f"times must be an int or (M,), got shape {tuple(ts.shape)}")
     index = torch.where(ts < 0, lens[:, None], 0) + ts
@@ -171,8 +184,9 @@ def _index_times(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
     if arguments.must_check(None, bad) and bool(bad.any()):
         b, i = bad.nonzero()[0].tolist()
         raise WrongIndex(f"t = {int(ts[i])} is out of range for row {b} of length {int(lens[b])}")
-    # On a device nothing is asked: an index past the end of a row is kept inside the values.
+    # A device is not asked: an index past the end of a row is kept inside the values.
     index = (index + offsets[:-1, None]).clamp_(0, max(len(p.values) - 1, 0))
+    index = upload(index, dim.device) if index.device.type == "cpu" else index
     lists = _find_lists(features) if isinstance(times, Tensor) else []
     if lists:
         before_last = features[: next(i for i, k in enumerate(features) if k is lists[-1])]
@@ -189,6 +203,7 @@ def _index_times(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
 
 def _find_pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
     """The entry that each pair of p[rows, times] is."""
+    rows = upload(rows, p.values.device) if rows.device.type == "cpu" else rows
     rows, times = torch.broadcast_tensors(rows, torch.as_tensor(times, device=rows.device))
     n = len(p._dim)
     if arguments.must_check(None, rows):
@@ -206,7 +221,7 @@ def crop(p: Packed, times: slice) -> Packed:
     step = 1 if times.step is None else arguments.as_int(times.step, "step")
     if step < 1:
         raise WrongValue(f"step must be at least 1, got {step}; use flip(1)")
-    lens = p._dim._lens
+    lens = p._dim._host_lens
 
     def bound(x: Any, default: Tensor) -> Tensor:
         if x is None:
@@ -216,6 +231,7 @@ def crop(p: Packed, times: slice) -> Packed:
 
     start = bound(times.start, torch.zeros_like(lens))
     size = (bound(times.stop, lens) - start + step - 1).clamp(min=0) // step
-    dim = Dim(p._dim.name, size)
-    index = (p._dim._offsets[:-1] + start).index_select(0, dim._row_ids) + dim._positions * step
+    dim = p._dim.derive(lambda _: size)
+    begins = upload(p._dim._host_offsets[:-1] + start, dim.device)
+    index = begins.index_select(0, dim._row_ids) + dim._positions * step
     return p._with(segments.gather(p.values, index, in_order=True), dim)

@@ -59,7 +59,7 @@ class BatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self._lens = as_dim(lens)._lens.cpu()
+        self._lens = as_dim(lens)._host_lens
         self._most = _at_least_one(max_entries, "max_entries")
         self._rows = None if max_rows is None else _at_least_one(max_rows, "max_rows")
         self._shuffle, self._seed, self._drop = bool(shuffle), arguments.as_int(seed, "seed"), bool(drop_last)

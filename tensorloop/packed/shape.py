@@ -152,16 +152,17 @@ def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
             check_same_rows(first, x)
         return first._with(torch.cat([x.values for x in tensors], d - 1))
     values = torch.cat([x.values for x in tensors])
-    lens = [x._dim._lens for x in tensors]
+    known = all(x._dim._on_host for x in tensors)
+    lens = [x._dim._host_lens if known else x._dim._lens for x in tensors]
     if d == 0:
-        return first._with(values, Dim(first._dim.name, torch.cat(lens)))
+        return first._with(values, Dim(first._dim.name, torch.cat(lens)).to(values.device))
     if len({len(n) for n in lens}) > 1:
         raise WrongValue(f"along time the numbers of rows must agree, got {[len(n) for n in lens]}")
     batch = len(first._dim)
-    whole = first._with(values, Dim(None, torch.cat(lens)))
-    rows = torch.arange(len(tensors) * batch, device=values.device).view(len(tensors), batch).T.reshape(-1)
+    whole = first._with(values, Dim(None, torch.cat(lens)).to(values.device))
+    rows = torch.arange(len(tensors) * batch, device=lens[0].device).view(len(tensors), batch).T.reshape(-1)
     pieces = select_rows(whole, rows, permutation=True)
-    return first._with(pieces.values, Dim(first._dim.name, torch.stack(lens).sum(0)))
+    return first._with(pieces.values, Dim(first._dim.name, torch.stack(lens).sum(0)).to(values.device))
 
 
 @handles("stack")
@@ -210,8 +211,9 @@ def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, 
         raise refusal("without dim it repeats the entries of a padded tensor", "give dim")
     d = find_dim(input, dim)
     if d == 0:
-        rows = torch.arange(len(input._dim), device=input.values.device)
-        return select_rows(input, rows.repeat_interleave(repeats, output_size=output_size))
+        rows = torch.arange(len(input._dim), device="cpu")
+        times = repeats.cpu() if isinstance(repeats, Tensor) else repeats
+        return select_rows(input, rows.repeat_interleave(times, output_size=output_size))
     d = find_feature_dim(input, dim)
     return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
 

@@ -9,7 +9,7 @@ def write_text(packed: Any) -> str:
     """Shape, rows and values in one line."""
     dim = packed._dim
     rows = len(dim)
-    lens = dim._lens[:8].tolist() if rows > 10 else dim._lens.tolist()
+    lens = dim._host_lens[:8].tolist() if rows > 10 else dim._host_lens.tolist()
     shown = ", ".join(map(str, lens)) + (f", ... ({rows} rows)" if rows > 10 else "")
     sizes = ", ".join(map(str, packed.shape))
     named = f"name={dim.name!r}, " if dim.name is not None else ""

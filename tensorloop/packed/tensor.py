@@ -265,7 +265,7 @@ class PackedTensor(InAutograd):
             return dispatch(Tensor.unbind, (self, dim), {})
         if not is_recording():
             refuse_lost_gradient((self,))
-        return tuple(self.values.split(self._dim._lens.tolist()))
+        return tuple(self.values.split(self._dim._host_lens.tolist()))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
         """Splits into packed tensors of fewer rows, or of fewer features, as `torch.split`.

@@ -30,7 +30,7 @@ def register(cls: type[Packed], rebuilt: Callable[..., Any]) -> None:
         _flatten,
         unflatten,
         serialized_type_name="tensorloop.PackedTensor",
-        to_dumpable_context=lambda dim: [dim.name, dim._lens.tolist()],
+        to_dumpable_context=lambda dim: [dim.name, dim._host_lens.tolist()],
         from_dumpable_context=lambda dumped: Dim(*dumped),
         flatten_with_keys_fn=_flatten_with_keys,
     )

@@ -430,3 +430,12 @@ def test_the_reference_runs_each_row_alone() -> None:
     assert (x.tolist(), n.tolist(), steps.tolist()) == ([8, 1, 2], [3, 5, 3], [3, 0, 1])
     assert isinstance(Slots([x]), list)
     assert Ours(None).checkpoints is None
+
+
+def test_a_condition_that_gives_one_tensor_each_time_and_changes_it_in_place() -> None:
+    limits, mask = torch.tensor([2, 4, 3]), torch.ones(3, dtype=torch.bool)
+    init = torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    (h, _), steps = tl.while_loop(
+        lambda c: mask.copy_(c[1] < limits), lambda c: (c[0] * 2, c[1] + 1), init, max_steps=9, return_steps=True
+    )
+    assert (h.tolist(), steps.tolist()) == ([4, 16, 8], [2, 4, 3])

@@ -58,6 +58,7 @@ class SearchLimits(NamedTuple):
 
     def fail(self, what: str, steps: int, ratios: Tensor) -> None:
         """Says that a search has not converged."""
+        ratios = ratios.cpu()
         worst = float(ratios.max())
         rows = ""
         if self.rows:
@@ -268,7 +269,7 @@ def _solved(linear: Linear, v: list[Tensor], search: SearchLimits) -> list[Tenso
         steps += 1
         back = linear.to_values(w)
         new = [a if b is None else a + b for a, b in zip(v, back, strict=True)]
-        ratios = transforms.numbers(distance(new, w, 0.0, rows=search.rows))
+        ratios = transforms.numbers(distance(new, w, 0.0, rows=search.rows)).cpu()  # all that a device is waited for
         w = new
         if bool((ratios <= search.tol).all()):
             return w

@@ -71,30 +71,33 @@ class AmbientState:
 
 
 class RngState:
-    """The states of all generators that a loop draws from: torch's own, and those of the user that were met."""
+    """The states of generators that a loop draws from: torch's own, and those of the user that were met.
 
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+    `devices`: of which GPUs; None for all there are.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator], devices: Iterable[int] | None = None) -> None:
         self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        if devices is None:
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        self.cuda = {i: torch.cuda.get_rng_state(i) for i in devices}
         self.users = {id(g): (g, g.get_state()) for g in generators}
 
-    def restore(self, first: dict[int, tuple[torch.Generator, Tensor]]) -> None:
-        """Sets every generator; one that was met later begins in the state in which it was met."""
+    def restore(self, first: dict[int, tuple[torch.Generator, Tensor]], cuda: dict[int, Tensor]) -> None:
+        """Sets every generator; one that was met later begins in its state in `first`, and a GPU's in that in `cuda`.
+
+        The latter decides which GPUs: others may be at work for somebody else.
+        """
         torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+        for i, state in cuda.items():
+            torch.cuda.set_rng_state(self.cuda.get(i, state), i)
         for generator, state in {**first, **self.users}.values():
             generator.set_state(state)
 
-    def __eq__(self, other: object) -> bool:
-        if (
-            not isinstance(other, RngState)
-            or len(self.cuda) != len(other.cuda)
-            or self.users.keys() != other.users.keys()
-        ):
-            return False
-        pairs = [(self.cpu, other.cpu), *zip(self.cuda, other.cuda, strict=True)]
+    def differs(self, other: "RngState") -> bool:
+        """Whether any generator has moved since `other`, which was of no other GPUs or of more."""
+        if self.users.keys() != other.users.keys() or not self.cuda.keys() <= other.cuda.keys():
+            return True
+        pairs = [(self.cpu, other.cpu), *((state, other.cuda[i]) for i, state in self.cuda.items())]
         pairs += [(state, other.users[key][1]) for key, (_, state) in self.users.items()]
-        return all(transforms.equal(a, b) for a, b in pairs)
-
-    __hash__ = None  # type: ignore[assignment]
+        return not all(transforms.equal(a, b) for a, b in pairs)

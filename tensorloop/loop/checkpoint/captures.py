@@ -68,6 +68,7 @@ class Captures(TorchFunctionMode):
         self.recorded: dict[int, Tensor] = {}  # those that get a gradient, in the order they were met
         self.arrays: dict[int, CapturedArray] = {}  # by the id of the buffer
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self.gpus: set[int] = set()  # whose tensors steps have used
         self.writes = Writes()
         self.calls = array("q")  # torch functions called in each step that gave a tensor
         self.given = Given()
@@ -235,6 +236,8 @@ class Captures(TorchFunctionMode):
             self._check_count()
         else:
             self.calls.append(use.count)
+            if torch.cuda.is_initialized():
+                self.gpus.update(x.get_device() for x in use.seen.values() if x.is_cuda)
             if self.given.roots:
                 arguments = [*arguments, *self.given.roots]
             self._look_for_left({id(x) for x in returned})
@@ -386,8 +389,12 @@ class Captures(TorchFunctionMode):
         return {captured: captured.end_step() for captured in self.arrays.values()}
 
     def rng_state(self) -> RngState:
-        """Of all generators that the body may draw from."""
-        return RngState(generator for generator, _ in self.generators.values())
+        """Of all generators that the body may draw from; before the first step is over, of every GPU's.
+
+        What is drawn on a GPU is a tensor there, which the step makes: so later it is enough to ask those of which
+        steps have used tensors.
+        """
+        return RngState((generator for generator, _ in self.generators.values()), self.gpus if self.calls else None)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Replay:
             here.replays -= 1
             self.steps.loop.departed_rows = []
             if now is not None:
-                now.restore({})
+                now.restore({}, now.cuda)
 
     def restore(self, step: int) -> State:
         """The state of a snapshot, its random numbers and buffers set again."""

@@ -252,7 +252,9 @@ class Snapshots:
     def set_surroundings(self, snapshot: StepSnapshot, *, draws: bool) -> None:
         """Sets again what the body writes to, and the generators where the loop draws from them."""
         if draws:
-            snapshot.rng.restore(self.captures.generators)
+            start = self.initial.rng.cuda
+            gpus = {i: start[i] for i in self.captures.gpus if i in start}
+            snapshot.rng.restore(self.captures.generators, gpus)
         self.captures.writes.restore(snapshot.written)
 
     def drop(self, step: int) -> None:

@@ -10,7 +10,6 @@ from tensorloop._common.errors import Misuse
 from tensorloop._torch import graph, transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.checkpoint import leaving as _leaving
-from tensorloop.loop.checkpoint.ambient_state import RngState
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.checkpoint.conditions import Conditions
@@ -48,7 +47,7 @@ class Sweep:
         captures = self.captures
         leaving = _leaving.Leaving(captures)
         state = self._begin()
-        start = RngState(())
+        start = captures.rng_state()
         try:
             going = self._ask(state)
             for action in self._actions(state):
@@ -71,7 +70,7 @@ class Sweep:
             self.conditions.given = (None, None)
             captures.end_sweep()
         self.constants.settle()
-        self.draws = captures.rng_state() != start
+        self.draws = captures.rng_state().differs(start)
         return state
 
     def result(self, outputs: Sequence[Output]) -> SweepResult:

@@ -47,7 +47,8 @@ def pad_time(
         longer = lengthen(dim, before + behind)
     else:
         name = f"padded {before + behind}"
-        longer = dim._kept(name, lambda: Dim(dim.name, torch.where(dim._lens > 0, dim._lens + (before + behind), 0)))
+        more = before + behind
+        longer = dim._kept(name, lambda: dim.derive(lambda lens: torch.where(lens > 0, lens + more, 0)))
     if mode == "constant":
         places = (longer._offsets[:-1] + before).index_select(0, dim._row_ids) + dim._positions
         return p._with(segments.place(p.values, places, longer.total, value), longer)

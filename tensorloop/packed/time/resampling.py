@@ -65,9 +65,12 @@ def _as_factor(given: Any) -> float:
 
 
 def _find_results(dim: Dim, number: float, is_factor: bool) -> Dim:
-    lens = dim._lens
-    wanted = (lens.to(torch.float64) * number).floor().to(torch.int64) if is_factor else lens.new_tensor(int(number))
-    return Dim(dim.name, torch.where(lens > 0, wanted, 0))
+    def change(lens: Tensor) -> Tensor:
+        if is_factor:
+            return (lens.to(torch.float64) * number).floor().to(torch.int64)  # of an empty row 0
+        return torch.where(lens > 0, int(number), 0)
+
+    return dim.derive(change)
 
 
 def _find_nearest(dim: Dim, results: Dim, factor: float | None, shift: float, exact: torch.dtype) -> Tensor:
