@@ -60,7 +60,9 @@ class CutContext:
         self.check_unchanged()
         # Each from the caller's, none from another: a replay that follows one must not meet the next.
         given = self.context.leaves
-        self.leaves = stopped_rows.select_kept(given, cut) if copies else stopped_rows.pick_rows(given, cut, self.leaves)
+        self.leaves = (
+            stopped_rows.select_kept(given, cut) if copies else stopped_rows.pick_rows(given, cut, self.leaves)
+        )
         self._arguments.append(self.context.arguments_of(self.leaves))
         self._versions = _versions(self.leaves)
 

@@ -267,11 +267,13 @@ def _mix(mask: Tensor, new: TensorArray, old: TensorArray, length: int) -> Tenso
 
 def select(leaves: Sequence[Any], index: Tensor, rank: int = 1, host: Tensor | None = None) -> list[Any]:
     """These rows of every leaf that has them; tensors of rank below `rank` have none. `host`: the index on the CPU."""
-    return [
-        select_rows(x, index if host is None else host) if is_packed(x) else _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank)
-        else x
-        for x in leaves
-    ]  # fmt: skip
+
+    def rows_of(x: Any) -> Any:
+        if is_packed(x):
+            return select_rows(x, index if host is None else host)
+        return _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank) else x
+
+    return [rows_of(x) for x in leaves]
 
 
 def shrink_carry(carry: Sequence[Any], cut: RowCut, ids: Tensor) -> list[Any]:
