@@ -23,6 +23,7 @@ import torch
 
 import tensorloop as tl
 from tensorloop.compiler.targets.cpu import guarded
+from tests.device import pretended
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
 hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -51,12 +52,21 @@ _EXTENDED = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case of every test")
     parser.addoption("--compiled", action="store_true", help="run loops with compile=True where a test leaves it out")
+    parser.addoption("--device", action="store_true", help="run on a pretended CUDA device: see tests/device")
     parser.addoption("--guarded", action="store_true", help="check each address that a compiled loop touches")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What looks at the device itself is for runs that have it."""
+    return (collection_path == Path(pretended.HERE) and not config.getoption("--device")) or None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     config.addinivalue_line("markers", _EXTENDED)
+    if config.getoption("--device"):
+        pretended.start()
+        torch.set_default_device("cuda")
     if not config.getoption("--all"):
         hypothesis.settings.load_profile("few")
 

@@ -87,7 +87,7 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("array", np.zeros(3, dtype=np.float32), TypeError, ("ndarray", "torch.as_tensor")),
     ("number", 1.0, TypeError, ("float 1.0", "torch.as_tensor")),
     ("None", None, TypeError, ("NoneType",)),
-    ("sparse", torch.zeros(3).to_sparse(), TypeError, ("torch.sparse_coo", "to_dense()")),
+    ("sparse", torch.zeros(3, device="cpu").to_sparse(), TypeError, ("torch.sparse_coo", "to_dense()")),
 ]
 BAD_INTS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("float", 1.0, TypeError, ("int", "float 1.0")),

@@ -1,0 +1,190 @@
+"""A CUDA device for a torch that has none: `start()` makes cuda:0 and cuda:1 in this process, until it ends.
+
+Tensors on it are torch's plain tensors, whose memory is the host's; every operation is the CPU's. What torch does on a
+device is real: dispatch, autograd's threads, generators of its own, the refusal of mixed devices. `counted()` counts
+what a device would be given to do, and notes where the host would wait for it.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.device import built, fused_cells
+
+HERE = str(Path(__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
+DEVICES = 2
+
+Watcher = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The host waits for the device: how, by which operation of torch, in which lines, the innermost first."""
+
+    kind: str
+    operation: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.operation}) at {' < '.join(self.lines) or 'no line of Python'}"
+
+
+@dataclass
+class Counts:
+    """What has been asked of the devices: launches by operation, and syncs in order."""
+
+    operations: Counter[str] = field(default_factory=Counter)
+    syncs: list[Sync] = field(default_factory=list)
+
+    @property
+    def launches(self) -> int:
+        return sum(self.operations.values())
+
+
+class Watch:
+    """What is told of each launch and sync of any thread: those who count, and torch's own switch."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self.counting: list[Counts] = []
+        self.mode = 0  # of `set_sync_debug_mode`: 2 refuses syncs
+        self.lock = threading.Lock()
+        self.told = Watcher(self.tell)
+        self.inside = threading.local()
+        self.cells = fused_cells.register(self.one_launch)
+
+    @contextlib.contextmanager
+    def one_launch(self, operation: str) -> Iterator[None]:
+        """What this thread launches meanwhile is that of one operation."""
+        self.tell(b"launch", operation.encode())
+        self.inside.one = True
+        try:
+            yield
+        finally:
+            self.inside.one = False
+
+    def tell(self, what: bytes, operation: bytes) -> int:
+        kind, name = what.decode(), operation.decode()
+        if getattr(self.inside, "one", False):
+            return 0
+        with self.lock:
+            for counts in self.counting:
+                if kind == "launch":
+                    counts.operations[name] += 1
+                else:
+                    counts.syncs.append(Sync(kind, name, lines()))
+        return int(kind != "launch" and self.mode == 2)
+
+    def set_mode(self, mode: int | str) -> None:
+        self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # pyright: ignore
+        self.listen()
+
+    def listen(self) -> None:
+        """Called back only while someone wants to know: that takes time."""
+        self.library.watch(self.told if self.counting or self.mode else Watcher())
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[Counts]:
+        counts = Counts()
+        self.counting.append(counts)
+        self.listen()
+        try:
+            yield counts
+        finally:
+            self.counting.remove(counts)
+            self.listen()
+
+
+def lines() -> tuple[str, ...]:
+    """The lines that are running in this thread, `file:number`, without those of torch and of this folder's watch."""
+    found, frame = [], sys._getframe()
+    while frame := frame.f_back:
+        file = frame.f_code.co_filename
+        if file != __file__ and not file.startswith((TORCH, "<frozen", "<string")):
+            found.append(f"{file}:{frame.f_lineno}")
+    return tuple(found)
+
+
+_watch: list[Watch] = []
+
+
+def start() -> None:
+    """Makes the devices. What it changes in torch is not put back: it is for processes that only run tests."""
+    if _watch:
+        return
+    if reason := built.why_not():
+        raise RuntimeError(f"no pretended device: {reason}")
+    _watch.append(Watch(built.library()))
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
+    for name, value in replacements(_watch[0]).items():
+        before = getattr(torch.cuda, name)
+        for module in (torch.cuda, *modules):
+            if module.__dict__.get(name) is before:
+                setattr(module, name, value)
+    torch.backends.cudnn.enabled = False  # pyright: ignore
+    torch.cuda.manual_seed_all(torch.initial_seed())
+    # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.
+    atexit.register(time.sleep, 0.1)
+
+
+def counted() -> contextlib.AbstractContextManager[Counts]:
+    """Counts launches and syncs of all threads while it is open."""
+    return _watch[0].counted()
+
+
+class Stream(torch.Stream):
+    """As `torch.cuda.Stream`, on the current device unless another is named."""
+
+    def __new__(cls, device: Any = None, priority: int = 0) -> "Stream":
+        return super().__new__(cls, index_of(device), priority=priority)  # pyright: ignore
+
+
+class Event(torch.Event):
+    """As `torch.cuda.Event`."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
+        return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)  # pyright: ignore
+
+
+def index_of(device: Any) -> torch.device:
+    if device is None or (isinstance(device, int) and device < 0):
+        return torch.device("cuda", torch.accelerator.current_device_index())
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def replacements(watch: Watch) -> dict[str, Any]:
+    """What torch.cuda asks of its runtime, by name; the rest of torch.cuda is as it is."""
+    accelerator = torch.accelerator
+    return {
+        "_initialized": True,
+        "is_available": lambda: True,
+        "device_count": lambda: DEVICES,
+        "default_generators": tuple(torch.Generator(f"cuda:{i}") for i in range(DEVICES)),
+        "current_device": accelerator.current_device_index,
+        "set_device": accelerator.set_device_index,
+        "_exchange_device": torch._C._accelerator_exchangeDevice,
+        "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": accelerator.current_stream,
+        "default_stream": lambda device=None: torch.Stream(
+            stream_id=0, device_index=index_of(device).index, device_type=1
+        ),
+        "set_stream": accelerator.set_stream,
+        "synchronize": accelerator.synchronize,
+        "is_current_stream_capturing": lambda: False,
+        "set_sync_debug_mode": watch.set_mode,
+        "get_sync_debug_mode": lambda: watch.mode,
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }
