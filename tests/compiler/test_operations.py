@@ -27,6 +27,7 @@ from tensorloop.loop.compiled.run.plan import plans
 from tests.support.operation_bodies import BODIES, ROWS
 from tests.support.recurrences import recurrence
 
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")  # that it is in beta
 aten = torch.ops.aten
 STEPS = 3
 
@@ -153,6 +154,8 @@ def test_an_index_that_there_is_not_is_refused(name: str) -> None:
         "index_add": lambda x, i: x.index_add(0, i, x[:2]),
         "index_copy": lambda x, i: x.index_copy(0, i, x[:2]),
         "index_put": lambda x, i: x.index_put([i], x[:2]),
+        "scatter_reduce": lambda x, i: x.scatter_reduce(0, i, x[:2], "amax"),
+        "index_reduce": lambda x, i: x.index_reduce(0, i, x[:2], "amax"),
     }
 
     def body(x: Tensor, i: Tensor) -> tuple[Tensor, None]:

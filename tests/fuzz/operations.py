@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,9 @@ class Row(NamedTuple):
     sample: str
     kind: str
     why: str = ""
+
+
+Rows = Callable[[str, argparse.Namespace], Iterator[Row]]
 
 
 def rows_of(name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -67,12 +70,12 @@ def _judged_in(sample: Sample, placement: str, dtype: str, further: bool) -> Ite
         yield Row(dtype, placement, f"{sample.name} twice", *judged(sample, placement, second=True))
 
 
-def in_a_child(name: str, options: argparse.Namespace) -> Iterator[Row]:
+def in_a_child(name: str, options: argparse.Namespace, rows: Rows = rows_of) -> Iterator[Row]:
     """The same rows, and one where the process ends or takes too long."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        _be_the_child(name, options, write)
+        _be_the_child(rows(name, options), options, write)
     os.close(write)
     last, rest, ready = Row("-", "-", "-", "begins"), b"", True
     end = time.monotonic() + options.seconds
@@ -96,12 +99,12 @@ def in_a_child(name: str, options: argparse.Namespace) -> Iterator[Row]:
         yield last._replace(kind="crash", why=ended)
 
 
-def _be_the_child(name: str, options: argparse.Namespace, write: int) -> None:
+def _be_the_child(rows: Iterator[Row], options: argparse.Namespace, write: int) -> None:
     code = 1
     try:
         if not options.verbose:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # vmap says what it has no rule for
-        for row in rows_of(name, options):
+        for row in rows:
             os.write(write, (json.dumps(row) + "\n").encode())
         code = 0
     finally:

@@ -105,7 +105,9 @@ def outcome(sample: Sample, where: Placed, compile: Any, grad: bool, second: boo
     return found
 
 
-def _run(sample: Sample, where: Placed, given: Sequence[Tensor], base: Tensor, compile: Any) -> list[Tensor]:
+def loop_of(sample: Sample, where: Placed, given: Sequence[Tensor], base: Tensor) -> tuple[Any, Any, Any]:
+    """(body, init, xs) of a scan over these tensors, of which those in xs are stacked."""
+
     def body(carry: Any, x: Any) -> Any:
         states, h = carry
         tensors = list(given)
@@ -115,8 +117,12 @@ def _run(sample: Sample, where: Placed, given: Sequence[Tensor], base: Tensor, c
         return ([_next(tensors[i], outs) for i in where.carry], torch.sin(h) * 0.9 + x[0] + _total(outs)), outs
 
     init = ([given[i] for i in where.carry], base)
-    xs = (torch.arange(STEPS, dtype=torch.float64) * 0.1, *(given[i] for i in where.xs))
-    return [y for y in tree_leaves(tl.scan(body, init, xs, compile=compile)) if isinstance(y, Tensor)]
+    return body, init, (torch.arange(STEPS, dtype=torch.float64) * 0.1, *(given[i] for i in where.xs))
+
+
+def _run(sample: Sample, where: Placed, given: Sequence[Tensor], base: Tensor, compile: Any) -> list[Tensor]:
+    found = tl.scan(*loop_of(sample, where, given, base), compile=compile)
+    return [y for y in tree_leaves(found) if isinstance(y, Tensor)]
 
 
 def _next(h: Tensor, outs: Sequence[Tensor]) -> Tensor:
@@ -224,12 +230,14 @@ def _as_near(sample: Sample, where: Placed, found: Outcome, expected: Outcome, g
 def _nearer(x: Tensor, y: Tensor, exact: Tensor) -> bool:
     if _unlike(x, y) or x.shape != exact.shape:
         return False
-    x, y, exact = (_real(z.detach()).double() for z in (x, y, exact))
+    x, y, exact = (_real(z.detach()) for z in (x, y, exact))
     if not y.is_floating_point() or not y.numel():
         return torch.equal(x, y)
-    if not torch.equal(x.isfinite(), y.isfinite()):
+    there = exact.isfinite() & (exact.abs() <= torch.finfo(y.dtype).max)  # torch's own may be infinite before
+    x, y, exact = x.double(), y.double(), exact.double()
+    if not (torch.equal(x.isfinite(), y.isfinite()) or torch.equal(x.isfinite(), there)):
         return False
-    finite = x.isfinite() & exact.isfinite()
+    finite = x.isfinite() & y.isfinite() & exact.isfinite()
     zero = x.new_zeros(1)
     off, eager, size = (float(torch.cat([z[finite], zero]).abs().max()) for z in (x - exact, y - exact, exact))
     return off <= 3 * eager + 1e-4 * size

@@ -45,6 +45,8 @@ def before_autograd() -> Table:
             lambda x, a, b, *, beta=1, alpha=1: _added(a[:, None] * b, x, beta, alpha)
         ),
         _aten.bmm.default: _bmm,
+        _aten.masked_scatter.default: _masked_scatter,
+        _aten._trilinear.default: _trilinear,
         _aten.max.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmax.default, dim, keepdim),
         _aten.min.dim: lambda x, dim, keepdim=False: _extreme(x, _aten.argmin.default, dim, keepdim),
         _aten.unsafe_split.Tensor: _aten.split.Tensor,
@@ -87,6 +89,26 @@ def _copied(view: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _mv(a: Tensor, v: Tensor) -> Tensor:
     return _aten.mm.default(a, v.unsqueeze(1)).squeeze(1)
+
+
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    """Where the mask holds, one number of the source after the other; too few of them are an index out of range."""
+    if not source.numel():
+        return NotImplemented
+    x, mask = torch.broadcast_tensors(x, mask)
+    place = mask.reshape(-1).cumsum(0).reshape(mask.shape) - 1
+    return torch.where(mask, source.reshape(-1)[torch.where(mask, place, 0)], x)
+
+
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, of_a: Sequence[int], of_b: Sequence[int], of_c: Sequence[int],
+    sums: Sequence[int], unroll_dim: int = 1,
+) -> Tensor:  # fmt: skip
+    """A sum over dims of three tensors' products; each is given the dims that it lacks."""
+    for dims, which in ((of_a, 0), (of_b, 1), (of_c, 2)):
+        for dim in sorted(dims):
+            a, b, c = (x.unsqueeze(dim) if k == which else x for k, x in enumerate((a, b, c)))
+    return (a * b * c).sum(list(sums)) if sums else a * b * c
 
 
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
@@ -185,6 +207,20 @@ def after_autograd() -> Table:
         _aten.gelu.default: compositions.rounded_once(_gelu),
         _aten.linalg_vector_norm.default: compositions.rounded_once(_vector_norm),
         _aten.square.default: lambda x: x * x,
+        _aten.angle.default: _angle,
+        _aten.round.decimals: _round_to,
+        _aten.put.default: lambda x, index, source, accumulate=False: (
+            x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
+        ),
+        _aten.hardshrink_backward.default: _shrink_backward,
+        _aten.softshrink_backward.default: _shrink_backward,
+        **{
+            getattr(getattr(_aten, f"__{side[0]}shift__"), kind): partial(
+                _shifted, getattr(torch, f"bitwise_{side}_shift")
+            )
+            for side in ("left", "right")
+            for kind in ("Tensor", "Scalar")
+        },
         **_of_plain_dtypes(torchs, _aten.tanh_backward.default, lambda grad, y: grad * (1 - y * y)),
         **_of_plain_dtypes(torchs, _aten.sigmoid_backward.default, lambda grad, y: grad * (y * (1 - y))),
         _aten.fill.Scalar: lambda x, value: _filled(x, value, {}),
@@ -215,6 +251,27 @@ def _of_plain_dtypes(torchs: Table, operation: Any, formula: Callable[..., Tenso
         return (formula if y.dtype in (torch.float32, torch.float64) else torchs[operation])(grad, y)
 
     return {operation: simpler}
+
+
+def _angle(x: Tensor) -> Tensor:
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    return torch.where(x < 0, torch.full_like(x, math.pi), torch.where(x != x, x, torch.zeros_like(x)))
+
+
+def _shifted(operation: Any, x: Tensor, by: Any) -> Any:
+    return NotImplemented if x.is_floating_point() else operation(x, by)
+
+
+def _round_to(x: Tensor, *, decimals: int) -> Tensor:
+    """Every step in x's dtype, as torch has it."""
+    if not x.is_floating_point() or not decimals:
+        return torch.round(x)
+    scale = 10.0 ** abs(decimals)
+    return torch.round(x * scale) / scale if decimals > 0 else torch.round(x / scale) * scale
+
+
+def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
+    return torch.where((x >= -lambd) & (x <= lambd), 0.0, grad)
 
 
 def _filled(x: Tensor, value: Any, options: dict[str, Any], size: Sequence[int] | None = None) -> Tensor:

@@ -1,8 +1,9 @@
-"""sort, topk and kthvalue of short rows, by comparing all pairs.
+"""sort, topk, kthvalue and medians of short rows, by comparing all pairs; places in what is in order.
 
 `NotImplemented` leaves longer rows to torch.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,57 @@ def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
         return found
     values, index = (part.narrow(dim, k - 1, 1) for part in found)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+def median(x: Tensor, dim: int, keepdim: bool = False, *, skips_nan: bool = False) -> Any:
+    """The lower of the middle ones, and where it is; the first NaN, if there is one, but where those are skipped."""
+    found = sort(x, dim)
+    if found is NotImplemented or not x.dim() or not x.shape[dim]:
+        return found if not x.dim() else NotImplemented
+    last = x.shape[dim] - 1
+    none = torch.isnan(x).sum(dim, True)
+    first_nan = torch.where(none > 0, last + 1 - none, last // 2)
+    at = torch.clamp_min(last - none, 0) // 2 if skips_nan else first_nan
+    index = torch.gather(found[1], dim, at)
+    values = torch.gather(x, dim, index)
+    return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+def median_of_all(x: Tensor, *, skips_nan: bool = False) -> Any:
+    """The median of all elements."""
+    found = median(x.reshape(-1), 0, skips_nan=skips_nan)
+    return found if found is NotImplemented else found[0]
+
+
+def searchsorted(
+    ordered: Tensor, x: Any, *, out_int32: bool = False, right: bool = False, side: Any = None, sorter: Any = None
+) -> Tensor:
+    """How many of a row in order are before each number, halving the row as torch does, in whatever order it is."""
+    kind, n = torch.int32 if out_int32 else torch.int64, ordered.shape[-1]
+    x = x if isinstance(x, Tensor) else torch.full([], x, dtype=ordered.dtype)
+    low, high = torch.zeros(x.shape, dtype=torch.int64), torch.full(x.shape, n, dtype=torch.int64)
+    for _ in range(n.bit_length()):
+        middle = (low + high) // 2
+        at = torch.clamp_max(middle, n - 1)
+        if ordered.dim() == 1:
+            known = ordered[at if sorter is None else sorter[at]]
+        else:
+            known = torch.gather(ordered, -1, at if sorter is None else torch.gather(sorter, -1, at))
+        behind = known > x if right or side == "right" else known >= x
+        low, high = torch.where(behind | (low >= high), low, middle + 1), torch.where(behind, middle, high)
+    return low.to(kind)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Any:
+    """The logsumexp of all elements so far."""
+    if not x.dim():
+        return x.clone()
+    if x.shape[dim] > MOST_COMPARED or not x.is_floating_point():
+        return NotImplemented
+    n, rows = x.shape[dim], x.movedim(dim, -1).unsqueeze(-2)
+    wide = rows.float() if x.dtype in (torch.bfloat16, torch.float16) else rows
+    so_far = torch.ones(n, n, dtype=torch.bool).tril()
+    return torch.logsumexp(torch.where(so_far, wide, -float("inf")), -1).to(x.dtype).movedim(-1, dim)
 
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -84,4 +136,13 @@ TABLE = {
     _aten.sort.stable: lambda x, *, stable=None, dim=-1, descending=False: sort(x, dim, descending),
     _aten.kthvalue.default: kthvalue,
     _aten.topk.default: topk,
+    _aten.median.dim: median,
+    _aten.nanmedian.dim: partial(median, skips_nan=True),
+    _aten.median.default: median_of_all,
+    _aten.nanmedian.default: partial(median_of_all, skips_nan=True),
+    _aten.searchsorted.Tensor: searchsorted,
+    _aten.searchsorted.Scalar: searchsorted,
+    _aten.bucketize.Tensor: lambda x, ordered, **options: searchsorted(ordered, x, **options),
+    _aten.bucketize.Scalar: lambda x, ordered, **options: searchsorted(ordered, x, **options),
+    _aten.logcumsumexp.default: logcumsumexp,
 }

@@ -160,6 +160,16 @@ class Arithmetic:
         """|a| with the sign of another."""
         return self.code.call("llvm.copysign", a, sign)
 
+    def next_after(self, a: Value, b: Value) -> Value:
+        """The number next to a, on b's side."""
+        bits, zero = self._bits(a), self.like(a, 0)
+        grows = self.code.binary("xor", self.compare("lt", a, b), self.compare("lt", a, zero))
+        step = self.where(grows, self.like(bits, 1), self.like(bits, -1))
+        made = self._float(self.add(bits, step))
+        made = self.where(self.compare("eq", a, zero), self.copysign(self._float(self.like(bits, 1)), b), made)
+        none = self.code.binary("or", self.isnan(a), self.isnan(b))
+        return self.where(self.compare("eq", a, b), b, self.where(none, self.add(a, b), made))
+
     def sign(self, a: Value) -> Value:
         """-1, 0 or 1, and 0 for NaN."""
         zero = self.like(a, 0)

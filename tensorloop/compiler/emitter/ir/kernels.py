@@ -107,13 +107,16 @@ class Matmul(_ToOut):
 
 @dataclasses.dataclass(eq=False)
 class Scatter(_ToOut):
-    """out[i, with index[i] at `dim`] = or += source[i], element after element; `out` holds what is beneath."""
+    """out[i, with index[i] at `dim`] = source[i], element after element; `out` holds what is beneath.
+
+    `how`: sum, prod, amax, amin with what is there; else in its place.
+    """
 
     index: Array
     source: Array
     out: Array
     dim: int
-    add: bool
+    how: str
     wraps: bool = False  # whether an index below 0 counts from the end
 
     def reads(self) -> tuple[Array, ...]:
@@ -123,7 +126,7 @@ class Scatter(_ToOut):
 
 @dataclasses.dataclass(eq=False)
 class Running(_ToOut):
-    """out[.., i, ..] = array[.., 0, ..] + ... + array[.., i, ..] along `dim`, or the product, or the maximum."""
+    """out[.., i, ..] = array[.., 0, ..] + ... + array[.., i, ..] along `dim`, or prod, amax, amin: `how`."""
 
     how: str
     array: Array
@@ -174,3 +177,18 @@ class CallOut:
 
 Kernel = Point | Gather | Reduce | Matmul | Scatter | Running | CallOut
 Walk = Point | Gather | Reduce  # those that share a nest of loops where their spaces are the same
+_IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
+
+
+def identity(how: str, dtype: torch.dtype) -> float:
+    """What elements are taken together with at the beginning."""
+    if how in _IDENTITY:
+        return _IDENTITY[how]
+    if how.startswith("arg"):
+        return 0
+    low = how == "amax"
+    if dtype.is_floating_point:
+        return float("-inf") if low else float("inf")
+    if dtype == torch.bool:
+        return 0 if low else 1
+    return torch.iinfo(dtype).min if low else torch.iinfo(dtype).max

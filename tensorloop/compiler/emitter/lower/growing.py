@@ -284,7 +284,9 @@ def indexed(low: Any, out: Array, index: Array, value: Array, add: bool) -> None
     source, one = low.reshape(low.copy(value, low.new(value.shape, value.dtype)), (index.numel, *out.shape[1:])), index
     one = low.reshape(low.dense(one), (index.numel,))
     strides = (one.strides[0], *[0] * (len(out.shape) - 1))
-    low.kernels.append(Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, 0, add, True))
+    low.kernels.append(
+        Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, 0, "sum" if add else "", True)
+    )
 
 
 _OWN = {"index_put": _put_at, "cat": _cat, "add": _add, "constant_pad_nd": _pad, "select_scatter": _put}

@@ -8,9 +8,10 @@ import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array, broadcast
 from tensorloop.compiler.emitter.ir.code import Value
-from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
+from tensorloop.compiler.emitter.ir.kernels import Running, Scatter, identity
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import Call, Lowering, computed_in
+from tensorloop.compiler.emitter.lower.numbers import whole_quotient
 from tensorloop.compiler.emitter.lower.pointwise import handles
 from tensorloop.compiler.step import Unsupported
 
@@ -18,8 +19,9 @@ from tensorloop.compiler.step import Unsupported
 @handles("index_select")
 def index_select(call: Call, x: Array, dim: int, index: Array) -> Array:
     """The slices along one dim that a vector of indices chooses."""
-    dim %= max(1, len(x.shape))
-    return _index(call, x, {dim: index}, index.shape, dim, False)
+    low, dim = call.low, dim % max(1, len(x.shape))
+    x, index = (one if one.shape else low.reshape(one, (1,)) for one in (x, index))
+    return low.reshape(_index(call, x, {dim: index}, index.shape, dim, False), call.shape)
 
 
 def _index(call: Call, x: Array, chosen: dict[int, Array], shape: Sequence[int], at: int, wraps: bool) -> Array:
@@ -67,19 +69,47 @@ def scatter(
     call: Call, x: Array, dim: int, index: Array, source: Any, reduce: str | None = None, alpha: Any = 1
 ) -> Array:
     """Copies x, then writes or adds to it one element after another."""
-    if reduce not in (None, "add") or alpha != 1 or not x.shape:
-        raise Unsupported(f"reduce={reduce}, alpha={alpha}, of {len(x.shape)} dims")
-    low, dim = call.low, dim % len(x.shape)
+    if reduce not in (None, "add") or alpha != 1:
+        raise Unsupported(f"reduce={reduce}, alpha={alpha}")
+    return _written(call, x, dim, index, source, "sum" if "add" in call.name or reduce else "")
+
+
+def _written(call: Call, x: Array, dim: int, index: Array, source: Any, how: str) -> Array:
+    """A copy of x, into which `source` is written, or taken together with what is there."""
+    low = call.low
+    if not x.shape:
+        x, index, source = (low.reshape(y, (y.numel,)) if isinstance(y, Array) else y for y in (x, index, source))
+        return low.reshape(_written(call, x, 0, index, source, how), ())
+    dim %= len(x.shape)
     out = low.copy(x, low.new(x.shape, x.dtype))
-    if isinstance(source, Array) and "index_" in call.name:
-        strides = tuple(index.strides[0] if n == dim and index.shape else 0 for n in range(len(x.shape)))
-        index = Array(index.buffer, source.shape, strides, index.offset)
-    shape = index.shape
     source = low.cast(low.array(source, x.dtype), x.dtype)
+    if "index_" in call.name:
+        strides = tuple(index.strides[0] if n == dim and index.shape else 0 for n in range(len(x.shape)))
+        shape = tuple(index.numel if n == dim else size for n, size in enumerate(x.shape))
+        index = Array(index.buffer, shape, strides, index.offset)
+    shape = index.shape
     taken = Array(source.buffer, shape, source.strides if source.shape else (0,) * len(shape), source.offset)
     if out.numel and index.numel:
-        low.kernels.append(Scatter(index, taken, out, dim, "add" in call.name or reduce == "add"))
+        low.kernels.append(Scatter(index, taken, out, dim, how))
     return out
+
+
+@handles("scatter_reduce", "index_reduce")
+def scatter_reduce(
+    call: Call, x: Array, dim: int, index: Array, source: Array, reduce: str, include_self: bool = True
+) -> Array:
+    """What comes to a place, taken together; without what was there, where something comes."""
+    low, how = call.low, "sum" if reduce == "mean" else reduce
+    begin = x if include_self else _written(call, x, dim, index, identity(how, x.dtype), "")
+    found = _written(call, begin, dim, index, source, how)
+    if reduce != "mean":
+        return found
+    ones = low.number(1, x.dtype)
+    count = _written(call, low.number(int(include_self), x.dtype).expand(x.shape), dim, index, 1, "sum")
+    count = low.compute("max", Math.maximum, (count, ones), x.dtype, x.shape)
+    if x.dtype.is_floating_point:
+        return low.compute("div", Math.div, (found, count), x.dtype, x.shape)
+    return low.compute("div", lambda m, a, b: whole_quotient(m, a, b, "floor"), (found, count), x.dtype, x.shape)
 
 
 @handles("index_put")
@@ -106,7 +136,14 @@ def index_put(call: Call, x: Array, indices: Sequence[Array | None], values: Arr
     out = low.reshape(low.copy(x, low.new(x.shape, x.dtype)), (*before, math.prod(sizes), *after))
     if out.numel and source.numel:
         low.kernels.append(
-            Scatter(Array(one.buffer, source.shape, strides, one.offset), source, out, dim, accumulate, True)
+            Scatter(
+                Array(one.buffer, source.shape, strides, one.offset),
+                source,
+                out,
+                dim,
+                "sum" if accumulate else "",
+                True,
+            )
         )
     return low.reshape(out, x.shape)
 
@@ -144,3 +181,25 @@ def running(call: Call, x: Array, dim: int, dtype: Any = None) -> Array:
         name = call.name.removeprefix("cum")
         low.kernels.append(Running(name, x, dim % len(x.shape), out))
     return low.cast(out, call.dtype)
+
+
+@handles("cummax", "cummin")
+def running_extreme(call: Call, x: Array, dim: int) -> tuple[Array, Array]:
+    """The largest or smallest so far, and where the last of equal ones is; from the first NaN on, NaN."""
+    low, how = call.low, {"cummax": "amax", "cummin": "amin"}[call.name]
+    if not x.shape:
+        return x, low.number(0, torch.int64)
+    dim, wide = dim % len(x.shape), low.cast(x, computed_in(x.dtype))
+    values, index = low.new(x.shape, wide.dtype), low.new(x.shape, torch.int64)
+    if not values.numel:
+        return low.cast(values, x.dtype), index
+    low.kernels.append(Running(how, wide, dim, values))
+    line = torch.arange(x.shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(x.shape))])
+
+    def new(m: Math, one: Value, most: Value, place: Value) -> Value:
+        found = m.code.binary("or", m.compare("eq", one, most), m.isnan(one))
+        return m.where(found, place, m.like(place, 0))
+
+    places = low.point("places", new, [wide, values, low.constant(line).expand(x.shape)], torch.int64, x.shape)
+    low.kernels.append(Running("amax", places, dim, index))
+    return low.cast(values, x.dtype), index

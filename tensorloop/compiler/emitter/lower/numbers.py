@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array
-from tensorloop.compiler.emitter.ir.code import KINDS, Value
+from tensorloop.compiler.emitter.ir.code import BITS, KINDS, Value
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import Call, computed_in
 from tensorloop.compiler.emitter.lower.pointwise import handles, square
@@ -124,6 +124,28 @@ def clamp(call: Call, x: Array, low: Any = None, high: Any = None, **named: Any)
     if low is not None:
         made = call.low.compute("clamp", Math.maximum, (made, low), call.dtype, call.shape)
     return call.low.compute("clamp", Math.minimum, (made, high), call.dtype, call.shape) if high is not None else made
+
+
+@handles("bitwise_left_shift", "bitwise_right_shift")
+def shift(call: Call, a: Any, b: Any) -> Array:
+    """Bits moved; by as many as there are, or less than none, all of them go, but the sign in a shift to the right."""
+    name = "shl" if call.name == "bitwise_left_shift" else "ashr" if call.dtype.is_signed else "lshr"
+
+    def shifted(m: Math, x: Value, by: Value) -> Value:
+        last = m.like(by, BITS[by.kind] - 1)
+        inside = m.code.compare("ule", by, last)
+        made = m.bit(name, x, m.where(inside, by, last))
+        return made if name == "ashr" else m.where(inside, made, m.like(x, 0))
+
+    return call.low.compute("shift", shifted, (a, b), call.dtype, call.shape)
+
+
+@handles("nextafter")
+def next_after(call: Call, a: Any, b: Any) -> Array:
+    """The number next to another."""
+    if computed_in(call.dtype) is not call.dtype:
+        raise Unsupported("of two-byte floats")
+    return call.low.compute("nextafter", Math.next_after, (a, b), call.dtype, call.shape)
 
 
 @handles("where")

@@ -119,6 +119,8 @@ SAME = {
     "mul": Math.mul,
     "maximum": Math.maximum,
     "minimum": Math.minimum,
+    "fmax": lambda m, a, b: m.where(m.isnan(a), b, m.where(m.compare("lt", a, b), b, a)),
+    "fmin": lambda m, a, b: m.where(m.isnan(a), b, m.where(m.compare("gt", a, b), b, a)),
     "neg": Math.neg,
     "abs": Math.abs,
     "sgn": Math.sign,
@@ -152,7 +154,9 @@ LOGICAL = {
 }
 
 
-def _straight(name: str, function: Any) -> Handler:
+def straight(name: str, function: Any) -> Handler:
+    """The handler of an operation that is this function of its operands, in the result's dtype."""
+
     def handler(call: Call, *args: Any, **kwargs: Any) -> Array:
         if any(value is not None for value in kwargs.values()):
             raise Unsupported(f"arguments {kwargs}")
@@ -190,6 +194,6 @@ def promoted(*args: Any) -> torch.dtype:
     return metas[0].dtype if len(metas) == 1 else torch.result_type(*metas)
 
 
-HANDLERS |= {name: _straight(name, function) for name, function in (FLOAT | SAME).items()}
+HANDLERS |= {name: straight(name, function) for name, function in (FLOAT | SAME).items()}
 HANDLERS |= {name: _compared(name, function) for name, function in COMPARED.items()}
-HANDLERS |= {name: _straight(name, function) for name, function in LOGICAL.items()}
+HANDLERS |= {name: straight(name, function) for name, function in LOGICAL.items()}

@@ -1,8 +1,15 @@
 """Kernels that go element after element: scatters, and sums along a dim."""
 
-from tensorloop.compiler.emitter.ir.code import KINDS, Index
-from tensorloop.compiler.emitter.ir.kernels import Running, Scatter
+from collections.abc import Callable
+
+from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
+from tensorloop.compiler.emitter.ir.kernels import Running, Scatter, identity
+from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
+
+
+def _join(math: Math, how: str) -> Callable[[Value, Value], Value]:
+    return {"sum": math.add, "prod": math.mul, "amax": math.maximum, "amin": math.minimum}[how]
 
 
 def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
@@ -25,12 +32,12 @@ def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> Non
         with code.when(good):
             place = [wrapped.text if d == kernel.dim else i for d, i in enumerate(index)]
             value = memory.load(kernel.source, index, None, 1, None)
-            if kernel.add:
+            if kernel.how:
                 before = memory.load(kernel.out, place, None, 1, None)
                 kind = KINDS[kernel.out.dtype]
                 # Rounded to two bytes after each addition, as torch does.
                 inner = "float" if kind in ("half", "bfloat") else kind
-                value = math.cast(math.add(math.cast(before, inner), math.cast(value, inner)), kind)
+                value = math.cast(_join(math, kernel.how)(math.cast(before, inner), math.cast(value, inner)), kind)
             memory.store(value, kernel.out, place, None, None)
 
     walk([])
@@ -45,13 +52,14 @@ def write_running(memory: Memory, kernel: Running, rows: RowRange | None) -> Non
     width = memory.target.lanes({kernel.out.dtype}) if lane is not None else 1
     width = min(width, 1 << (shape[lane] - 1).bit_length()) if lane is not None else 1
     kind = KINDS[kernel.out.dtype]
+    join = _join(math, kernel.how)
 
     def line(index: list[Index], mask: object) -> None:
-        first = code.constant(kind, 0 if kernel.how == "sum" else 1, width)
+        first = code.constant(kind, identity(kernel.how, kernel.out.dtype), width)
         with code.loop(0, shape[kernel.dim], 1, [first]) as loop:
             index[kernel.dim] = loop.index
             value = memory.load(kernel.array, index, lane, width, mask)  # pyright: ignore[reportArgumentType]
-            total = (math.add if kernel.how == "sum" else math.mul)(loop.values[0], value)
+            total = join(loop.values[0], value)
             memory.store(total, kernel.out, index, lane, mask)  # pyright: ignore[reportArgumentType]
             loop.carry([total])
 

@@ -7,12 +7,10 @@ import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
-from tensorloop.compiler.emitter.ir.kernels import Point, Reduce
+from tensorloop.compiler.emitter.ir.kernels import Point, Reduce, identity
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.lengths import Length, Size
-
-IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 
 
 def lanes_for(size: Size, most: int) -> int:
@@ -193,7 +191,7 @@ class Nest:
         made = []
         for walk in self._reductions():
             kind = KINDS[walk.array.dtype]
-            made.append(self.code.constant(kind, _identity(walk.how, walk.array.dtype), self.width))
+            made.append(self.code.constant(kind, identity(walk.how, walk.array.dtype), self.width))
             if walk.how.startswith("arg"):
                 made.append(self.code.constant("i64", -1, self.width))  # no place yet: the first element is better
         return made
@@ -333,19 +331,6 @@ class Nest:
         chosen = code.binary("or", beyond, earlier)
         chosen = code.binary("or", chosen, math.compare("lt", place, math.like(place, 0)))
         return code.binary("and", chosen, usable)
-
-
-def _identity(how: str, dtype: torch.dtype) -> float:
-    if how in IDENTITY:
-        return IDENTITY[how]
-    if how.startswith("arg"):
-        return 0
-    low = how == "amax"
-    if dtype.is_floating_point:
-        return float("-inf") if low else float("inf")
-    if dtype == torch.bool:
-        return 0 if low else 1
-    return torch.iinfo(dtype).min if low else torch.iinfo(dtype).max
 
 
 def _order(group: WalkGroup) -> list[int]:

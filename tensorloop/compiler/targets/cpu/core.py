@@ -14,7 +14,7 @@ from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.machine import Machine
-from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions
+from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions, special
 from tensorloop.compiler.emitter.lower.calling import in_memory_as, may_call
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
@@ -36,7 +36,14 @@ STATUS = 4  # words: steps done, whether an index was wrong, one that is free, t
 CHECKED = 3  # calls of a core whose tensors are looked at
 NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
-_HANDLED_IN = (convolution, indexing, movement, numbers, reductions)  # each puts its own into HANDLERS when imported
+_HANDLED_IN = (
+    convolution,
+    indexing,
+    movement,
+    numbers,
+    reductions,
+    special,
+)  # each puts its own into HANDLERS when imported
 
 
 def lowered(step: Step) -> LoweredStep:
