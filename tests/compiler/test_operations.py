@@ -11,10 +11,12 @@ from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import tensorloop as tl
 from tensorloop.compiler.divide import all_steps
+from tensorloop.compiler.emitter.lower import calling
+from tensorloop.compiler.emitter.lower.lowering import Lowering
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.operations import CORE, OPERATIONS
 from tensorloop.compiler.place import HOST
@@ -75,6 +77,13 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     for name, handler in HANDLERS.items():
         monkeypatch.setitem(HANDLERS, name, noting(handler))
+    call_out = calling.call_out
+
+    def called(low: Lowering, node: fx.Node) -> object:
+        found.add(f"{node.target}, called")
+        return call_out(low, node)
+
+    monkeypatch.setattr(calling, "call_out", called)
     plans.clear()
     yield found
     plans.clear()
@@ -93,6 +102,7 @@ def check(group: list[str], dtype: torch.dtype) -> None:
 def test_each_operation_is_reached_and_gives_what_torch_gives(group: list[str], lowered: set[str]) -> None:
     check(group, torch.float64)
     assert {name.split()[0] for name in group if name in ROWS} - lowered == set()
+    assert [name for name in lowered if name.endswith("called")] == []
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])

@@ -76,7 +76,7 @@ ROWS: dict[str, Body] = {
     "sigmoid": lambda x, y: x.sigmoid(),
     "lgamma": lambda x, y: (5 * x).lgamma() + (1 + y.abs()).lgamma(),
     "digamma": lambda x, y: (5 * x.abs() + 0.1).digamma() + (-0.3 - 0.1 * y.sigmoid()).digamma(),
-    "polygamma": lambda x, y: torch.polygamma(1, 20 + x) + torch.polygamma(0, 1 + y.abs()),
+    "polygamma": lambda x, y: torch.polygamma(1, 20 + x.detach()) + torch.polygamma(0, 1 + y.abs()),
     "erfinv": lambda x, y: torch.erfinv(x.tanh()) + torch.erfinv(1 - 1e-5 * y.sigmoid()),
     "i0": lambda x, y: torch.i0(9 * x).log() + torch.special.i0(y),
     "special_i0e": lambda x, y: torch.special.i0e(9 * x),

@@ -185,6 +185,27 @@ def _pads(operation: Any, rank: int) -> Callable[..., Any]:
     return lambda grad, x, pad: _copies(operation, rank, x.shape, grad, pad)
 
 
+def _stretches(rank: int) -> Callable[..., Tensor]:
+    """The gradient of images made larger or smaller, each number from the two that it lies between along each dim."""
+
+    def run(grad: Tensor, sizes: Sequence[int], before: Sequence[int], corners: bool, *scales: float | None) -> Tensor:
+        for dim, scale in zip(range(-rank, 0), scales, strict=True):
+            after, size = sizes[dim], before[dim]
+            at = torch.arange(after, dtype=torch.float64)
+            if corners:
+                at = at * ((size - 1) / (after - 1) if after > 1 else 0.0)
+            else:
+                at = torch.clamp_min((at + 0.5) * (1 / scale if scale else size / after) - 0.5, 0.0)
+            low = torch.clamp_max(at.to(torch.int64), size - 1)
+            part = (at - low).to(grad.dtype).reshape([-1] + [1] * (-dim - 1))
+            zeros = torch.zeros([*grad.shape[:dim], size, *grad.shape[grad.dim() + dim + 1 :]], dtype=grad.dtype)
+            near = zeros.index_add(dim, low, grad * (1 - part))
+            grad = near.index_add(dim, torch.clamp_max(low + 1, size - 1), grad * part)
+        return grad
+
+    return run
+
+
 TABLE: dict[Any, Callable[..., Any]] = {
     _aten.max_pool2d_with_indices.default: _max_pool(2),
     _aten.max_pool3d_with_indices.default: _max_pool(3),
@@ -205,6 +226,9 @@ TABLE: dict[Any, Callable[..., Any]] = {
     _aten._adaptive_avg_pool3d_backward.default: rounded_once(
         lambda grad, x: _adaptive_mean_pool(x, grad.shape[-3:], grad)
     ),
+    _aten.upsample_linear1d_backward.default: rounded_once(_stretches(1)),
+    _aten.upsample_bilinear2d_backward.default: rounded_once(_stretches(2)),
+    _aten.upsample_trilinear3d_backward.default: rounded_once(_stretches(3)),
     **{
         getattr(_aten, f"{kind}_pad{n}d_backward").default: rounded_once(
             _pads(getattr(_aten, f"{kind}_pad{n}d").default, n)
