@@ -121,10 +121,11 @@ def _ways(sample: Sample, where: Any, grad: bool) -> list[tuple[str, str]]:
     text = tl.explain(*loop_of(sample, where, given, base)).text
     found = []
     for part in re.split(r"^(?=forward:|backward:)", text, flags=re.MULTILINE)[1:]:
-        called = re.search(r"of these by torch, between native pieces of each step:\n    (.*(?:\n    .*)*)", part)
+        called = part.partition("  of these by torch, between native pieces of each step:\n")[2]
         lacking = re.search(r"not native: (.*)", part)
         if called:
-            names = {re.sub(r"^\d+ x | \[.*", "", name) for name in re.split(r",\s+(?![^\[]*\])", called[1])}
+            lines = " ".join(re.findall(r"^    (?!each costs)(\S.*)", called.partition("\n  ")[0], re.MULTILINE))
+            names = {re.sub(r"^\d+ x | \[.*", "", name) for name in re.split(r",\s+(?![^\[]*\])", lines)}
             found.append(("called out", ", ".join(sorted(names))))
         elif "torch, step by step" in part:
             found.append(("step by step", lacking[1] if lacking else ""))

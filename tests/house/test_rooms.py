@@ -148,7 +148,7 @@ INNER_DOORS = {
         f"compiler.emitter.lower.{name}"
         for name in ("calling", "convolution", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
     ),
-    "compiler.emitter.lower.reductions",
+    *("compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
     "compiler.targets.cpu.target",
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
