@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 Kind = Literal[
     "view", "pointwise", "reduction", "product", "running", "gather", "scatter", "movement", "constant",
-    "ordered", "other",
+    "matrix", "ordered", "other",
 ]  # fmt: skip
-CORE = ("view", "pointwise", "reduction", "product", "running", "gather", "scatter", "movement", "constant")
+CORE = ("view", "pointwise", "reduction", "product", "running", "gather", "scatter", "movement", "constant", "matrix")
 
 
 class Traits(NamedTuple):
@@ -89,6 +89,11 @@ OPERATIONS: dict[str, Traits] = {
     **_rows("gather", "gather index index_select", batched=True, indexes=True, exact=True),
     **_rows("scatter", "scatter scatter_add", batched=True, indexes=True),
     **_rows("scatter", "index_add index_copy index_put scatter_reduce index_reduce", indexes=True),
+    # matrices one by one
+    **_rows("matrix", "linalg_cholesky_ex linalg_solve_triangular cholesky_solve", batched=True),
+    **_rows("matrix", "linalg_lu_factor_ex linalg_lu linalg_lu_solve lu_unpack", batched=True),
+    **_rows("matrix", "_linalg_solve_ex linalg_inv_ex _linalg_det _linalg_slogdet", batched=True),
+    **_rows("matrix", "linalg_qr _linalg_eigh linalg_matrix_exp", batched=True),
     # elsewhere in memory
     **_rows("movement", "cat", batched=True, exact=True),
     **_rows("movement", "constant_pad_nd flip", linear="first", batched=True, exact=True),

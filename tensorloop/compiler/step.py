@@ -28,7 +28,14 @@ class StepFailed(Exception):
 
     def __init__(self, error: BaseException, done: int) -> None:
         super().__init__(f"step {done} raised {type(error).__name__}")
-        self.error, self.done = error, done
+        self.error, self.done = _as_called(error), done
+
+
+def _as_called(error: BaseException) -> BaseException:
+    """Torch's error of a singular matrix: who called `cholesky` has `cholesky_ex` in the graph, told to raise."""
+    text = str(error)
+    name, _, rest = text.partition("_ex: ")
+    return type(error)(f"{name}: {rest}") if rest and name.startswith(("linalg.", "torch.linalg.")) else error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

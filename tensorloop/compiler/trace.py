@@ -1,7 +1,8 @@
 """The operations of one step as they were recorded; tensors are ids."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch.fx import traceback
 
 from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.operations import aten
+from tensorloop.compiler.refused import NATIVE, Refused
+
+_CHECK = aten._linalg_check_errors.default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +81,36 @@ class Trace:
 
     def replay(self, *tensors: Tensor) -> list[Tensor]:
         """Does the operations again, with other tensors."""
-        found = dict(zip(self.inputs, tensors, strict=True))
+        found, checked = dict(zip(self.inputs, tensors, strict=True)), self._checked
         for o in self.operations:
+            if o.function is _CHECK:
+                continue
             args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
+            if checked and not checked.isdisjoint(_numbers(o.results)):
+                kwargs["check_errors"] = True
             traceback.set_stack_trace(["" if o.place is None else "{}:{}".format(*o.place)])
             if o.function is aten.view.default and not self.writes:  # memory may be in another order here
                 _store(found, o.results, aten.reshape.default(*args))
             else:
                 _store(found, o.results, _called(o, args, kwargs))
         return [found[n] for n in self.outputs]
+
+    @functools.cached_property
+    def _checked(self) -> set[int]:
+        """Infos of factorings that the step holds against 0: a graph has that as an option of what gives them."""
+        infos = {o.args[0].number for o in self.operations if o.function is _CHECK}
+        raising = [o for o in self.operations if "check_errors" in {a.name for a in o.function._schema.arguments}]
+        if not infos <= {n for o in raising for n in _numbers(o.results)}:
+            raise Refused("it checks what no factoring of its own gave", NATIVE)
+        return infos
+
+
+def _numbers(results: Any) -> Iterator[int]:
+    if isinstance(results, Ref):
+        yield results.number
+    elif isinstance(results, list):
+        for x in results:
+            yield from _numbers(x)
 
 
 def _read(found: dict[int, Tensor], x: Any) -> Any:

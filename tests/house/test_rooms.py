@@ -143,12 +143,12 @@ INNER_DOORS = {
     ),
     "loop.compiled.run.stretches",
     "compiler.graph.core_operations",
-    *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "kernels", "machine", "vector_math")),
+    *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "failures", "kernels", "machine", "vector_math")),
     *(
         f"compiler.emitter.lower.{name}"
-        for name in ("calling", "convolution", "growing", "indexing", "lowering", "movement", "numbers", "pointwise")
+        for name in ("calling", "convolution", "growing", "indexing", "lowering", "matrices", "movement", "numbers")
     ),
-    *("compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
+    *("compiler.emitter.lower.pointwise", "compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
     "compiler.targets.cpu.target",
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),

@@ -146,6 +146,45 @@ ROWS: dict[str, Body] = {
     ),
     "scatter_reduce of integers": lambda x, y: (9 * x).long().scatter_reduce(0, _places(y, 3), (9 * y).long(), "mean"),
     "index_reduce": lambda x, y: x.index_reduce(0, _places(y[0, :3], 3), y, "amax", include_self=False),
+    "linalg_cholesky_ex": lambda x, y: (
+        torch.linalg.cholesky(_positive(x)) + torch.linalg.cholesky(_positive(x), upper=True)
+    ),
+    "linalg_cholesky_ex of none": lambda x, y: (
+        torch.linalg.cholesky_ex(x[:, :3] * 0 - 1)[1] + torch.linalg.cholesky(x[:0, :0]).sum()
+    ),
+    "cholesky_solve": lambda x, y: (
+        torch.cholesky_solve(y[:, :2], torch.linalg.cholesky(_positive(x)))
+        + torch.cholesky_solve(y[:, :2], torch.linalg.cholesky(_positive(x), upper=True), upper=True)
+    ),
+    "linalg_solve_triangular": lambda x, y: (
+        torch.linalg.solve_triangular(_positive(x), y[:, :5], upper=True)
+        + torch.linalg.solve_triangular(_positive(x).mT, y[:, :5], upper=False, unitriangular=True)
+        + torch.linalg.solve_triangular(_positive(x).mT, y[:, :5].t(), upper=True, left=False).t()
+    ),
+    "linalg_lu_factor_ex": lambda x, y: torch.linalg.lu_factor(x[:, :4])[0] * torch.linalg.lu_factor(x[:, :3])[1].sum(),
+    "linalg_lu": lambda x, y: sum(p.sum() for p in torch.linalg.lu(_tall(x))) + torch.linalg.lu(x[:, :3])[0],
+    "linalg_lu_solve": lambda x, y: (
+        torch.linalg.lu_solve(*torch.linalg.lu_factor(_positive(x)), y[:, :4])
+        + torch.linalg.lu_solve(*torch.linalg.lu_factor(x[:, :3] + y[:, :3]), y[:, :4], adjoint=True)
+        + torch.linalg.lu_solve(*torch.linalg.lu_factor(_positive(x)), y[:, :4].t(), left=False).t()
+    ),
+    "lu_unpack": lambda x, y: torch.stack(torch.lu_unpack(*torch.linalg.lu_factor(x[:, :3] * y[:, :3]))),
+    "_linalg_solve_ex": lambda x, y: (
+        torch.linalg.solve(_positive(x), y[:, :4])
+        + torch.linalg.solve(x[:, :3] + y[:, :3].t(), y[:, 0])[:, None]
+        + torch.linalg.solve(_many(x), _many(y)[:, :, :2], left=True).sum()
+        + torch.linalg.solve(_positive(x).mT, y[:, :3], left=False).sum()
+    ),
+    "linalg_inv_ex": lambda x, y: torch.linalg.inv(_positive(x)) + torch.linalg.inv(_many(x)).sum(0),
+    "_linalg_det": lambda x, y: torch.linalg.det(x[:, :3]) + torch.linalg.det(_many(y).mT) + torch.linalg.det(_many(x)),
+    "_linalg_slogdet": lambda x, y: torch.linalg.slogdet(x[:, :3])[1] + torch.linalg.slogdet(_many(x).mT)[1],
+    "linalg_qr": lambda x, y: (
+        torch.linalg.qr(_tall(x))[1][:3] + torch.linalg.qr(x[:, :9])[1][:, :4] * torch.linalg.qr(_many(x))[0].sum()
+    ),
+    "_linalg_eigh": lambda x, y: _turned(*torch.linalg.eigh(_positive(x))) + torch.linalg.eigvalsh(_positive(y), "U"),
+    "linalg_matrix_exp": lambda x, y: (
+        torch.linalg.matrix_exp(x[:, :3]) + torch.linalg.matrix_exp(0.1 * _many(y)).sum(0)
+    ),
     "cat": lambda x, y: torch.cat([x, y * 2, x[:, :1]], 1),
     "cat of others": lambda x, y: torch.stack([x, y, x * y], 1),
     "constant_pad_nd": lambda x, y: F.pad(x, (2, 3, 1, 0), value=1.5),
@@ -211,6 +250,26 @@ TAKEN_APART: dict[str, Body] = {
     "largest integers": lambda x, y: torch.maximum((10 * x).long(), (10 * y).int()).amax(1) - (9 * x).long().sum(1),
 }
 BODIES = {**ROWS, **TAKEN_APART}
+
+
+def _positive(x: Tensor) -> Tensor:
+    """A matrix with positive eigenvalues."""
+    return x[:, :3] @ x[:, :3].t() + 3 * torch.eye(3, dtype=x.dtype)
+
+
+def _many(x: Tensor) -> Tensor:
+    """Five regular matrices."""
+    return 0.2 * x[:, :15].reshape(5, 3, 3) + torch.eye(3, dtype=x.dtype)
+
+
+def _tall(x: Tensor) -> Tensor:
+    """A matrix of more rows than columns."""
+    return x[:, :16].reshape(12, 4)
+
+
+def _turned(values: Tensor, vectors: Tensor) -> Tensor:
+    """What does not depend on the signs of eigenvectors."""
+    return (vectors * values.sqrt()) @ vectors.mT
 
 
 def _places(y: Tensor, size: int) -> Tensor:

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.mapped import Mapped, TensorArgument
-from tensorloop.compiler.operations import aten, is_pointwise, value_of
+from tensorloop.compiler.operations import OPERATIONS, aten, is_pointwise, value_of
+from tensorloop.compiler.step import StepFailed
 from tensorloop.compiler.walks import needed_for
 
 
 class BatchedGraph:
-    """A graph under construction. `given` are the nodes whose values go in, in order; `moving` ones hold all steps."""
+    """A graph under construction. `given` are the nodes whose values go in, in order; `moving` ones hold all steps.
 
-    def __init__(self, given: Iterable[fx.Node], moving: set[fx.Node]) -> None:
-        self.graph, self.moving = fx.Graph(), moving
+    Under `reverse` the step of the last index is the first.
+    """
+
+    def __init__(self, given: Iterable[fx.Node], moving: set[fx.Node], *, reverse: bool = False) -> None:
+        self.graph, self.moving, self.reverse = fx.Graph(), moving, reverse
         self.given = list(dict.fromkeys(given))
         self.steps = self.graph.placeholder("steps")
         self.found: dict[fx.Node, fx.Node] = {}
@@ -306,3 +310,43 @@ def _index(s: BatchedGraph, n: fx.Node, x: fx.Node, indices: Any) -> fx.Node | N
 
 def _looked_up(x: Tensor, index: Tensor) -> Tensor:
     return x[index]
+
+
+_MATRICES = [getattr(aten, name).default for name, row in OPERATIONS.items() if row.kind == "matrix"]
+_BY_LAYOUT = (aten._linalg_det.default, aten._linalg_slogdet.default)
+# An argument whose dims behind the batch are no two.
+_VECTORS = {aten.linalg_lu_solve.default: 1, aten.lu_unpack.default: 1}
+
+
+@_rule(*_MATRICES)
+def _matrices(s: BatchedGraph, n: fx.Node, *args: Any, **options: Any) -> fx.Node | None:
+    """Steps are further matrices of the batch."""
+    target: Any = n.target
+    given = [a for a in args if isinstance(a, fx.Node)]
+    shapes = [value_of(a).shape for a in given]
+    sides = [1 if _VECTORS.get(target) == k else 2 for k in range(len(given))]
+    if target is aten._linalg_solve_ex.default:
+        a, b = shapes
+        if len(b) == 1 < len(a) - 1:
+            return None
+        sides[1] = 1 if len(b) == 1 or b == a[:-1] else 2
+    batch = max(len(shape) - side for shape, side in zip(shapes, sides, strict=True))
+    wide = []
+    for a, shape, side in zip(given, shapes, sides, strict=True):
+        missing, x = batch - (len(shape) - side), s.whole(a)
+        wide.append(s.call(_spread, x, missing) if missing else x)
+    return s.call(_of_matrices, target, wide, args[len(given) :], options, s.reverse)
+
+
+def _of_matrices(target: Any, given: Sequence[Tensor], rest: Sequence[Any], options: Any, reverse: bool) -> Any:
+    given = [x.contiguous() for x in given] if target in _BY_LAYOUT else given
+    try:
+        return target(*given, *rest, **options)
+    except RuntimeError:
+        count = len(given[0])
+        for done, t in enumerate(range(count)[::-1] if reverse else range(count)):
+            try:
+                target(*(x[t] for x in given), *rest, **options)
+            except RuntimeError as error:
+                raise StepFailed(error, done) from None
+        raise

@@ -57,6 +57,11 @@ def before_autograd() -> Table:
         _aten._neg_view.default: torch.neg,
         _aten.as_strided.default: _as_strided,
         _aten.as_strided_scatter.default: _as_strided_scatter,
+        _aten.cholesky.default: lambda a, upper=False: _aten.linalg_cholesky_ex.default(
+            a, upper=upper, check_errors=True
+        )[0],
+        _aten._linalg_det.default: lambda a: _row_by_row(_aten._linalg_det.default, a),
+        _aten._linalg_slogdet.default: lambda a: _row_by_row(_aten._linalg_slogdet.default, a),
         _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
         **compositions.TABLE,
         **_copies(),
@@ -109,6 +114,12 @@ def _trilinear(
         for dim in sorted(dims):
             a, b, c = (x.unsqueeze(dim) if k == which else x for k, x in enumerate((a, b, c)))
     return (a * b * c).sum(list(sums)) if sums else a * b * c
+
+
+def _row_by_row(operation: Any, a: Tensor) -> Any:
+    """A determinant: which way the matrices lie says whether they or their transposes are factored."""
+    contiguous = a.is_contiguous() or a.is_complex()
+    return NotImplemented if contiguous else operation(a.clone(memory_format=torch.contiguous_format))
 
 
 def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:

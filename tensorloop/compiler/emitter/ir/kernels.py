@@ -5,7 +5,7 @@ Each says what it reads and writes; nothing else passes between them. Shapes are
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -175,7 +175,41 @@ class CallOut:
         return self.writes()[0]
 
 
-Kernel = Point | Gather | Reduce | Matmul | Scatter | Running | CallOut
+class Check(NamedTuple):
+    """That no matrix of an operation is singular: how torch names it, and its number among the step's checks."""
+
+    name: str
+    shape: tuple[int, ...]  # of the batch
+    number: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class Matrix:
+    """`outs` = what `how` makes of `ins`, matrix by matrix: all begin with the same `batch` dims."""
+
+    how: str
+    ins: tuple[Array, ...]
+    outs: tuple[Array, ...]
+    batch: int
+    option: bool = False
+    check: Check | None = None
+    work: Region | None = None  # where one thread has the matrices that it is at
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape of the batch."""
+        return self.outs[0].shape[: self.batch]
+
+    def reads(self) -> tuple[Array, ...]:
+        """The arrays that the kernel reads."""
+        return self.ins
+
+    def writes(self) -> tuple[Array, ...]:
+        """The arrays that the kernel writes."""
+        return self.outs
+
+
+Kernel = Point | Gather | Reduce | Matmul | Scatter | Running | CallOut | Matrix
 Walk = Point | Gather | Reduce  # those that share a nest of loops where their spaces are the same
 _IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 

@@ -32,8 +32,6 @@ def may_call(node: fx.Node) -> bool:
         return False
     if any(tag in target.tags for tag in _TAGS) or target._opname.startswith(_BY_MEMORY):
         return False
-    if any(a.name == "check_errors" for a in target._schema.arguments):  # the check behind it is in no graph
-        return False
     tensors = [x for n in (node, *node.all_input_nodes) for x in values_of(n)]
     users = isinstance(node.meta["val"], Tensor) or all(is_part(n) for n in node.users)
     strided = all(x.layout is torch.strided and not x.is_quantized for x in tensors)

@@ -210,12 +210,12 @@ class Lowering:
         if out.numel and not k:
             return self.copy(self.number(0, a.dtype), out)
         if out.numel:
-            a, b = (self._placed(one) for one in (a, b))
+            a, b = (self.placed(one) for one in (a, b))
             self.kernels.append(Matmul(a, b, out))
         return out
 
-    def _placed(self, array: Array) -> Array:
-        """An operand of a product, which is a function of its own: in memory, at a place that stays."""
+    def placed(self, array: Array) -> Array:
+        """An operand of what is a function of its own: in memory, at a place that stays."""
         if isinstance(array.offset, Length):
             return self.copy(array, self.new(array.shape, array.dtype))
         return self.dense(array) if array.buffer.kind == "value" else array

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from tensorloop.compiler.emitter.ir.arrays import Array
-from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Matrix, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length, Size, grows, shape_of
 from tensorloop.compiler.operations import aten
@@ -111,6 +111,8 @@ def _boxes(kernel: Kernel) -> list[Array]:
         walked = [(kernel.a, (*batch, m, k)), (kernel.b, (*batch, k, n)), (kernel.out, (*batch, m, n))]
         walked += [] if kernel.addend is None else [(kernel.addend, (*batch, m, n))]
         return [_walked(array, shape) for array, shape in walked]
+    if isinstance(kernel, Matrix):
+        return [*kernel.ins, *kernel.outs]
     if isinstance(kernel, Scatter):
         shape = list(kernel.index.shape)
         at = [*shape[: kernel.dim], kernel.out.shape[kernel.dim], *shape[kernel.dim + 1 :]]

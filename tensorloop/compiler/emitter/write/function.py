@@ -13,17 +13,19 @@ the lengths of arrays before the first step, and the greatest that they have bef
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
-from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Point, Scatter
+from tensorloop.compiler.emitter.ir.failures import CHECK, goes_on
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Point, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write import calling, in_order, members
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
+from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
 from tensorloop.compiler.emitter.write.fuse import (
     Unit,
     WalkGroup,
@@ -34,11 +36,13 @@ from tensorloop.compiler.emitter.write.fuse import (
     split_by_readers,
 )
 from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
+from tensorloop.compiler.emitter.write.matrices import Matrices, work_of
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
+from tensorloop.compiler.step import Unsupported
 
 LINE = 64  # bytes; buffers begin at such
 MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
@@ -66,6 +70,7 @@ class LoopText:
     growing: tuple[Length, ...] = ()  # further bytes, of what is as long as the longest arrays
     barriers: int = 0  # of a step whose rows meet, where threads do it together
     shared: int = 0  # operations of such a step that they share out, roughly
+    checks: tuple[Check, ...] = ()  # of matrices, by number
     bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
     calls: tuple[Call, ...] = ()  # of torch, in the order of a step
 
@@ -79,7 +84,7 @@ class AddressTable(NamedTuple):
     outs: list[str]
     sums: list[str]
     last: list[str]
-    status: str
+    status: str  # steps done, whether an index was out of range, what of matrices failed
     end: int  # where the table has the lengths of arrays
 
 
@@ -99,6 +104,7 @@ class LoopWriter:
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
         self.stored = find_stored(self.units, kept)
         self.packed = plan_panels(self.units, target)
+        self.checks = self._checks()
         work = [_operations(unit) for unit in self.units]
         self.work = sum(work)
         # One thread does a step that calls torch, whose operations have threads of their own.
@@ -119,12 +125,26 @@ class LoopWriter:
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
 
+    def _checks(self) -> tuple[Check, ...]:
+        """Gives matrices a place to work in, and what may fail a number."""
+        found: list[Check] = []
+        for unit in self.units:
+            if isinstance(unit, Matrix):
+                unit.work = work_of(unit, self.target)
+                if unit.check is not None:
+                    unit.check = unit.check._replace(number=len(found))
+                    found.append(unit.check)
+        if len(found) > 2**CHECK:
+            raise Unsupported(f"{len(found)} operations that fail where a matrix is singular")
+        return tuple(found)
+
     def _lives(self) -> dict[Region, tuple[int, int]]:
         """The first and the last unit that each scratch buffer is there for."""
         lives: dict[Region, tuple[int, int]] = {}
         for n, unit in enumerate(self.units):
             arrays = [*unit.reads(), *unit.writes()]
             moved = [self.packed[a].buffer for a in arrays if a in self.packed]
+            moved += [unit.work] if isinstance(unit, Matrix) and unit.work is not None else []
             for buffer in (*(a.buffer for a in arrays), *moved):
                 if self._grows(buffer):
                     continue
@@ -190,7 +210,8 @@ class LoopWriter:
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
         calls = tuple(Call(unit, self.offsets) for unit in self.units if isinstance(unit, CallOut))
-        return LoopText(module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared, held, calls)
+        first = module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared
+        return LoopText(*first, self.checks, held, calls)
 
     def _grows(self, buffer: Region) -> bool:
         """Whether a buffer is as long as an array in the carry."""
@@ -247,6 +268,8 @@ class LoopWriter:
         more = code.op(f"icmp slt i64 {done}, %steps", "i1")
         if step.going is not None:
             more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
+        if self.checks:
+            more = code.binary("and", more, goes_on(code, code.pointer(table.status, 16)))
         latch = code.block
         code.line(f"br i1 {more.text}, label %step, label %finish")
         turn.close(done, latch)
@@ -347,6 +370,8 @@ class LoopWriter:
                 calling.write_call(code, self.entry)
             elif isinstance(unit, Scatter):
                 in_order.write_scatter(memory, unit, rows)
+            elif isinstance(unit, Matrix):
+                self._matrices(memory, unit, rows)
             else:
                 in_order.write_running(memory, unit, rows)
 
@@ -354,19 +379,45 @@ class LoopWriter:
         """A call of a function of its own: products of one shape share it, which is less to compile."""
         right = unit.b.buffer if packed is None else packed.buffer
         arrays = [unit.a, unit.out, *([] if unit.addend is None else [unit.addend])]
-        buffers = [one for one in dict.fromkeys([right, *(array.buffer for array in arrays)]) if one.kind != "value"]
-        inner = Code()
+        with self._function("product", memory, [right, *(array.buffer for array in arrays)], rows) as (inner, own):
+            Product(inner, unit, packed, own).emit()
+
+    def _matrices(self, memory: Memory, unit: Matrix, rows: RowRange | None) -> None:
+        """A call of a function of its own, which is told the step for the sake of its errors."""
+        buffers = [array.buffer for array in (*unit.reads(), *unit.writes())]
+        buffers += [] if unit.work is None else [unit.work]
+        failed = f"ptr {memory.code.pointer(memory.error, 8)}" if unit.check is not None else ""
+        more = {"%failed": failed, "%turn": "i64 %turn"} if failed else {}
+        with self._function("matrices", memory, buffers, rows, more) as (inner, own):
+            Matrices(inner, unit, own, ALGORITHMS[unit.how], "%failed").emit()
+
+    @contextlib.contextmanager
+    def _function(
+        self,
+        name: str,
+        memory: Memory,
+        touched: Sequence[Region],
+        rows: RowRange | None,
+        more: dict[str, str] | None = None,
+    ) -> Iterator[tuple[Memory, RowRange | None]]:
+        """A function of what is touched, whose text is written in this block, and a call of it."""
+        buffers = [one for one in dict.fromkeys(touched) if one.kind != "value"]
+        inner, more = Code(), more or {}
         pointers = {one: f"%p{n}" for n, one in enumerate(buffers)}
         # A number has no memory, and is never read through its pointer.
-        pointers |= {array.buffer: "poison" for array in arrays if array.buffer.kind == "value"}
-        own = None if rows is None else RowRange("%low", "%high", rows.dim)
-        Product(Memory(inner, self.target, pointers, "poison"), unit, packed, own).emit()
+        pointers |= {one: "poison" for one in touched if one.kind == "value"}
+        yield (
+            Memory(inner, self.target, pointers, "poison"),
+            None if rows is None else RowRange("%low", "%high", rows.dim),
+        )
         memory.code.declared |= inner.declared
-        arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), "i64 %low, i64 %high"])
+        own = [f"{given.partition(' ')[0]} {name}" for name, given in more.items()]
+        arguments = ", ".join([*(f"ptr %p{n}" for n in range(len(buffers))), *own, "i64 %low, i64 %high"])
         text = f"({arguments}) {self.attributes} {{\nentry:\n" + "\n".join(inner.text) + "\n  ret void\n}"
-        name = self.products.setdefault(text, f"product{len(self.products)}")
+        name = self.products.setdefault(text, f"{name}{len(self.products)}")
         low, high = (0, 0) if rows is None else (rows.low, rows.high)
-        given = ", ".join([*(f"ptr {memory.pointers[one]}" for one in buffers), f"i64 {low}, i64 {high}"])
+        places = [f"ptr {memory.pointers[one]}" for one in buffers]
+        given = ", ".join([*places, *more.values(), f"i64 {low}, i64 {high}"])
         memory.code.line(f"call void @{name}({given})")
 
     def _finish(
@@ -433,6 +484,8 @@ def _line(size: int) -> int:
 def _operations(unit: Unit) -> int:
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
+    if isinstance(unit, Matrix):
+        return sum(array.numel for array in unit.outs) * max(unit.ins[0].shape[unit.batch :])
     if isinstance(unit, WalkGroup):
         size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)

@@ -11,6 +11,7 @@ from tensorloop.compiler.emitter.ir.kernels import (
     Gather,
     Kernel,
     Matmul,
+    Matrix,
     Point,
     Reduce,
     Running,
@@ -37,15 +38,15 @@ class WalkGroup:
         return [array for walk in self.walks for array in walk.writes()]
 
 
-Unit = WalkGroup | Matmul | Scatter | Running | CallOut
+Unit = WalkGroup | Matmul | Scatter | Running | CallOut | Matrix
 
 
 def drop_unread(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[Kernel]:
     """The kernels whose results leave the step's scratch memory, or go into ones whose results do."""
     wanted, found = set(kept), []
     for kernel in reversed(kernels):
-        buffers = [array.buffer for array in kernel.writes()]
-        if any(buffer.kind != "scratch" or buffer in wanted for buffer in buffers):
+        checks = isinstance(kernel, Matrix) and kernel.check is not None
+        if checks or any(a.buffer.kind != "scratch" or a.buffer in wanted for a in kernel.writes()):
             wanted.update(array.buffer for array in kernel.reads())
             found.append(kernel)
     return found[::-1]
@@ -175,23 +176,24 @@ def split_by_readers(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[
     """A kernel that is only read in slices is made slice by slice, so that each joins its readers' nest."""
     kernels, kept = list(kernels), set(kept)
     readers: dict[Region, list[Array]] = {}
-    writers = Counter(kernel.out.buffer for kernel in kernels)
+    writers = Counter(array.buffer for kernel in kernels for array in kernel.writes())
     for kernel in kernels:
         for array in kernel.reads():
             readers.setdefault(array.buffer, []).append(array)
     walked = {a for kernel in kernels if isinstance(kernel, Point | Reduce) for a in kernel.reads()}
     made: list[Kernel] = []
     for kernel in reversed(kernels):
-        views = list(dict.fromkeys(readers.get(kernel.out.buffer, [])))
         slices = None
-        usable = isinstance(kernel, Point) and kernel.out.buffer.kind == "scratch" and kernel.out.buffer not in kept
-        usable = usable and not grows(kernel.out.shape)
-        if usable and writers[kernel.out.buffer] == 1 and len(views) > 1 and all(view in walked for view in views):
-            assert isinstance(kernel, Point)
-            slices = _slices(kernel, views)
+        if isinstance(kernel, Point) and not grows(kernel.out.shape):
+            buffer = kernel.out.buffer
+            views = list(dict.fromkeys(readers.get(buffer, [])))
+            usable = buffer.kind == "scratch" and buffer not in kept and writers[buffer] == 1
+            if usable and len(views) > 1 and all(view in walked for view in views):
+                slices = _slices(kernel, views)
         if slices is None:
             made.append(kernel)
         else:
+            assert isinstance(kernel, Point)
             piece = object()
             for one in slices:
                 one.piece = piece

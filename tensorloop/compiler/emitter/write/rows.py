@@ -6,7 +6,7 @@ What is only read may be read across rows. It is enough to look at addresses, wh
 from collections.abc import Mapping, Sequence
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Running, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Matrix, Running, Scatter
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels
@@ -126,6 +126,8 @@ class _RowSearch:
             return dim != unit.dim and not unit.index.shape[dim] % self.count and unit.index.shape[dim] > 0
         if isinstance(unit, Running):
             return dim != unit.dim
+        if isinstance(unit, Matrix):
+            return dim < unit.batch
         if not isinstance(unit, Matmul) or dim == len(unit.out.shape) - 1:
             return False
         if self.known.get(unit.b.buffer, False):

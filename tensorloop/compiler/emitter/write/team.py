@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
+from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
@@ -120,6 +120,8 @@ class Planner:
         )
 
     def _usable(self, unit: Unit) -> Iterator[DimShare]:
+        if isinstance(unit, Matrix):  # there is one place to work in
+            return
         for dim, size in enumerate(_space(unit)):
             if isinstance(unit, WalkGroup):
                 if dim not in unit.over:  # parts of a sum would have to be added up in an order of their own
@@ -145,6 +147,8 @@ class Planner:
             if buffer.written and (buffer.kind != "scratch" or buffer in self.stored):
                 piece = FIRST if cut is None else _piece(unit, array, cut)
                 yield Touch(buffer, piece, array in written)
+        if isinstance(unit, Matrix) and unit.work is not None:
+            yield Touch(unit.work, FIRST, True)
         panels = _panels(unit, self.packed)
         if panels is not None:
             yield Touch(panels.buffer, FIRST if cut is None else None, False)
@@ -167,7 +171,7 @@ def _grows(unit: Unit) -> bool:
 
 def _space(unit: Unit) -> tuple[int, ...]:
     """The sizes that a unit's loops walk."""
-    if isinstance(unit, WalkGroup):
+    if isinstance(unit, WalkGroup | Matrix):
         return unit.space
     if isinstance(unit, Matmul):
         return unit.out.shape

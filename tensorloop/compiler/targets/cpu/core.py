@@ -13,8 +13,9 @@ from tensorloop._torch.memory import is_symbolic
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS
+from tensorloop.compiler.emitter.ir.failures import Failure, failure
 from tensorloop.compiler.emitter.ir.machine import Machine
-from tensorloop.compiler.emitter.lower import convolution, indexing, movement, numbers, reductions, special
+from tensorloop.compiler.emitter.lower import convolution, indexing, matrices, movement, numbers, reductions, special
 from tensorloop.compiler.emitter.lower.calling import in_memory_as, may_call
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
@@ -23,7 +24,7 @@ from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.operations import values_of
+from tensorloop.compiler.operations import aten, values_of
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.called import CalledOperations
@@ -32,13 +33,14 @@ from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.verify import Broken
 
 LINE = 64
-STATUS = 4  # words: steps done, whether an index was wrong, one that is free, the function that calls torch
+STATUS = 4  # words: steps done, whether an index was wrong, which matrix failed, the function that calls torch
 CHECKED = 3  # calls of a core whose tensors are looked at
 NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
 _HANDLED_IN = (
     convolution,
     indexing,
+    matrices,
     movement,
     numbers,
     reductions,
@@ -226,6 +228,8 @@ class NativeCore:
         first = bool(panels) and not packed
         address = table.buffer_info()[0]
         self._enter(NativeCall(address, tensors, steps, parts, scratch.data_ptr(), lengths, first, called))
+        if status[2]:  # what is called behind it, in the same step, has been given numbers that are none
+            raise self._failed(failure(status[2]))
         if called and (error := called[0].error) is not None:
             raise error if isinstance(error, Broken) else StepFailed(error, status[0])
         if parts > 1:
@@ -236,6 +240,17 @@ class NativeCore:
                 "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
             )
         return status[0]
+
+    def _failed(self, found: Failure) -> StepFailed:
+        """Torch's own error of a matrix that has failed."""
+        check = self.text.checks[found.check]
+        infos = torch.zeros(check.shape, dtype=torch.int32, device="cpu")
+        infos.view(-1)[found.element] = found.info
+        try:
+            aten._linalg_check_errors.default(infos, check.name, is_matrix=not check.shape)
+        except RuntimeError as error:
+            return StepFailed(error, found.step)
+        raise AssertionError(found)
 
     def _enter(self, call: "NativeCall") -> None:
         """Calls the native function."""

@@ -125,7 +125,7 @@ class GuardedCore(NativeCore):
         given = array("q", [*(arena.address(one.piece) for one in copies), arena.address(status)])
         given.extend(words[len(given) :])
         ctypes.memmove(arena.address(own), given.buffer_info()[0], own.bytes)
-        ctypes.memset(arena.address(status), 0, 16)
+        ctypes.memset(arena.address(status), 0, 24)
         for one in copies:
             ctypes.memmove(arena.address(one.piece), one.tensor.data_ptr(), one.filled)
         block = GuardedBlock(arena, 8 * (22 if self.text.barriers else 7 + parts))
@@ -139,7 +139,7 @@ class GuardedCore(NativeCore):
         if said is not None:
             violations.append(said)
             raise OutsideMemory(f"a compiled loop {said}")
-        ctypes.memmove(words[len(tensors)], arena.address(status), 16)
+        ctypes.memmove(words[len(tensors)], arena.address(status), 24)
         self._back(arena, copies, steps, lengths, ctypes.c_int64.from_address(arena.address(status)).value)
 
     def _copies(

@@ -52,12 +52,12 @@ class Program:
             check_roles(s.loop, alone=True)
         given = [*step.invariants, *step.sequences]
         self._fed = [*s.loop_invariants, *s.loop_sequences, *self._handed]
-        before = BatchedGraph(given, s.moving)
+        before = BatchedGraph(given, s.moving, reverse=step.reverse)
         before.compute(self.order, self._fed)
         self._before = before.finished(before.found[n] for n in self._fed)
         made = [n for n in self._fed if n not in given]
         nodes = [*given, *made, *s.after_loop]
-        after = BatchedGraph(nodes, s.moving)
+        after = BatchedGraph(nodes, s.moving, reverse=step.reverse)
         sums = Sums(after, s.sums)
         after.compute(self.order, [*step.outs, *(leaf for n in step.sums for leaf in sums.leaves(n))])
         asked = needed_for(step.outputs, step.inputs)
@@ -105,7 +105,8 @@ class Program:
             if twice:
                 self.barred |= twice
                 continue
-            self._handed = [n for n in self.order if n in seen and n in early and n in late]
+            both = [n for n in self.order if n in seen and n in early and n in late]
+            self._handed = [n for n in both if isinstance(n.meta["val"], Tensor)]  # of several together each by itself
             if found.loop is None:
                 return found, None
             core, lacking = make_core(found.loop)
@@ -143,7 +144,15 @@ class Program:
             found = self._after(steps, *invariants, *sequences)
             self._hold(found, self._promised, steps)
             return Ran([], steps, list(found[:count]), list(found[count:]), True)
-        fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
+        try:
+            fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
+        except StepFailed as failed:
+            # What all steps were to have fails at a step that the loop may not come to: then nothing has failed.
+            done, part = failed.done, slice(steps - failed.done, steps) if self.step.reverse else slice(failed.done)
+            cut = [x[part] if cut else x for x, cut in zip(sequences, self._cut, strict=True)]
+            if not done or (ran := self(done, invariants, cut, carry, lengths, ask, pool)).going:
+                raise
+            return ran
         self._hold(fed, self._promised_before, steps)
         sums = [torch.zeros(shape, dtype=dtype, device=self.step.place.device) for shape, dtype in self._sums]
         n, m = len(self.partition.loop_invariants), len(self.partition.loop_sequences)
