@@ -30,7 +30,7 @@ from tensorloop.loop.options import (
 )
 from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.rows_scan import UntilLoop
-from tensorloop.loop.run import explain_scan, run_loop, run_scan
+from tensorloop.loop.run import run_loop
 from tensorloop.loop.scan_slices import slices_of
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.dim import Dim
@@ -204,7 +204,7 @@ def scan(
     make, slices = _scan_of(body_fn, xs, length, dim, reverse, until, context, compact)
     if isinstance(init, FirstOnly):
         return first_step.scan(make, init, slices, checkpoints, progress, compile)
-    return run_scan(make(Loop, init, slices), checkpoints, progress, compile)
+    return first_step.scan_whole(make, init, slices, checkpoints, progress, compile)
 
 
 def _scan_of(
@@ -429,7 +429,7 @@ def explain(
     make, slices = _scan_of(body_fn, xs, length, dim, reverse, until, context, compact)
     if isinstance(init, FirstOnly):
         return first_step.explain(make, init, slices, checkpoints, progress)
-    return explain_scan(make(Loop, init, slices), checkpoints, progress)
+    return first_step.explain_whole(make, init, slices, checkpoints, progress)
 
 
 # For functions that run these loops, and name what is wrong after themselves.

@@ -144,7 +144,7 @@ class Carry:
             f"the body returned a carry of another structure at step {step}{is_carry}:\n{structures}\n"
             + "".join(f"{line}\n" for line in lines)
             + (cure if grown else "Return the same containers with the same keys as in init.")
-            + (f" {_FIRST_ONLY}" if step == 0 and [*map(_is_start, self.kinds)] == [True] else "")
+            + (f" {_FIRST_ONLY}" if step == 0 and all(map(_is_start, self.kinds)) else "")
         )
 
     @property
@@ -159,7 +159,7 @@ class Carry:
                 path = self.tree.paths[i]
                 lines += [f"  - {name}{path}: {self.leaves[i]}", f"  + {name}{path}: {describe(x)}"]
                 hints.add(_say_hint(self.leaves[i], self.kinds[i], x))
-                if step == 0 and isinstance(x, Tensor) and _is_start(self.kinds[i]):
+                if step == 0 and isinstance(x, Tensor) and _is_start(self.kinds[i], x.dtype):
                     hints.add(_FIRST_ONLY)
         return (
             f"the body changed the carry at step {step} ({is_carry}- what was, + what it returned):\n"
@@ -172,10 +172,10 @@ class Carry:
 _FIRST_ONLY = "Where the first step alone gets such an init and makes a state of it, give tl.first_only(init)."
 
 
-def _is_start(kind: Any) -> bool:
-    """Whether a leaf of init stands for no state yet: None, a number, a tensor of rank 0 or without elements."""
+def _is_start(kind: Any, dtype: torch.dtype | None = None) -> bool:
+    """Whether a leaf of init may be no state yet: None, a number, a tensor of rank 0, of no elements, or dtype."""
     if type(kind) is tuple:
-        return len(kind) == 3 and (not kind[0] or 0 in kind[0])
+        return len(kind) == 3 and (not kind[0] or 0 in kind[0] or dtype not in (None, kind[1]))
     return kind in (type(None), int, float, complex)
 
 

@@ -12,7 +12,7 @@ from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.loop import first_step
 from tensorloop.loop.called import Called, check_callable
 from tensorloop.loop.chunked_map import map_in_chunks
-from tensorloop.loop.compiled.front import Compile
+from tensorloop.loop.compiled.front import Compile, FirstStepApart
 from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
@@ -87,7 +87,12 @@ def fori_loop(
         if last > first:
             return first_step.fori_loop(make, init, first, checkpoints, progress, compile)
         init = init.carry
-    return run_loop(make(Loop, init, first), checkpoints, progress, compile)[1]
+    loop = make(Loop, init, first)
+    loop.first_may_part = True
+    try:
+        return run_loop(loop, checkpoints, progress, compile)[1]
+    except FirstStepApart:
+        return first_step.fori_loop(make, FirstOnly(init), first, checkpoints, progress, compile)
 
 
 @overload

@@ -15,7 +15,7 @@ from tensorloop.loop.called import name_of_carry
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.checkpoint.node import plan_of
 from tensorloop.loop.compiled.explain import NO_STEP, Explanation
-from tensorloop.loop.compiled.front import check_compile
+from tensorloop.loop.compiled.front import FirstStepApart, check_compile
 from tensorloop.loop.loop import Loop, State, without_graph
 from tensorloop.loop.outputs import place
 from tensorloop.loop.packed_scan import PackedSlices
@@ -111,6 +111,31 @@ def scan(
     with _counted_anew():
         carry, ys = run_scan(rest, checkpoints, progress, compile)
     return carry, _joined(y, ys, slices)
+
+
+def scan_whole(make: MakeScan, init: Any, slices: Slices, checkpoints: Any, progress: bool, compile: Any) -> Any:
+    """A scan whose first step runs by itself only if it turns out to make in Python what the others find."""
+    loop = make(Loop, init, slices)
+    loop.first_may_part = _may_part(loop)
+    try:
+        return run_scan(loop, checkpoints, progress, compile)
+    except FirstStepApart:
+        return scan(make, FirstOnly(init), slices, checkpoints, progress, compile)
+
+
+def explain_whole(make: MakeScan, init: Any, slices: Slices, checkpoints: Any, progress: bool) -> Explanation:
+    """The explanation of such a scan."""
+    loop = make(Loop, init, slices)
+    loop.first_may_part = _may_part(loop)
+    try:
+        return explain_scan(loop, checkpoints, progress)
+    except FirstStepApart:
+        return explain(make, FirstOnly(init), slices, checkpoints, progress)
+
+
+def _may_part(loop: Loop) -> bool:
+    """Whether the first step can run by itself: rows have to begin and stop together."""
+    return loop.until is None and not isinstance(loop.slices, PackedSlices)
 
 
 def explain(make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool) -> Explanation:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tests.support.both_ways import check_both
 
 T = 5
 SEEN: list[Any] = []
@@ -174,7 +175,9 @@ def makers() -> dict[str, Callable[[], tuple[Any, Callable[[], Any]]]]:
         "a Counter": container(Counter, lambda held: held.update(a=1)),
         "a set": container(set, lambda held: held.add(len(held))),
         "a deque": container(deque, lambda held: held.append(1)),
-        "a dict in a list in a dict": container(lambda: {"a": [{}]}, lambda held: held["a"][0].update(b=1)),
+        "a dict in a list in a dict": container(
+            lambda: {"a": [{}]}, lambda held: held["a"][0].update({len(held["a"][0]): 1})
+        ),
         "an object that is called": objects(Counting),
         "an object's method": objects(Counting, "method"),
         "a name in a name": namespace,
@@ -267,19 +270,45 @@ def test_what_a_body_only_reads_is_no_change():
     assert last.isnan().all()
 
 
-def test_a_value_that_is_made_at_the_first_step_is_one_eager_loop():
-    class Lazy:
-        scale: float | None = None
+class Lazy:
+    """A body that makes a number and a tensor in its first step, and uses them in all."""
 
+    scale: float | None = None
+
+    def step(self, h: Tensor, x: Tensor) -> Any:
+        if self.scale is None:
+            self.scale = 2.0
+        if not hasattr(self, "mask"):
+            self.mask = torch.ones(2, 2, dtype=h.dtype).tril() + x
+        return torch.sin(h @ self.mask * self.scale) + x, h.sum()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_first_step_that_makes_what_the_others_find_runs_by_itself(reverse: bool):
+    def run(compile: Any, h: Tensor, xs: Tensor) -> Any:
+        lazy = Lazy()
+        found = tl.scan(lazy.step, h, xs, reverse=reverse, compile=compile)
+        assert lazy.scale == 2.0
+        counted = Lazy()
+        numbers = tl.fori_loop(0, 4, lambda i, h: counted.step(h, xs[0] * i)[0], h, compile=compile)
+        return found, numbers
+
+    check_both(run, torch.ones(2, dtype=torch.float64), torch.linspace(-1, 1, 12, dtype=torch.float64).view(6, 2))
+    body = Lazy().step
+    assert tl.explain(body, torch.ones(2), torch.ones(3, 2)).compiled
+
+
+def test_a_second_step_that_makes_something_else_is_an_eager_one():
+    class Later(Lazy):
         def step(self, h: Tensor, x: Tensor) -> Any:
-            if self.scale is None:
-                self.scale = 2.0
-            return h * self.scale + x, None
+            if hasattr(self, "mask"):
+                self.more = 1.0
+            return super().step(h, x)
 
-    lazy, call = Lazy(), (torch.ones(2), torch.ones(3, 2))
-    with pytest.warns(NotCompiledWarning, match="changes body_fn.scale"):
-        first, _ = tl.scan(lazy.step, *call, compile=True)
-    assert torch.equal(tl.scan(lazy.step, *call, compile="strict")[0], first)
+    call = torch.ones(2), torch.ones(4, 2)
+    expected = tl.scan(Later().step, *call)
+    with pytest.warns(NotCompiledWarning, match="changes body_fn.more"):
+        torch.testing.assert_close(tl.scan(Later().step, *call, compile=True), expected)
 
 
 def test_a_clock_is_seen():

@@ -271,6 +271,8 @@ def test_other_mistakes_of_shape_say_nothing_of_a_batch() -> None:
         lambda: tl.scan(_tanh, torch.tensor(0.0), XS),
         lambda: tl.scan(lambda h, x: (torch.cat([h, x]), None), torch.zeros(0), XS),
         lambda: tl.scan(lambda state, x: ((x, x), x), None, XS),
+        lambda: tl.scan(lambda state, x: ({"h": x}, x), {}, XS),
+        lambda: tl.scan(lambda h, x: (x * 1.0, x), torch.zeros(XS.shape[1:], dtype=torch.int64), XS),
         lambda: tl.scan(lambda state, x: ((x, x + state[1]), x), (None, 0), XS),
         lambda: tl.fori_loop(0, 3, lambda i, c: XS[i] + c, 0),
         lambda: tl.while_loop(lambda c: True, lambda c: XS[0], None, max_steps=2),

@@ -26,7 +26,7 @@ from tensorloop.loop.compiled.look.frame import AnswersInPython
 from tensorloop.loop.compiled.look.look import Look, look, look_closely
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
-from tensorloop.loop.compiled.look.python_state import PythonState
+from tensorloop.loop.compiled.look.python_state import Appeared, PythonState
 from tensorloop.loop.compiled.look.second_look import compare_flags, look_twice
 from tensorloop.loop.compiled.look.values_read import with_going
 from tensorloop.loop.compiled.pays import remember
@@ -61,6 +61,10 @@ class NotCompiledWarning(UserWarning):
         ...     tl.scan(lambda c, x: (c + x, c), torch.zeros(()), torch.ones(3), compile=True)[0]
         tensor(3.)
     """
+
+
+class FirstStepApart(Exception):
+    """The first step makes something in Python that later steps find: it is to run by itself, and then the others."""
 
 
 class LeftToEager(Exception):
@@ -102,6 +106,7 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
             ready = _prepare(loop, checkpoints, before)
             done = None if ready is None else _run(loop, ready, checkpoints, before)
     except Refused as refusal:
+        _refuse_unless_apart(loop, refusal)
         tell(loop.title, compile, refusal)
         _forget(loop)
     except LeftToEager as left:
@@ -111,6 +116,12 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
         if done is None:
             before.put_back()
     return done
+
+
+def _refuse_unless_apart(loop: Loop, refusal: Refused) -> None:
+    """Leaves a refusal to the caller; `FirstStepApart` where the other steps may not give cause for one."""
+    if loop.first_may_part and isinstance(refusal, Appeared) and loop.length != 1:
+        raise FirstStepApart
 
 
 def explain(loop: Loop, checkpoints: CheckpointsArg) -> Explanation | Refused | None:
@@ -123,6 +134,7 @@ def explain(loop: Loop, checkpoints: CheckpointsArg) -> Explanation | Refused | 
             ready = _prepare(loop, checkpoints, before)
         return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look))
     except Refused as refusal:
+        _refuse_unless_apart(loop, refusal)
         return explain_refusal(loop.title, refusal)
     except LeftToEager as left:
         _forget(loop)

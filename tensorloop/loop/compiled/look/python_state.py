@@ -44,6 +44,10 @@ class _Held(NamedTuple):
     was: Any
 
 
+class Appeared(Refused):
+    """A step made what was not there before, or was None: it may be that the first one alone does."""
+
+
 class PythonState:
     """What functions reach, as it is now; of each its name, itself and the names of its arguments."""
 
@@ -82,7 +86,7 @@ class PythonState:
                 "the body registers a hook", "register it on what the loop returns, or on what it is given", self._place
             )
         for name in self._changed():
-            raise Refused(
+            raise (Appeared if self._only_appeared() else Refused)(
                 f"the body changes {name}, a Python value outside of it",
                 "carry it as a tensor, or let tl.carrying do so",
                 self._place,
@@ -105,6 +109,16 @@ class PythonState:
             hooks: Any = x._backward_hooks
             for key in [*(hooks or ())][n:]:
                 del hooks[key]
+
+    def _only_appeared(self) -> bool:
+        """Whether all that changed was None before, or not there."""
+        changed = [x.was for x in self._held if not _same(x.read(), x.was)]
+        for _, x, was in self._containers:
+            if not _same_elements(x, was):
+                if not isinstance(x, dict):
+                    return False
+                changed += [was.get(k, _GONE) for k in (*x, *was) if not _same(x.get(k, _GONE), was.get(k, _GONE))]
+        return all(was is None or was is _GONE for was in changed)
 
     def _changed(self) -> Iterable[str]:
         for x in self._held:
