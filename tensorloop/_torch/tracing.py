@@ -75,6 +75,8 @@ class _Writer(OperationMode):
                     out = simpler(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
+        if torch.Tag.data_dependent_output in func.tags:  # in the backward of a user's operator: a constant it would be
+            raise TypeError(f"{func} reads a value in Python")
         if func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self._nodes:
             return self._constant(args[0])
         nodes: Any = map_aggregate((args, kwargs), lambda x: self.node_of(x) if isinstance(x, Tensor) else x)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
-from tensorloop.loop.compiled.front import NotCompiledWarning
 from tests.support.compiled_cases import check_equal
 
 T = 3
@@ -112,7 +111,7 @@ def test_a_variance_of_one_row_is_torchs():
         torch.testing.assert_close(x, y, equal_nan=True)
 
 
-NOT_COMPILED: dict[str, Body] = {
+CALLED: dict[str, Body] = {  # of forms that machine code has not
     "a frame that does not count": lambda h, x: (F.avg_pool2d(h[None], 3, 1, 1, False, False)[0] + x, h),
     "none of the largest": lambda h, x: (h.sin() + x + h.topk(0, -1).values.sum(), h),
     "200 in order": lambda h, x: (h.sin() + x * h.flatten().repeat(9).sort(stable=True).values[0], h),
@@ -122,13 +121,12 @@ NOT_COMPILED: dict[str, Body] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_COMPILED)
-def test_what_is_left_to_the_eager_loop(name: str):
-    expected, expected_grads = outcome(NOT_COMPILED[name], torch.float64, False)
-    with pytest.warns(NotCompiledWarning, match="not compiled"):
-        found, grads = outcome(NOT_COMPILED[name], torch.float64, True)
-    check_equal(found, expected, 1e-15)
-    check_equal(grads, expected_grads, 1e-15)
+@pytest.mark.parametrize("name", CALLED)
+def test_what_torch_does_in_the_middle_of_a_step(name: str):
+    expected, expected_grads = outcome(CALLED[name], torch.float64, False)
+    found, grads = outcome(CALLED[name], torch.float64, "strict")
+    check_equal(found, expected, 1e-11)
+    check_equal(grads, expected_grads, 1e-11)
 
 
 @pytest.mark.filterwarnings(

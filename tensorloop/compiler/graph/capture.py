@@ -14,7 +14,7 @@ from tensorloop._torch import engine
 from tensorloop._torch.fake import fakes_like
 from tensorloop._torch.tracing import traced, without_hooks, without_writes
 from tensorloop.compiler.graph.decompositions import after_autograd, before_autograd
-from tensorloop.compiler.graph.simplify import simplified
+from tensorloop.compiler.graph.simplify import Written, simplified
 from tensorloop.compiler.lengths import Again
 from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.step import Step
@@ -147,7 +147,13 @@ def with_gradients(
     # An output's gradient is like the output; of the carry, like the carry.
     with fakes_like(examples):
         comes = [_zeros(_output(module, i)) for i in targets]
-    graph = simplified(traced(joint, [*(x.detach() for x in examples), *comes], after_autograd()).graph)
+    given = [*(x.detach() for x in examples), *comes]
+    both = traced(joint, given, after_autograd())
+    try:
+        graph = simplified(both.graph)
+    except Written:  # to views: that takes torch's own transform, which is slower
+        with traceback.preserve_node_meta():
+            graph = simplified(traced(without_writes(fx.Interpreter(both).run), given, after_autograd()).graph)
     inputs = [p for p in graph.nodes if p.op == "placeholder"]
     (output,) = (p for p in graph.nodes if p.op == "output")
     outputs: Any = output.args[0]

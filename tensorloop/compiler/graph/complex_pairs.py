@@ -6,7 +6,7 @@ real part plus i times that with respect to its imaginary part: what the pair's 
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from torch import Tensor, fx
 from torch.fx import traceback
 
 from tensorloop._torch.tracing import traced
-from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.graph.complex_rules import Pair, rules
 from tensorloop.compiler.graph.decompositions import before_autograd
 from tensorloop.compiler.operations import values_of
-from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Trace
 
 
@@ -88,17 +86,31 @@ class _InPairs(fx.Interpreter):
             return super().run_node(n)
         if n.target is operator.getitem:
             return args[0][args[1]]
-        rule = rules().get(n.target)
-        if rule is None:
-            name = getattr(n.target, "_opname", str(n.target))
-            raise Refused(
-                f"{name} of complex numbers has no form in real ones",
-                "compute it on real and imaginary parts, or set compile=False",
-                place_of(n),
-            )
+        rule = rules().get(n.target) or _joined(n.target)
         with traceback.set_current_meta(n):
             _, kwargs = self.fetch_args_kwargs_from_env(n)
             return _fitted(rule(*args, **kwargs), n.meta.get("val"))
+
+
+def _joined(operation: Any) -> Callable[..., Any]:
+    """The operation itself, on complex numbers: who has none of these calls torch for it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _halves(operation(*_whole(args), **kwargs))
+
+    return run
+
+
+def _whole(x: Any) -> Any:
+    if isinstance(x, Pair):
+        return torch.complex(*x) if isinstance(x.re, Tensor) else complex(*x)
+    return type(x)(map(_whole, x)) if type(x) in (list, tuple) else x
+
+
+def _halves(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return [_halves(y) for y in x]
+    return Pair(*torch.view_as_real(x.resolve_conj()).unbind(-1)) if isinstance(x, Tensor) and x.is_complex() else x
 
 
 def _flat(args: Any) -> Iterable[Any]:

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from tensorloop._torch.tracing import decompositions, traced, without_writes
 from tensorloop.compiler.graph import orders, windows
 from tensorloop.compiler.graph.decompositions import Table, after_autograd, before_autograd
-from tensorloop.compiler.graph.simplify import simplified
+from tensorloop.compiler.graph.simplify import Written, simplified
 from tensorloop.compiler.lengths import meets_growing
-from tensorloop.compiler.operations import is_core
+from tensorloop.compiler.operations import is_core, values_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step
 
@@ -52,6 +52,7 @@ def _may_be_apart(n: fx.Node) -> bool:
         and isinstance(target, torch._ops.OpOverload)
         and torch.Tag.nondeterministic_seeded not in target.tags
         and not meets_growing(n)
+        and not any(x.is_complex() for a in (n, *n.all_input_nodes) for x in values_of(a))
         and all(x.target is operator.getitem for x in n.users if not isinstance(n.meta["val"], Tensor))
     )
 
@@ -97,7 +98,10 @@ def _apart(n: fx.Node) -> fx.Graph | None:
 
     for simpler in (table.get(target), decompositions([target]).get(target)):
         if simpler is not None:
-            found = simplified(traced(without_writes(call), examples, {**table, target: simpler}).graph)
+            try:
+                found = simplified(traced(without_writes(call), examples, {**table, target: simpler}).graph)
+            except Written:
+                continue
             undone = [x for x in found.nodes if x.target is target and not is_core(x)]  # it gave NotImplemented
             if not undone:
                 return found

@@ -11,6 +11,10 @@ from tensorloop.compiler.refused import Refused
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
+class Written(Refused):
+    """A graph writes to memory in place, and more than the result of the write may see it."""
+
+
 def simplified(graph: fx.Graph) -> fx.Graph:
     """Rewrites a graph: no writes, transposes as permutations, equal nodes once, no unused ones."""
     _write_anew(graph)
@@ -36,42 +40,12 @@ def _write_anew(graph: fx.Graph) -> None:
         if schema is None or not schema.is_mutable:
             continue
         written, name = node.args[0], schema.name.split("::")[1]
+        own = isinstance(written, fx.Node) and written.op == "call_function" and not _may_look(written)
+        alone = own and not any(_may_look(n) or place[n] > place[node] for n in written.users)
         anew = functional(target)
-        alone = _is_own(written) and not any(_may_look(n) or place[n] > place[node] for n in written.users)
-        if anew is not None and alone:
-            node.target = anew
-        elif anew is not None and _is_diagonal(written, place):
-            node.target = anew
-            _write_diagonal(graph, node, written, place)
-        else:
-            raise Refused(f"its gradient writes to a tensor in place ({name})", "set compile=False")
-
-
-def _is_own(x: Any) -> bool:
-    """Whether a tensor's memory is all its own."""
-    return isinstance(x, fx.Node) and x.op == "call_function" and not _may_look(x)
-
-
-def _is_diagonal(x: Any, place: dict[fx.Node, int]) -> bool:
-    """Whether a tensor is the diagonal of one that nothing before it looks at."""
-    if not isinstance(x, fx.Node) or x.target is not aten.diagonal.default or not _is_own(x.args[0]):
-        return False
-    return all(place[n] >= place[x] or not _may_look(n) for n in _node(x.args[0]).users)
-
-
-def _write_diagonal(graph: fx.Graph, node: fx.Node, written: fx.Node, place: dict[fx.Node, int]) -> None:
-    """Lets all that comes later see a diagonal that was written to, and the tensor that has it."""
-    whole = _node(written.args[0])
-    later = [n for n in (*whole.users, *written.users) if place[n] > place[node]]
-    with graph.inserting_after(node):
-        value = whole.meta["val"]
-        anew = _made(
-            graph, aten.diagonal_scatter.default, (whole, node, *written.args[1:]), dict(written.kwargs), value
-        )
-    place[anew] = place[node]
-    for n in later:
-        n.replace_input_with(whole, anew)
-        n.replace_input_with(written, node)
+        if not alone or anew is None:
+            raise Written(f"its gradient writes to a tensor in place ({name})", "set compile=False")
+        node.target = anew
 
 
 def _may_look(node: fx.Node) -> bool:

@@ -236,7 +236,7 @@ class LoopWriter:
         self._lengths(code, table.end)
         shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
-        self.entry = calling.read_entry(code, table.status) if self.calls else ""
+        self.entry = calling.read_entry(code, table.status) if self.calls else ("", "")
         pairs = self._pairs(code)
         names = dict(table.fixed)
         for n, (name, array) in enumerate(zip(table.sums, step.sums, strict=True)):
@@ -367,7 +367,7 @@ class LoopWriter:
             elif isinstance(unit, Matmul):
                 self._product(memory, unit, packed, rows)
             elif isinstance(unit, CallOut):
-                calling.write_call(code, self.entry)
+                calling.write_call(code, *self.entry)
             elif isinstance(unit, Scatter):
                 in_order.write_scatter(memory, unit, rows)
             elif isinstance(unit, Matrix):

@@ -3,12 +3,11 @@
 What each reads and writes is at one place during a run, so its tensors are made once. The native function calls back
 without arguments, as often as there are operations in all steps: a generator does the next one each time. A generator
 and no function, because Python raises an interrupt (Ctrl-C) where a call begins, before any `try` of a function's; the
-generator goes on inside of one.
+generator goes on inside of one. Whether an operation was done is said in memory, where an interrupt changes nothing.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,31 +17,44 @@ from tensorloop.compiler.emitter.ir.kernels import Operand
 from tensorloop.compiler.emitter.write.function import Call
 from tensorloop.compiler.verify import Broken
 
-_ENTRY = ctypes.CFUNCTYPE(ctypes.c_int)  # which takes the interpreter's lock, and lets it go
+_ENTRY = ctypes.CFUNCTYPE(None)  # which takes the interpreter's lock, and lets it go
 
 
 class CalledOperations:
     """One run's. `fixed` are the tensors of invariants and constants, by kind; scratch memory begins at `scratch`."""
 
     def __init__(self, calls: Sequence[Call], scratch: int, fixed: dict[str, Sequence[Tensor]]) -> None:
-        self.scratch, self.error = scratch, None  # what one raised
+        self.scratch = scratch
+        self.error: BaseException | None = None  # what one raised
         self._each = [_ready(call, scratch, fixed) for call in calls]
+        self._went = ctypes.c_int64()
         turns = self._turns()
         next(turns)
         self._entry = _ENTRY(turns.__next__)
-        self.address = ctypes.cast(self._entry, ctypes.c_void_p).value
 
-    def _turns(self) -> Iterator[int]:
-        operations, good = cycle(self._each), 1
-        while good:
-            try:
-                yield good
-                next(operations)()
-            except GeneratorExit:
-                return
-            except BaseException as error:
-                self.error, good = error, 0
-        yield 0
+    def begin(self, status: int) -> None:
+        """Gives the native function what it calls, in two words at this address."""
+        ctypes.c_void_p.from_address(status).value = ctypes.cast(self._entry, ctypes.c_void_p).value
+        self._went = ctypes.c_int64.from_address(status + 8)
+        self._went.value = 1
+
+    def end(self) -> None:
+        """Notes an interrupt that came between an operation's own errors and their being noted."""
+        if not self._went.value and self.error is None:
+            self.error = KeyboardInterrupt()
+
+    def _turns(self) -> Iterator[None]:
+        try:
+            while True:
+                for do in self._each:
+                    yield
+                    do()
+                    self._went.value = 1
+        except GeneratorExit:
+            return
+        except BaseException as error:
+            self.error = error
+        yield
 
 
 def _ready(call: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Callable[[], None]:

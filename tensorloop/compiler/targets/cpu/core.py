@@ -33,7 +33,7 @@ from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.verify import Broken
 
 LINE = 64
-STATUS = 4  # words: steps done, whether an index was wrong, which matrix failed, the function that calls torch
+STATUS = 5  # words: steps done, whether an index was wrong, which matrix failed, two for calls of torch
 CHECKED = 3  # calls of a core whose tensors are looked at
 NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
@@ -260,8 +260,7 @@ class NativeCore:
             if not called or called[0].scratch != scratch:
                 fixed = {"invariant": tensors[:n], "constant": tensors[n : n + m]}
                 called[:] = [CalledOperations(self.text.calls, scratch, fixed)]
-            status = ctypes.c_int64.from_address(table + 8 * len(tensors)).value
-            ctypes.c_int64.from_address(status + 24).value = called[0].address or 0
+            called[0].begin(ctypes.c_int64.from_address(table + 8 * len(tensors)).value + 24)
         team = threads.here.team  # else this thread does the parts, one after the other: the same bits
         if pack:
             self._loaded.prepare(table)
@@ -273,6 +272,8 @@ class NativeCore:
             each = self.text.scratch + self._growing(steps, lengths)
             enter = threads.team(self._loaded.member, parts) if team else self._loaded.alone
             threads.run(enter, table, steps, (scratch, each), self.text.rows, parts)
+        if called:
+            called[0].end()
 
     def _take(self, parts: int, more: int) -> list:
         """[scratch for so many, panels] from an earlier call that is over, or new; `more` bytes behind each's."""

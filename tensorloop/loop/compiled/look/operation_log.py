@@ -36,14 +36,14 @@ _SHAPES = "has a result whose shape depends on values"
 _MEMORY = "replaces the memory of a tensor"
 _DRAWS = "draws random numbers"
 _CHECKS = "raises where a value is not as it should be"
-_OWN = "is an operation of its own, whose gradient a graph does not have"
+_OWN = "is an operation of its own that writes to its arguments"
 _CURES = {
     _READS: VALUES,
     _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
     _MEMORY: "make another tensor",
     _CHECKS: "check before the loop, or what it returns",
     _DRAWS: "draw before the loop and give the numbers as xs",
-    _OWN: "call it before or after the loop, or set compile=False",
+    _OWN: "give what it writes as results (mutates_args=()), or set compile=False",
 }
 # Operations that say something about a step which a graph of it would not.
 _REASONS = {
@@ -67,6 +67,7 @@ _NUMBERED = {
     *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
     *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
 }
+_TORCHS = ("aten", "prims")
 _OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
 _STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
 _STRIDED |= {_aten.as_strided_scatter.default}
@@ -458,7 +459,7 @@ def _traits(func: Any) -> _Traits:
         reason = _READS
     elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
         reason = _SHAPES
-    elif func.namespace not in ("aten", "prims"):
+    elif schema.is_mutable and func.namespace not in _TORCHS:
         reason = _OWN
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
