@@ -266,6 +266,22 @@ def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batc
     return Choice(parents, tokens, values, ends, None)
 
 
+def guess_best(keys: Tensor, log_probs: Tensor, eos: int, batch: Batch) -> tuple[Choice, Tensor]:
+    """As `choose_best`, but for parents and tokens where the keys of those K alone do not decide on them.
+
+    So nothing waits for a device. Also the K + 1 best keys, which tell whether they do (`Pool.take`).
+    """
+    size, vocabulary = keys.shape[1], log_probs.shape[2]
+    every = batch.select(keys)[:, :, None] + log_probs
+    ends = every[:, :, eos].clone()
+    every[:, :, eos] = -torch.inf
+    ranked, places = every.flatten(1).topk(size + 1, 1)
+    ranked, ends, places = batch.widen(ranked), batch.widen(ends), batch.widen(places, 0)[:, :size]
+    parents = places.div(vocabulary, rounding_mode="floor")
+    tokens = torch.sub(places, parents, alpha=vocabulary)
+    return Choice(parents, tokens, ranked[:, :size], ends, None), ranked
+
+
 def _place_first(keys: Tensor, size: int) -> Tensor:
     out = keys.new_full((len(keys), size), -torch.inf)
     out[:, 0] = keys

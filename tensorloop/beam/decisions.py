@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tensorloop._common.errors import WrongValue
 from tensorloop.beam import diagnostics
 from tensorloop.beam.batch import Batch
-from tensorloop.beam.choose import Choice, Offer, TopK, choose_best
+from tensorloop.beam.choose import Choice, Offer, TopK, choose_best, guess_best
 from tensorloop.beam.gold import Gold
 from tensorloop.beam.length import Sum, find_bound
 from tensorloop.beam.noise import draw_seeds
@@ -63,6 +63,9 @@ class Decisions:
         self.sums_after: list[Tensor] = []  # (B, size), of each step
         self.searching = torch.ones(rows, dtype=torch.bool, device=device)
         self.all_search = True
+        plain = type(rules.choose) is TopK and rules.eos == "always" and len(rules.eos_ids) == 1 and gold is None
+        self._guesses = plain and device.type != "cpu"  # there a wait costs nothing, and ties are broken at once
+        self._seen: Tensor | None = None  # `searching` on the CPU, once it was asked for
         self.gap = torch.full((rows,), torch.inf, dtype=torch.float64, device=device)
         self.by_rule = torch.zeros_like(self.searching)
         self._begin(torch.get_default_dtype())
@@ -82,6 +85,15 @@ class Decisions:
     def running(self) -> Tensor:
         """(B,) bool: the rows that need another step."""
         return self.searching if self.gold is None else self.searching | ~self.gold.is_over(self.steps)
+
+    @property
+    def asked(self) -> Tensor:
+        """As `running`, on the CPU unless that would wait for a device at every step."""
+        if self.gold is not None:
+            return self.running
+        if (seen := self._seen) is None:
+            seen = self._seen = self.searching.cpu()
+        return seen
 
     # -- a step
 
@@ -105,12 +117,14 @@ class Decisions:
         searched = log_probs if self.gold is None else log_probs[:, :-1]
         self._doubt(t, searched, dtype)
         before = self.keys
-        choice, self.sums, end_sums = self._choose(t, batch, searched)
+        choice, self.sums, end_sums, ranked = self._choose(t, batch, searched)
         self.keys = choice.keys
         self._keep(t, choice)
         if self.gold is not None:
             self.gold.follow(t, (before, self.keys), self.parents[t], self.tokens[t], log_probs[:, -1], batch)
-        verdict = self._offer_ends(t, choice.ends, end_sums)
+        verdict = self._offer_ends(t, choice.ends, end_sums, ranked)
+        if verdict.undecided:
+            self._keep(t, choose_best(before, searched, rules.eos_ids, batch))
         if verdict.spoilt or self.gold is not None:
             self._refuse(t, choice, log_probs, batch)
         if rules.check:
@@ -134,13 +148,19 @@ class Decisions:
         elif t == diagnostics.ENDLESS and self.rules.max_steps is None and bool(self.searching.any()):
             diagnostics.warn_of_endless(self.searching, self.pool.keys > -torch.inf, self.rules.n_best)
 
-    def _choose(self, t: int, batch: Batch, log_probs: Tensor) -> tuple[Choice, Tensor, Tensor]:
-        """What is chosen in step t, with the sums of what runs on and of what ends, in all rows."""
+    def _choose(self, t: int, batch: Batch, log_probs: Tensor) -> tuple[Choice, Tensor, Tensor, Tensor | None]:
+        """What is chosen in step t, with the sums of what runs on and of what ends, in all rows.
+
+        At last, where the choice is still to be confirmed, the keys that `Pool.take` confirms it by.
+        """
         rules = self.rules
         ends = _ENDS[rules.eos]
+        if self._guesses and log_probs.shape[2] > 1:
+            choice, ranked = guess_best(self.keys, log_probs, rules.eos_ids[0], batch)
+            return choice, choice.keys, choice.ends, ranked
         if type(rules.choose) is TopK and (ends is None or len(rules.eos_ids) == 1):
             choice = choose_best(self.keys, log_probs, rules.eos_ids, batch, (ends or 0) * rules.size)
-            return choice, choice.keys, choice.ends
+            return choice, choice.keys, choice.ends, None
         before, keys, seeds = (batch.select(x) for x in (self.sums, self.keys, self.seeds))
         many = None if ends is None else ends * rules.size
         choice = rules.choose.choose(Offer(keys, before, log_probs, self.eos, many, seeds, t))
@@ -152,7 +172,7 @@ class Decisions:
         parents, tokens = (batch.widen(x, 0) for x in choice[:2])
         lost = None if choice.lost is None else batch.widen(choice.lost)
         choice = Choice(parents, tokens, batch.widen(choice.keys), batch.widen(choice.ends), lost)
-        return choice, batch.widen(sums), batch.widen(end_sums)
+        return choice, batch.widen(sums), batch.widen(end_sums), None
 
     def _keep(self, t: int, choice: Choice) -> None:
         """Writes down parents and tokens. A row that has stopped goes on as the first of its hypotheses."""
@@ -160,7 +180,7 @@ class Decisions:
             chosen = chosen if self.all_search else chosen.masked_fill(~self.running[:, None], 0)
             decided[t:] = [chosen if self.gold is None else F.pad(chosen, (0, 1))]
 
-    def _offer_ends(self, t: int, ends: Tensor, sums: Tensor) -> Verdict:
+    def _offer_ends(self, t: int, ends: Tensor, sums: Tensor, ranked: Tensor | None) -> Verdict:
         """Offers the ends of step t to the pool."""
         rules, offered = self.rules, ends
         # After the last step allowed nothing comes any more; what could have come is a matter of any length.
@@ -169,7 +189,7 @@ class Decisions:
         if not rules.choose.by_key and type(rules.length) is not Sum:
             ranks = rules.length.final(sums, torch.full_like(sums, t + 1, dtype=torch.int64))
             offered, ends = ends, torch.where(ends > -torch.inf, ranks, ends)
-        verdict = self.pool.take((ends, sums), (self.keys, bounds), self.searching, t, rules.stop)
+        verdict = self.pool.take((ends, sums), (self.keys, bounds), self.searching, t, rules.stop, ranked)
         if verdict.spoilt and offered is not ends:
             spoilt = (ends.isnan() & (offered.abs() < torch.inf)).any(1)
             if bool(spoilt.any()):
@@ -214,7 +234,7 @@ class Decisions:
         if bool(ends.any()):
             self._end(ends)
             self.by_rule = self.by_rule | ends
-            self.searching = self.searching & ~ends
+            self.searching, self._seen = self.searching & ~ends, None
             self.all_search = False
 
     def finish(self) -> None:

@@ -18,6 +18,7 @@ class Verdict(NamedTuple):
 
     spoilt: bool  # there is no hypothesis any more, or one whose key is NaN or inf
     ended: bool  # by the rule "exact" or "first_n" the row is over, or since nothing runs on
+    undecided: bool = False  # `ranked` does not say which ones run on
 
 
 class Pool:
@@ -39,9 +40,18 @@ class Pool:
         return self.keys[:, -1]
 
     def take(
-        self, ends: tuple[Tensor, Tensor], runs: tuple[Tensor, Tensor], searching: Tensor, t: int, rule: str
+        self,
+        ends: tuple[Tensor, Tensor],
+        runs: tuple[Tensor, Tensor],
+        searching: Tensor,
+        t: int,
+        rule: str,
+        ranked: Tensor | None = None,
     ) -> Verdict:
-        """Takes ends of step t, keys and sums (B, K * E). `runs`: keys (B, K), and bounds on what they can reach."""
+        """Takes ends of step t, keys and sums (B, K * E). `runs`: keys (B, K), and bounds on what they can reach.
+
+        `ranked` (B, K + 1): the best keys of all, where it is still to be told whether these say who runs on.
+        """
         (keys, sums), (running, bounds) = ends, runs
         dtype = self.keys.dtype
         keys, bounds = (x if x.dtype is dtype else x.to(dtype) for x in (keys, bounds))
@@ -49,8 +59,8 @@ class Pool:
         if (more := keys.shape[1] - running.shape[1]) > 0:  # several eos_ids: as many that run as there are ends
             running, bounds = (F.pad(x, (0, more), value=-torch.inf) for x in (running, bounds))
         pool = self.keys, self.sums, self.ends, self.most, self.left_out
-        said = take((keys, sums), (running, bounds), pool, searching, t, rule)
-        return Verdict(spoilt=bool(said & 1), ended=bool(said & 2))
+        said = take((keys, sums), (running, bounds), pool, searching, t, rule, ranked)
+        return Verdict(spoilt=bool(said & 1), ended=bool(said & 2), undecided=bool(said & 4))
 
     def measure_gap(self, most: Tensor) -> Tensor:
         """(B,) float64: by how much the best to come, `most`, can be above the n-th."""

@@ -55,6 +55,7 @@ class Search:
         self.model, self.carry, self.decisions, self.bar = model, carry, decisions, bar
         self.rows, self.size = carry.rows, carry.size
         self.ancestry = Ancestry(carry.rows, carry.size, decisions.device)
+        self.left: dict[int, Tensor] = {}  # by how many rows are left in the batch: which, on the CPU
         # Log-probabilities of what was chosen; where they may need a gradient, an array of the loop's has them.
         plain = not torch.is_grad_enabled() and transforms.maybe_level() is None and not transforms.forward_mode()
         self.values: list[Tensor] | None = [] if plain else None
@@ -73,8 +74,14 @@ class Search:
 
     def _goes_on(self, state: State, context: Any) -> Tensor:
         """(b,) bool"""
-        running = self.decisions.running
-        return running if len(state.ids) == self.rows else running[state.ids]
+        running, left = self.decisions.asked, len(state.ids)
+        if left == self.rows:
+            return running
+        if running.device == state.ids.device:
+            return running[state.ids]
+        if left not in self.left:
+            self.left[left] = state.ids.cpu()
+        return running[self.left[left]]
 
     @named(_NAME)
     def _step(self, t: int, state: State, row: list[Any], context: tuple[Any, ...]) -> tuple[State, None]:

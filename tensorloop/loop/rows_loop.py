@@ -43,7 +43,7 @@ class ConditionalLoop(Loop):
             if self.taken:
                 raise WrongType(f"cond_fn gave one bool before, and at step {self.taken} {describe(answer)}")
             need_rows(self, state, len(answer), "cond_fn gave a bool for each of", with_context=self.compact)
-        loop = RowsLoop(self, ActiveRows(answer, self.compact), self.before)
+        loop = RowsLoop(self, ActiveRows(answer, self.compact, device_of(state)), self.before)
         loop.begin_step(answer, state)
         return loop
 
@@ -245,6 +245,11 @@ def need_rows(loop: Loop, state: State, rows: int, why: str, *, with_context: bo
     loop.carry.need_rows(state, rows, why)
     if with_context:
         loop.context.need_rows(rows, why)
+
+
+def device_of(state: State) -> torch.device | None:
+    """Where the rows of a carry are."""
+    return next((x.device for x in state if isinstance(x, Tensor) and x.dim()), None)
 
 
 def _is_by_row(answer: Any) -> bool:

@@ -22,7 +22,7 @@ from tensorloop.loop.context import CutContext
 from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.outputs import Column, Outputs
 from tensorloop.loop.packed_scan import PackedColumn, PackedOutputs, in_time_order
-from tensorloop.loop.rows_loop import RowsLoop, need_rows
+from tensorloop.loop.rows_loop import RowsLoop, device_of, need_rows
 from tensorloop.loop.stopped_rows import ActiveRows, spread
 from tensorloop.packed.dim import Dim
 
@@ -104,7 +104,7 @@ class RowsScan(RowsLoop):
     """A scan of which some rows stop before others. `before`, `after`: the states around its first step."""
 
     def __init__(self, loop: UntilLoop, stopped: Tensor, before: State, after: State) -> None:
-        rows = ActiveRows(~stopped, loop.compact)
+        rows = ActiveRows(~stopped, loop.compact, device_of(after))
         self._firsts = [x.detach() if rows.holds(x) else None for x in before]
         super().__init__(loop, rows, None)
         self.cut_context = loop.cut_context

@@ -56,7 +56,10 @@ def _divide(runs: Tensor, ids: Tensor) -> _Parts:
 class ActiveRows:
     """Which rows run at which step. `steps`: what each row of the full batch took, RUNNING until it has stopped."""
 
-    def __init__(self, first: Tensor, compact: bool) -> None:
+    def __init__(self, first: Tensor, compact: bool, device: torch.device | None = None) -> None:
+        """`first`: who runs at the first step. `device`: where the rows are; answers may be there or on the CPU."""
+        if device is not None and first.device.type == "cpu":
+            first = upload(first, device)
         self.compact = compact
         self.size = len(first) if first.dim() else None
         self.batched = transforms.is_batched(first)  # under vmap: the mask is only ever used by `where`
@@ -86,7 +89,10 @@ class ActiveRows:
 
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
-        active = cond if self._seen is None else cond & self.active
+        told = cond.device != self.active.device  # on the CPU, where nothing waits
+        if told:
+            cond = cond if self._seen is None else cond & self._seen
+        active = cond if told or self._seen is None else cond & self.active
         if not self.batched:
             self.batched = transforms.is_batched(active)
         seen = transforms.numbers(active).cpu()
@@ -94,7 +100,8 @@ class ActiveRows:
             self._begin(t, self.active)
             return True
         if active is cond:  # whose tensor the loop may go on to change
-            active, seen = cond.clone(), seen.clone()
+            seen = seen.clone()
+            active = upload(seen, self.active.device) if told else cond.clone()
         self._stop(t, active, seen)
         self.running = int(seen.sum())
         self._seen = seen if self.running < seen.numel() else None

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorloop.beam.batch import Batch
+from tensorloop.beam.choose import choose_best, guess_best
 from tensorloop.kernels import find
 from tensorloop.kernels.cpu import attend, beam
 from tensorloop.kernels.cpu import threads as _threads
@@ -362,3 +364,26 @@ def test_which_kernel_is_found():
     assert find("beam_ancestors", keys.byte()) is beam.beam_ancestors
     assert find("beam_attend", keys) is attend.beam_attend
     assert find("beam_attend", keys.double()) is eager_attend.beam_attend
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("forbidden", [0.0, 0.4])
+def test_a_guess_is_the_choice_unless_it_is_told_to_be_undecided(coarse: bool, forbidden: float) -> None:
+    undecided = 0
+    for seed in range(30):
+        keys, log_probs = inputs((3, 4, 5), coarse=coarse, seed=seed)
+        log_probs[torch.rand(log_probs.shape, generator=torch.Generator().manual_seed(seed)) < forbidden] = -torch.inf
+        whole, batch = choose_best(keys, log_probs, [2], Batch(None, 3)), Batch(None, 3)
+        guess, ranked = guess_best(keys, log_probs, 2, batch)
+        assert torch.equal(guess.keys, whole.keys)
+        assert torch.equal(guess.ends, whole.ends)
+        for row in range(3):
+            pool = [torch.full((3, 2), -torch.inf).double() for _ in range(2)]
+            pool += [torch.zeros(3, 2).long(), torch.zeros(3).double(), torch.zeros(3).double()]
+            given = (guess.ends, guess.ends), (guess.keys, guess.keys), pool, torch.arange(3) == row, 0, "exact"
+            if beam.beam_pool(*given, ranked) & 4:
+                undecided += 1
+            else:
+                assert torch.equal(guess.parents[row], whole.parents[row])
+                assert torch.equal(guess.tokens[row], whole.tokens[row])
+    assert (0 < undecided < 90) if coarse or forbidden else not undecided

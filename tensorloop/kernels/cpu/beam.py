@@ -43,11 +43,17 @@ def beam_best(
 
 
 def beam_pool(
-    ends: Sequence[Tensor], runs: Sequence[Tensor], pool: Sequence[Tensor], searching: Tensor, t: int, rule: str
+    ends: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    pool: Sequence[Tensor],
+    searching: Tensor,
+    t: int,
+    rule: str,
+    ranked: Tensor | None = None,
 ) -> int:
     """Takes the ends of a step into the pool, and tells what has come of it."""
-    if not all(map(is_laid, pool)):
-        return beam.beam_pool(ends, runs, pool, searching, t, rule)
+    if ranked is not None or not all(map(is_laid, pool)):
+        return beam.beam_pool(ends, runs, pool, searching, t, rule, ranked)
     *given, searching = lay_all((*ends, *runs, searching))
     keys, sums, *_ = pool
     rows, size = runs[0].shape

@@ -36,7 +36,13 @@ def beam_best(
 
 
 def beam_pool(
-    ends: Sequence[Tensor], runs: Sequence[Tensor], pool: Sequence[Tensor], searching: Tensor, t: int, rule: str
+    ends: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    pool: Sequence[Tensor],
+    searching: Tensor,
+    t: int,
+    rule: str,
+    ranked: Tensor | None = None,
 ) -> int:
     """Takes the ends of step t into the pool, in place, and tells what has come of it.
 
@@ -46,26 +52,35 @@ def beam_pool(
     that are `searching` take anything.
     The answer has 1 if in one of those rows there is no hypothesis any more, or one whose key is NaN or inf, and 2 if
     one of them is over: by the rule "exact" where the n-th of its pool is no worse than the largest bound; else where
-    nothing runs on, and by "first_n" where n have ended.
+    nothing runs on, and by "first_n" where n have ended. It has 4 if in one of them the order of `ranked` (B, n), keys
+    in falling order, is no matter of the keys alone: two are equal, or all but the last are not hypotheses.
     """
     keys, sums, at, most, lost = pool
     (new, new_sums), (running, bounds) = ends, runs
     size, n = new.shape[1], keys.shape[1]
-    best = torch.maximum(running.amax(1), new.amax(1))
-    most.copy_(torch.where(running > -torch.inf, bounds, -torch.inf).amax(1))
-    every, order = descending(torch.cat([keys, torch.where(searching[:, None], new, -torch.inf)], 1))
+    reach = running if bounds is running else bounds.masked_fill(running == -torch.inf, -torch.inf)
+    torch.amax(reach, 1, out=most)
+    every, order = descending(torch.cat([keys, new.masked_fill(~searching[:, None], -torch.inf)], 1))
     lost.copy_(every[:, n])
     order = order[:, :n]
     keys.copy_(every[:, :n])
-    sums.copy_(torch.cat([sums, new_sums], 1).gather(1, order))
-    here = torch.arange(size, device=at.device).expand(len(at), -1) + t * size
-    at.copy_(torch.cat([at, here], 1).gather(1, order))
-    over = keys[:, -1] >= most if rule == "exact" else most == -torch.inf
+    torch.gather(torch.cat([sums, new_sums.to(sums.dtype)], 1), 1, order, out=sums)
+    here = torch.arange(t * size, (t + 1) * size, device=at.device).expand(len(at), -1)
+    torch.gather(torch.cat([at, here], 1), 1, order, out=at)
+    # One copy to the CPU has all that the answer follows from: what it says is worked out there, without launches.
+    parts = [new, running, keys[:, -1:], most[:, None], searching[:, None], *(() if ranked is None else (ranked,))]
+    told = torch.cat([x.to(keys.dtype) for x in parts], 1).cpu().split([x.shape[1] for x in parts], 1)
+    best = torch.maximum(told[0].amax(1), told[1].amax(1))
+    worst, reached, here = (x[:, 0] for x in told[2:5])
+    over = worst >= reached if rule == "exact" else reached == -torch.inf
     if rule == "first_n":
-        over = over | (keys[:, -1] > -torch.inf)
-    said = torch.stack([~(best.abs() < torch.inf), over]) & searching
-    bad, done = said.any(1).tolist()
-    return bad + 2 * done
+        over = over | (worst > -torch.inf)
+    said = [~(best.abs() < torch.inf), over]
+    if ranked is not None:
+        order = told[5]
+        equal = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] > -torch.inf)
+        said.append((equal | (order[:, :-1] == -torch.inf)).any(1))
+    return sum(int((x & (here > 0)).any()) << i for i, x in enumerate(said))
 
 
 def beam_chosen(
@@ -80,10 +95,14 @@ def beam_chosen(
         parents, tokens = parents.index_select(0, ids), tokens.index_select(0, ids)
     rows, size = parents.shape
     dtype = torch.int32 if rows * size * vocabulary < 1 << 31 else torch.int64
-    every = torch.arange(rows * size, device=parents.device).view(rows, size)
-    places = parents + every[:, :1]
-    chosen = torch.cat([torch.add(tokens, places, alpha=vocabulary), every * vocabulary + eos_id], 1)
-    return tokens.clone(), places.flatten().to(dtype), chosen.flatten().to(dtype)
+    count, device = rows * size, parents.device
+    # Written as `dtype` at once: no number is larger than that of all log-probabilities.
+    places, picked = (parents.new_empty(rows, size, dtype=dtype) for _ in range(2))
+    torch.add(parents, torch.arange(0, count, max(size, 1), device=device)[:, None], out=places)
+    torch.add(tokens, places, alpha=vocabulary, out=picked)
+    stop = eos_id + max(count - 1, 0) * vocabulary + 1
+    ends = torch.arange(eos_id, stop, vocabulary, dtype=dtype, device=device)[:count]
+    return tokens.clone(), places.flatten(), torch.cat([picked, ends.view(rows, size)], 1).flatten()
 
 
 def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | None, first: int, t: int) -> int:
@@ -106,9 +125,8 @@ def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
 
     `parents` (T, B, K): hypothesis k after step t goes on from parents[t, b, k]. Places behind a length are 0.
     """
-    out = torch.zeros(len(parents), *places.shape, dtype=torch.int64, device=places.device)
-    for t in range(len(parents) - 1, -1, -1):
-        runs = lens > t
-        out[t] = torch.where(runs, places, 0)
-        places = torch.where(runs, parents[t].gather(1, places), places)
-    return out
+    runs = lens > torch.arange(len(parents), device=places.device)[:, None, None]
+    found = [places]
+    for t in range(len(parents) - 1, 0, -1):
+        found.append(torch.where(runs[t], parents[t].gather(1, found[-1]), found[-1]))
+    return torch.stack(found[::-1])[: len(parents)] * runs
