@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 
-from tensorloop._torch.tracing import traced
+from tensorloop._torch.tracing import decompositions, traced
 from tensorloop.compiler.graph.complex_rules import Pair, rules
 from tensorloop.compiler.graph.decompositions import before_autograd
 from tensorloop.compiler.operations import values_of
@@ -41,6 +41,7 @@ def to_pairs(
     """The step, its graph, its inputs and which of them want gradients, without complex numbers."""
     if not any(x.is_complex() for n in module.graph.nodes for x in values_of(n)):
         return trace, module, list(examples), list(wants)
+    module = _with_rules(module, examples)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in module.graph.nodes if n.op == "output")
 
@@ -73,6 +74,16 @@ def to_pairs(
     return paired, new, flat, wide
 
 
+def _with_rules(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph with operations on complex numbers that have no rule, but a decomposition of torch's, taken apart."""
+    met = [n for n in module.graph.nodes if n.op == "call_function" and any(map(_is_complex, [n, *n.all_input_nodes]))]
+    table = decompositions([n.target for n in met if n.target not in rules() and hasattr(n.target, "_schema")])
+    if not table:
+        return module
+    with traceback.preserve_node_meta():
+        return traced(fx.Interpreter(module).run, [x.detach() for x in examples], {**before_autograd(), **table})
+
+
 def _is_complex(n: fx.Node) -> bool:
     return any(x.is_complex() for x in values_of(n))
 
@@ -86,10 +97,11 @@ class _InPairs(fx.Interpreter):
             return super().run_node(n)
         if n.target is operator.getitem:
             return args[0][args[1]]
-        rule = rules().get(n.target) or _joined(n.target)
+        rule = rules().get(n.target)
         with traceback.set_current_meta(n):
             _, kwargs = self.fetch_args_kwargs_from_env(n)
-            return _fitted(rule(*args, **kwargs), n.meta.get("val"))
+            found = NotImplemented if rule is None else rule(*args, **kwargs)
+            return _fitted(_joined(n.target)(*args, **kwargs) if found is NotImplemented else found, n.meta.get("val"))
 
 
 def _joined(operation: Any) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """What operations on complex numbers do to pairs of real ones, operation by operation."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.graph import fourier
 from tensorloop.compiler.operations import aten
 
 
@@ -198,10 +200,122 @@ def _norm(x: Pair, p: Any = 2, dim: Any = None, keep: bool = False, *, dtype: An
     return torch.linalg.vector_norm(torch.stack([x.re, x.im]) if p == 2 and dim is None else _abs(x), p, dim, keep)
 
 
+# -- functions
+
+
+def _tanh(x: Pair) -> Pair:
+    """By exp(-2 |re|), which is at most 1."""
+    turned = torch.where(x.re < 0, -1.0, 1.0).to(x.re.dtype)
+    less = torch.expm1(-2 * x.re * turned)
+    power, cos = less + 1, torch.cos(x.im)
+    below = less * less + 4 * power * cos * cos
+    return Pair(turned * -torch.expm1(-4 * x.re * turned) / below, 2 * power * torch.sin(2 * x.im) / below)
+
+
+def _tan(x: Pair) -> Pair:
+    found = _tanh(Pair(-x.im, x.re))
+    return Pair(found.im, -found.re)
+
+
+def _sigmoid(x: Pair) -> Pair:
+    below = x.re < 0
+    power = _exp(_where(below, x, Pair(-x.re, -x.im)))
+    return _div(_where(below, power, _like(1)(power)), _sum(power, 1))
+
+
+def _expm1(x: Pair) -> Pair:
+    half = torch.sin(x.im / 2)
+    return Pair(torch.expm1(x.re) * torch.cos(x.im) - 2 * half * half, torch.exp(x.re) * torch.sin(x.im))
+
+
+def _log1p(x: Pair) -> Pair:
+    """Where the size is far from 1 a plain logarithm, which does not square what may be large."""
+    near = (x.re.abs() < 2) & (x.im.abs() < 2)
+    re, im = torch.where(near, x.re, 0.0), torch.where(near, x.im, 0.0)
+    small = 0.5 * torch.log1p(re * (2 + re) + im * im)
+    large = torch.log(torch.hypot(torch.where(near, 1.0, 1 + x.re), torch.where(near, 0.0, x.im)))
+    return Pair(torch.where(near, small, large), torch.atan2(x.im, 1 + x.re))
+
+
+def _product_of(x: Pair, dim: int, running: bool = False) -> list[Pair]:
+    """The product along a dim, or those of all elements so far."""
+    parts = [Pair(x.re.select(dim, i), x.im.select(dim, i)) for i in range(x.re.shape[dim])]
+    found = parts[:1] or [Pair(*(torch.full_like(y.sum(dim), z) for y, z in zip(x, (1.0, 0.0), strict=True)))]
+    for one in parts[1:]:
+        found.append(_mul(found[-1], one))
+    return found if running else found[-1:]
+
+
+def _prod(x: Any, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    x = _pair(x)
+    if dim is None:
+        x, dim = Pair(x.re.reshape(-1), x.im.reshape(-1)), 0
+    if x.re.dim() and x.re.shape[dim] > MOST_FACTORS:
+        return NotImplemented
+    found = _product_of(x, dim)[0] if x.re.dim() else x
+    return Pair(*(y.unsqueeze(dim) for y in found)) if keepdim and x.re.dim() else found
+
+
+def _cumprod(x: Any, dim: int, *, dtype: Any = None) -> Any:
+    x = _pair(x)
+    if not x.re.dim() or not x.re.shape[dim]:
+        return x
+    if x.re.shape[dim] > MOST_FACTORS:
+        return NotImplemented
+    return Pair(*(torch.stack(parts, dim) for parts in zip(*_product_of(x, dim, True), strict=True)))
+
+
+MOST_FACTORS = 32
+
+
+# -- Fourier transforms
+
+
+def _scaled(found: Pair, sizes: Sequence[int], normalization: int) -> Pair:
+    """By nothing, the root of how many numbers were transformed, or how many they were."""
+    factor = (1.0, math.prod(sizes) ** -0.5, 1 / math.prod(sizes))[normalization]
+    return found if normalization == 0 else Pair(found.re * factor, found.im * factor)
+
+
+def _fft(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
+    x = _pair(x)
+    found = fourier.transform(x.re, x.im, dims, -1 if forward else 1)
+    return NotImplemented if found is None else _scaled(Pair(*found), [x.re.shape[d] for d in dims], normalization)
+
+
+def _real_fft(x: Tensor, dims: Sequence[int], normalization: int, onesided: bool) -> Any:
+    found = fourier.transform(x, None, dims[-1:], -1)
+    if found is not None:
+        found = fourier.transform(*(fourier.half(found, dims[-1]) if onesided else found), dims[:-1], -1)
+    return NotImplemented if found is None else _scaled(Pair(*found), [x.shape[d] for d in dims], normalization)
+
+
+def _to_real_fft(x: Pair, dims: Sequence[int], normalization: int, size: int) -> Any:
+    found = fourier.transform(x.re, x.im, dims[:-1], 1)
+    if found is not None:
+        found = fourier.transform(*fourier.whole(*found, dims[-1], size), dims[-1:], 1)
+    sizes = [*(x.re.shape[d] for d in dims[:-1]), size]
+    return NotImplemented if found is None else _scaled(Pair(*found), sizes, normalization).re
+
+
 _EACH = (
     *("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "select"),
     *("slice", "diagonal", "alias", "detach", "clone", "flip", "roll", "sum", "mean", "cumsum", "neg", "_neg_view"),
-    *("index_select", "gather", "index", "repeat", "narrow", "unfold", "split", "split_with_sizes", "unbind", "trace"),
+    *(
+        "index_select",
+        "gather",
+        "index",
+        "repeat",
+        "narrow",
+        "take",
+        "unfold",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "trace",
+    ),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "rot90"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
     *("tril", "triu", "lift_fresh", "diag_embed", "unsafe_split", "chunk", "lift_fresh_copy", "resolve_neg"),
     *("slice_scatter", "select_scatter", "diagonal_scatter", "index_put", "scatter_add", "index_copy", "index_add"),
 )
@@ -221,6 +335,26 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "exp": _exp,
     "log": _log,
     "sqrt": _sqrt,
+    "expm1": _expm1,
+    "exp2": lambda x: _exp(_mul(x, math.log(2))),
+    "log1p": _log1p,
+    "log2": lambda x: _mul(_log(x), 1 / math.log(2)),
+    "log10": lambda x: _mul(_log(x), 1 / math.log(10)),
+    "rsqrt": lambda x: _div(1, _sqrt(x)),
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "tan": _tan,
+    "sinh": lambda x: Pair(torch.sinh(x.re) * torch.cos(x.im), torch.cosh(x.re) * torch.sin(x.im)),
+    "cosh": lambda x: Pair(torch.cosh(x.re) * torch.cos(x.im), torch.sinh(x.re) * torch.sin(x.im)),
+    "prod": _prod,
+    "cumprod": _cumprod,
+    "put": lambda x, index, source, accumulate=False: _each(aten.put.default)(
+        _pair(x), index, _pair(source), accumulate
+    ),
+    "masked_scatter": lambda x, mask, source: _each(aten.masked_scatter.default)(_pair(x), mask, _pair(source)),
+    "_fft_c2c": _fft,
+    "_fft_r2c": _real_fft,
+    "_fft_c2r": _to_real_fft,
     "sin": lambda x: Pair(torch.sin(x.re) * torch.cosh(x.im), torch.cos(x.re) * torch.sinh(x.im)),
     "cos": lambda x: Pair(torch.cos(x.re) * torch.cosh(x.im), -torch.sin(x.re) * torch.sinh(x.im)),
     "_conj": lambda x: Pair(x.re, -x.im),
