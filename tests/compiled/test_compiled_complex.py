@@ -77,6 +77,14 @@ BODIES: dict[str, Body] = {
     ),
     "polar": lambda h, x: (torch.polar(h.abs() / (1 + h.abs()) + x.sum().abs(), h.angle() + 0.1), h),
     "functions": functions,
+    "further functions": lambda h, x: (
+        unit(h.tanh() + h.tan() * h.sinh() + h.cosh() + h.sigmoid() + h.expm1() * h.log1p() + h.rsqrt() + fed(x)),
+        (h.log2() + h.log10() + h.exp2() + h.lerp(h.conj(), 0.3), h.prod(1), h.cumprod(0), h.var(1), h.isinf()),
+    ),
+    "spectra": lambda h, x: (
+        unit(torch.fft.ifft(torch.fft.fft(h) * TURN) + torch.fft.fftn(fed(x), norm="ortho")),
+        (torch.fft.rfft(x), torch.fft.irfft(torch.fft.rfft(h.real), 6), torch.fft.hfft(h, 5), torch.fft.fft(h, 130)),
+    ),
     "quotients": quotients,
     "choices": lambda h, x: (unit(torch.where(h.real > 0, h, -h * 1j) + fed(x)), torch.cat([h, h.conj()], -1)),
     "places": lambda h, x: (torch.stack([h[:, 1], h[:, 0], *h.unbind(1)[2:]], 1) * TURN, (h.cumsum(-1), h[:, :2])),
@@ -87,6 +95,12 @@ BODIES: dict[str, Body] = {
         torch.vdot(h[0], h[1]),
     ),
 }
+
+
+def test_a_transform_is_part_of_the_machine_code():
+    found = tl.explain(BODIES["spectra"], numbers(B, N, scale=1), numbers(T, B, 3, dtype=torch.float64)).text
+    assert "one native function" in found
+    assert "by torch" not in found
 
 
 def outcome(body: Body, compile: Any, **options: Any) -> tuple[list[Tensor], list[Any]]:

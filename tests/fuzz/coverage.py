@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import tensorloop as tl
 from tests.fuzz.operations import Row, in_a_child
-from tests.support.operation_loops import difference, loop_of, outcome, placed
+from tests.support.operation_loops import disagreement, loop_of, outcome, placed
 from tests.support.operation_samples import OPERATIONS, Sample, has_gradients, samples_of
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def judged(sample: Sample, grad: bool) -> list[tuple[str, str]]:
         if grad and refused:
             return [*judged(sample, False), (kind, _said(error))]
         return [(kind, _said(error))] * count
-    why = difference(sample, where, found, expected)
+    why = disagreement(sample, where, found, expected, grad)
     if why:
         return [("wrong", why)] * count
     return _ways(sample, where, grad)[:count]

@@ -69,9 +69,7 @@ def judged(sample: Sample, placement: str, grad: bool = True, second: bool = Fal
         if "not compiled:" in str(error):
             return Verdict("not compiled", _said(error))
         return Verdict("different", f"raises {type(error).__name__}: {_said(error)}")
-    why = difference(sample, where, found, expected)
-    if why and _as_near(sample, where, found, expected, grad, second):
-        why = ""
+    why = disagreement(sample, where, found, expected, grad, second)
     return Verdict("different", why) if why else Verdict("equal")
 
 
@@ -166,7 +164,15 @@ def _real(y: Tensor) -> Tensor:
 # -- comparisons
 
 
-def difference(sample: Sample, where: Placed, found: Outcome, expected: Outcome) -> str:
+def disagreement(
+    sample: Sample, where: Placed, found: Outcome, expected: Outcome, grad: bool, second: bool = False
+) -> str:
+    """The first difference that no rounding explains, or nothing."""
+    why = _difference(sample, where, found, expected)
+    return "" if why and _as_near(sample, where, found, expected, grad, second) else why
+
+
+def _difference(sample: Sample, where: Placed, found: Outcome, expected: Outcome) -> str:
     """The first difference that is more than rounding, or nothing."""
     tolerance = max(_TOLERANCE.get(x.dtype, 0.0) for x in (*sample.steps[0], *expected["values"]))
     tolerance = max(tolerance, sample.tolerance)
@@ -253,7 +259,7 @@ def _nearer(x: Tensor, y: Tensor, exact: Tensor, shaken: Tensor) -> bool:
         return torch.equal(x, y)
     there = exact.isfinite() & (exact.abs() <= torch.finfo(y.dtype).max)  # torch's own may be infinite before
     x, y, exact, shaken = (z.double() for z in (x, y, exact, shaken))
-    if not (torch.equal(x.isfinite(), y.isfinite()) or torch.equal(x.isfinite(), there)):
+    if bool(((x.isfinite() != y.isfinite()) & (x.isfinite() != there)).any()):
         return False
     finite = x.isfinite() & y.isfinite() & exact.isfinite() & shaken.isfinite()
     off, eager, turned, size = (

@@ -75,13 +75,16 @@ def to_pairs(
 
 
 def _with_rules(module: fx.GraphModule, examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph with operations on complex numbers that have no rule, but a decomposition of torch's, taken apart."""
-    met = [n for n in module.graph.nodes if n.op == "call_function" and any(map(_is_complex, [n, *n.all_input_nodes]))]
-    table = decompositions([n.target for n in met if n.target not in rules() and hasattr(n.target, "_schema")])
+    """The graph with operations on complex numbers that torch takes apart as it does real ones."""
+    met = {n.target for n in module.graph.nodes if n.op == "call_function" and _is_complex(n)}
+    table = decompositions([target for target in met if getattr(target, "_opname", "") in _TORCHS])
     if not table:
         return module
     with traceback.preserve_node_meta():
         return traced(fx.Interpreter(module).run, [x.detach() for x in examples], {**before_autograd(), **table})
+
+
+_TORCHS = "addcmul", "addcdiv", "block_diag", "linalg_cross"
 
 
 def _is_complex(n: fx.Node) -> bool:

@@ -191,6 +191,10 @@ def _where(condition: Tensor, a: Any, b: Any) -> Pair:
     return Pair(torch.where(condition, a.re, b.re), torch.where(condition, a.im, b.im))
 
 
+def _is_other_than_0(x: Any) -> Tensor:
+    return (x.re != 0) | (x.im != 0) if isinstance(x, Pair) else x != 0
+
+
 def _equal(a: Any, b: Any) -> Tensor:
     a, b = _pair(a), _pair(b)
     return (a.re == b.re) & (a.im == b.im)
@@ -352,6 +356,14 @@ _NAMED: dict[str, Callable[..., Any]] = {
         _pair(x), index, _pair(source), accumulate
     ),
     "masked_scatter": lambda x, mask, source: _each(aten.masked_scatter.default)(_pair(x), mask, _pair(source)),
+    "lerp": lambda x, y, weight: _sum(x, _mul(weight, _sub(y, x))),
+    "isinf": lambda x: torch.isinf(x.re) | torch.isinf(x.im),
+    "logical_not": lambda x: ~_is_other_than_0(x),
+    "logical_and": lambda a, b: _is_other_than_0(a) & _is_other_than_0(b),
+    "logical_or": lambda a, b: _is_other_than_0(a) | _is_other_than_0(b),
+    "logical_xor": lambda a, b: _is_other_than_0(a) ^ _is_other_than_0(b),
+    "empty": lambda size, **options: _full(size, 0, **options),
+    "new_empty": lambda x, size, **options: _full(size, 0, dtype=options.get("dtype")),
     "_fft_c2c": _fft,
     "_fft_r2c": _real_fft,
     "_fft_c2r": _to_real_fft,

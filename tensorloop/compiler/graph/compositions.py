@@ -43,15 +43,14 @@ def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: boo
 
 def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The variance over dims, and the mean."""
-    if x.is_complex():
-        return NotImplemented
     dims = [d % max(x.dim(), 1) for d in dim] if dim else list(range(x.dim()))
     count = 1
     for d in dims:
         count *= x.shape[d]
     mean = x.mean(dims, True) if dims else x
     apart = x - mean
-    total = (apart * apart).sum(dims, True) if dims else apart * apart
+    square = (apart * apart.conj()).real if x.is_complex() else apart * apart
+    total = square.sum(dims, True) if dims else square
     rest = count - (1 if correction is None else correction)
     found = total / rest if rest > 0 else total * float("nan" if count < 2 else "inf")
     return (found, mean) if keepdim or not dims else (found.squeeze(dims), mean.squeeze(dims))
