@@ -19,14 +19,27 @@ BELOW = torch.tensor([0, -1, 1])
 
 
 @pytest.mark.parametrize("divide", [lambda h, i: h // i, lambda h, i: h % i, lambda h, i: torch.fmod(h, i)])
-def test_integers_divided_by_a_tensor_are_left_to_torch(divide: Any):
-    def run(compile: Any) -> Any:
-        return tl.scan(lambda h, i: (divide(h, i), h), torch.tensor(7), NUMBERS, compile=compile)
+def test_integers_are_divided_by_a_tensor_in_torch(divide: Any):
+    def run(compile: Any, numbers: Any) -> Any:
+        return tl.scan(lambda h, i: (divide(h, i), h), torch.tensor(7), numbers, compile=compile)
 
-    with pytest.raises(RuntimeError, match="of integers by what may be 0"):
-        run("strict")
-    with pytest.warns(NotCompiledWarning), pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        run(True)
+    for compile in (False, "strict"):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError") as raised:
+            run(compile, NUMBERS)
+        assert raised.value.__notes__ == ["raised in step 1 of scan"]
+    assert all(torch.equal(a, b) for a, b in zip(run("strict", NUMBERS + 1), run(False, NUMBERS + 1), strict=True))
+
+
+def test_what_fails_before_the_loop_for_all_steps_fails_where_the_loop_comes_to_that_step():
+    def run(compile: Any, most: int) -> Any:
+        body = lambda h, i: (h + 6 // i, h)  # noqa: E731
+        return tl.scan(body, torch.tensor(0), NUMBERS, until=lambda h: h >= most, compile=compile)
+
+    for compile in (False, "strict"):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError") as raised:
+            run(compile, 7)
+        assert raised.value.__notes__ == ["raised in step 1 of scan"]
+        assert run(compile, 6)[0] == 6
 
 
 def test_integers_divided_by_a_number_are_compiled():

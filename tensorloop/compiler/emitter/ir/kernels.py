@@ -160,6 +160,7 @@ class CallOut:
     ins: dict[fx.Node, Operand]
     outs: list[Operand | None]
     single: bool
+    check: str | None = None  # as what the last of its results is held against 0
 
     def reads(self) -> tuple[Array, ...]:
         """The arrays that torch reads."""

@@ -25,6 +25,17 @@ _TAGS = (
 _BY_MEMORY = ("as_strided", "set_", "resize", "_nested")  # how their arguments lie in memory is what they are about
 
 
+# What torch calls an operation in its error, where that holds its infos against 0.
+CHECKED_AS = {
+    "linalg_cholesky_ex": "linalg.cholesky",
+    "linalg_lu_factor_ex": "torch.linalg.lu_factor",
+    "linalg_ldl_factor_ex": "torch.linalg.ldl_factor_ex",
+    "_linalg_solve_ex": "torch.linalg.solve",
+    "linalg_inv_ex": "linalg.inv",
+    "_linalg_eigh": "linalg.eigh",
+}
+
+
 def may_call(node: fx.Node) -> bool:
     """Whether torch may do a node in the middle of a step: it gives tensors of known shapes, and does nothing else."""
     target: Any = node.target
@@ -85,7 +96,8 @@ def call_out(low: Any, node: fx.Node) -> Any:
     values = [value] if single else value
     outs = [Operand(_place(x), x.dtype) if isinstance(x, Tensor) and i in read else None for i, x in enumerate(values)]
     ins = {a: Operand(_given(low, a), a.meta["val"].dtype) for a in node.all_input_nodes}
-    low.kernels.append(CallOut(node, ins, outs, single))
+    check = CHECKED_AS.get(node.target._opname) if node.kwargs.get("check_errors") else None  # pyright: ignore
+    low.kernels.append(CallOut(node, ins, outs, single, check))
     low.called.append(node)
     arrays = [None if one is None else one.array for one in outs]
     return arrays[0] if single else arrays

@@ -11,6 +11,7 @@ from tensorloop.compiler.emitter.ir.code import Value
 from tensorloop.compiler.emitter.ir.failures import ELEMENT
 from tensorloop.compiler.emitter.ir.kernels import Check, Matrix
 from tensorloop.compiler.emitter.ir.vector_math import Math
+from tensorloop.compiler.emitter.lower.calling import CHECKED_AS
 from tensorloop.compiler.emitter.lower.lowering import Call, Lowering
 from tensorloop.compiler.emitter.lower.pointwise import handles
 from tensorloop.compiler.lengths import grows
@@ -20,14 +21,6 @@ from tensorloop.compiler.step import Unsupported
 # The longest side of a matrix for which the step's own code is the faster one.
 SIDES = {"cholesky": 64, "triangular": 64, "permute": 64, "lu": 64, "qr": 32, "exp": 64, "eigh": 32}
 _FLOATS = (torch.float32, torch.float64)
-# What torch calls an operation in its error.
-_NAMES = {
-    "linalg_cholesky_ex": "linalg.cholesky",
-    "linalg_lu_factor_ex": "torch.linalg.lu_factor",
-    "_linalg_solve_ex": "torch.linalg.solve",
-    "linalg_inv_ex": "linalg.inv",
-    "_linalg_eigh": "linalg.eigh",
-}
 
 
 def _kernel(
@@ -58,7 +51,7 @@ def _check(call: Call, wanted: bool, batch: Sequence[int]) -> Check | None:
         return None
     if math.prod(batch) > 2**ELEMENT:
         raise Unsupported(f"of {math.prod(batch)} matrices, any of which may be singular")
-    return Check(_NAMES[call.name], tuple(batch))
+    return Check(CHECKED_AS[call.name], tuple(batch))
 
 
 def _turned(x: Array) -> Array:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.emitter.ir.kernels import Operand
 from tensorloop.compiler.emitter.write.function import Call
+from tensorloop.compiler.operations import aten
 from tensorloop.compiler.verify import Broken
 
 _ENTRY = ctypes.CFUNCTYPE(None)  # which takes the interpreter's lock, and lets it go
@@ -74,10 +75,14 @@ def _ready(call: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Call
     args, kwargs = fx.map_arg((kernel.node.args, kernel.node.kwargs), given.__getitem__)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     outs = [None if one is None else tensor(one) for one in kernel.outs]
     operation: Any = kernel.node.target
-    single = kernel.single
+    single, check = kernel.single, kernel.check
+    if check is not None:
+        kwargs = {**kwargs, "check_errors": False}  # whose error has another name
 
     def do() -> None:
         found = operation(*args, **kwargs)
+        if check is not None:
+            aten._linalg_check_errors.default(found[-1], check, is_matrix=not found[-1].dim())
         for x, out in zip((found,) if single else found, outs, strict=True):
             if out is not None:
                 if x is None or x.shape != out.shape or x.dtype is not out.dtype or not x.is_cpu:

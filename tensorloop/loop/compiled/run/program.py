@@ -145,7 +145,7 @@ class Program:
             self._hold(found, self._promised, steps)
             return Ran([], steps, list(found[:count]), list(found[count:]), True)
         try:
-            fed = [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
+            fed = self._fed_with(steps, invariants, sequences)
         except StepFailed as failed:
             # What all steps were to have fails at a step that the loop may not come to: then nothing has failed.
             done, part = failed.done, slice(steps - failed.done, steps) if self.step.reverse else slice(failed.done)
@@ -170,6 +170,22 @@ class Program:
         self._hold(found, self._promised, done)
         self._held += 1
         return Ran(last, done, list(found[:count]), list(found[count:]), going)
+
+    def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
+        """What the loop is given; where that fails, the first step of which it fails."""
+        try:
+            return [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
+        except StepFailed:
+            raise
+        except Exception:
+            for done in range(steps):
+                at = steps - 1 - done if self.step.reverse else done
+                row = [x[at : at + 1] if cut else x for x, cut in zip(sequences, self._cut, strict=True)]
+                try:
+                    self._before(1, *invariants, *row)
+                except Exception as error:
+                    raise StepFailed(error, done) from None
+            raise
 
     def _hold(self, values: Sequence[Tensor], promised: Sequence[Promise], steps: int) -> None:
         """Checks in the first calls what is computed for all steps at once: shapes and dtypes do not change later."""
