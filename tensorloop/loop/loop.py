@@ -53,7 +53,7 @@ class Loop:
         self.compact = compact  # whether rows that have stopped leave the batch
         self.functions = functions  # the user's, for advice
         self.outputs = None if slices is None else slices.outputs()
-        self.lower = 0  # the number of the first step, and the function that takes the numbers
+        self.lower = 0  # the number of what comes first in index order, and the function that takes the numbers
         self.numbered: Callable[..., Any] | None = None
         self.first_may_part = False  # whether the caller runs the first step by itself where that differs
         self.carry = Carry(init, lambda: name_of_carry(functions))

@@ -187,6 +187,104 @@ def test_where_bools_are_not_read_the_loop_is_eager():
     )
 
 
+def of_an_item(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    return (torch.sin(h @ w) + x if x[0, 0].item() > 0.5 else torch.cos(h @ w)), h
+
+
+def of_computed_items(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    y = x.clone()
+    low, high = y[0, 0].item(), h.detach().abs().max().item()
+    y.mul_(2.0)
+    if max(low, -0.9) * 2 - abs(high) / 4 + 1 > 1 - low:
+        h = h * 0.9
+    return torch.sin(h @ w) + y, h if low else h * 2
+
+
+def of_a_count(h: Tensor, x: Tensor, w: Tensor) -> Any:
+    count = (x > 0).sum().item()
+    assert isinstance(count, int)
+    assert not isinstance(count, float)
+    return (torch.sin(h @ w) if count >= 4.0 or count == 3 else h - x), h
+
+
+@pytest.mark.parametrize("body", [of_an_item, of_computed_items, of_a_count])
+def test_a_number_that_is_compared_chooses_the_plan_of_a_step(body: Callable[..., Any]):
+    check_both(scanned(body), INIT, XS, W)
+    check_both(scanned(body, reverse=True, checkpoints=3), INIT, XS, W)
+
+
+def test_a_number_is_compared_as_python_compares():
+    x = torch.tensor([0.1, 0.2, 0.3])  # float32, none of which is Python's
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        return h + (1 if x.item() > 0.2 else 0) + (2 if x.item() <= 0.1 else 0) + (4 if x.item() == 0.3 else 0), None
+
+    last, _ = tl.scan(body, torch.tensor(0.0), x, compile="strict")
+    assert last == tl.scan(body, torch.tensor(0.0), x)[0] == 2.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda h, x: h * x.sum().item(),
+        lambda h, x: x.sum().item() * h,
+        lambda h, x: h + torch.full((3,), x.sum().item()),
+        lambda h, x: h.clamp(max=x.sum().item()),
+        lambda h, x: h + len(f"{x.sum().item():.1f}"),
+        lambda h, x: h + [1.0, 2.0][(x > 0).sum().item() % 2],
+        lambda h, x: h + sum(range((x > 0).sum().item())),
+        lambda h, x: h + {1: 1.0}.get((x > 0).sum().item(), 2.0),
+        lambda h, x: h + round(x.sum().item()),
+        lambda h, x: h + (x.sum().item() < x).sum(),
+        lambda h, x: h + (1 / (x.sum().item() + 9) > 0),
+        lambda h, x: (h, x.sum().item())[1],
+    ],
+)
+def test_all_else_that_python_does_with_a_number_is_refused(body: Callable[[Tensor, Tensor], Any]):
+    xs = torch.linspace(-1, 1, 12).view(4, 3)
+
+    def run(compile: Any, h: Tensor, xs: Tensor) -> Any:
+        return tl.scan(lambda h, x: (torch.sin(h), body(h, x)), h, xs, compile=compile)
+
+    with pytest.raises(RuntimeError, match=r"\.item\(\) (reads a value in Python|gave)"):
+        run("strict", torch.ones(3), xs)
+
+
+NUMBERED: list[Callable[..., Any]] = [
+    lambda i, h, table, w: torch.cos(h) if i == 2 else torch.sin(h @ w) + table[i],
+    lambda i, h, table, w: torch.sin((h + table[i // 7] if i % 7 == 3 else h) @ w) * (i % 3),
+    lambda i, h, table, w: torch.sin(h @ w) + table[min(i, 9), 1:] * i,
+    lambda i, h, table, w: torch.sin(h @ w) + (table[:, -i + 2].sum() if 0 < i <= 2 else 1.0 if i else 0.5),
+]
+
+
+@pytest.mark.parametrize("k", range(len(NUMBERED)))
+def test_comparisons_of_the_number_of_a_step(k: int):
+    def run(compile: Any, h: Tensor, w: Tensor, table: Tensor) -> Any:
+        def body(i: Any, h: Tensor) -> Tensor:
+            return NUMBERED[k](i, h, table, w)
+
+        def numbered(h: Tensor, i: Any) -> Any:
+            return body(i, h), h
+
+        options: Any = {"compile": compile}
+        some = tl.fori_loop(0, 23, body, h, **options), tl.fori_loop(1, 23, body, h, checkpoints=3, **options)
+        return some, tl.scan(numbered, h, range(1, 40, 2), reverse=True, **options)
+
+    check_both(run, INIT, W, torch.sin(torch.arange(160.0, dtype=D)).view(40, 4)[:, : 3 + (k == 2)])
+
+
+def test_a_number_of_a_step_that_python_needs_is_refused():
+    table = [1.0, 2.0, 3.0, 4.0, 5.0]
+    for body in (lambda i, h: h * table[i], lambda i, h: h + sum(range(i)), lambda i, h: h + 1 // (i + 1)):
+        with pytest.raises(RuntimeError, match="the body needs i, the number of the step, as a Python number"):
+            tl.fori_loop(0, 5, body, torch.ones(3), compile="strict")
+    with pytest.raises(RuntimeError, match="a comparison of i reads a value in Python, which is another one after"):
+        tl.fori_loop(0, 50, lambda i, h: h + i if i % 2 else h, torch.ones(3), compile="strict")
+    with pytest.raises(RuntimeError, match="in a loop that carries no tensor"):
+        tl.map(lambda i: torch.ones(3) if i == 0 else torch.zeros(3), range(5), compile="strict")
+
+
 class Read:
     now: Any = None
 

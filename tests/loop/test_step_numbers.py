@@ -136,7 +136,7 @@ def test_a_compiled_loop_makes_one_plan_for_all_steps(reverse: bool) -> None:
 
 def test_a_compiled_body_that_needs_the_number_in_python_says_so() -> None:
     for body, text in [
-        (lambda c, t: (c * 2 if t % 2 else c, None), r"as a Python number .* Cure: operations of torch take it"),
+        (lambda c, t: (c * [1.0, 2.0][t % 2], None), r"as a Python number .* Cure: operations of torch take it"),
         (lambda c, t: (c + 1, t), "returns i, the number of the step, as a Python number"),
     ]:
         with pytest.raises(RuntimeError, match=text):

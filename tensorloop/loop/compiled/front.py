@@ -345,6 +345,10 @@ def plan_of(seen: Look) -> tuple[Look, Plan | Refused]:
 def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     loop, grad = seen.frame.loop, torch.is_grad_enabled()
     assert seen.record is not None
+    if trace.answers and not trace.carry:
+        said, place = seen.record.values.asked
+        cure = "use torch.where, or tl.scan with a tensor in the carry"
+        return Refused(f"{said} reads a value in Python, in a loop that carries no tensor", cure, place)
     drawn = [draw.example for draw in seen.draws]
     trace, ahead = with_going(trace) if trace.answers else (trace, [])
     next_rows = [seen.record.given[len(seen.frame.carry) + k].detach() for k in ahead]

@@ -83,6 +83,7 @@ class CallWatch(TorchFunctionMode):
     asked_layout = False  # whether the body asked how a tensor lies in memory
     asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
     may_list: Callable[[Tensor], bool] | None = None  # says whether Python may be told all numbers of a tensor
+    number_read: Callable[[Tensor], Any] | None = None  # gives what `.item()` is of a tensor that changes
     tells_all = True  # whether the calls tell everything that the step does, as far as was seen
 
     def __enter__(self) -> Self:
@@ -117,10 +118,14 @@ class CallWatch(TorchFunctionMode):
             )
         if reason is not None:
             raise refusal(*reason)
+        if func is Tensor.__getitem__ and (picked := _numbered_item(*args)) is not None:
+            return picked
         outer, self.inside = self.inside, True
         if not outer:
             self.call, self.grad = func, torch.is_grad_enabled()
         try:
+            if func is Tensor.item and self.number_read is not None and (found := self.number_read(*args)) is not None:
+                return found
             return func(*args, **(kwargs or {}))
         finally:
             self.inside = outer
@@ -131,6 +136,18 @@ class CallWatch(TorchFunctionMode):
         if operation in _ITEMS:
             return _SAID.get(name) or (f"{name}()" if name else ".item()")
         return f"{name}()" if name and name.strip("_") == name else operation
+
+
+def _numbered_item(x: Tensor, index: Any) -> Tensor | None:
+    """`x[i]` and `x[:, i]`, where i is the number of a step, which torch does not take there; None without such."""
+    parts = index if type(index) is tuple else (index,)
+    if not any(type(p) is torch.SymInt for p in parts) or any(type(p) not in (torch.SymInt, int, slice) for p in parts):
+        return None
+    dim = 0
+    for p in parts:
+        x = x[(*[slice(None)] * dim, p)] if type(p) is slice else torch.select(x, dim, p)
+        dim += type(p) is slice
+    return x
 
 
 def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:

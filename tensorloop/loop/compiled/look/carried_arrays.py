@@ -215,8 +215,7 @@ class StandIn(Store):
     def _index(self, index: Any) -> Tensor | None:
         """An index as a tensor that the step knows; None for numbers."""
         if isinstance(index, torch.SymInt):
-            number, scale, shift = self.log.number, index.node.scale, index.node.shift
-            return None if number is None else number * scale + shift
+            return index.node.tensor()
         fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device == HOST
         return index.to(torch.int64) if fits else None
 

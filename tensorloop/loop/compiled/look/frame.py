@@ -190,13 +190,14 @@ class Frame:
             watch.number = row[-1]
         if loop.name == "fori_loop":
             assert loop.numbered is not None
+            assert isinstance(watch, OperationLog)
             with watch:
-                returned, y = loop.numbered(symbol(loop.lower), loop.tree_of(state)), None
+                returned, y = loop.numbered(symbol(loop.lower, row[-1], watch), loop.tree_of(state)), None
         else:
-            slices = self._slices(row)
+            slices = self._slices(row, watch)
             with watch:
                 returned, y = loop.body(0, loop.tree_of(state), slices, loop.context_at(0))
-        if numbered:
+        if numbered or (watch.values is not None and watch.values.told_number):
             refuse_returned(pytree.leaves((returned, y)))
         leaves = loop.checked(returned, 0)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
@@ -225,7 +226,7 @@ class Frame:
         """A step of a scan over packed xs: rows without an entry keep their carry."""
         outputs = self.loop.outputs
         assert outputs is not None
-        leaves, lasts, y = self._run_frozen(watch, state, carry[len(self.places) :], row[-1], self._slices(row))
+        leaves, lasts, y = self._run_frozen(watch, state, carry[len(self.places) :], row[-1], self._slices(row, watch))
         return [*self._tensors_of(leaves), *lasts], outputs.leaves_of(y, 0), None
 
     def _run_frozen(
@@ -257,14 +258,16 @@ class Frame:
         first, take = self.arrays.first, self.arrays.take
         return [take(i, leaves[i], k) if i in first else leaves[i] for k, i in enumerate(self.places)]
 
-    def _slices(self, row: list[Tensor]) -> list[Any]:
+    def _slices(self, row: list[Tensor], watch: Watch) -> list[Any]:
         """What the body gets of each leaf of xs: a slice, None, or the number of a range."""
         left, slices = iter(row), self.loop.slices
         if slices is None:
             return []
         leaves: list[Any] = [None if x is None else next(left) for x, _ in slices.tensors]
         for k, numbers in slices.ranges.items():
-            leaves[k] = symbol(numbers[slices.index(0)], numbers.step, numbers.start)
+            assert isinstance(watch, OperationLog)
+            first = numbers.start - self.loop.lower * numbers.step  # as if the loop began at 0
+            leaves[k] = symbol(numbers[slices.index(0)], row[-1], watch, numbers.step, first)
         return leaves
 
     def _ask(self, watch: Watch, leaves: list[Any]) -> Tensor | None:
@@ -306,12 +309,9 @@ class Frame:
 def sequences(loop: Loop) -> list[Tensor]:
     """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
     xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
-    if loop.name == "fori_loop":
+    if is_numbered(loop):
         assert loop.length is not None
         xs.append(torch.arange(loop.lower, loop.lower + loop.length, device=HOST))
-    elif is_numbered(loop):
-        assert loop.length is not None
-        xs.append(torch.arange(loop.length, device=HOST))
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
         xs.append(loop.entries.active)
     return xs

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, is_torchs
+from tensorloop.loop.compiled.look.number_read import is_read
 
 MOST_PATHS = 512
 # What says something about a tensor and makes none. What Python makes of it shows in the calls that follow.
@@ -79,7 +80,7 @@ class CallTrail(CallWatch):
             out = self._seen(func, args, kwargs)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        if func in READING:
+        if func in READING and not is_read(out):
             self._step([repr(out)])
         if type(out) is Tensor:
             if id(out) not in numbers:  # a call in place gives its argument

@@ -26,6 +26,7 @@ from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, custom_function, refusal
 from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, may_draw_ahead, never_draws
+from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.values_read import MOST_NUMBERS, ValuesRead
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
@@ -111,12 +112,12 @@ class OperationLog(OperationMode):
     def __enter__(self) -> Self:
         """Begins to look, at calls of torch too."""
         self.watch.__enter__()
-        self.watch.may_list = self._may_list
+        self.watch.may_list, self.watch.number_read = self._may_list, self._number_read
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self.watch.may_list = None
+        self.watch.may_list = self.watch.number_read = None
         self.watch.__exit__(*raised)
 
     def __torch_dispatch__(
@@ -177,7 +178,8 @@ class OperationLog(OperationMode):
 
     def _read(self, values: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
         """Tells Python a value: of what no step changes, or a bool."""
-        x, said, called = args[0], self.watch.said("item"), getattr(self.watch.call, "__name__", "")
+        x, called = args[0], getattr(self.watch.call, "__name__", "")
+        said = values.telling or self.watch.said("item")
         if not (self.watch.inside and self.watch.call in READING):
             self.watch.tells_all = False
         if not self._is_moving(args):
@@ -190,6 +192,25 @@ class OperationLog(OperationMode):
         flag = x if x.dtype is torch.bool else self.__torch_dispatch__(_aten.ne.Scalar, (), (x, 0))
         self.key.append(values.answer(self._numbers[id(flag)], len(self.operations), bool(func(flag)), said))
         return values.answers[-1].value
+
+    def tell(self, flag: Tensor, said: str) -> bool:
+        """Tells Python a bool of the step, which chooses its plan; `said` is what the user calls that."""
+        values = self.values
+        if values is not None:
+            count, values.telling = len(values.answers), said
+            value, values.telling = bool(flag), ""
+            if len(values.answers) > count:
+                return value
+        raise refusal(f"{said} {_READS}", VALUES)  # the step does not see it: this is no part of its body
+
+    def _number_read(self, x: Tensor) -> Any:
+        """What `.item()` gives of a tensor that moves; None where it is to be read."""
+        number = not (x.dtype is torch.bool or x.is_complex()) and x.numel() == 1
+        if not number or self.values is None or not self.values.may_answer or not self._is_moving(x):
+            return None
+        self.watch.tells_all, self.values.told_number = False, True
+        copy = x.detach().reshape(()).to(torch.float64 if x.is_floating_point() else torch.int64, copy=True)
+        return NumberRead(copy, self.tell)
 
     def _is_moving(self, x: Any) -> bool:
         self._moves = False
@@ -282,6 +303,14 @@ class OperationLog(OperationMode):
                 raise Refused("a tensor was taken out of its graph by .data or the like", "use detach()")
         return [self._numbers[id(x)] for x in tensors]
 
+    def number_of(self, x: Tensor) -> int:
+        """The number of a tensor of the step."""
+        return self._numbers[id(x)]
+
+    def tensor(self, number: int) -> Tensor:
+        """The tensor of the step that has this number."""
+        return self._tensors[number]
+
     def made(self, x: Tensor) -> bool:
         """Whether an operation of the step gave this tensor."""
         number = self._numbers.get(id(x), 0)
@@ -340,9 +369,8 @@ class OperationLog(OperationMode):
             for y in x:
                 self._note(y)
         elif isinstance(x, torch.SymInt):
-            assert self.number is not None
             self._moves = True
-            key.append((self._numbers[id(self.number)], x.node.scale, x.node.shift))
+            key.append((x.node.of, x.node.scale, x.node.shift))
         elif isinstance(x, torch.Generator):
             key.append(self.generators.index(x))
         elif isinstance(x, (float, complex)):
@@ -360,7 +388,7 @@ class OperationLog(OperationMode):
         if isinstance(x, dict):
             return {name: self._structure(y) for name, y in x.items()}
         if isinstance(x, torch.SymInt):
-            return Number(self._numbers[id(self.number)], x.node.scale, x.node.shift)
+            return Number(x.node.of, x.node.scale, x.node.shift)
         return x
 
     def _capture(self, x: Tensor) -> int:

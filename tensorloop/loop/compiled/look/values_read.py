@@ -42,6 +42,8 @@ class ValuesRead:
     def __init__(self, script: Sequence[bool], may_answer: bool, cure: str = "") -> None:
         self.script, self.may_answer, self.cure = script, may_answer, cure
         self.answers: list[Answer] = []
+        self.telling = ""  # what a user calls the read at hand, where that is no call of torch
+        self.told_number = False  # whether Python has a number that it can compare and nothing else
         self.values: list[str] = []  # of guards
         self.first: tuple[int, str, UserLine | None] | None = None  # guard: where in the key, by which call and line
         self.asked: tuple[str, UserLine | None] = "", None  # the call and line of the first answer

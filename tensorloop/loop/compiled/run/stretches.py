@@ -37,8 +37,15 @@ def run_by_answers(
         known[tuple(plan.answers), look.frame.root] = look, plan
         _check(first, len({answers for answers, _ in known}), len(columns), done)
         room = parts.room(plan, streak, done)
-        look = dataclasses.replace(look, frame=Frame(parts.loop(state, done, room, kept=True)))
-        taken, outputs = results_of(look, plan, None if loop.cond is not None else room, checkpoints, None, done)
+        while True:
+            look = dataclasses.replace(look, frame=Frame(parts.loop(state, done, room, kept=True)))
+            try:
+                taken, outputs = results_of(look, plan, room, checkpoints, None, done)
+                break
+            except Exception as error:  # of what is computed for all steps at once, also for those of other answers
+                if isinstance(error, Refused) or room is None or room == 1:
+                    raise
+                room //= 2
         state, done, streak = carry_of(look, outputs), done + taken, streak + taken
         plan.longest = max(plan.longest, streak)
         columns.append(columns_of(look, outputs, taken))
@@ -105,12 +112,12 @@ class _Parts:
         """The loop of some steps, by default of all that are left; `kept` where it will run, and not be looked at."""
         part, whole = copy.copy(self.whole), self.whole
         part.init, part.taken, part.last_tree = state, 0, (None, None)
-        part.lower += done
-        if whole.length is not None:
-            part.length = whole.length - done if room is None else room
-        if whole.slices is not None and whole.length is not None:
-            assert part.length is not None
-            start = whole.length - done - part.length if whole.slices.reverse else done
+        if whole.length is None:
+            return part
+        part.length = whole.length - done if room is None else room
+        start = whole.length - done - part.length if whole.slices is not None and whole.slices.reverse else done
+        part.lower += start
+        if whole.slices is not None:
             part.slices = whole.slices.between(start, start + part.length)
             if kept and part.length < whole.length:
                 part.slices.tensors = self._read(start, start + part.length)
