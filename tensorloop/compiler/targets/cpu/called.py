@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tensorloop._torch.dispatch import entry
 from tensorloop.compiler.emitter.ir.kernels import Operand
 from tensorloop.compiler.emitter.write.function import Call
 from tensorloop.compiler.operations import aten
@@ -58,38 +59,49 @@ class CalledOperations:
         yield
 
 
-def _ready(call: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Callable[[], None]:
+def _ready(one: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Callable[[], None]:
     """The operation on its tensors."""
-    kernel = call.kernel
+    kernel = one.kernel
 
-    def tensor(one: Operand) -> Tensor:
-        array, buffer = one.array, one.array.buffer
+    def tensor(operand: Operand) -> Tensor:
+        array, buffer = operand.array, operand.array.buffer
         if buffer.kind == "scratch":
-            whole = _at(scratch + call.places[buffer], buffer.numel, array.dtype)
+            whole = _at(scratch + one.places[buffer], buffer.numel, array.dtype)
         else:
             whole = fixed[buffer.kind][buffer.index].detach()
         found = whole.as_strided(array.shape, array.strides, whole.storage_offset() + array.offset)
-        return torch.view_as_complex(found) if one.dtype.is_complex else found.view(one.dtype)
+        return torch.view_as_complex(found) if operand.dtype.is_complex else found.view(operand.dtype)
 
-    given = {n: tensor(one) for n, one in kernel.ins.items()}
+    given = {n: tensor(x) for n, x in kernel.ins.items()}
     args, kwargs = fx.map_arg((kernel.node.args, kernel.node.kwargs), given.__getitem__)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-    outs = [None if one is None else tensor(one) for one in kernel.outs]
-    operation: Any = kernel.node.target
-    single, check = kernel.single, kernel.check
+    puts = [None if x is None else _put(kernel.node.target, tensor(x)) for x in kernel.outs]
+    call, check = entry(kernel.node.target), kernel.check
     if check is not None:
         kwargs = {**kwargs, "check_errors": False}  # whose error has another name
+    if kernel.single and (put := puts[0]) is not None:
+        return lambda: put(call(*args, **kwargs))
 
     def do() -> None:
-        found = operation(*args, **kwargs)
+        found = call(*args, **kwargs)
         if check is not None:
             aten._linalg_check_errors.default(found[-1], check, is_matrix=not found[-1].dim())
-        for x, out in zip((found,) if single else found, outs, strict=True):
-            if out is not None:
-                if x is None or x.shape != out.shape or x.dtype is not out.dtype or not x.is_cpu:
-                    raise _other(operation, x, out)
-                out.copy_(x)
+        for x, put in zip(found, puts, strict=True):
+            if put is not None:
+                put(x)
 
     return do
+
+
+def _put(operation: Any, out: Tensor) -> Callable[[Any], None]:
+    """What copies a result to where it belongs, if it is what the graph says that it is."""
+    shape, dtype, copy = out.shape, out.dtype, out.copy_
+
+    def put(x: Any) -> None:
+        if x is None or x.shape != shape or x.dtype is not dtype or not x.is_cpu:
+            raise _other(operation, x, out)
+        copy(x)
+
+    return put
 
 
 def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
